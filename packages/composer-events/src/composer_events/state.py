@@ -72,9 +72,9 @@ class BatchInParts:
     """The part of `State` that holds `inputs` and `targets`.
 
     A loop such as `for state.inputs, state.targets in dataloader:` does not set `state.batch`, which algorithms read
-    and replace. So when a loop assigns both parts while `batch` is `None`, it becomes the pair of them:
-    assigning a part replaces it in the batch, and reading a part reads it from the batch. If an algorithm or another
-    loop replaces the batch, the next pair becomes the batch again.
+    and replace. So when a loop assigns both parts while `batch` is `None`, it becomes the pair of them: assigning a
+    part replaces it in the batch, and reading a part reads it from the batch. If an algorithm or another loop replaces
+    the batch, the next pair becomes the batch again.
 
     With a Trainer, which sets `state.batch` itself, both are ordinary attributes, as if added by the user. The same
     holds if algorithms or callbacks assign them, or if one of them is `None`, until a loop begins as above.

@@ -1,4 +1,4 @@
-"""How weights and learning rates move: decoupled optimizers, and schedulers that speak of training time."""
+"""Optimizers with decoupled weight decay, and learning rate schedulers in units of training time."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from composer_optim.warmup import MultiStepWithWarmupScheduler as MultiStepWithWarmupScheduler
     from composer_optim.warmup import PolynomialWithWarmupScheduler as PolynomialWithWarmupScheduler
 
-# The schedulers need no torch, so a name brings only the module that it lives in.
+# The schedulers need no torch, so each name imports only its own module.
 _HOME = {
     "DecoupledSGDW": "composer_optim.decoupled",
     "DecoupledAdamW": "composer_optim.decoupled",

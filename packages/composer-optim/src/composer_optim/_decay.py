@@ -1,7 +1,7 @@
-"""What the decoupled optimizers share: the decay itself, and the frame of a step around it.
+"""Weight decay and option checks that the decoupled optimizers share.
 
-Both call PyTorch's functional forms rather than `super().step()`. PyTorch wraps the `step` of every class that it
-makes an optimizer of, so with a plain AdamW elsewhere in the program the hooks on a step would run twice.
+The optimizers call PyTorch's functional forms instead of `super().step()`. PyTorch wraps the `step` of the class of
+every optimizer that is constructed, so if the program also uses a plain AdamW, step hooks would run twice.
 """
 
 import logging
@@ -20,42 +20,42 @@ __all__ = ["check_group"]
 # Named after the module's path in Composer, whose users tune `composer` loggers.
 log = logging.getLogger("composer.optim.decoupled_weight_decay")
 
-# A thousand steps at this rate take away 63 % of a weight. Numbers like it are usual for a coupled decay.
+# A thousand steps at this rate remove 63 % of a weight. Such values are common for coupled weight decay.
 _LARGE_WEIGHT_DECAY = 1e-3
 
 
 def get_initial_lr(group: dict[str, Any]) -> float:
-    """Return the learning rate that a parameter group began with; where it has none, the present one becomes it."""
+    """Return the initial learning rate of a parameter group; if it is missing, the current one is stored."""
     initial_lr = group.get("initial_lr")
     if initial_lr is None:
-        # A number also where `lr` is a tensor, which schedulers fill in place; read once, so nothing waits in `step`.
+        # A number even if `lr` is a tensor, which schedulers change in place; read once, to avoid a synchronization.
         initial_lr = group["initial_lr"] = float(group["lr"])
     return initial_lr
 
 
 def decay_rate(lr: float | Tensor, initial_lr: float, weight_decay: float) -> float | Tensor:
-    """Return the share of the weights that one step takes away."""
+    """Return the fraction of the weights that one step removes."""
     if weight_decay == 0:
         return 0.0
     if isinstance(lr, Tensor):
-        lr = lr.reshape(())  # PyTorch takes a learning rate of one element in any shape, its kernels in this one only
+        lr = lr.reshape(())  # PyTorch accepts one element of any shape, its kernels only this one
     return (lr / initial_lr if initial_lr else 1.0) * weight_decay
 
 
 def shrink(params: list[Tensor], rate: float | Tensor, found_inf: Tensor | None) -> None:
-    """Take `rate` of each weight away, in place, unless `found_inf` is there and not 0."""
+    """Multiply the weights by `1 - rate`, in place, unless `found_inf` is given and not 0."""
     if isinstance(rate, float) and rate == 0.0:
         return
     for (device, _), tensors in _group_by_kernel(params).items():
         factor = 1.0 - rate
-        if found_inf is not None:  # it stays on the device: the step is skipped without anybody waiting for it
+        if found_inf is not None:  # stays on the device: the step is skipped without a synchronization
             factor = 1.0 - rate * (found_inf.to(device) == 0).reshape(())
-        # It is in the documentation of torch but not in its list of names.
+        # Documented by torch, but missing in its __all__.
         torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _group_by_kernel(params: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Sort tensors so that one kernel can take each list; mixed ones would be taken one by one."""
+    """Group tensors by device and dtype, so that one kernel processes each list; mixed lists are slow."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for param in params:
         groups[param.device, param.dtype].append(param)
@@ -63,7 +63,7 @@ def _group_by_kernel(params: list[Tensor]) -> dict[tuple[torch.device, torch.dty
 
 
 def evaluate(closure: Callable[[], Any] | None) -> Any:
-    """Call the closure of a step."""
+    """Call the closure of a step with gradients enabled."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -71,12 +71,12 @@ def evaluate(closure: Callable[[], Any] | None) -> Any:
 
 
 def warn_of_large_decay(optimizer: Optimizer) -> None:
-    """Log a warning if the weight decay looks like one for an optimizer that multiplies it by the learning rate."""
+    """Log a warning if the weight decay is as large as for an optimizer that multiplies it by the learning rate."""
     largest = max((group["weight_decay"] for group in optimizer.param_groups), default=0.0)
     if largest >= _LARGE_WEIGHT_DECAY:
         log.warning(
-            "weight_decay=%g of %s takes that share of the weights away in each step, whatever the learning rate. To "
-            "get what torch's optimizers do with it, multiply it by the initial learning rate.",
+            "weight_decay=%g of %s removes that fraction of the weights in each step, independent of the learning "
+            "rate. To get the weight decay of torch's optimizers, multiply it by the initial learning rate.",
             largest,
             type(optimizer).__name__,
         )
@@ -89,10 +89,10 @@ def check_group(options: Mapping[str, Any]) -> None:
     """Check the options of one group of parameters.
 
     Args:
-        options: By name. Those that are not known here are the optimizer's own affair.
+        options: By name. Unknown options are left to the optimizer.
 
     Raises:
-        TypeError: If an option is of the wrong kind.
+        TypeError: If an option has the wrong type.
         ValueError: If a number is NaN, infinite, or out of its range.
     """
     for name, check in _CHECKS.items():
@@ -100,13 +100,13 @@ def check_group(options: Mapping[str, Any]) -> None:
             check(name, options[name])
     if options.get("nesterov") and (options.get("momentum", 0) <= 0 or options.get("dampening", 0) != 0):
         raise ValueError(
-            f"nesterov=True looks ahead along the momentum, and momentum={options.get('momentum', 0)!r}, "
-            f"dampening={options.get('dampening', 0)!r}. Use a momentum above 0, and no dampening."
+            f"nesterov=True needs momentum above 0 and no dampening; got momentum={options.get('momentum', 0)!r}, "
+            f"dampening={options.get('dampening', 0)!r}. Change these, or use nesterov=False."
         )
 
 
 def _check_not_negative(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):  # which is on a device, perhaps, and nobody waits for it
+    if not isinstance(value, Tensor):  # reading a tensor may synchronize with its device
         as_finite(name, value, least=0.0)
 
 

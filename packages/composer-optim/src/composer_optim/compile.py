@@ -1,4 +1,4 @@
-"""Bind schedulers to a training state, as schedulers of PyTorch's own kind."""
+"""Binding of schedulers to a training state, as PyTorch schedulers."""
 
 import functools
 import inspect
@@ -29,16 +29,16 @@ _STATE = "_composer_state"
 
 
 class SharedRate:
-    """The learning rate of one parameter group: what PyTorch's schedulers made of it, times Composer's factor.
+    """Learning rate of one parameter group: the result of PyTorch's schedulers times Composer's factor.
 
-    PyTorch's schedulers work out the next rate from the current one, which must not have Composer's factor in it, and
-    a factor of 0 cannot be divided out again. So the rate without it is kept here. `LambdaLR` saves and loads what is
-    in the `__dict__` of such an object: the rate and the last factor, so that a run resumes with the very same
-    numbers. What belongs to this run is in a slot.
+    PyTorch's schedulers compute the next rate from the current one, which must not contain Composer's factor, and a
+    factor of 0 cannot be divided out again. So the rate without the factor is stored here. `LambdaLR` saves and loads
+    the `__dict__` of such an object: the rate and the last factor, so that a run resumes with exactly the same numbers.
+    `product` belongs to this run and is in a slot, so it is not saved.
 
     Args:
-        product: Answers Composer's factor of now.
-        initial_lr: The group's rate at first, which `LambdaLR` multiplies.
+        product: Returns Composer's current factor.
+        initial_lr: The group's initial rate, which `LambdaLR` multiplies.
         rate: The group's rate without Composer's factor.
     """
 
@@ -51,37 +51,37 @@ class SharedRate:
         self.factor = 1.0
 
     def __call__(self, step: int) -> float:
-        """Answer what to multiply the group's first rate with now."""
+        """Return the current factor of the group's initial rate."""
         self.factor = self.product(step)
         return self._relative()
 
     def lr(self) -> float:
-        """Answer the rate with Composer's factor as it was last."""
+        """Return the rate with Composer's last factor."""
         return self.initial_lr * self._relative()
 
     def _relative(self) -> float:
-        # A rate that began at 0 has no factor relative to that: it stays 0.
+        # A rate that starts at 0 has no factor relative to 0: it stays 0.
         return self.factor * (self.rate / self.initial_lr if self.initial_lr else 1.0)
 
 
 class _BesideComposers(LRScheduler):
-    """A scheduler of PyTorch's that goes on from its own rates, whatever Composer's have multiplied them with."""
+    """PyTorch scheduler that computes its rates without Composer's factor."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step it without Composer's factor, which is put back afterwards as it was."""
+        """Step without Composer's factor, which is restored afterwards."""
         with _without_factor(self.optimizer, vars(self)[_SHARED]):
             super().step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that it has without Composer's."""
+        """Return the state without the rates shared with Composer's schedulers."""
         return {name: value for name, value in super().state_dict().items() if name != _SHARED}
 
 
 def put_beside(theirs: LRScheduler, shared: Sequence[SharedRate]) -> None:
-    """Let a scheduler of PyTorch's share its rates with Composer's, whoever steps it and in whatever order.
+    """Make a PyTorch scheduler share its rates with Composer's schedulers, which may then be stepped in any order.
 
-    Its class becomes one of the same name that derives from it, as `fully_shard` does with modules: a method set on
-    the scheduler itself would be saved with its state.
+    Its class is replaced by a subclass of the same name, as `fully_shard` does with modules: a method set on the
+    scheduler itself would be saved with its state.
     """
     if not isinstance(theirs, _BesideComposers):
         theirs.__class__ = _class_beside(type(theirs))
@@ -89,18 +89,18 @@ def put_beside(theirs: LRScheduler, shared: Sequence[SharedRate]) -> None:
 
 
 def compiled_for(scheduler: object) -> Any:
-    """Answer for which training state a Composer scheduler was compiled; `None` if it is anything else."""
+    """Return the training state for which a Composer scheduler was compiled, or `None` for anything else."""
     factor = _first_factor(scheduler)
     return getattr(factor.product if isinstance(factor, SharedRate) else factor, _STATE, None)
 
 
 def check_together(schedulers: Iterable[object]) -> None:
-    """Refuse a list in which a compiled Composer scheduler stands beside one that it was not compiled with.
+    """Check that compiled Composer schedulers are not combined with schedulers they were not compiled with.
 
-    Each of the two would set the whole learning rate, and the part of the other would be lost.
+    Each of the two would set the whole learning rate and overwrite the part of the other.
 
     Raises:
-        ValueError: If there is such a list.
+        ValueError: If they are combined.
     """
     schedulers = tuple(schedulers)
     ours = next((each for each in schedulers if compiled_for(each) is not None), None)
@@ -117,31 +117,32 @@ def check_together(schedulers: Iterable[object]) -> None:
 
 
 def set_rates(scheduler: LambdaLR) -> None:
-    """Set the learning rates to what a compiled scheduler says now, as its `step` does, and count no step."""
+    """Set the learning rates to the current value of a compiled scheduler, like `step` without counting a step."""
     groups = scheduler.optimizer.param_groups
     for group, base, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=False):
         _set_rate(group, base * factor(scheduler.last_epoch))
+    # Copies, because `lr` tensors are changed in place.
     scheduler._last_lr = [rate.clone() if isinstance(rate := group["lr"], torch.Tensor) else rate for group in groups]
 
 
 def set_last_rates(schedulers: Sequence[LRScheduler], optimizer: Optimizer) -> None:
-    """Set an optimizer's learning rates to those that its schedulers set last."""
+    """Set an optimizer's learning rates to the last ones that its schedulers set."""
     for group, rate in zip(optimizer.param_groups, rates_without_factor(schedulers, optimizer), strict=False):
         _set_rate(group, rate)
 
 
 def with_state(factor: Callable[[int], float], state: object) -> Callable[[int], float]:
-    """Mark a function for `LambdaLR` as one that asks this state, so that its scheduler is told from others."""
+    """Mark a function for `LambdaLR` with the state it reads, to recognize schedulers compiled by this module."""
     vars(factor)[_STATE] = state
     return factor
 
 
 def rates_without_factor(theirs: Sequence[LRScheduler], optimizer: Optimizer) -> list[float]:
-    """Answer the rates that PyTorch's schedulers have set, whatever has been multiplied with them since."""
+    """Return the rates that PyTorch's schedulers have set, without factors that were applied since."""
     current = [float(group["lr"]) for group in optimizer.param_groups]
     own = [[float(rate) for rate in scheduler.get_last_lr()] for scheduler in theirs]
-    # The one that was made last has set the current rates, wherever it stands. If none has, because these optimizer
-    # and schedulers have been side by side before, the last one in order was the last to step.
+    # The scheduler constructed last has set the current rates, at any position in the list. If none has, because the
+    # optimizer and the schedulers were compiled together before, the last one in order was the last to step.
     return current if current in own else own[-1]
 
 
@@ -156,7 +157,7 @@ def _first_factor(scheduler: object) -> Any:
 
 
 def _shared_by(scheduler: object) -> object:
-    """Return what all that were compiled together have in common."""
+    """Return an object that all schedulers compiled together have in common."""
     if isinstance(scheduler, _BesideComposers):
         return vars(scheduler)[_SHARED][0]
     return _first_factor(scheduler) if compiled_for(scheduler) is not None else scheduler
@@ -164,7 +165,7 @@ def _shared_by(scheduler: object) -> object:
 
 @contextmanager
 def _without_factor(optimizer: Optimizer, shared: Sequence[SharedRate]) -> Iterator[None]:
-    """Give the optimizer the rates without Composer's factor, and multiply what has become of them with it."""
+    """Set the rates without Composer's factor, and multiply the resulting rates by it afterwards."""
     groups = optimizer.param_groups
     if len(groups) != len(shared):
         raise RuntimeError(
@@ -183,7 +184,7 @@ def _without_factor(optimizer: Optimizer, shared: Sequence[SharedRate]) -> Itera
 
 
 def _set_rate(group: dict[str, Any], rate: Any) -> None:
-    if isinstance(group["lr"], torch.Tensor):  # a captured graph reads this very tensor
+    if isinstance(group["lr"], torch.Tensor):  # a captured graph reads this tensor, so it must stay the same object
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
@@ -193,37 +194,37 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 class OptimizedState(SchedulerState, Protocol):
-    """A training state that has optimizers too."""
+    """Training state with optimizers."""
 
-    # A sequence of optimizers. Where it is a descriptor, as in composer_events.State, type checkers see no more of it.
+    # A sequence of optimizers. `Any`, because type checkers do not see through the descriptor of composer_events.State.
     @property
     def optimizers(self) -> Any:
-        """The optimizers, of which there must be one."""
+        """The optimizers, exactly one."""
         ...
 
 
 def compile_composer_scheduler(scheduler: Callable[..., float], state: OptimizedState, ssr: float = 1.0) -> LambdaLR:
-    """Bind `scheduler` to `state`, so that each `step()` sets the learning rate for where training then is.
+    """Bind `scheduler` to `state`, so that each `step()` sets the learning rate for the current training time.
 
-    The scheduler is called once right away: `max_duration`, and the dataloader if anything is counted in epochs, must
-    be known. Nothing of it goes into the result's `state_dict`.
+    The scheduler is called once immediately: `max_duration`, and the dataloader if any length is in epochs, must be
+    known. The result's `state_dict` contains nothing of the scheduler.
 
     Args:
-        scheduler: Called as `scheduler(state, ssr)`, or as `scheduler(state)` if that is all it takes by position. A
-            second positional parameter is the ratio, whatever its name; bind options of your own by keyword, as in
+        scheduler: Called as `scheduler(state, ssr)`, or as `scheduler(state)` if it has only one positional parameter.
+            A second positional parameter is the ratio, regardless of its name; bind other options by keyword, as in
             `functools.partial(scheduler, gamma=0.25)`.
         state: The training state, with exactly one optimizer. It is read at every step.
-        ssr: The scale schedule ratio; more than 0. `state.max_duration` must have been scaled with it already.
+        ssr: The scale schedule ratio, more than 0. `state.max_duration` must already be scaled with it.
 
     Returns:
-        A scheduler for `state.optimizers[0]`. Where training is, it asks `state`; how often it was stepped does not
-        matter to it.
+        A scheduler for `state.optimizers[0]`. It reads the training time from `state`, not from the number of its
+        steps.
 
     Raises:
-        NotImplementedError: If there is no optimizer or more than one.
-        TypeError: If `scheduler` cannot be called with a state, as a class cannot, or `ssr` is not a number.
-        ValueError: If `ssr` is not more than 0, is not 1 and the scheduler takes none, or the scheduler is PyTorch's.
-            At a step, if `state.schedulers` has others beside it for the same optimizer.
+        NotImplementedError: If there is not exactly one optimizer.
+        TypeError: If `scheduler` cannot be called with a state, such as a class, or `ssr` is not a number.
+        ValueError: If `ssr` is not more than 0, is not 1 and the scheduler does not accept one, or the scheduler is
+            PyTorch's. At a step, if `state.schedulers` has other schedulers for the same optimizer.
 
     Example:
         >>> import torch
@@ -239,8 +240,8 @@ def compile_composer_scheduler(scheduler: Callable[..., float], state: Optimized
     """
     if isinstance(scheduler, LRScheduler):
         raise ValueError(
-            f"scheduler={type(scheduler).__name__} is PyTorch's own, which needs no compiling. Step it as it is, or "
-            f"give it to compile_composer_schedulers together with Composer's."
+            f"scheduler={type(scheduler).__name__} is a PyTorch scheduler and need not be compiled. Step it directly, "
+            f"or pass it to compile_composer_schedulers together with Composer's."
         )
     optimizer = _only_optimizer(state)
     return LambdaLR(optimizer, _product([(scheduler, ratio_argument(scheduler, ssr))], state))
@@ -249,28 +250,28 @@ def compile_composer_scheduler(scheduler: Callable[..., float], state: Optimized
 def compile_composer_schedulers(
     schedulers: Sequence[Callable[..., float] | LRScheduler], state: OptimizedState, ssr: float = 1.0
 ) -> list[LRScheduler]:
-    """Bind several schedulers to one state, so that the learning rate is multiplied with all of their factors.
+    """Bind several schedulers to one state, so that the learning rate is multiplied by all of their factors.
 
-    Each of the results of Composer's schedulers sets the learning rate to what it was at first times the factors that
-    all of them have now.
+    Each result for a Composer scheduler sets the learning rate to its initial value times the current factors of all
+    of them.
 
-    PyTorch's schedulers may stand among them. They are made shorter or longer with `ssr` and stay the objects that they
-    are; what they make of the learning rate, as if alone, is one factor more. From then on a step of theirs leaves
-    Composer's factor as it was last. So each may be stepped whenever it is due, in any order.
+    PyTorch schedulers may be included. They are scaled by `ssr` in place and returned as the same objects; the rate
+    that they would set alone is one more factor. From then on their steps keep Composer's last factor. So each
+    scheduler may be stepped when it is due, in any order.
 
     Args:
-        schedulers: As for `compile_composer_scheduler`, or PyTorch's. The rest is as it is there, too.
-        state: See there.
-        ssr: See there.
+        schedulers: As for `compile_composer_scheduler`, or PyTorch's.
+        state: As for `compile_composer_scheduler`.
+        ssr: As for `compile_composer_scheduler`.
 
     Returns:
-        As many schedulers for `state.optimizers[0]` as were given.
+        One scheduler for `state.optimizers[0]` per argument, in the same order.
 
     Raises:
-        NotImplementedError: If there is no optimizer or more than one.
+        NotImplementedError: If there is not exactly one optimizer.
         TypeError: As for `compile_composer_scheduler`.
         ValueError: As for `compile_composer_scheduler`, and if one of PyTorch's is for another optimizer, cannot be
-            scaled, or asks for a loss at every step, or if one was compiled before. Nothing is scaled then.
+            scaled, or needs a loss at every step, or if one was compiled before. Nothing is scaled then.
 
     Example:
         >>> import torch
@@ -294,7 +295,7 @@ def compile_composer_schedulers(
     lengths = [scaled_lengths(scheduler, ssr) for scheduler in theirs]
     factors = _factors(bound, state, theirs, optimizer)
     compiled = [LambdaLR(optimizer, factors) for _ in ours]
-    # Nothing raises from here on, so a refusal leaves PyTorch's schedulers as they were.
+    # No errors from here on, so that an error leaves PyTorch's schedulers unchanged.
     for scheduler, scaled in zip(theirs, lengths, strict=True):
         vars(scheduler).update(scaled)
         if isinstance(factors, list):
@@ -309,7 +310,7 @@ _Bound = Sequence[tuple[Callable[..., float], "tuple[()] | tuple[float]"]]
 def _factors(
     bound: _Bound, state: OptimizedState, theirs: Sequence[LRScheduler], optimizer: Optimizer
 ) -> Callable[[int], float] | list[SharedRate]:
-    """Make what the `LambdaLR`s multiply with: the product of all, or what each group shares with PyTorch's."""
+    """Return the function of all `LambdaLR`s, or with PyTorch schedulers a shared rate for each parameter group."""
     product = _product(bound, state)
     if not theirs or not bound:
         return product
@@ -319,9 +320,9 @@ def _factors(
 
 
 def _product(bound: _Bound, state: OptimizedState) -> Callable[[int], float]:
-    # A function, not a callable object: LambdaLR would save the attributes of an object, and with them the state.
+    # A function, not a callable object: LambdaLR would save the attributes of an object, including the state.
     def product(step: int) -> float:
-        if step:  # not while a LambdaLR is made, when the state may still have other schedulers
+        if step:  # not in the constructor of LambdaLR, when the state may still have old schedulers
             check_together(getattr(state, "schedulers", ()))
         return math.prod(scheduler(state, *ratio) for scheduler, ratio in bound)
 
@@ -338,7 +339,7 @@ def _only_optimizer(state: OptimizedState) -> Optimizer:
 
 
 def _check_pytorchs(scheduler: LRScheduler, optimizer: Optimizer) -> None:
-    """Raise `ValueError` if a scheduler of PyTorch's cannot stand beside Composer's."""
+    """Raise `ValueError` if a PyTorch scheduler cannot be combined with Composer's."""
     name = type(scheduler).__name__
     if compiled_for(scheduler) is not None:
         raise ValueError(
@@ -358,11 +359,11 @@ def _check_pytorchs(scheduler: LRScheduler, optimizer: Optimizer) -> None:
 
 
 def ratio_argument(scheduler: Callable[..., float], ssr: float) -> "tuple[()] | tuple[float]":
-    """Return what to call the scheduler with after the state: `ssr`, or nothing if it takes no more by position.
+    """Return the arguments after the state: `ssr`, or nothing if the scheduler has no second positional parameter.
 
     Raises:
         TypeError: If the scheduler is a class or cannot be called, or `ssr` is not a number.
-        ValueError: If `ssr` is not more than 0, or is not 1 and the scheduler takes no second positional argument.
+        ValueError: If `ssr` is not more than 0, or is not 1 and the scheduler has no second positional parameter.
     """
     check_ratio(ssr)
     if isinstance(scheduler, type) or not callable(scheduler):
@@ -375,7 +376,7 @@ def ratio_argument(scheduler: Callable[..., float], ssr: float) -> "tuple[()] | 
         return (ssr,)
     if ssr != 1.0:
         raise ValueError(
-            f"scale_schedule_ratio={ssr!r} cannot be given to {scheduler!r}, which takes the state and nothing else "
-            f"by position. Add a second positional parameter, ssr, to it, or leave the ratio at 1.0."
+            f"scale_schedule_ratio={ssr!r} cannot be passed to {scheduler!r}, which has only one positional "
+            f"parameter, the state. Add a second one, ssr, or leave the ratio at 1.0."
         )
     return ()

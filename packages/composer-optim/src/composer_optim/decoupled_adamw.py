@@ -1,4 +1,4 @@
-"""AdamW with weight decay that is decoupled from the choice of learning rate too."""
+"""AdamW with weight decay that does not depend on the choice of the learning rate."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -32,12 +32,12 @@ METRIC_FUNCTIONS = {
 
 
 def last_update(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    """Return by how much the last step lowered this rank's part of `param`, had it been at the present `lr`."""
+    """Return the decrease of this rank's part of `param` by the last step, computed with the current `lr`."""
     beta1, beta2 = group["betas"]
     second_moment = _local(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
     denominator = second_moment.sqrt() / (1 - beta2 ** state["step"]).sqrt() + group["eps"]
     adam = _local(state["exp_avg"]) / denominator * (group["lr"] / (1 - beta1 ** state["step"]))
-    # p_new = (1 - rate) * p_old - adam, solved for p_old - p_new without subtracting numbers that are nearly equal
+    # p_new = (1 - rate) * p_old - adam, solved for p_old - p_new without subtracting nearly equal numbers.
     rate = decay_rate(group["lr"], get_initial_lr(group), group["weight_decay"])
     return (adam + rate * _local(param)) / (1 - rate)
 
@@ -51,7 +51,8 @@ def square_norms(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def reduce_over_ranks(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add up the squared norms of all ranks and take roots; average the rest. In place; every rank must call it."""
+    """Add the squared norms of all ranks and take roots; average other metrics. In place; every rank must call it."""
+    # Gathered first: ranks may have different metrics, and all_reduce needs tensors of equal size on all ranks.
     names_by_rank = dist.all_gather_object(sorted(metrics))
     if dist.is_initialized():
         names = sorted(set().union(*names_by_rank))
@@ -71,42 +72,42 @@ def reduce_over_ranks(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, as real numbers and without gradient."""
+    """Return this rank's part of a tensor, as real numbers and detached."""
     part = tensor.detach()
-    to_local = getattr(part, "to_local", None)  # asked for by name, since DTensor is slow to import
+    to_local = getattr(part, "to_local", None)  # by name, because DTensor is slow to import
     if to_local is not None:
         part = to_local()
     return torch.view_as_real(part) if part.is_complex() else part
 
 
 def _communication_device() -> torch.device:
-    """Return where a rank that has no metrics of its own is to receive those of the others."""
+    """Return the device on which a rank without metrics receives those of the others."""
     accelerator = torch.accelerator.current_accelerator()
     return torch.device("cpu") if accelerator is None or tdist.get_backend() == "gloo" else accelerator
 
 
 class DecoupledAdamW(AdamW):
-    """AdamW with weight decay apart from the choice of learning rate.
+    """AdamW with weight decay that does not depend on the choice of the learning rate.
 
-    Each step multiplies the weights by `1 - (lr / initial_lr) * weight_decay` and then does what `torch.optim.Adam`
-    does without weight decay, which is `torch.optim.AdamW` with `weight_decay / initial_lr` for its weight decay.
-    `initial_lr` is the learning rate that a parameter group begins with; it is kept in the group. Where it is 0,
-    `lr / initial_lr` counts as 1.
+    Each step multiplies the weights by `1 - (lr / initial_lr) * weight_decay` and then performs the step of
+    `torch.optim.Adam` without weight decay, which equals `torch.optim.AdamW` with a weight decay of
+    `weight_decay / initial_lr`. `initial_lr` is the initial learning rate of a parameter group and is stored in the
+    group. If it is 0, `lr / initial_lr` counts as 1.
 
     Args:
         params: Parameters, named parameters, or groups of them.
         lr: The learning rate.
-        betas: How much of the mean and of the mean square of the gradients is kept from step to step.
+        betas: Decay rates of the running means of the gradients and of their squares.
         eps: Added to the denominator.
-        weight_decay: Which share of the weights a step at the initial learning rate takes away.
-        amsgrad: Whether the denominator never shrinks.
-        maximize: Whether to go up the gradient instead of down.
-        foreach: Whether to use kernels over all tensors at once; by default PyTorch decides.
-        capturable: Whether steps can be recorded in a CUDA graph.
-        fused: Whether to use the one kernel that does it all.
+        weight_decay: Fraction of the weights that a step at the initial learning rate removes.
+        amsgrad: Whether to use the AMSGrad variant, in which the denominator never decreases.
+        maximize: Whether to maximize the objective instead of minimizing it.
+        foreach: Whether to use multi-tensor kernels; by default PyTorch decides.
+        capturable: Whether steps can be captured in a CUDA graph.
+        fused: Whether to use the fused kernel.
 
     Raises:
-        TypeError: If an option, also one of a group, is of the wrong kind.
+        TypeError: If an option, also of a parameter group, has the wrong type.
         ValueError: If a number is NaN, infinite, or out of its range.
 
     Example:
@@ -119,7 +120,7 @@ class DecoupledAdamW(AdamW):
 
     metric_functions: ClassVar[dict[str, Callable[[Tensor, dict[str, Any], Tensor], Tensor]]] = METRIC_FUNCTIONS
 
-    # Which group a parameter is in, and where in it, by its id; as of the last search.
+    # Group index and position of each parameter by id, as of the last search.
     _places: Mapping[int, tuple[int, int]] = MappingProxyType({})
 
     def __init__(
@@ -152,32 +153,32 @@ class DecoupledAdamW(AdamW):
         warn_of_large_decay(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own; the learning rate they have now is their initial one.
+        """Add a parameter group; its current learning rate becomes its initial one.
 
         Args:
-            param_group: `params`, and whichever options are not those of the constructor.
+            param_group: `params`, and the options that differ from those of the constructor.
 
         Raises:
-            TypeError: If an option is of the wrong kind.
+            TypeError: If an option has the wrong type.
             ValueError: If a number is NaN, infinite, or out of its range.
         """
-        if isinstance(param_group, dict):  # PyTorch says so if it is none
+        if isinstance(param_group, dict):  # otherwise PyTorch raises the error
             check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         get_initial_lr(self.param_groups[-1])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step.
+        """Perform one optimization step.
 
         Args:
-            closure: Evaluates the model anew, calls `backward` and returns the loss.
+            closure: Reevaluates the model, calls `backward` and returns the loss.
 
         Returns:
-            What `closure` returned.
+            The result of `closure`.
 
         Raises:
-            RuntimeError: If a gradient is sparse, or the step is recorded in a CUDA graph without `capturable`.
+            RuntimeError: If a gradient is sparse, or the step is captured in a CUDA graph without `capturable`.
         """
         loss = evaluate(closure)
         for group in self.param_groups:
@@ -231,34 +232,34 @@ class DecoupledAdamW(AdamW):
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """Do one step on lists of tensors, in place.
+        """Perform one step on lists of tensors, in place.
 
         Args:
             params: The weights.
-            grads: One gradient for each of them.
+            grads: One gradient per weight.
             exp_avgs: The running means of the gradients.
             exp_avg_sqs: The running means of their squares.
-            max_exp_avg_sqs: The largest of those so far. Empty without `amsgrad`.
-            state_steps: The numbers of steps done.
-            amsgrad: As for the class, and so are all options that are not explained here.
-            beta1: How much of `exp_avgs` is kept.
-            beta2: How much of `exp_avg_sqs` is kept.
-            lr: The present learning rate.
-            initial_lr: The one that training began with.
-            weight_decay: See there.
-            eps: See there.
-            maximize: See there.
-            foreach: See there.
-            capturable: See there.
-            fused: See there.
-            grad_scale: What the gradients are to be divided by; for `fused` only.
-            found_inf: Not 0 if nothing is to be changed, because a gradient is not finite; for `fused` only.
+            max_exp_avg_sqs: The maxima of these so far. Empty without `amsgrad`.
+            state_steps: The numbers of completed steps.
+            amsgrad: As for the class, like all options that are not explained here.
+            beta1: The decay rate of `exp_avgs`.
+            beta2: The decay rate of `exp_avg_sqs`.
+            lr: The current learning rate.
+            initial_lr: The initial learning rate.
+            weight_decay: As for the class.
+            eps: As for the class.
+            maximize: As for the class.
+            foreach: As for the class.
+            capturable: As for the class.
+            fused: As for the class.
+            grad_scale: Divisor of the gradients; only with `fused`.
+            found_inf: Not 0 to skip the step, because a gradient is not finite; only with `fused`.
         """
-        if initial_lr == 0:
+        if initial_lr == 0:  # cannot be divided by, so the decay is applied here
             shrink(params, decay_rate(lr, initial_lr, weight_decay), found_inf)
             weight_decay = 0.0
         elif weight_decay != 0:
-            weight_decay /= initial_lr  # PyTorch multiplies it by lr
+            weight_decay /= initial_lr  # PyTorch multiplies it by `lr`
         adamw(
             params,
             grads,
@@ -284,14 +285,14 @@ class DecoupledAdamW(AdamW):
     def report_per_parameter_metrics(
         self, param: Tensor, name: str, optimizer_metrics: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Add the norms of a parameter, its gradient, its momentum and its last update, as they are on this rank.
+        """Add the norms of a parameter, its gradient, its momentum and its last update on this rank.
 
-        They stay on the parameter's device. The last update is taken at the present learning rate. A parameter that
-        has no gradient, or that was never stepped, adds nothing.
+        They stay on the parameter's device. The last update is computed with the current learning rate. A parameter
+        without a gradient, or that was never stepped, adds nothing.
 
         Args:
             param: A parameter of this optimizer.
-            name: What to call it.
+            name: Its name in the metrics.
             optimizer_metrics: Changed in place: gets a `"<metric>/<name>"` for each of `metric_functions`.
 
         Returns:
@@ -307,10 +308,10 @@ class DecoupledAdamW(AdamW):
 
     @staticmethod
     def pre_reduce_metrics(optimizer_metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Square the norms, in place, so that those of different ranks' shards can be added.
+        """Square the norms, in place, so that norms of shards on different ranks can be added.
 
         Args:
-            optimizer_metrics: What `report_per_parameter_metrics` has filled.
+            optimizer_metrics: Metrics from `report_per_parameter_metrics`.
 
         Returns:
             `optimizer_metrics`.
@@ -319,13 +320,13 @@ class DecoupledAdamW(AdamW):
 
     @staticmethod
     def dist_reduce_metrics(optimizer_metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Turn the squares of the ranks' norms into the norms of the whole tensors, in place.
+        """Compute the norms of the whole tensors from the squared norms of all ranks, in place.
 
-        Every rank must call this. For parameters of which each rank holds another shard; without a process group there
-        is one rank. Metrics that are no norms are averaged over the ranks that have them.
+        Every rank must call this. It is meant for parameters that are sharded over the ranks; without a process group
+        there is one rank. Other metrics are averaged over the ranks that have them.
 
         Args:
-            optimizer_metrics: What `pre_reduce_metrics` returned. Gets the keys of all ranks.
+            optimizer_metrics: The result of `pre_reduce_metrics`. Gets the keys of all ranks.
 
         Returns:
             `optimizer_metrics`.
@@ -333,9 +334,9 @@ class DecoupledAdamW(AdamW):
         return reduce_over_ranks(optimizer_metrics)
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
-        """Return the group of a parameter, by one search for all parameters as long as the groups stay the same."""
+        """Return the group of a parameter; one search serves all parameters while the groups stay the same."""
         index, position = self._places.get(id(param), (0, 0))
-        # Groups may be replaced and changed by anyone, so what was found earlier is looked at again.
+        # Groups may be replaced or changed from outside, so a stored position is checked.
         there = [each for group in self.param_groups[index : index + 1] for each in group["params"][position:][:1]]
         if not there or there[0] is not param:
             self._places = {
@@ -347,7 +348,7 @@ class DecoupledAdamW(AdamW):
         return self.param_groups[index]
 
     def _initialized_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of a parameter, made when it is first stepped."""
+        """Return the state of a parameter, created at its first step."""
         if param.grad is not None and param.grad.is_sparse:
             raise RuntimeError(
                 "DecoupledAdamW got a sparse gradient, which it has no kernels for. Make the layer dense, such as "
@@ -355,7 +356,7 @@ class DecoupledAdamW(AdamW):
             )
         state = self.state[param]
         if not state:
-            # PyTorch's kernels read the count on the host, unless they are fused or recorded.
+            # PyTorch's kernels read the step count on the host, unless they are fused or capturable.
             on_device = group["capturable"] or group["fused"]
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")
             state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
@@ -366,11 +367,11 @@ class DecoupledAdamW(AdamW):
 
 
 def _check_capture(group: dict[str, Any]) -> None:
-    """Refuse to be recorded with a count of steps on the host, which would stand still when the graph is replayed."""
+    """Reject a captured step with its count on the host, which would not increase when the graph is replayed."""
     if group["capturable"] or torch.compiler.is_compiling() or not torch.cuda.is_initialized():
         return
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "capturable=False, but the step is recorded in a CUDA graph, which would repeat the bias correction of "
-            "this step for ever. Make the optimizer with capturable=True."
+            "capturable=False, but the step is captured in a CUDA graph, which would repeat the bias correction of "
+            "this step in every replay. Make the optimizer with capturable=True."
         )

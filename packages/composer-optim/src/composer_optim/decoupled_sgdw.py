@@ -17,25 +17,25 @@ __all__ = ["DecoupledSGDW"]
 
 
 class DecoupledSGDW(SGD):
-    """Stochastic gradient descent with weight decay apart from the gradient and from the choice of learning rate.
+    """Stochastic gradient descent with weight decay that is independent of the gradient and of the learning rate.
 
-    Each step multiplies the weights by `1 - (lr / initial_lr) * weight_decay` and then does what `torch.optim.SGD`
-    does without weight decay. `initial_lr` is the learning rate that a parameter group begins with; it is kept in the
-    group. Where it is 0, `lr / initial_lr` counts as 1.
+    Each step multiplies the weights by `1 - (lr / initial_lr) * weight_decay` and then performs the step of
+    `torch.optim.SGD` without weight decay. `initial_lr` is the initial learning rate of a parameter group and is stored
+    in the group. If it is 0, `lr / initial_lr` counts as 1.
 
     Args:
         params: Parameters, named parameters, or groups of them.
         lr: The learning rate.
         momentum: 0 or more.
-        dampening: How much less than whole the gradient enters the momentum.
-        weight_decay: Which share of the weights a step at the initial learning rate takes away.
-        nesterov: Whether to look ahead along the momentum.
-        maximize: Whether to go up the gradient instead of down.
-        foreach: Whether to use kernels over all tensors at once; by default PyTorch decides.
-        fused: Whether to use the one kernel that does it all.
+        dampening: The gradient enters the momentum multiplied by `1 - dampening`.
+        weight_decay: Fraction of the weights that a step at the initial learning rate removes.
+        nesterov: Whether to use Nesterov momentum.
+        maximize: Whether to maximize the objective instead of minimizing it.
+        foreach: Whether to use multi-tensor kernels; by default PyTorch decides.
+        fused: Whether to use the fused kernel.
 
     Raises:
-        TypeError: If an option, also one of a group, is of the wrong kind.
+        TypeError: If an option, also of a parameter group, has the wrong type.
         ValueError: If a number is NaN, infinite, or out of its range.
 
     Example:
@@ -67,34 +67,35 @@ class DecoupledSGDW(SGD):
         warn_of_large_decay(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own; the learning rate they have now is their initial one.
+        """Add a parameter group; its current learning rate becomes its initial one.
 
         Args:
-            param_group: `params`, and whichever options are not those of the constructor.
+            param_group: `params`, and the options that differ from those of the constructor.
 
         Raises:
-            TypeError: If an option is of the wrong kind.
+            TypeError: If an option has the wrong type.
             ValueError: If a number is NaN, infinite, or out of its range.
         """
-        if isinstance(param_group, dict):  # PyTorch says so if it is none
+        if isinstance(param_group, dict):  # otherwise PyTorch raises the error
             check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         get_initial_lr(self.param_groups[-1])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step.
+        """Perform one optimization step.
 
         Args:
-            closure: Evaluates the model anew, calls `backward` and returns the loss.
+            closure: Reevaluates the model, calls `backward` and returns the loss.
 
         Returns:
-            What `closure` returned.
+            The result of `closure`.
         """
         loss = evaluate(closure)
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             has_momentum = group["momentum"] != 0
+            # From `state` into a list and back below: PyTorch's functional form creates missing buffers in the list.
             buffers = [self.state[param].get("momentum_buffer") for param in params] if has_momentum else []
             self.sgdw(
                 params,
@@ -135,23 +136,23 @@ class DecoupledSGDW(SGD):
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """Do one step on lists of tensors, in place.
+        """Perform one step on lists of tensors, in place.
 
         Args:
             params: The weights.
-            grads: One gradient for each of them, dense or sparse.
-            momentum_buffers: One each, with `None` in place of those still to be made. Empty without momentum.
-            lr: The present learning rate.
-            initial_lr: The one that training began with.
-            weight_decay: As for the class, and so are the options that follow.
-            momentum: See there.
-            dampening: See there.
-            nesterov: See there.
-            maximize: See there.
-            foreach: See there.
-            fused: See there.
-            grad_scale: What the gradients are to be divided by; for `fused` only.
-            found_inf: Not 0 if nothing is to be changed, because a gradient is not finite; for `fused` only.
+            grads: One gradient per weight, dense or sparse.
+            momentum_buffers: One per weight, `None` for a missing one, which is created. Empty without momentum.
+            lr: The current learning rate.
+            initial_lr: The initial learning rate.
+            weight_decay: As for the class, like the options that follow.
+            momentum: As for the class.
+            dampening: As for the class.
+            nesterov: As for the class.
+            maximize: As for the class.
+            foreach: As for the class.
+            fused: As for the class.
+            grad_scale: Divisor of the gradients; only with `fused`.
+            found_inf: Not 0 to skip the step, because a gradient is not finite; only with `fused`.
         """
         shrink(params, decay_rate(lr, initial_lr, weight_decay), found_inf)
         run = partial(
@@ -170,7 +171,7 @@ class DecoupledSGDW(SGD):
         )
         is_new = [buffer is None for buffer in momentum_buffers]
         if fused and any(is_new) and not all(is_new):
-            # The fused kernel makes all buffers of a call or none.
+            # In one call the fused kernel creates either all buffers or none.
             for part in (is_new, [not each for each in is_new]):
                 _run_part(run, params, grads, momentum_buffers, part)
         else:
@@ -186,7 +187,7 @@ def _run_part(
     momentum_buffers: list[Tensor | None],
     part: list[bool],
 ) -> None:
-    """Step the parameters that `part` marks, and put the buffers that were made for them into `momentum_buffers`."""
+    """Step the parameters marked in `part`, and store the buffers created for them in `momentum_buffers`."""
     buffers = list(compress(momentum_buffers, part))
     run(list(compress(params, part)), list(compress(grads, part)), buffers)
     for index, buffer in zip(compress(range(len(params)), part), buffers, strict=True):
@@ -194,11 +195,11 @@ def _run_part(
 
 
 def _clear_skipped(new_buffers: Iterable[Tensor | None], found_inf: Tensor) -> None:
-    """Set new buffers to 0 if the step was skipped, without anybody waiting to hear whether it was.
+    """Set new buffers to 0 if the step was skipped, without a synchronization.
 
-    PyTorch's fused SGD makes them with `empty_like` and leaves them unwritten when it skips the step (seen in 2.15), so
-    the next step would put whatever lay in that memory into the weights. With 0 it dampens its gradient, the first one
-    that counts, if there is dampening.
+    PyTorch's fused SGD creates them with `empty_like` and does not write them when it skips the step (seen in 2.15), so
+    the next step would add uninitialized memory to the weights. With 0 it dampens the first gradient that counts, if
+    there is dampening.
     """
     for buffer in new_buffers:
         if buffer is not None:

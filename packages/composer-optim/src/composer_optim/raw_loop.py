@@ -1,4 +1,4 @@
-"""Run a scheduler in any training loop, with nothing but PyTorch's `LambdaLR` around it."""
+"""Schedulers in any training loop, as PyTorch's `LambdaLR`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,27 +23,27 @@ def lr_lambda(
     tokens_per_batch: int | None = None,
     scale_schedule_ratio: float = 1.0,
 ) -> Callable[[int], float]:
-    """Turn a scheduler into a function of the number of batches done, as `LambdaLR` takes it.
+    """Convert a scheduler to a function of the number of completed batches, as `LambdaLR` expects it.
 
-    The result keeps nothing between calls, so it can also be asked for the whole schedule at once. It can be pickled
-    if the scheduler can.
+    The result has no state, so it can also be evaluated for the whole schedule at once. It can be pickled if the
+    scheduler can.
 
     Args:
         scheduler: Any scheduler of this package, or a callable `(state)` or `(state, ssr)`.
-        max_duration: How long training is.
-        batches_per_epoch: Needed where anything is counted in epochs.
-        samples_per_batch: Over all ranks; needed where anything is counted in samples.
-        tokens_per_batch: Over all ranks; needed where anything is counted in tokens.
-        scale_schedule_ratio: Makes `max_duration` and the schedule this many times as long.
+        max_duration: The length of training.
+        batches_per_epoch: Required if any length is in epochs.
+        samples_per_batch: Over all ranks; required if any length is in samples.
+        tokens_per_batch: Over all ranks; required if any length is in tokens.
+        scale_schedule_ratio: Factor of the length of `max_duration` and the schedule.
 
     Returns:
-        A function from the number of batches done to the factor of the learning rate. It raises `ValueError` or
-        `RuntimeError` if the scheduler counts in something that none of the arguments above gives, also where it only
-        looks at the clock, as in `state.timestamp >= '1ep'` or `state.timestamp.epoch`.
+        A function from the number of completed batches to the factor of the learning rate. It raises `ValueError` or
+        `RuntimeError` if the scheduler uses a unit for which no argument above was given, even if it only reads the
+        clock, as in `state.timestamp >= '1ep'` or `state.timestamp.epoch`.
 
     Raises:
-        ValueError: If a count or the ratio is not more than 0, `max_duration` is nothing that the loop counts or is
-            scaled to 0, or the ratio is not 1 and the scheduler takes none.
+        ValueError: If a count or the ratio is not more than 0, `max_duration` has a unit that the loop does not count
+            or is scaled to 0, or the ratio is not 1 and the scheduler does not accept one.
 
     Example:
         >>> from composer_optim import MultiStepScheduler
@@ -69,26 +69,26 @@ def lambda_lr(
     tokens_per_batch: int | None = None,
     scale_schedule_ratio: float = 1.0,
 ) -> LambdaLR:
-    """Make a `LambdaLR` that moves the optimizer's learning rate as `scheduler` says, one batch for each `step()`.
+    """Create a `LambdaLR` that sets the optimizer's learning rate by `scheduler`, one batch for each `step()`.
 
     Call `step()` after every `optimizer.step()`, also within epochs: batch `k`, counted from 0, then trains with the
-    scheduler's factor for `k` batches done. The number of batches done is all its state, so its `state_dict` is plain
-    and a run resumes from it together with the optimizer's. Make both first, then load both: making a `LambdaLR` sets
-    the optimizer's learning rate to that of batch 0, also over one that was loaded before.
+    scheduler's factor for `k` completed batches. The number of completed batches is its only state, so its `state_dict`
+    is plain and a run resumes from it together with the optimizer's. Create both before loading either: creating a
+    `LambdaLR` sets the optimizer's learning rate to that of batch 0, even over one that was loaded before.
 
     Args:
-        optimizer: What is stepped. Its learning rates are those that the factor multiplies.
+        optimizer: The optimizer. Its learning rates are multiplied by the factor.
         scheduler: Any scheduler of this package, or a callable `(state)` or `(state, ssr)`.
-        max_duration: How long training is.
-        batches_per_epoch: Needed where anything is counted in epochs.
-        samples_per_batch: Over all ranks; needed where anything is counted in samples.
-        tokens_per_batch: Over all ranks; needed where anything is counted in tokens.
-        scale_schedule_ratio: Makes `max_duration` and the schedule this many times as long.
+        max_duration: The length of training.
+        batches_per_epoch: Required if any length is in epochs.
+        samples_per_batch: Over all ranks; required if any length is in samples.
+        tokens_per_batch: Over all ranks; required if any length is in tokens.
+        scale_schedule_ratio: Factor of the length of `max_duration` and the schedule.
 
     Raises:
-        ValueError: As `lr_lambda`, and at once if the scheduler counts in something that is not given.
-        RuntimeError: If the scheduler counts in epochs, or in fractions of a `max_duration` in epochs, and
-            `batches_per_epoch` is not given.
+        ValueError: As `lr_lambda`, and also if the scheduler uses a unit for which no argument was given.
+        RuntimeError: If the scheduler uses epochs, or fractions of a `max_duration` in epochs, without
+            `batches_per_epoch`.
 
     Example:
         >>> import torch
@@ -114,7 +114,7 @@ def lambda_lr(
 
 @dataclass(frozen=True)
 class _Loop:
-    """How a loop counts."""
+    """Counts of a training loop."""
 
     max_duration: Time
     batches_per_epoch: int | None
@@ -126,12 +126,12 @@ class _Loop:
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ValueError(f"{name}={count!r} must be 1 or more. Leave it out if it is not known.")
-        # In epochs it is only a number until somebody asks for batches, and then the length of an epoch is asked for.
+        # A length in epochs needs no count until it is converted to batches, which requires the length of an epoch.
         if self.max_duration.unit != TimeUnit.EPOCH:
             self.require(self.max_duration.unit)
 
     def scaled(self, ratio: float) -> "_Loop":
-        """Return a loop that is `ratio` times as long."""
+        """Return a loop with its length multiplied by `ratio`."""
         max_duration = self.max_duration * ratio
         if max_duration.value == 0:
             raise ValueError(
@@ -141,7 +141,7 @@ class _Loop:
         return _Loop(max_duration, self.batches_per_epoch, self.samples_per_batch, self.tokens_per_batch)
 
     def require(self, unit: TimeUnit) -> None:
-        """Raise `ValueError` if the loop does not count in `unit`."""
+        """Raise `ValueError` if the loop does not count `unit`."""
         needs = {
             TimeUnit.EPOCH: ("batches_per_epoch", self.batches_per_epoch),
             TimeUnit.BATCH: ("", 1),
@@ -163,7 +163,7 @@ class _Loop:
 
 @dataclass(frozen=True)
 class _LoopState:
-    """What a scheduler reads after some number of batches."""
+    """The state that a scheduler reads after a number of batches."""
 
     timestamp: Timestamp
     max_duration: Time
@@ -171,7 +171,7 @@ class _LoopState:
 
 
 class _LoopTimestamp(Timestamp):
-    """A timestamp that refuses to be asked for what the loop does not count, instead of saying 0 for ever."""
+    """Timestamp that raises an error for counters of units that the loop does not count, instead of returning 0."""
 
     __slots__ = ("loop",)
 
@@ -198,7 +198,7 @@ class _LoopTimestamp(Timestamp):
 
 
 def _counter(name: str, units: Iterable[TimeUnit]) -> property:
-    """Return `Timestamp`'s property of this name, for a loop that counts in `units`."""
+    """Return the property `name` of `Timestamp`, for a loop that counts `units`."""
     read = getattr(Timestamp, name).fget
 
     def checked(self: _LoopTimestamp) -> object:
@@ -210,7 +210,7 @@ def _counter(name: str, units: Iterable[TimeUnit]) -> property:
 
 
 def _comparison(name: str) -> Callable[[_LoopTimestamp, object], bool]:
-    """Return `Timestamp`'s comparison of this name, for lengths in a unit that the loop counts in."""
+    """Return the comparison `name` of `Timestamp`, for lengths in a unit that the loop counts."""
     compare = getattr(Timestamp, name)
 
     def checked(self: _LoopTimestamp, other: object) -> bool:
@@ -221,7 +221,7 @@ def _comparison(name: str) -> Callable[[_LoopTimestamp, object], bool]:
     return checked
 
 
-# What has to be counted before a property of the timestamp means anything; `batch` always does.
+# Units that must be counted for a property of the timestamp to be meaningful; `batch` always is.
 _NEEDS = {
     "iteration": (TimeUnit.ITERATION,),
     "epoch": (TimeUnit.EPOCH,),
@@ -244,6 +244,6 @@ for _name in ("__eq__", "__lt__", "__le__", "__gt__", "__ge__"):
 
 
 def _factor(scheduler: Callable[..., float], ratio: tuple[float, ...], loop: _Loop, batch: int) -> float:
-    """Call the scheduler for the moment at which `batch` batches are done."""
+    """Call the scheduler in the state after `batch` completed batches."""
     dataloader_len = None if loop.batches_per_epoch is None else Time(loop.batches_per_epoch, TimeUnit.BATCH)
     return scheduler(_LoopState(_LoopTimestamp(loop, batch), loop.max_duration, dataloader_len), *ratio)

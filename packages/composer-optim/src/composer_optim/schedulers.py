@@ -1,15 +1,15 @@
-"""Schedulers: by what to multiply the learning rate, given where training is.
+"""Learning rate schedulers: the factor of the learning rate as a function of training time.
 
-Every scheduler is a callable `scheduler(state, ssr=1.0) -> alpha`. It keeps nothing between calls, so it can be asked
-about any point of training, and a resumed run needs no state of it. The optimizer's own learning rate times `alpha` is
-the learning rate; where several schedulers are used, their factors multiply.
+Every scheduler is a callable `scheduler(state, ssr=1.0) -> alpha`. It has no state, so it can be evaluated at any point
+of training, and a resumed run needs nothing from a checkpoint. The optimizer's own learning rate times `alpha` is the
+learning rate; with several schedulers their factors are multiplied.
 
 Lengths are `Time` objects or time strings: batches (`'500ba'`), epochs (`'10ep'`), samples, tokens, iterations, or
-fractions of the whole training (`'0.1dur'`). `ssr`, the scale schedule ratio, stretches or shortens them all, except
-for fractions: they follow the duration, which whoever passes `ssr` has scaled as well.
+fractions of the whole training (`'0.1dur'`). `ssr`, the scale schedule ratio, scales all of them except fractions,
+which follow the duration and are scaled with it.
 
-Whoever makes a scheduler gets a `TypeError` for a factor (`alpha`, `gamma`, `t_mult`) that is no number, and a
-`ValueError` for one that is not finite, for a `gamma` below 0, and for a length that training cannot last.
+The constructors raise a `TypeError` for a factor (`alpha`, `gamma`, `t_mult`) that is not a number, and a `ValueError`
+for one that is not finite, for a `gamma` below 0, and for an invalid length.
 """
 
 import math
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class ComposerScheduler:
-    """The base of the schedulers here, to derive from for one's own. Any callable of the same form does as well.
+    """Base class of the schedulers, also for user-defined ones. Any callable with the same signature works too.
 
     Example:
         >>> class FirstEpochOnly(ComposerScheduler):
@@ -42,28 +42,28 @@ class ComposerScheduler:
     """
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
-        """Return what to multiply the learning rate with.
+        """Return the factor of the learning rate.
 
         Args:
-            state: Where training is and how long it will be.
+            state: The training state.
             ssr: The scale schedule ratio.
 
         Raises:
-            NotImplementedError: Always; a subclass has to say it.
+            NotImplementedError: Always; a subclass must override it.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} does not say how the learning rate moves: define __call__(self, state, ssr=1.0) "
-            f"in it and return the factor."
+            f"{type(self).__name__} does not define the learning rate: define __call__(self, state, ssr=1.0) in it "
+            f"and return the factor."
         )
 
 
 class StepScheduler(ComposerScheduler):
-    """Multiply the learning rate by `gamma` again after every `step_size`.
+    """Multiply the learning rate by `gamma` after every `step_size`.
 
     `alpha = gamma ** floor(t / step_size)`
 
     Args:
-        step_size: How long each step is.
+        step_size: The length of each step.
         gamma: The factor of each step.
 
     Example:
@@ -81,19 +81,20 @@ class StepScheduler(ComposerScheduler):
 
 
 class MultiStepScheduler(ComposerScheduler):
-    """Multiply the learning rate by `gamma` at each of the milestones.
+    """Multiply the learning rate by `gamma` at each milestone.
 
     `alpha = gamma ** (number of milestones that t has reached)`
 
     Args:
-        milestones: When, in any order and any mixture of units.
-        gamma: The factor of each milestone.
+        milestones: The times, in any order and mixture of units.
+        gamma: The factor at each milestone.
 
     Example:
         >>> scheduler = MultiStepScheduler(["0.3dur", "0.5dur", "0.9dur"], gamma=0.1)
     """
 
     def __init__(self, milestones: Sequence[str | Time], gamma: float = 0.1) -> None:
+        # A string is a sequence too, and its letters would be read as milestones.
         if isinstance(milestones, str | Time):
             raise TypeError(
                 f"milestones={milestones!r} is one length, not a sequence of them. Write [{str(milestones)!r}]."
@@ -108,11 +109,11 @@ class MultiStepScheduler(ComposerScheduler):
 
 
 class ConstantScheduler(ComposerScheduler):
-    """Multiply the learning rate by `alpha` until `t_max`, and by 1 from then on.
+    """Multiply the learning rate by `alpha` until `t_max`, and by 1 afterwards.
 
     Args:
         alpha: The factor.
-        t_max: How long it holds.
+        t_max: The end of the factor.
 
     Example:
         >>> scheduler = ConstantScheduler(alpha=0.5, t_max="0.1dur")
@@ -129,14 +130,14 @@ class ConstantScheduler(ComposerScheduler):
 
 
 class LinearScheduler(ComposerScheduler):
-    """Move the factor from `alpha_i` to `alpha_f` along a straight line, and leave it there.
+    """Change the factor linearly from `alpha_i` to `alpha_f`, and keep it there.
 
     `alpha = alpha_i + min(1, t / t_max) * (alpha_f - alpha_i)`
 
     Args:
         alpha_i: The factor at the start.
         alpha_f: The factor from `t_max` on.
-        t_max: How long the way is.
+        t_max: The length of the change.
 
     Example:
         >>> scheduler = LinearScheduler(alpha_i=1.0, alpha_f=0.1, t_max="0.5dur")
@@ -153,13 +154,13 @@ class LinearScheduler(ComposerScheduler):
 
 
 class ExponentialScheduler(ComposerScheduler):
-    """Multiply the learning rate by `gamma` per `decay_period`, a little at every step.
+    """Multiply the learning rate by `gamma` per `decay_period`, gradually at every step.
 
     `alpha = gamma ** (t / decay_period)`
 
     Args:
         gamma: The factor of a whole period.
-        decay_period: How long a period is.
+        decay_period: The length of a period.
 
     Example:
         >>> scheduler = ExponentialScheduler(gamma=0.5, decay_period="10ep")
@@ -176,12 +177,12 @@ class ExponentialScheduler(ComposerScheduler):
 
 
 class CosineAnnealingScheduler(ComposerScheduler):
-    """Move the factor from 1 to `alpha_f` along half a period of the cosine, and leave it there.
+    """Change the factor from 1 to `alpha_f` along half a cosine period, and keep it there.
 
     `alpha = alpha_f + (1 - alpha_f) * (1 + cos(pi * min(1, t / t_max))) / 2`
 
     Args:
-        t_max: How long the way is.
+        t_max: The length of the change.
         alpha_f: The factor from `t_max` on.
 
     Example:
@@ -202,14 +203,14 @@ class CosineAnnealingScheduler(ComposerScheduler):
 
 
 class CosineAnnealingWarmRestartsScheduler(ComposerScheduler):
-    """Run cosine cycles from 1 to `alpha_f`, each `t_mult` times as long as the one before.
+    """Repeat cosine cycles from 1 to `alpha_f`, each `t_mult` times as long as the previous one.
 
-    The first cycle lasts `t_0`; the others are rounded down. A cycle's end belongs to the next one.
+    The first cycle lasts `t_0`; the lengths of others are rounded down. The end of a cycle belongs to the next one.
 
     Args:
-        t_0: How long the first cycle is.
-        t_mult: How much longer each next cycle is.
-        alpha_f: The factor that each cycle moves to.
+        t_0: The length of the first cycle.
+        t_mult: The factor between the lengths of successive cycles.
+        alpha_f: The factor at the end of each cycle.
 
     Example:
         >>> scheduler = CosineAnnealingWarmRestartsScheduler(t_0="10ep", t_mult=2.0)
@@ -228,11 +229,12 @@ class CosineAnnealingWarmRestartsScheduler(ComposerScheduler):
         """Return the factor at `state.timestamp`.
 
         Raises:
-            ValueError: If the cycle that training has reached has no length.
+            ValueError: If the current cycle has length 0.
         """
         t_0 = _convert_period(self.t_0, "t_0", state, ssr)
         length = t_0.value
         in_cycle = state.timestamp.get(t_0.unit).value
+        # A loop, because the lengths are rounded down at every cycle, so a formula would not match them.
         while in_cycle >= length:
             next_length = int(self.t_mult * length)
             if next_length <= 0:
@@ -240,7 +242,7 @@ class CosineAnnealingWarmRestartsScheduler(ComposerScheduler):
                     f"t_mult={self.t_mult!r} makes the cycle after one of {length}{t_0.unit.value} shorter than a "
                     f"whole unit. Use t_mult=1.0 or more, or a longer t_0 than {str(self.t_0)!r}."
                 )
-            if next_length == length:  # so are all that follow: no need to count a million of them one by one
+            if next_length == length:  # all that follow have this length too, and there may be millions
                 in_cycle %= length
             else:
                 in_cycle -= length
@@ -249,13 +251,13 @@ class CosineAnnealingWarmRestartsScheduler(ComposerScheduler):
 
 
 class PolynomialScheduler(ComposerScheduler):
-    """Move the factor from 1 to `alpha_f` as a power of what is left of the way, and leave it there.
+    """Change the factor from 1 to `alpha_f` as a power of the remaining time, and keep it there.
 
     `alpha = alpha_f + (1 - alpha_f) * (1 - min(1, t / t_max)) ** power`
 
     Args:
         power: The exponent, 0 or more.
-        t_max: How long the way is.
+        t_max: The length of the change.
         alpha_f: The factor from `t_max` on.
 
     Example:
@@ -273,13 +275,13 @@ class PolynomialScheduler(ComposerScheduler):
 
 
 def _done(t_max: Time, state: SchedulerState, ssr: float) -> float:
-    """Return which fraction of `t_max` is done."""
+    """Return the completed fraction of `t_max`."""
     end = convert_time(t_max, state, ssr)
     return fraction_done(state.timestamp.get(end.unit).value, 0, end.value)
 
 
 def _convert_period(period: Time, name: str, state: SchedulerState, ssr: float) -> Time:
-    """Convert a length that training is divided by, which therefore must not be nothing."""
+    """Convert a length that is a divisor and therefore must not be 0."""
     converted = convert_time(period, state, ssr)
     if converted.value <= 0:
         raise ValueError(
@@ -290,10 +292,10 @@ def _convert_period(period: Time, name: str, state: SchedulerState, ssr: float) 
 
 
 def as_finite(name: str, value: object, least: float = -math.inf) -> float:
-    """Return a number as a float.
+    """Return a number as a finite float.
 
     Raises:
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
         ValueError: If it is NaN, infinite, too large for a float, or less than `least`.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -301,7 +303,10 @@ def as_finite(name: str, value: object, least: float = -math.inf) -> float:
     try:
         number = float(value)
     except OverflowError:
-        number, value = math.inf, "a number larger than any float"  # whose thousands of digits Python does not write
+        number, value = (
+            math.inf,
+            "a number larger than any float",
+        )  # Python may refuse to print its digits
     if not math.isfinite(number) or number < least:
         at_least = "" if least == -math.inf else f"{least:g} or more and "
         raise ValueError(f"{name}={value!r} must be {at_least}finite. Give a number such as 0.1.")
@@ -309,33 +314,33 @@ def as_finite(name: str, value: object, least: float = -math.inf) -> float:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raise TypeError if a value is neither true nor false, such as the text 'False'."""
+    """Raise `TypeError` if a value is not a bool, such as the text 'False'."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is neither True nor False.")
 
 
 def fraction_done(now: int, start: int, end: int) -> float:
-    """Return how far `now` is on the way from `start` to `end`, in [0, 1]; 1 where there is no way to go."""
+    """Return the position of `now` between `start` and `end`, in [0, 1]; 1 if `end` is not after `start`."""
     if end <= start:
         return 1.0
     return min(1.0, max(0.0, (now - start) / (end - start)))
 
 
 def linear(done: float, alpha_i: float, alpha_f: float) -> float:
-    """Go from `alpha_i` to `alpha_f` along a straight line."""
+    """Interpolate linearly from `alpha_i` to `alpha_f`."""
     return alpha_i + done * (alpha_f - alpha_i)
 
 
 def cosine(done: float, alpha_f: float) -> float:
-    """Go from 1 to `alpha_f` along half a period of the cosine."""
+    """Interpolate from 1 to `alpha_f` along half a cosine period."""
     return alpha_f + (1.0 - alpha_f) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 def checked_factor(name: str, factor: float, least: float = -math.inf) -> float:
-    """Return what a learning rate is multiplied by.
+    """Return a factor of the learning rate if it is valid.
 
     Raises:
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
         ValueError: If it is NaN, infinite, or less than `least`.
     """
     as_finite(name, factor, least)
@@ -343,11 +348,11 @@ def checked_factor(name: str, factor: float, least: float = -math.inf) -> float:
 
 
 def checked_power(power: float) -> float:
-    """Return the exponent of `polynomial`, which would divide by zero at the end of the way if it were negative."""
+    """Return the exponent of `polynomial` if it is valid; a negative one would divide by zero at the end."""
     as_finite("power", power, least=0.0)
     return power
 
 
 def polynomial(done: float, power: float, alpha_f: float) -> float:
-    """Go from 1 to `alpha_f` as the `power`-th power of what is left of the way."""
+    """Interpolate from 1 to `alpha_f` by the `power`-th power of the remaining fraction."""
     return alpha_f + (1.0 - alpha_f) * (1.0 - done) ** power

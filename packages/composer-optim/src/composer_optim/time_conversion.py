@@ -1,4 +1,4 @@
-"""Express a length in the unit in which a running training counts it."""
+"""Conversion of lengths to the units that a training run counts."""
 
 from typing import Protocol
 
@@ -8,30 +8,30 @@ __all__ = ["SchedulerState", "convert_time"]
 
 
 class SchedulerState(Protocol):
-    """What a scheduler reads of the training state. `composer_events.State` has it, and so may any object."""
+    """The part of the training state that schedulers read. Any object may have it, as `composer_events.State` does."""
 
     @property
     def timestamp(self) -> Timestamp:
-        """Where training is."""
+        """The progress of training."""
         ...
 
     @property
     def max_duration(self) -> "Time | None":
-        """How long training is."""
+        """The length of training."""
         ...
 
     @property
     def dataloader_len(self) -> "Time | None":
-        """How many batches an epoch has, `None` when that is not known."""
+        """The number of batches per epoch, or `None` if it is unknown."""
         ...
 
 
 def parse_time(value: "str | Time", name: str) -> Time:
-    """Turn what a scheduler was given as its argument `name` into a `Time`.
+    """Convert the argument `name` of a scheduler to a `Time`.
 
     Raises:
-        ValueError: If the string is no time string.
-        TypeError: If it is neither a string nor a `Time`.
+        ValueError: If the string is not a time string.
+        TypeError: If the argument is neither a string nor a `Time`.
     """
     if isinstance(value, Time):
         return value
@@ -44,10 +44,10 @@ def parse_time(value: "str | Time", name: str) -> Time:
 
 
 def parse_length(value: "str | Time", name: str, *, may_be_zero: bool = False) -> Time:
-    """Turn what a scheduler was given as a length into a `Time`; see `parse_time`.
+    """Convert an argument of a scheduler that is a length to a `Time`; see `parse_time`.
 
     Raises:
-        ValueError: If it is negative, or 0 unless `may_be_zero` is set.
+        ValueError: If the length is negative, or 0 unless `may_be_zero` is set.
     """
     length = parse_time(value, name)
     if length.value < 0 or (length.value == 0 and not may_be_zero):
@@ -59,15 +59,15 @@ def parse_length(value: "str | Time", name: str, *, may_be_zero: bool = False) -
 
 
 def convert_time(time: "str | Time", state: SchedulerState, ssr: float = 1.0) -> Time:
-    """Express `time` in the unit in which the training that `state` describes can count it.
+    """Convert `time` to a unit that the training run of `state` counts.
 
-    Epochs become batches, since schedulers move within an epoch. Fractions of the duration become batches where the
-    duration is given in epochs, and the unit of the duration otherwise. What is a fraction of the duration is not
-    scaled: the duration itself has been scaled already.
+    Epochs become batches, because schedules change within an epoch. Fractions of the duration become batches if the
+    duration is in epochs, otherwise the unit of the duration. They are not scaled, because the duration itself has
+    already been scaled.
 
     Args:
         time: The length.
-        state: Its `max_duration` must be set. Its `dataloader_len` must be known where epochs are to become batches.
+        state: Its `max_duration` must be set, and its `dataloader_len` known if epochs must be converted to batches.
         ssr: The scale schedule ratio, by which lengths are multiplied.
 
     Returns:
@@ -80,7 +80,7 @@ def convert_time(time: "str | Time", state: SchedulerState, ssr: float = 1.0) ->
     """
     time = parse_time(time, "time")
     if state.max_duration is None:
-        # Composer's contract has this class, so it is raised by name: an assert would be gone under `python -O`.
+        # Composer documents this class. Raised explicitly, because `python -O` removes assert statements.
         raise AssertionError(
             "state.max_duration=None: a scheduler needs to know how long training is. Set max_duration before the "
             "scheduler is compiled or called."
@@ -101,12 +101,12 @@ def convert_time(time: "str | Time", state: SchedulerState, ssr: float = 1.0) ->
 
 
 def _part(fraction: float, length: int) -> int:
-    # Floats are rounded when they are written and when they are multiplied: 0.29 * 100 is 28.999999999999996.
+    # Compensates floating point rounding: 0.29 * 100 is 28.999999999999996.
     return int(fraction * length * (1 + 2**-51))
 
 
 def _batches_per_epoch(time: Time, state: SchedulerState) -> int:
-    """Return the number of batches in an epoch, which `time` is to be multiplied with."""
+    """Return the number of batches per epoch, needed to convert `time`."""
     if state.dataloader_len is None:
         raise RuntimeError(
             f"{str(time)!r} cannot be converted to batches, because state.dataloader_len is None: the dataloader does "

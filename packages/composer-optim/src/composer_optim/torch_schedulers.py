@@ -1,4 +1,4 @@
-"""Scale the schedules of PyTorch's own schedulers."""
+"""Scaling the schedules of PyTorch's schedulers."""
 
 import math
 from collections import Counter
@@ -19,15 +19,15 @@ __all__ = ["scale_pytorch_scheduler", "scale_pytorch_schedulers", "check_ratio"]
 
 
 def scale_pytorch_scheduler(scheduler: LRScheduler, ssr: float) -> None:
-    """Make a scheduler's schedule `ssr` times as long, in place, before it has been stepped.
+    """Scale the length of a scheduler's schedule by `ssr`, in place, before its first step.
 
     Args:
         scheduler: A `StepLR`, `MultiStepLR`, `ExponentialLR`, `CosineAnnealingLR` or `CosineAnnealingWarmRestarts`.
-        ssr: The scale schedule ratio; more than 0. Lengths are rounded down.
+        ssr: The scale schedule ratio, more than 0. Lengths are rounded down.
 
     Raises:
         TypeError: If `ssr` is not a number.
-        ValueError: If `ssr` is not more than 0, a length becomes 0, or nothing is known of the scheduler's kind.
+        ValueError: If `ssr` is not more than 0, a length becomes 0, or the scheduler has another type.
 
     Example:
         >>> import torch
@@ -41,14 +41,15 @@ def scale_pytorch_scheduler(scheduler: LRScheduler, ssr: float) -> None:
 
 
 def scale_pytorch_schedulers(schedulers: Iterable[LRScheduler], ssr: float) -> None:
-    """Scale several as `scale_pytorch_scheduler` does, or none if one of them cannot be scaled."""
+    """Scale several schedulers as `scale_pytorch_scheduler` does, or none if one cannot be scaled."""
+    # All new lengths are computed first, so that an error leaves every scheduler unchanged.
     scaled = [(scheduler, scaled_lengths(scheduler, ssr)) for scheduler in schedulers]
     for scheduler, lengths in scaled:
         vars(scheduler).update(lengths)
 
 
 def scaled_lengths(scheduler: LRScheduler, ssr: float) -> dict[str, Any]:
-    """Return the attributes that scaling a scheduler changes, with their new values; see `scale_pytorch_scheduler`."""
+    """Return the attributes that scaling changes, with their new values; see `scale_pytorch_scheduler`."""
     check_ratio(ssr)
     if ssr == 1.0:
         return {}
@@ -57,17 +58,18 @@ def scaled_lengths(scheduler: LRScheduler, ssr: float) -> dict[str, Any]:
     if isinstance(scheduler, CosineAnnealingLR):
         return {"T_max": _scale(scheduler.T_max, ssr, "CosineAnnealingLR.T_max")}
     if isinstance(scheduler, CosineAnnealingWarmRestarts):
-        # The running cycle has its own length, T_i, which began as T_0.
+        # The current cycle has its own length, T_i, initially T_0.
         names = ("T_i", "T_0")
         return {name: _scale(getattr(scheduler, name), ssr, f"CosineAnnealingWarmRestarts.{name}") for name in names}
     if isinstance(scheduler, MultiStepLR):
         milestones = Counter(
-            # One at 0 has taken effect when the scheduler was made; one that comes to 0 now would never do so.
+            # A milestone at 0 took effect on construction; one that is scaled to 0 now never would, so it is an error.
             milestone and _scale(milestone, ssr, "MultiStepLR.milestones")
             for milestone in scheduler.milestones.elements()
         )
         return {"milestones": milestones}
     if isinstance(scheduler, ExponentialLR):
+        # gamma per step is applied 1 / ssr times as often.
         return {"gamma": scheduler.gamma ** (1 / ssr)}
     raise ValueError(
         f"scale_schedule_ratio={ssr!r} cannot be applied to a {type(scheduler).__name__}: how to scale one is "
@@ -77,7 +79,7 @@ def scaled_lengths(scheduler: LRScheduler, ssr: float) -> dict[str, Any]:
 
 
 def check_ratio(ssr: object) -> None:
-    """Refuse what is no scale schedule ratio.
+    """Check a scale schedule ratio.
 
     Raises:
         TypeError: If it is not a number.
@@ -93,7 +95,7 @@ def check_ratio(ssr: object) -> None:
 
 
 def _scale(length: int, ssr: float, name: str) -> int:
-    """Scale a length that has to stay one."""
+    """Scale a length, which must stay at least 1."""
     scaled = int(length * ssr)
     if scaled < 1:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Schedulers that first raise the learning rate from 0 along a straight line.
+"""Schedulers with a linear warm-up from 0.
 
-All of them are `ramp * shape`: the ramp goes from 0 to 1 until `t_warmup` and stays there, and the shape begins to
-move when the ramp ends. The scale schedule ratio leaves `t_warmup` alone, since how long a warm-up has to be depends
-on the model rather than on the length of training. With `scale_warmup=True` it scales the ramp, but not the moment at
-which the shape begins to move: after a shortened ramp the factor waits at its peak, a lengthened one is cut off.
+All of them are `ramp * shape`: the ramp rises from 0 to 1 until `t_warmup` and stays there, and the shape starts to
+change when the ramp ends. The scale schedule ratio does not affect `t_warmup`, because the necessary warm-up depends on
+the model rather than on the length of training. With `scale_warmup=True` it scales the ramp, but not the time at which
+the shape starts to change: after a shortened ramp the factor stays at its peak, a lengthened one is cut off.
 """
 
 import logging
@@ -38,13 +38,13 @@ log = logging.getLogger("composer.optim.scheduler")
 
 
 class MultiStepWithWarmupScheduler(ComposerScheduler):
-    """Raise the factor from 0 to 1, then multiply it by `gamma` at each of the milestones.
+    """Increase the factor from 0 to 1, then multiply it by `gamma` at each milestone.
 
     Args:
-        t_warmup: How long the warm-up is.
-        milestones: When, counted from the start of training, in any order and any mixture of units. One inside the
-            warm-up takes effect at its end.
-        gamma: The factor of each milestone.
+        t_warmup: The length of the warm-up.
+        milestones: Times from the start of training, in any order and mixture of units. One inside the warm-up takes
+            effect at its end.
+        gamma: The factor at each milestone.
         scale_warmup: Whether the scale schedule ratio scales the ramp.
 
     Example:
@@ -61,12 +61,12 @@ class MultiStepWithWarmupScheduler(ComposerScheduler):
 
     @property
     def milestones(self) -> list[Time]:
-        """When the factor is multiplied."""
+        """The times at which the factor is multiplied."""
         return self._steps.milestones
 
     @property
     def gamma(self) -> float:
-        """The factor of each milestone."""
+        """The factor at each milestone."""
         return self._steps.gamma
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
@@ -78,7 +78,7 @@ class MultiStepWithWarmupScheduler(ComposerScheduler):
 
 
 class _ShapeAfterWarmup(ComposerScheduler, ABC):
-    """Hold what the schedulers below have in common: a ramp, and a shape that lasts until `t_max`."""
+    """Base of the schedulers below: a ramp, and a shape that lasts until `t_max`."""
 
     def __init__(self, t_warmup: str | Time, t_max: str | Time, scale_warmup: bool) -> None:
         self.t_warmup = parse_length(t_warmup, "t_warmup", may_be_zero=True)
@@ -93,26 +93,27 @@ class _ShapeAfterWarmup(ComposerScheduler, ABC):
             ValueError: If `t_warmup` and `t_max` have different units, or `t_max` ends before training does.
         """
         t_warmup = _convert_warmup(self.t_warmup, state)
+        # Checked in every call, because the lengths are known only with a state.
         t_max = convert_time(self.t_max, state, ssr)
         raise_if_warmup_and_max_incompatible(t_warmup, t_max)
         raise_if_max_duration_exceeds_t_max(t_max, state, ssr)
         now = state.timestamp.get(t_warmup.unit).value
         if now < t_warmup.value:
             return _ramp(self.t_warmup, state, ssr if self.scale_warmup else 1.0) * self._shape(0.0)
-        # A shape without any time to move in stays where the ramp ended.
+        # A shape of length 0 stays at its start value.
         return self._shape(fraction_done(now, t_warmup.value, t_max.value) if t_max.value > t_warmup.value else 0.0)
 
     @abstractmethod
     def _shape(self, done: float) -> float:
-        """Return the factor after `done`, in [0, 1], of the way from the end of the warm-up to `t_max`."""
+        """Return the factor at the fraction `done`, in [0, 1], between the end of the warm-up and `t_max`."""
 
 
 class ConstantWithWarmupScheduler(_ShapeAfterWarmup):
-    """Raise the factor from 0 to `alpha` and leave it there.
+    """Increase the factor from 0 to `alpha` and keep it there.
 
     Args:
-        t_warmup: How long the warm-up is.
-        alpha: The factor after it.
+        t_warmup: The length of the warm-up.
+        alpha: The factor after the warm-up.
         t_max: Must not end before training does; has no other effect.
         scale_warmup: Whether the scale schedule ratio scales the ramp.
 
@@ -131,13 +132,13 @@ class ConstantWithWarmupScheduler(_ShapeAfterWarmup):
 
 
 class LinearWithWarmupScheduler(_ShapeAfterWarmup):
-    """Raise the factor from 0 to `alpha_i`, then move it to `alpha_f` along a straight line until `t_max`.
+    """Increase the factor from 0 to `alpha_i`, then change it linearly to `alpha_f` until `t_max`.
 
     Args:
-        t_warmup: How long the warm-up is.
-        alpha_i: The factor at its end.
+        t_warmup: The length of the warm-up.
+        alpha_i: The factor at the end of the warm-up.
         alpha_f: The factor from `t_max` on.
-        t_max: When the way ends, counted from the start of training.
+        t_max: The end of the change, from the start of training.
         scale_warmup: Whether the scale schedule ratio scales the ramp.
 
     Example:
@@ -161,11 +162,11 @@ class LinearWithWarmupScheduler(_ShapeAfterWarmup):
 
 
 class CosineAnnealingWithWarmupScheduler(_ShapeAfterWarmup):
-    """Raise the factor from 0 to 1, then move it to `alpha_f` along half a period of the cosine until `t_max`.
+    """Increase the factor from 0 to 1, then change it to `alpha_f` along half a cosine period until `t_max`.
 
     Args:
-        t_warmup: How long the warm-up is.
-        t_max: When the way ends, counted from the start of training.
+        t_warmup: The length of the warm-up.
+        t_max: The end of the change, from the start of training.
         alpha_f: The factor from `t_max` on.
         scale_warmup: Whether the scale schedule ratio scales the ramp.
 
@@ -184,12 +185,12 @@ class CosineAnnealingWithWarmupScheduler(_ShapeAfterWarmup):
 
 
 class PolynomialWithWarmupScheduler(_ShapeAfterWarmup):
-    """Raise the factor from 0 to 1, then move it to `alpha_f` as a power of what is left of the way to `t_max`.
+    """Increase the factor from 0 to 1, then change it to `alpha_f` as a power of the remaining time to `t_max`.
 
     Args:
-        t_warmup: How long the warm-up is.
+        t_warmup: The length of the warm-up.
         power: The exponent, 0 or more.
-        t_max: When the way ends, counted from the start of training.
+        t_max: The end of the change, from the start of training.
         alpha_f: The factor from `t_max` on.
         scale_warmup: Whether the scale schedule ratio scales the ramp.
 
@@ -214,12 +215,12 @@ class PolynomialWithWarmupScheduler(_ShapeAfterWarmup):
 
 
 def _convert_warmup(t_warmup: Time, state: SchedulerState) -> Time:
-    """Convert the moment at which the warm-up ends, and warn if there is no warm-up at all."""
+    """Convert the end of the warm-up, and warn if its length is 0."""
     converted = convert_time(t_warmup, state)
     if converted.value == 0:
         warnings.warn(
             f"t_warmup={str(t_warmup)!r} comes to {str(converted)!r} in a training of {str(state.max_duration)!r}, so "
-            f"there is no warm-up. Make it longer, or use the scheduler of the same name without a warm-up.",
+            f"the warm-up is skipped. Make it longer, or use the scheduler of the same name without a warm-up.",
             UserWarning,
             stacklevel=3,
         )
@@ -248,7 +249,7 @@ def raise_if_max_duration_exceeds_t_max(t_max: "str | Time", state: SchedulerSta
     if max_duration is None:
         log.debug("t_max=%s cannot be compared with max_duration=%s", t_max, state.max_duration)
         return
-    # `int(epochs * batches * ssr)` can fall one short of `int(epochs * ssr) * batches`.
+    # Tolerance: `int(epochs * batches * ssr)` can be one less than `int(epochs * ssr) * batches`.
     rounding = 0 if ssr == 1.0 else 1
     if t_max.value + rounding < max_duration:
         raise ValueError(
@@ -259,7 +260,7 @@ def raise_if_max_duration_exceeds_t_max(t_max: "str | Time", state: SchedulerSta
 
 
 def _comparable_max_duration(t_max: Time, state: SchedulerState) -> int | None:
-    """Return `max_duration` in the unit of `t_max`, or `None` where it is not known."""
+    """Return `max_duration` in the unit of `t_max`, or `None` if it is unknown."""
     max_duration = state.max_duration
     assert max_duration is not None, "convert_time has checked it"
     if max_duration.unit == t_max.unit:

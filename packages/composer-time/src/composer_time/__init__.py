@@ -1,8 +1,8 @@
-"""What time it is in training: lengths, their units, and the clock that a training loop advances.
+"""Time in training: lengths, their units, and the clock that a training loop advances.
 
-`Time` is a length (`'10ep'`, `'500ba'`, `'1h30m'`), `TimeUnit` what it is counted in, and `Timestamp` the place that a
-run has reached. `ensure_time` turns what users write into a `Time`. `StringEnum` and `Serializable` are the two small
-bases that the packages above share. Only the standard library is imported.
+`Time` is a length (`'10ep'`, `'500ba'`, `'1h30m'`), `TimeUnit` its unit, and `Timestamp` the progress of a run.
+`ensure_time` converts user input to a `Time`. `StringEnum` and `Serializable` are two small base classes that the
+packages above share. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __version__: str
 
 
 def __getattr__(name: str) -> object:
-    """Load on first use what costs most to import: `Timestamp` brings datetime, and the version the metadata."""
+    """Import on first use the names that are slow to import: `Timestamp` needs datetime, the version metadata."""
     if name == "Timestamp":
         from composer_time.timestamp import Timestamp as value
     elif name == "__version__":
@@ -38,5 +38,5 @@ def __getattr__(name: str) -> object:
         value = version("composer-time")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
+    globals()[name] = value  # found directly from now on, without this function
     return value

@@ -1,21 +1,20 @@
-"""The contract of an object whose state goes into a checkpoint."""
+"""Base class of objects whose state is stored in checkpoints."""
 
 from __future__ import annotations
 
 __all__ = ["Serializable"]
 
-# Importing typing costs about as much as all of composer_time. Type checkers know this name without it, here and in
-# the modules beside this one.
+# Importing typing takes about as long as all of composer_time. Type checkers treat this name specially without the
+# import, here and in the other modules.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 
 class Serializable:
-    """Save and restore an object as a dictionary.
+    """Base class of objects that can be saved to and restored from a dictionary.
 
-    The base keeps nothing: its `state_dict` is empty and loading does nothing. A subclass that has something to keep
-    overrides both.
+    The base stores nothing: its `state_dict` is empty and loading does nothing. A subclass with state overrides both.
 
     Example:
         >>> class Counter(Serializable):
@@ -31,15 +30,15 @@ class Serializable:
         3
     """
 
-    __slots__ = ()  # lets Time and Timestamp have slots; a subclass that declares none gets its __dict__ as usual
+    __slots__ = ()  # so that Time and Timestamp can have slots; other subclasses still get a __dict__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to be kept to restore this object; nothing unless overridden."""
+        """Return the state needed to restore this object; empty unless overridden."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore this object from what its `state_dict` returned; nothing unless overridden.
+        """Restore this object from the result of its `state_dict`; does nothing unless overridden.
 
         Args:
-            state: The dictionary that `state_dict` of the same class returned.
+            state: The dictionary returned by `state_dict` of the same class.
         """

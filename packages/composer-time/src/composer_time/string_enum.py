@@ -1,4 +1,4 @@
-"""An enum whose members can be named by strings in any case."""
+"""Enum whose members can be given as strings in any case."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 class StringEnum(Enum):
-    """Accept a member, its name or its value wherever a member is meant.
+    """Enum that accepts a member, its name or its value.
 
     Names are upper case and values lower case; a class body that breaks this raises `ValueError`. Calling the class
-    with a string finds the member of that name or that value, whatever the case of the string.
+    with a string in any case returns the member with that name or value.
 
-    Comparing a member with a string works and emits a `UserWarning`, because such a comparison is usually a string
-    that somebody forgot to turn into a member.
+    Comparing a member with a string works and emits a `UserWarning`, because the string is usually one that should
+    have been converted to a member.
 
     Raises:
         ValueError: If a string is neither a name nor a value.
-        TypeError: If the class is called with something that is neither a member nor a string.
+        TypeError: If the class is called with anything but a member or a string.
 
     Example:
         >>> class Color(StringEnum):
@@ -48,14 +48,14 @@ class StringEnum(Enum):
                 )
             if cls.__members__.get(value.upper(), member) is not member:
                 raise ValueError(
-                    f"{cls.__name__}.{name}: the value {value!r} is also the name of another member, so that this "
-                    "string could mean either. Choose another value."
+                    f"{cls.__name__}.{name}: the value {value!r} is also the name of another member, so the string "
+                    "would be ambiguous. Choose another value."
                 )
 
     @classmethod
     def _missing_(cls, value: object) -> StringEnum:
-        # Enum has tried the exact value. Its two tables, by name and by value, are built once per class and hold the
-        # aliases as well.
+        # Enum has already tried the exact value. Its two tables, by name and by value, are built once per class and
+        # contain the aliases too.
         if not isinstance(value, str):
             raise TypeError(
                 f"{value!r} is of type {type(value).__name__}, not a {cls.__name__}. Pass a member or, in any case, "
@@ -88,6 +88,6 @@ class StringEnum(Enum):
         except ValueError:
             return NotImplemented
 
-    # Enum's own __hash__ is a Python function. Members are singletons and key the tables that every event of a
-    # training step goes through, so they hash by identity, in C.
+    # Defining __eq__ removes the inherited __hash__, and Enum's is a Python function. Members are singletons and keys
+    # of the tables that every event of a training step reads, so they hash by identity, in C.
     __hash__ = object.__hash__

@@ -28,19 +28,19 @@ else:
     Any = object
 
     class _Subscriptable(Serializable):
-        """Stand in for `typing.Generic`, so that `Time[int]` can be written without importing typing."""
+        """Replacement of `typing.Generic`, so that `Time[int]` works without importing typing."""
 
         __slots__ = ()
         __class_getitem__ = classmethod(GenericAlias)
 
 
 class Time(_Subscriptable["TValue"]):
-    """Hold a length of training: a value and the unit that it is counted in.
+    """A length of training: a value and its unit.
 
-    Immutable and hashable. Lengths of one unit add, subtract and compare, also with a plain number (taken in the same
-    unit) and with a time string. Lengths of different units do not, not even with `==`: that raises `RuntimeError`,
-    since how many batches make an epoch is not known here. Multiplying by a number or by a `'dur'` scales a length and
-    cuts it to a whole number; dividing one length by another gives their ratio as a `'dur'`.
+    Immutable and hashable. Lengths with the same unit add, subtract and compare, also with a plain number (taken in
+    the same unit) and with a time string. Lengths with different units do not, not even with `==`: that raises
+    `RuntimeError`, because the number of batches in an epoch is unknown here. Multiplying by a number or by a `'dur'`
+    scales a length and truncates it to a whole number; dividing one length by another gives their ratio as a `'dur'`.
 
     Args:
         value: An `int`; for `TimeUnit.DURATION` any finite number.
@@ -65,6 +65,7 @@ class Time(_Subscriptable["TValue"]):
     _unit: TimeUnit
 
     def __init__(self, value: TValue, unit: TimeUnit | str) -> None:
+        # The common case, a member and an int, is accepted without a function call.
         if type(unit) is not TimeUnit:
             unit = TimeUnit(unit)
         if type(value) is not int or unit is TimeUnit.DURATION:
@@ -74,12 +75,12 @@ class Time(_Subscriptable["TValue"]):
 
     @property
     def value(self) -> TValue:
-        """How many of the unit: a `float` for `TimeUnit.DURATION`, otherwise an `int`."""
+        """The number of units: a `float` for `TimeUnit.DURATION`, otherwise an `int`."""
         return self._value
 
     @property
     def unit(self) -> TimeUnit:
-        """What the value counts."""
+        """The unit of the value."""
         return self._unit
 
     @staticmethod
@@ -117,22 +118,22 @@ class Time(_Subscriptable["TValue"]):
         """Return the seconds in a wall-clock length such as `'1h20m40s'`.
 
         Raises:
-            ValueError: If the text is of another form or a part is out of its range.
+            ValueError: If the text has another form or a part is out of its range.
             TypeError: If it is not a string.
         """
         return Time(parse_wall_clock(timestring), TimeUnit.SECOND)
 
     @staticmethod
     def from_timestring(timestring: str) -> Time[Any]:
-        """Return the length that a time string stands for.
+        """Return the length that a time string describes.
 
         A time string is a number and a unit (`'10ep'`, `'3e10tok'`, `'0.5dur'`; in any case, with or without blanks
-        around the number) or a wall-clock length (`'1h20m40s'`). The text that `str` gives of a `Time` reads as an
-        equal one.
+        around the number) or a wall-clock length (`'1h20m40s'`). The result of `str` of a `Time` is parsed to an equal
+        one.
 
         Raises:
-            ValueError: If the text is outside the grammar, which the message then shows.
-            TypeError: If it is not a string, or a fraction of a unit that counts whole things.
+            ValueError: If the text does not match the grammar, which the message contains.
+            TypeError: If it is not a string, or a fraction of a unit that has only whole values.
 
         Example:
             >>> Time.from_timestring("1_000ba")
@@ -144,22 +145,22 @@ class Time(_Subscriptable["TValue"]):
 
     @staticmethod
     def from_input(i: Time[Any] | str | float, default_int_unit: TimeUnit | str | None = None) -> Time[Any]:
-        """Return a `Time` for whatever may stand for one.
+        """Convert a `Time`, a time string or a number to a `Time`.
 
         Args:
-            i: A `Time` (returned as it is), a time string, or a number.
-            default_int_unit: What a number counts.
+            i: A `Time` (returned unchanged), a time string, or a number.
+            default_int_unit: The unit of a plain number.
 
         Raises:
-            RuntimeError: If `i` is none of these, or a number with no unit to go by.
+            RuntimeError: If `i` has another type, or is a number and there is no default unit.
             ValueError: If a string is not a time string.
-            TypeError: If a number is a fraction of a unit that counts whole things.
+            TypeError: If a number is a fraction of a unit that has only whole values.
         """
         if isinstance(i, Time):
             return i
         if isinstance(i, str):
             return Time.from_timestring(i)
-        if not isinstance(i, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]  # users pass anything
+        if not isinstance(i, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]  # user input
             raise RuntimeError(
                 f"{i!r} is of type {type(i).__name__} and cannot be read as a Time. Pass a Time. {GRAMMAR}"
             )
@@ -168,7 +169,7 @@ class Time(_Subscriptable["TValue"]):
         return Time(i, default_int_unit)
 
     def to_timestring(self) -> str:
-        """Return the text that `from_timestring` reads as an equal length: `'5ep'`, `'0.5dur'`, `'6sec'`."""
+        """Return the text that `from_timestring` parses to an equal length: `'5ep'`, `'0.5dur'`, `'6sec'`."""
         return f"{self._value}{self._unit.value}"
 
     def __str__(self) -> str:
@@ -236,7 +237,7 @@ class Time(_Subscriptable["TValue"]):
         factor = Time.from_input(other)
         if TimeUnit.DURATION not in (self._unit, factor._unit):
             raise RuntimeError(
-                f"{self!r} * {factor!r} has no meaning: one side has to be a number or a 'dur'. Multiply by a number, "
+                f"{self!r} * {factor!r} is undefined: one operand must be a number or a 'dur'. Multiply by a number, "
                 "or by a fraction of training such as '0.5dur'."
             )
         return _truncated(self._value * factor._value, factor._unit if self._unit is TimeUnit.DURATION else self._unit)
@@ -247,14 +248,15 @@ class Time(_Subscriptable["TValue"]):
     def __truediv__(self, other: Time[Any] | str | float) -> Time[Any]:
         if not isinstance(other, (int, float)):
             return Time(self._value / self._operand(other), TimeUnit.DURATION)
+        # Truncated toward zero like __mul__, whereas `//` rounds down.
         if isinstance(self._value, int) and isinstance(other, int):
-            quotient = abs(self._value) // abs(other)  # exact where the float quotient is not, from 2**53 on
+            quotient = abs(self._value) // abs(other)  # exact also from 2**53 on, where floats are not
             return Time(quotient if (self._value < 0) == (other < 0) else -quotient, self._unit)
         return _truncated(self._value / other, self._unit)
 
     def _operand(self, other: Any) -> Any:
-        """Return the value of an operand, which must be counted in this length's unit."""
-        if type(other) is int:
+        """Return the value of an operand, which must have the same unit."""
+        if type(other) is int:  # the common case, without creating a Time
             return other
         operand = Time.from_input(other, self._unit)
         if operand._unit is not self._unit:
@@ -265,26 +267,26 @@ class Time(_Subscriptable["TValue"]):
         return operand._value
 
     def _comparable(self, other: object) -> Any:
-        """Return the value of an operand of a comparison, or `NotImplemented` if it is nothing like a length."""
+        """Return the value of an operand of a comparison, or `NotImplemented` if it cannot be a length."""
         return self._operand(other) if isinstance(other, (Time, str, int, float)) else NotImplemented
 
 
-if not TYPE_CHECKING:  # read dozens of times in each step of training, and this spares a Python call each time
+if not TYPE_CHECKING:  # read dozens of times per training step; attrgetter avoids a Python call
     Time.value = property(attrgetter("_value"), doc=Time.value.__doc__)
     Time.unit = property(attrgetter("_unit"), doc=Time.unit.__doc__)
 
 
 def ensure_time(maybe_time: Time[Any] | str | float, int_unit: TimeUnit | str) -> Time[Any]:
-    """Return a `Time` for a `Time`, a time string or a number.
+    """Convert a `Time`, a time string or a number to a `Time`.
 
     Args:
-        maybe_time: A `Time` (returned as it is), a time string, or a number.
-        int_unit: What a number counts.
+        maybe_time: A `Time` (returned unchanged), a time string, or a number.
+        int_unit: The unit of a plain number.
 
     Raises:
-        RuntimeError: If `maybe_time` is of any other kind.
+        RuntimeError: If `maybe_time` has another type.
         ValueError: If a string is not a time string.
-        TypeError: If a number is a fraction of a unit that counts whole things.
+        TypeError: If a number is a fraction of a unit that has only whole values.
 
     Example:
         >>> ensure_time(3, "ep"), ensure_time("20ba", "ep")
@@ -294,7 +296,7 @@ def ensure_time(maybe_time: Time[Any] | str | float, int_unit: TimeUnit | str) -
 
 
 def _checked_value(value: Any, unit: TimeUnit) -> Any:
-    """Return the value in the type that its unit holds."""
+    """Convert the value to the type of its unit: `float` for durations, otherwise `int`."""
     if unit is TimeUnit.DURATION:
         try:
             fraction = float(value)
@@ -305,14 +307,14 @@ def _checked_value(value: Any, unit: TimeUnit) -> Any:
         return fraction
     if not isinstance(value, int):
         raise TypeError(
-            f"Time value {value!r} is of type {type(value).__name__}, and {unit.value!r} counts whole things: it takes "
-            f"an int. Convert the value with int(...), or count in 'dur'. {GRAMMAR}"
+            f"Time value {value!r} is of type {type(value).__name__}, but {unit.value!r} requires an int. Convert the "
+            f"value with int(...), or use 'dur'. {GRAMMAR}"
         )
-    return int(value)  # a bool, whose text would not be a time string
+    return int(value)  # converts a bool, whose text would not be a time string
 
 
 def _truncated(value: float, unit: TimeUnit) -> Time[Any]:
-    """Return a length whose value is cut, towards zero, to what its unit can hold."""
+    """Return a length with the value truncated toward zero to the type of its unit."""
     if unit is not TimeUnit.DURATION and isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError(f"{value!r} is not a length in {unit.value!r}. Scale by a finite number.")
@@ -321,9 +323,9 @@ def _truncated(value: float, unit: TimeUnit) -> Time[Any]:
 
 
 class TimeUnit(StringEnum):
-    """Name what a length of training is counted in.
+    """Unit of a length of training.
 
-    A unit can be written by its value or its name, in any case: `TimeUnit('ep')`, `TimeUnit('epoch')`.
+    A unit can be given by its value or its name, in any case: `TimeUnit('ep')`, `TimeUnit('epoch')`.
 
     Example:
         >>> TimeUnit("Batch").value
@@ -335,13 +337,13 @@ class TimeUnit(StringEnum):
     EPOCH = "ep"
     """One pass over the training data."""
     BATCH = "ba"
-    """What one optimizer step sees."""
+    """The data of one optimizer step."""
     SAMPLE = "sp"
     """One example."""
     TOKEN = "tok"
     """One token."""
     DURATION = "dur"
-    """A fraction of the whole training, the only unit that is not a whole number; 1 is the end."""
+    """A fraction of the whole training, the only unit with fractional values; 1 is the end."""
     SECOND = "sec"
     """One second of wall-clock time."""
 
@@ -357,11 +359,11 @@ _PARTS = (("hours", 24), ("minutes", 60), ("seconds", 60))
 
 
 def parse_timestring(text: str) -> tuple[int | float, TimeUnit]:
-    """Return the value and the unit that a time string stands for.
+    """Return the value and the unit of a time string.
 
     Raises:
-        ValueError: If the text is outside the grammar or the number is too large.
-        TypeError: If it is not a string, or a unit that counts whole things has a fraction.
+        ValueError: If the text does not match the grammar or the number is too large.
+        TypeError: If it is not a string, or has a fraction of a unit with only whole values.
     """
     _require_text(text)
     return _parse(text)
@@ -371,7 +373,7 @@ def parse_wall_clock(text: str) -> int:
     """Return the seconds in a wall-clock length such as '1h20m40s'.
 
     Raises:
-        ValueError: If the text is of another form, or a part is out of its range as in '90s'.
+        ValueError: If the text has another form, or a part is out of its range as in '90s'.
         TypeError: If it is not a string.
     """
     _require_text(text)
@@ -381,7 +383,7 @@ def parse_wall_clock(text: str) -> int:
     return seconds
 
 
-@lru_cache(maxsize=256)  # a run compares with the same few strings at every step; bounded, since anybody writes them
+@lru_cache(maxsize=256)  # a run compares with the same few strings at every step; bounded, because texts are user input
 def _parse(text: str) -> tuple[int | float, TimeUnit]:
     seconds = _wall_clock_seconds(text)
     if seconds is not None:
@@ -392,7 +394,7 @@ def _parse(text: str) -> tuple[int | float, TimeUnit]:
     number, unit = match[1], TimeUnit(match[2].lower())
     if unit is not TimeUnit.DURATION:
         try:
-            return int(number), unit  # exact where a float is not, from 2**53 on
+            return int(number), unit  # exact also from 2**53 on, where floats are not
         except ValueError:
             pass  # '1e3', '2.0', or more digits than the interpreter converts
     value = float(number)
@@ -402,8 +404,8 @@ def _parse(text: str) -> tuple[int | float, TimeUnit]:
         return value, unit
     if not value.is_integer():
         raise TypeError(
-            f"Invalid time string {shortened(text)}: {unit.value!r} counts whole things and {shortened(number)} is a "
-            f"fraction. {GRAMMAR}"
+            f"Invalid time string {shortened(text)}: {unit.value!r} must have a whole number, and {shortened(number)} "
+            f"is a fraction. {GRAMMAR}"
         )
     return int(value), unit
 
@@ -425,7 +427,7 @@ def _wall_clock_seconds(text: str) -> int | None:
 
 @cache
 def _wall_clock() -> Pattern[str]:
-    import re  # at the first time string, since re and the two patterns would be a good part of the import time
+    import re  # lazily, because re and the patterns would be a large part of the import time
 
     return re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
 
@@ -437,7 +439,7 @@ def _number_and_unit() -> Pattern[str]:
     digits = r"\d+(?:_\d+)*"
     number = rf"[+-]?(?:{digits}(?:\.(?:{digits})?)?|\.{digits})(?:e[+-]?{digits})?"
     units = "|".join(unit.value for unit in TimeUnit)
-    # ASCII: int and float would take the digits of other scripts too, but those are no part of the grammar.
+    # re.ASCII: int and float accept the digits of other scripts, but the grammar does not.
     return re.compile(rf"\s*({number})\s*({units})", re.ASCII | re.IGNORECASE)
 
 
@@ -447,7 +449,7 @@ def _require_text(text: object) -> None:
 
 
 def _fault(text: str) -> str:
-    """Say in one clause what is wrong with text that does not fit the grammar."""
+    """Return a clause that says why the text does not match the grammar."""
     number = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     word = text[len(number) :].lower()
     if not text.strip():
@@ -462,10 +464,10 @@ def _fault(text: str) -> str:
 
 
 def _suggestion(word: str) -> str:
-    """Name the unit that a misspelt one was probably meant to be."""
-    from difflib import get_close_matches  # on the way to an error only
+    """Return a hint at the unit that was probably meant, or an empty string."""
+    from difflib import get_close_matches  # needed only for an error
 
     units = {spelling: unit.value for unit in TimeUnit for spelling in (unit.value, unit.name.lower())}
-    units["step"] = TimeUnit.BATCH.value  # elsewhere the word for what one optimizer step sees
+    units["step"] = TimeUnit.BATCH.value  # the term for a batch in other libraries
     close = get_close_matches(word[:20], units, n=1)
     return f" (did you mean {units[close[0]]!r}?)" if close else ""

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     T_co = TypeVar("T_co", covariant=True)
 
     class _Reading(Protocol[T_co]):
-        """A property that is read only."""
+        """Read-only property, for type checkers."""
 
         def __get__(self, instance: Timestamp, owner: type[Timestamp]) -> T_co: ...
 
     class Fields(TypedDict, total=False):
-        """The arguments of a Timestamp's constructor, all of them optional."""
+        """Arguments of the constructor of `Timestamp`, all optional."""
 
         iteration: int | Time[int] | str | None
         epoch: int | Time[int] | str | None
@@ -54,24 +54,25 @@ COUNTERS = {
     "token_in_epoch": TimeUnit.TOKEN,
 }
 CLOCKS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
+# Old checkpoints lack the counters of iterations and the clocks.
 REQUIRED = ("epoch", "batch", "sample", "token", "batch_in_epoch", "sample_in_epoch", "token_in_epoch")
 NO_TIME = timedelta(0)
 
 
 def _read(slot: str, kind: type[T], doc: str) -> _Reading[T]:
-    """Return a property that reads a slot without running any Python."""
-    del kind  # for whoever reads the annotation
-    return property(attrgetter(slot), doc=doc)  # pyright: ignore[reportReturnType]  # whose own __get__ is wider
+    """Return a property that reads a slot without executing Python code."""
+    del kind  # used only by type checkers
+    return property(attrgetter(slot), doc=doc)  # pyright: ignore[reportReturnType]  # its own __get__ has a wider type
 
 
 class Timestamp(Serializable):
-    """Say how far a training run has come, in every unit at once.
+    """Progress of a training run, in every unit.
 
     The loop never changes a `Timestamp`: `to_next_batch`, `to_next_epoch` and `to_next_iteration` return new ones. It
-    compares with a `Time` or a time string by the counter of that unit, so that `timestamp < '10ep'` asks whether
-    fewer than ten epochs are done. Two timestamps are equal if everything in them is; they have no order and no hash.
+    compares with a `Time` or a time string by the counter of that unit, so `timestamp < '10ep'` is true while fewer
+    than ten epochs are done. Two timestamps are equal if all counters and clocks are; they have no order and no hash.
 
-    Counters take an `int`, or a `Time` or time string of their own unit.
+    Counters accept an `int`, or a `Time` or time string in their own unit.
 
     Args:
         iteration: Iterations done.
@@ -87,11 +88,11 @@ class Timestamp(Serializable):
         total_wct: Wall-clock time trained.
         iteration_wct: Wall-clock time trained in this iteration.
         epoch_wct: Wall-clock time trained in this epoch.
-        batch_wct: Wall-clock time that the last batch took.
+        batch_wct: Wall-clock time of the last batch.
 
     Raises:
-        ValueError: If a counter is given in another unit, or as text that is not a time string.
-        TypeError: If an argument is of the wrong kind.
+        ValueError: If a counter has another unit, or is text that is not a time string.
+        TypeError: If an argument has the wrong type.
 
     Example:
         >>> timestamp = Timestamp(epoch=1, batch=100).to_next_batch(samples=32)
@@ -101,8 +102,8 @@ class Timestamp(Serializable):
         True
     """
 
-    # Plain ints and timedeltas: the loop advances and compares a timestamp at every step, and Time objects are made
-    # only for those who read a counter.
+    # Plain ints and timedeltas: the loop advances and compares a timestamp at every step, and `Time` objects are
+    # created only when a counter is read.
     __slots__ = tuple(f"_{name}" for name in (*COUNTERS, *CLOCKS))
 
     def __init__(
@@ -164,7 +165,7 @@ class Timestamp(Serializable):
 
     @property
     def epoch_in_iteration(self) -> Time[int]:
-        """Epochs done in this iteration; the one counter that may be set."""
+        """Epochs done in this iteration; the only counter that can be set."""
         return Time(self._epoch_in_iteration, TimeUnit.EPOCH)
 
     @epoch_in_iteration.setter
@@ -191,7 +192,7 @@ class Timestamp(Serializable):
         """Tokens seen in this epoch."""
         return Time(self._token_in_epoch, TimeUnit.TOKEN)
 
-    # For code that reads them in every step: no Python runs, and of the counters no Time is made.
+    # For code that reads them at every step: no Python code runs, and no `Time` is created for counters.
     num_iterations = _read("_iteration", int, "Iterations done, as an `int`.")
     num_epochs = _read("_epoch", int, "Epochs done, as an `int`.")
     num_batches = _read("_batch", int, "Batches done, as an `int`.")
@@ -214,14 +215,14 @@ class Timestamp(Serializable):
 
     @property
     def batch_wct(self) -> timedelta:
-        """Wall-clock time that the last batch took."""
+        """Wall-clock time of the last batch."""
         return self._batch_wct
 
     def get(self, unit: TimeUnit | str) -> Time[int]:
-        """Return how far the run has come in one unit.
+        """Return the progress of the run in one unit.
 
         Args:
-            unit: A unit or its name. `TimeUnit.SECOND` gives the whole seconds of `total_wct`.
+            unit: A unit or its name. `TimeUnit.SECOND` returns the whole seconds of `total_wct`.
 
         Raises:
             ValueError: If the unit is `TimeUnit.DURATION` or unknown.
@@ -239,9 +240,9 @@ class Timestamp(Serializable):
         """Return the timestamp after one more batch.
 
         Args:
-            samples: How many samples the batch held.
-            tokens: How many tokens the batch held.
-            duration: How long it took; `None` for no time at all.
+            samples: Number of samples in the batch.
+            tokens: Number of tokens in the batch.
+            duration: Its wall-clock time; `None` counts as 0.
         """
         if type(samples) is not int or type(tokens) is not int:
             samples = plain_count("samples", samples, TimeUnit.SAMPLE)
@@ -257,10 +258,10 @@ class Timestamp(Serializable):
         return after
 
     def to_next_epoch(self, duration: timedelta | None = None) -> Timestamp:
-        """Return the timestamp after the end of an epoch, where all that is counted within an epoch starts at zero.
+        """Return the timestamp after the end of an epoch, with the counters and clocks of the epoch set to zero.
 
         Args:
-            duration: The wall-clock time since the last batch; `None` for no time at all.
+            duration: The wall-clock time since the last batch; `None` counts as 0.
         """
         after = self._after(duration)
         after._epoch += 1
@@ -270,10 +271,10 @@ class Timestamp(Serializable):
         return after
 
     def to_next_iteration(self, duration: timedelta | None = None) -> Timestamp:
-        """Return the timestamp after the end of an iteration, where all that is counted within it starts at zero.
+        """Return the timestamp after the end of an iteration, with its counters and clocks set to zero.
 
         Args:
-            duration: The wall-clock time since the last batch; `None` for no time at all.
+            duration: The wall-clock time since the last batch; `None` counts as 0.
         """
         after = self._after(duration)
         after._iteration += 1
@@ -283,16 +284,17 @@ class Timestamp(Serializable):
         return after
 
     def copy(self, **overrides: Unpack[Fields]) -> Timestamp:
-        """Return a copy in which some counters or clocks are replaced.
+        """Return a copy with some counters or clocks replaced.
 
         Args:
-            overrides: Arguments of the constructor; `None` keeps the present value.
+            overrides: Arguments of the constructor; `None` keeps the current value.
 
         Example:
             >>> Timestamp(epoch=2, batch=30).copy(batch="31ba").batch
             Time(31, TimeUnit.BATCH)
         """
         if not overrides:
+            # Much faster than the constructor, which checks every argument.
             same = self._after(None)
             same._batch_wct = self._batch_wct
             return same
@@ -305,19 +307,20 @@ class Timestamp(Serializable):
         return {name: getattr(self, f"_{name}") for name in (*COUNTERS, *CLOCKS)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned, all of it or, where something does not fit, nothing.
+        """Restore the result of `state_dict`; on an error nothing is changed.
 
-        The clocks and the three counters of iterations may be missing, as they are in old checkpoints, and then stay
-        as they are.
+        The clocks and the three counters of iterations may be missing, as in old checkpoints, and then keep their
+        values.
 
         Args:
-            state: The dictionary that `state_dict` returned.
+            state: The dictionary returned by `state_dict`.
 
         Raises:
             KeyError: If another counter is missing.
-            ValueError: If a counter is in another unit.
-            TypeError: If an entry is of the wrong kind.
+            ValueError: If a counter has another unit.
+            TypeError: If an entry has the wrong type.
         """
+        # Everything is checked before the first attribute is set.
         for name, value in checked_state(state).items():
             setattr(self, f"_{name}", value)
 
@@ -330,7 +333,7 @@ class Timestamp(Serializable):
         time = _comparable(other)
         return NotImplemented if time is None else self._reading(time.unit) == time.value
 
-    # Loading a state changes a timestamp.
+    # Unhashable, because loading a state changes a timestamp in place.
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # the data model's way to say "unhashable"
 
     def __lt__(self, other: Time[Any] | str) -> bool:
@@ -350,7 +353,7 @@ class Timestamp(Serializable):
         return NotImplemented if time is None else self._reading(time.unit) >= time.value
 
     def _reading(self, unit: TimeUnit) -> int:
-        """Return the counter that goes with a unit."""
+        """Return the counter of a unit."""
         read = _READ.get(unit)
         if read is not None:
             return read(self)
@@ -362,7 +365,7 @@ class Timestamp(Serializable):
         )
 
     def _after(self, duration: timedelta | None) -> Timestamp:
-        """Return a copy whose clocks have gone on, without checking again what this one was checked for."""
+        """Return a copy with advanced clocks, without repeating the checks of the constructor."""
         after = object.__new__(Timestamp)
         after._iteration = self._iteration
         after._epoch = self._epoch
@@ -382,7 +385,7 @@ class Timestamp(Serializable):
         return after
 
 
-if not TYPE_CHECKING:  # read in each step, and this spares a Python call each time
+if not TYPE_CHECKING:  # read at every step; attrgetter avoids a Python call
     for _name in CLOCKS:
         setattr(Timestamp, _name, property(attrgetter(f"_{_name}"), doc=getattr(Timestamp, _name).__doc__))
 
@@ -390,22 +393,22 @@ _READ = {unit: attrgetter(f"_{name}") for name, unit in COUNTERS.items() if "_in
 
 
 def _comparable(other: object) -> Time[Any] | None:
-    """Return what a timestamp compares with as a `Time`, and `None` for anything else."""
+    """Convert an operand that a timestamp compares with to a `Time`; return `None` for any other type."""
     if isinstance(other, Time):
         return other  # pyright: ignore[reportUnknownVariableType]  # isinstance cannot say Time[Any]
     return Time.from_input(other) if isinstance(other, str) else None
 
 
 def plain_count(name: str, count: int | Time[int] | str, unit: TimeUnit) -> int:
-    """Return the plain number behind what was given for a counter.
+    """Convert the value of a counter to a plain number.
 
     Raises:
-        ValueError: If it is counted in another unit or is not a time string.
-        TypeError: If it is of another kind.
+        ValueError: If it has another unit or is not a time string.
+        TypeError: If it has another type.
     """
-    if type(count) is int:
+    if type(count) is int:  # the common case; a bool is converted below
         return count
-    if not isinstance(count, (int, Time, str)):  # pyright: ignore[reportUnnecessaryIsInstance]  # users pass anything
+    if not isinstance(count, (int, Time, str)):  # pyright: ignore[reportUnnecessaryIsInstance]  # user input
         raise TypeError(
             f"{name}={count!r} is of type {type(count).__name__}. A Timestamp counts with an int, a Time or a time "
             f"string such as '10{unit.value}'. Convert numbers of other kinds with int(...)."
@@ -420,12 +423,12 @@ def plain_count(name: str, count: int | Time[int] | str, unit: TimeUnit) -> int:
 
 
 def checked_clock(name: str, duration: timedelta) -> timedelta:
-    """Return the duration if it is one.
+    """Return the duration if it is a `timedelta`.
 
     Raises:
         TypeError: If it is not a `timedelta`.
     """
-    if not isinstance(duration, timedelta):  # pyright: ignore[reportUnnecessaryIsInstance]  # users pass anything
+    if not isinstance(duration, timedelta):  # pyright: ignore[reportUnnecessaryIsInstance]  # user input
         raise TypeError(
             f"{name}={duration!r} is of type {type(duration).__name__}, not a datetime.timedelta. Pass one, such as "
             "datetime.timedelta(seconds=1.5)."
@@ -434,12 +437,12 @@ def checked_clock(name: str, duration: timedelta) -> timedelta:
 
 
 def checked_state(state: dict[str, Any]) -> dict[str, int | timedelta]:
-    """Return the fields that a saved state has, as plain values.
+    """Return the checked fields of a saved state, as plain values.
 
     Raises:
         KeyError: If a counter that was always saved is missing.
-        ValueError: If a counter is in another unit.
-        TypeError: If an entry is of the wrong kind.
+        ValueError: If a counter has another unit.
+        TypeError: If an entry has the wrong type.
     """
     missing = [name for name in REQUIRED if name not in state]
     if missing:
