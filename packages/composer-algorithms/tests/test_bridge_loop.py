@@ -315,7 +315,7 @@ def test_an_algorithm_that_puts_another_model_in_place_is_refused(model, loader)
 def test_classes_and_strangers_are_no_algorithms(model, loader):
     with pytest.raises(TypeError, match=r"pass objects, MixUp\(\.\.\.\)"):
         make_loop(model, loader, [MixUp])
-    with pytest.raises(TypeError, match="holds 'mixup', which is no Algorithm"):
+    with pytest.raises(TypeError, match="holds 'mixup', which is not an Algorithm"):
         make_loop(model, loader, ["mixup"])
 
 
@@ -342,7 +342,7 @@ def test_a_loop_that_goes_on_after_its_end_is_warned_once_where_it_does(reads_he
             with loop.batch(x, y) as b:
                 b.loss = F.cross_entropy(model(b.inputs), b.targets)
     assert [str(warning.message).partition(":")[0] for warning in caught] == [
-        "the loop goes on after max_duration='1ep'"
+        "the loop continues after max_duration='1ep'"
     ]
     assert caught[0].filename == __file__
 
@@ -364,7 +364,7 @@ def test_data_without_a_length_are_read_by_the_loop(model):
     train_epoch(loop, model)
     assert loop.state.timestamp.epoch == 1
     batch = make_loop(model, loader).batch(torch.rand(4, 4), torch.ones(4).long())
-    with pytest.raises(RuntimeError, match=r"nobody knows when an epoch ends.*loop\.epoch"), batch:
+    with pytest.raises(RuntimeError, match=r"the end of an epoch is unknown.*loop\.epoch"), batch:
         pass
 
 

@@ -1,9 +1,9 @@
-"""Algorithms in training loops that people already have.
+"""Bridges that run algorithms in the training loops of other libraries.
 
-- `loop`: a loop of one's own, in plain PyTorch.
-- `accelerate`: the same, with Accelerate.
-- `hf`: the Trainer of Hugging Face.
-- `lightning`: the Trainer of Lightning.
+- `loop`: a custom loop in plain PyTorch.
+- `accelerate`: a custom loop with Accelerate.
+- `hf`: the Hugging Face Trainer.
+- `lightning`: the Lightning Trainer.
 
-Each is a module of its own, which loads the library that it is for; nothing is loaded here.
+Import the module of a bridge to load its library; this package loads none of them.
 """

@@ -1,4 +1,4 @@
-"""Which moment of a Hugging Face Trainer is which event."""
+"""Mapping from the steps of a Hugging Face Trainer to events."""
 
 import copy
 import inspect
@@ -26,7 +26,7 @@ from composer_algorithms.gradient_clipping import GradientClipping
 from composer_algorithms.layer_freezing import LayerFreezing
 from composer_algorithms.sam import (
     SAM,
-    _Draws,  # SAM itself would begin them after the first look, made before its step
+    _Draws,  # SAM itself would record them only after the first pass, which precedes its step
 )
 from composer_algorithms.selective_backprop import SelectiveBackprop
 from composer_algorithms.seq_length_warmup import SeqLengthWarmup
@@ -51,15 +51,15 @@ _SERVED = frozenset(
 
 
 class TrainerEvents(LoopEvents):
-    """The events of a Trainer.
+    """Events of a Hugging Face Trainer.
 
     Args:
-        trainer: The Trainer, whose own constructor is done.
-        algorithms: What it was given.
+        trainer: A constructed Trainer.
+        algorithms: Algorithms to run.
 
     Attributes:
-        checkpoint: What training resumes from.
-        is_in_step: Whether a loss that is computed now is trained on.
+        checkpoint: Checkpoint that training resumes from.
+        is_in_step: Whether a loss computed now is trained on.
     """
 
     def __init__(self, trainer: Any, algorithms: Any) -> None:
@@ -86,7 +86,7 @@ class TrainerEvents(LoopEvents):
         self.is_in_step = False
         self._outputs: Any = None
         self._has_loss = self._has_outputs = False
-        self._microbatches: list[tuple[Any, ...]] = []  # those of the step, as `training_step` gets them
+        self._microbatches: list[tuple[Any, ...]] = []  # arguments of `training_step` in this step
         self._is_second_look = False
         self._draws: Any = None
         self._loss: Any = None
@@ -95,18 +95,18 @@ class TrainerEvents(LoopEvents):
         self.init()
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
-        """Return the optimizer for the Trainer to step with; one that it has prepared already stays as it is."""
+        """Return the optimizer that the Trainer steps with; one that it has already prepared stays unchanged."""
         bare = getattr(optimizer, "optimizer", optimizer)
         if bare is not optimizer or any(bare is own for own in self.state.optimizers if needs_closure(own)):
             return optimizer
         (wrapped,) = self.wrap_optimizers([optimizer])
         if needs_closure(wrapped):
-            # The Trainer steps without a closure, and the hook is torch's way to add an argument.
+            # The Trainer steps without a closure, and a hook is torch's way to add an argument.
             wrapped.register_step_pre_hook(lambda _, args, kwargs: (args[:1], {"closure": self._closure()}))
         return wrapped
 
     def begin(self, dataloader: Any, num_update_steps: int | None) -> None:
-        """Begin to train, or to go on."""
+        """Begin training, or resume it."""
         args, done = self._trainer.args, self._trainer.state
         if self.checkpoint:
             self._resume(Path(str(self.checkpoint)), num_update_steps)
@@ -116,11 +116,11 @@ class TrainerEvents(LoopEvents):
         by_epochs = args.max_steps <= 0 and epochs == int(epochs)
         duration = Time(int(epochs), TimeUnit.EPOCH) if by_epochs else Time(done.max_steps, TimeUnit.BATCH)
         self.start_fit(dataloader, num_update_steps, duration)
-        if self.is_epoch_complete:  # saved between the last step of an epoch and its end, to which nobody comes again
+        if self.is_epoch_complete:  # saved after the last step of an epoch; the Trainer resumes in the next one
             self.end_epoch()
 
     def read(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of a step as algorithms change them."""
+        """Yield the batches of a step as changed by the algorithms."""
         self._microbatches.clear()
         while True:
             self.engine.run_event(Event.BEFORE_DATALOADER)
@@ -132,7 +132,8 @@ class TrainerEvents(LoopEvents):
 
     @contextmanager
     def microbatch(self, model: Any, inputs: Any, num_items: Any) -> Iterator[Any]:
-        """Enclose what makes the gradients of a microbatch; yields it as algorithms change it."""
+        """Run the events around forward and backward of a microbatch; yields the microbatch after changes."""
+        # The second pass of SAM repeats recorded microbatches, whose batch events have run already.
         if not self._is_second_look:
             if not self._microbatches:
                 inputs = self.start_batch(inputs)
@@ -142,7 +143,7 @@ class TrainerEvents(LoopEvents):
             self._microbatches.append((model, inputs, num_items))
         self.is_in_step, self._has_loss = True, False
         try:
-            yield shallow_copy(inputs)
+            yield shallow_copy(inputs)  # kept in self._microbatches for a second pass
         finally:
             self.is_in_step = False
         if not self._has_loss:
@@ -154,14 +155,15 @@ class TrainerEvents(LoopEvents):
         self.engine.run_event(Event.AFTER_BACKWARD)
 
     def start_forward(self, inputs: Any) -> Any:
-        """Return the microbatch for the model."""
+        """Return the microbatch for the model, after `BEFORE_FORWARD`."""
         self.state.batch = inputs
         self._has_outputs = False
         self.engine.run_event(Event.BEFORE_FORWARD)
-        return shallow_copy(self.state.batch)  # the Trainer takes the labels out
+        return shallow_copy(self.state.batch)  # the Trainer removes the labels
 
     def end_loss(self, outputs: Any, loss: Tensor) -> Tensor:
-        """Return the loss for the backward pass."""
+        """Return the loss for the backward pass, after the events between loss and backward."""
+        # The model computed its loss itself, so the events before the loss are still to come.
         if not self._has_outputs:
             self._start_loss(outputs)
         self.state.loss = loss
@@ -172,16 +174,16 @@ class TrainerEvents(LoopEvents):
         return self.state.loss
 
     def save(self, folder: str) -> None:
-        """Write what algorithms need to go on."""
+        """Write the state that the algorithms need to resume."""
         torch.save(self.state_dict(), Path(folder, FILE_NAME))
 
     def load_best(self) -> None:
-        """Take over what algorithms kept when the checkpoint was saved whose model the Trainer has loaded."""
+        """Load the state that the algorithms had in the best checkpoint, whose weights the Trainer has loaded."""
         best = self._trainer.state.best_model_checkpoint
         if self._trainer.args.load_best_model_at_end and best and Path(best, FILE_NAME).exists():
             time = self.state.timestamp
             self.load_state_dict(_read(Path(best, FILE_NAME)))
-            self.state.timestamp = time
+            self.state.timestamp = time  # training has still lasted until now
 
     def _resume(self, folder: Path, num_update_steps: int | None) -> None:
         if (folder / FILE_NAME).exists():
@@ -189,8 +191,8 @@ class TrainerEvents(LoopEvents):
             self.load_state_dict(_read(folder / FILE_NAME))
             return
         warnings.warn(
-            f"{folder} has no {FILE_NAME}: it was saved without algorithms, which begin anew, at the time that the "
-            f"Trainer has.",
+            f"{folder} has no {FILE_NAME}: it was saved without algorithms, so they start from scratch, at the time of "
+            f"the Trainer.",
             stacklevel=2,
         )
         step = self._trainer.state.global_step
@@ -215,9 +217,10 @@ class TrainerEvents(LoopEvents):
         self.engine.run_event(Event.BEFORE_LOSS)
 
     def _loss_of(self, outputs: Any, batch: Any, **kwargs: Any) -> Any:
-        """Compute a loss for an algorithm."""
+        """Compute a loss on behalf of an algorithm."""
         if self._compute_loss is None:
             return outputs["loss"] if isinstance(outputs, MutableMapping) else outputs[0]
+        # Algorithms see the logits only; compute_loss_func takes the model's whole output.
         if isinstance(outputs, Tensor) and isinstance(self._outputs, MutableMapping):
             whole: Any = copy.copy(self._outputs)
             whole["logits"] = outputs
@@ -227,12 +230,12 @@ class TrainerEvents(LoopEvents):
         return self._compute_loss(outputs, batch.get("labels"), **kwargs)
 
     def _closure(self) -> Callable[[], Tensor]:
-        """Return what gives the loss at first, with the gradients that are there, and looks again after that."""
+        """Return a closure that first returns the current loss, and repeats the step's passes in later calls."""
         num_calls = 0
 
         def closure() -> Tensor:
             nonlocal num_calls
-            num_calls += 1
+            num_calls += 1  # the gradients of the first pass exist already when the optimizer steps
             if num_calls > 1:
                 self._look_again()
             return self._loss
@@ -241,7 +244,7 @@ class TrainerEvents(LoopEvents):
 
     def _look_again(self) -> None:
         trainer, limit = self._trainer, self._trainer.args.max_grad_norm
-        self._draws.repeat()
+        self._draws.repeat()  # the second pass must see the same dropout masks
         self._is_second_look = True
         try:
             self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
@@ -249,6 +252,7 @@ class TrainerEvents(LoopEvents):
                 trainer.training_step(model, inputs, num_items)
         finally:
             self._is_second_look = False
+        # The Trainer clips before the step, that is, in the first pass only.
         if limit is not None and limit > 0:
             trainer.accelerator.clip_grad_norm_(self._microbatches[-1][0].parameters(), limit)
         self.engine.run_event(Event.AFTER_TRAIN_BATCH)
@@ -259,11 +263,11 @@ def _read(path: Path) -> Any:
 
 
 def check_trainer(trainer: Any, algorithms: Sequence[Algorithm]) -> None:
-    """Refuse algorithms that would have no effect, or a wrong one.
+    """Reject algorithms that would have no effect, or a wrong one.
 
     Raises:
-        ValueError: If there is one, or the Trainer makes its model or its batches in a way that algorithms cannot
-            follow.
+        ValueError: If there is such an algorithm, or the Trainer creates its model or batches in a way that algorithms
+            cannot follow.
     """
     args = trainer.args
     if trainer.model_init is not None:
@@ -272,7 +276,7 @@ def check_trainer(trainer: Any, algorithms: Sequence[Algorithm]) -> None:
         )
     if args.auto_find_batch_size:
         raise ValueError(
-            "auto_find_batch_size=True begins training anew with algorithms that are under way: give "
+            "auto_find_batch_size=True restarts training in the middle of a run of the algorithms: give "
             "per_device_train_batch_size as a number."
         )
     refuse_graphs(algorithms, "the Hugging Face Trainer")
@@ -333,7 +337,7 @@ def _check_losses(compute_loss: Any, algorithms: Sequence[Algorithm]) -> None:
 
 
 class Moments(TrainerCallback):
-    """Tells the events of a Trainer of them."""
+    """Callback that runs the events of a Trainer."""
 
     def __init__(self, trainer: Any, events: TrainerEvents) -> None:
         self._trainer, self._events = trainer, events
@@ -341,6 +345,7 @@ class Moments(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         dataloader = kwargs["train_dataloader"]
         length = length_of(dataloader)
+        # A batch of the algorithms is an optimizer step; the last one of an epoch may have fewer microbatches.
         num_batches = None if length is None else max(-(-length // args.gradient_accumulation_steps), 1)
         self._events.begin(dataloader, num_batches)
 
@@ -348,7 +353,7 @@ class Moments(TrainerCallback):
         self._events.start_epoch()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not (args.max_grad_norm and args.max_grad_norm > 0):  # clipping has given them their true size
+        if not (args.max_grad_norm and args.max_grad_norm > 0):  # clipping has already unscaled them
             self._trainer.accelerator.unscale_gradients()
         self._events.engine.run_event(Event.AFTER_TRAIN_BATCH)
 
@@ -356,6 +361,7 @@ class Moments(TrainerCallback):
         self._events.end_batch()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Training may stop in the middle of an epoch, which is not complete then.
         if self._events.is_epoch_complete or not control.should_training_stop:
             self._events.end_epoch()
 

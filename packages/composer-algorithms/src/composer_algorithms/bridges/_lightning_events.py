@@ -1,4 +1,4 @@
-"""Which moment of Lightning's Trainer is which event."""
+"""Mapping from the steps of the Lightning Trainer to events."""
 
 import copy
 import functools
@@ -37,19 +37,19 @@ _PRECISIONS = {"16-mixed": "amp_fp16", "bf16-mixed": "amp_bf16"}
 
 
 class FitEvents(LoopEvents):
-    """The events of a Trainer and a module.
+    """Events of a Trainer and a module.
 
     Args:
-        trainer: Set up with the module.
-        module: What is trained.
-        algorithms: To be run.
-        loss_fn: For algorithms that compute losses.
-        input_key: Where batches hold inputs.
-        target_key: Where they hold targets.
-        seed: Of the algorithms' draws.
+        trainer: Trainer, set up with the module.
+        module: Module to train.
+        algorithms: Algorithms to run.
+        loss_fn: Loss for algorithms that compute losses.
+        input_key: Key of the inputs in a batch.
+        target_key: Key of the targets in a batch.
+        seed: Seed of the algorithms' random numbers.
 
     Attributes:
-        module: What is trained.
+        module: Module to train.
     """
 
     def __init__(
@@ -85,19 +85,19 @@ class FitEvents(LoopEvents):
         self._has_stepped = False
         self._has_loss = False
         self._is_loaded = self._saves = self._is_in_epoch = False
-        self._hooks: list[tuple[Any, str]] = []  # of training: whose, and their names
+        self._hooks: list[tuple[Any, str]] = []  # owners and names of the wrapped training hooks
         self.init()
 
     def attach(self, trainer: Any) -> None:
-        """Take part in the module's methods."""
+        """Wrap the methods of the module that Lightning calls."""
         self._trainer = trainer
         self.detach()
         data, hook = trainer.datamodule, "on_after_batch_transfer"
-        holder = data if data is not None and is_overridden(hook, data) else self.module  # whose Lightning calls
+        holder = data if data is not None and is_overridden(hook, data) else self.module  # the one that Lightning calls
         self._wrap(self.module, "training_step", self._training_step)
         self._wrap(holder, hook, self._on_after_batch_transfer)
         if not self._saves:
-            # It stays when the Trainer is done, since one may still save.
+            # Not undone by detach, since checkpoints may be saved after training.
             self.module.on_save_checkpoint = _around(self.module.on_save_checkpoint, self._on_save_checkpoint)
             self._saves = True
         if trainer.state.fn == "fit":
@@ -107,58 +107,58 @@ class FitEvents(LoopEvents):
             self._is_first_piece, self._has_stepped, self._is_loaded, self._is_in_epoch = True, False, False, False
 
     def detach(self) -> None:
-        """Leave the methods of training as they were."""
+        """Restore the wrapped training methods."""
         for holder, name in self._hooks:
-            vars(holder).pop(name, None)
+            vars(holder).pop(name, None)  # uncovers the method of the class
         self._hooks.clear()
 
     def check_accumulation(self) -> None:
-        """Refuse algorithms that do not go with the number of batches of a step."""
+        """Reject algorithms that are incompatible with the current number of accumulated batches."""
         check_accumulation(self._trainer, self.state.algorithms)
 
     def begin(self) -> None:
-        """Begin to train, or to go on."""
+        """Begin training, or resume it."""
         trainer = self._trainer
         pieces = trainer.accumulate_grad_batches
         num_batches = None if math.isinf(trainer.num_training_batches) else -(-trainer.num_training_batches // pieces)
         by_steps = trainer.max_steps is not None and trainer.max_steps >= 0
         duration = f"{trainer.max_steps}ba" if by_steps else f"{trainer.max_epochs}ep"
         self.start_fit(trainer.train_dataloader, num_batches, duration)
-        if self.is_epoch_complete:  # saved between the last step of an epoch and its end, to which nobody comes again
+        if self.is_epoch_complete:  # saved after the last step of an epoch; Lightning resumes in the next one
             self.end_epoch()
 
     def end_gradients(self) -> None:
-        """Come to the end of the gradients of a step."""
+        """Run the event after the gradients of a step."""
         self.engine.run_event(Event.AFTER_TRAIN_BATCH)
         self._has_stepped = True
 
     def end_piece(self) -> None:
-        """Come to the end of the work on a batch of the dataloader."""
+        """Finish a batch of the dataloader, and with it the step, if the optimizer has stepped."""
         self._is_first_piece, self._is_loaded = self._has_stepped, False
         if self._has_stepped:
             self._has_stepped = False
             self.end_batch()
 
     def start_epoch(self) -> None:
-        """Come to the beginning of an epoch, which Lightning passes over where it resumes."""
+        """Begin an epoch, also a resumed one, for which Lightning runs no hook."""
         if not self._is_in_epoch:
             self._is_in_epoch = True
             super().start_epoch()
 
     def end_epoch_if_complete(self) -> None:
-        """Come to the end of an epoch, unless training stops within it."""
+        """End an epoch, unless training stops within it."""
         if self.state.dataloader_len is None or self.is_epoch_complete:
             self._is_in_epoch = False
             self.end_epoch()
 
     def resume(self, checkpoint: dict[str, Any]) -> None:
-        """Go on where the checkpoint was saved."""
+        """Resume from a checkpoint."""
         if _KEY in checkpoint:
             self.load_state_dict(checkpoint[_KEY])
             return
         warnings.warn(
-            f"The checkpoint has no {_KEY!r}: it was saved without algorithms, which begin anew, at the time that "
-            f"Lightning has.",
+            f"The checkpoint has no {_KEY!r}: it was saved without algorithms, so they start from scratch, at the time "
+            f"of Lightning.",
             stacklevel=2,
         )
         time = {"epoch": checkpoint["epoch"], "batch": checkpoint["global_step"]}
@@ -170,6 +170,7 @@ class FitEvents(LoopEvents):
 
     def _on_after_batch_transfer(self, method: Callable[..., Any], batch: Any, dataloader_idx: int) -> Any:
         batch = method(batch, dataloader_idx)
+        # Lightning calls the hook in evaluations, too.
         if not self._trainer.training:
             return batch
         self.start_epoch()
@@ -189,7 +190,7 @@ class FitEvents(LoopEvents):
         self._has_loss = False
         run_event(Event.BEFORE_FORWARD)
         output = method(self._deferred() if self._defers else state.batch, *args, **kwargs)
-        if output is None:  # Lightning passes over the batch
+        if output is None:  # Lightning skips the batch
             return None
         loss = output["loss"] if isinstance(output, dict) else output
         if not self._has_loss:
@@ -199,7 +200,7 @@ class FitEvents(LoopEvents):
         return {**output, "loss": state.loss} if isinstance(output, dict) else state.loss
 
     def _deferred(self) -> Any:
-        """Return the batch with targets that take their values in the loss."""
+        """Return the batch with targets that intercept the loss."""
         targets = batch_get(self.state.batch, self._target_key)
         if not isinstance(targets, Tensor):
             raise TypeError(
@@ -210,7 +211,7 @@ class FitEvents(LoopEvents):
         return batch_set(batch, self._target_key, DeferredTargets.of(targets, self._compute_loss))
 
     def _compute_loss(self, outputs: Any, loss: Callable[[Any, Any], Any]) -> Any:
-        """Compute a loss within `training_step`, between the events around it."""
+        """Compute a loss within `training_step`, with the events around it."""
         state, run_event = self.state, self.engine.run_event
         state.outputs = outputs
         run_event(Event.AFTER_FORWARD)
@@ -221,6 +222,7 @@ class FitEvents(LoopEvents):
         return state.loss
 
     def _loss_without_call(self, loss: Tensor) -> Tensor:
+        # Without an intercepted loss, these algorithms would have been silently skipped.
         if self._defers:
             names = ", ".join(type(one).__name__ for one in self.state.algorithms if computes_between(one))
             raise RuntimeError(
@@ -235,7 +237,7 @@ class FitEvents(LoopEvents):
         return self.state.loss
 
     def _on_save_checkpoint(self, method: Callable[..., Any], checkpoint: dict[str, Any]) -> None:
-        # Copies, since the model gets its own weights back before the checkpoint is written.
+        # Deep copies, since the model gets its own weights back before the checkpoint is written.
         with self.saving():
             weights = self._trainer.strategy.lightning_module_state_dict()
             checkpoint["state_dict"] = {name: copy.deepcopy(value) for name, value in weights.items()}
@@ -245,7 +247,7 @@ class FitEvents(LoopEvents):
 
 
 def _around(method: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    # Under its own name and signature, by which Lightning decides what it passes, and whether there is one at all.
+    # Name and signature stay: Lightning derives the arguments from them, and whether a hook is overridden.
     return functools.wraps(method)(functools.partial(wrapper, method))
 
 
@@ -269,11 +271,11 @@ SERVED = frozenset(
 def check_algorithms_alone(
     algorithms: Algorithm | Iterable[Algorithm], loss_fn: Callable[..., Any] | None
 ) -> list[Algorithm]:
-    """Return the algorithms as a list, if each can be served by some Trainer.
+    """Return the algorithms as a list after the checks that do not depend on a Trainer.
 
     Raises:
-        TypeError: If one of them is none.
-        ValueError: If one of them cannot be served, or needs a `loss_fn`.
+        TypeError: If an object is not an algorithm.
+        ValueError: If an algorithm cannot be served, or needs a `loss_fn`.
     """
     listed = check_algorithms(algorithms)
     refuse_unserved(listed, SERVED, "Lightning's Trainer", State(None, rank_zero_seed=0))
@@ -296,16 +298,16 @@ def check_algorithms_alone(
 
 
 def check_fit(trainer: Any, module: Any, algorithms: Sequence[Algorithm]) -> None:
-    """Refuse what does not go with the Trainer or the module.
+    """Reject setups of the Trainer or the module that do not work with the algorithms.
 
     Raises:
-        ValueError: If there is such a thing.
+        ValueError: If there is such a setup.
     """
     if not module.automatic_optimization:
         raise ValueError(
-            f"{type(module).__name__}.automatic_optimization is False: the module steps by itself, and algorithms are "
-            f"not told of its losses. Use automatic optimization, or AlgorithmLoop of "
-            f"composer_algorithms.bridges.loop in a loop of your own."
+            f"{type(module).__name__}.automatic_optimization is False: the module steps by itself, and its losses are "
+            f"unknown to algorithms. Use automatic optimization, or AlgorithmLoop of composer_algorithms.bridges.loop "
+            f"in a loop of your own."
         )
     if not isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)):
         raise ValueError(
@@ -329,10 +331,10 @@ def check_fit(trainer: Any, module: Any, algorithms: Sequence[Algorithm]) -> Non
 
 
 def check_accumulation(trainer: Any, algorithms: Sequence[Algorithm]) -> None:
-    """Refuse algorithms that do not go with the number of batches of a step, or with float16.
+    """Reject algorithms that are incompatible with gradient accumulation or with float16.
 
     Raises:
-        ValueError: If there is one.
+        ValueError: If there is such an algorithm.
     """
     pieces = trainer.accumulate_grad_batches
     refuse_cut_batches(algorithms, "accumulate_grad_batches", pieces)
@@ -345,6 +347,7 @@ def check_accumulation(trainer: Any, algorithms: Sequence[Algorithm]) -> None:
 
 
 def _check_duration(trainer: Any) -> None:
+    # Lightning's default of -1 stands for no limit.
     has_steps = trainer.max_steps is not None and trainer.max_steps >= 0
     if not has_steps and (trainer.max_epochs is None or trainer.max_epochs < 0):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What somebody else's loop does, told to an engine: the one place where bridges send events and keep the time."""
+"""Events and time of a foreign training loop, shared by all bridges."""
 
 import copy
 import inspect
@@ -24,14 +24,14 @@ from composer_time import Timestamp, TimeUnit
 
 __all__ = ["LoopBatch"]
 
-_DEVICES = {"cuda": "gpu", "xla": "tpu"}  # torch's names, and those of our devices where they differ
+_DEVICES = {"cuda": "gpu", "xla": "tpu"}  # from torch's device types to Composer's names
 
 
 class BridgedModel(ComposerModel):
-    """A model of another library as algorithms see it, with what is computed with it.
+    """Model of another library in the form that algorithms expect.
 
     Args:
-        model: The other library's.
+        model: Model of the other library.
         forward: Computes the outputs for a batch.
         loss: Computes a loss from outputs and a batch, for algorithms that need one besides that of the loop.
     """
@@ -42,28 +42,28 @@ class BridgedModel(ComposerModel):
         self._forward, self._loss = forward, loss
 
     def forward(self, batch: Any) -> Any:
-        """Compute the outputs."""
+        """Compute the outputs for a batch."""
         return self._forward(batch)
 
     def loss(self, outputs: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss."""
+        """Compute the loss of outputs for a batch."""
         return self._loss(outputs, batch, *args, **kwargs)
 
 
 class LoopEvents:
-    """The state and the engine of a loop that is not ours.
+    """State and engine of a foreign training loop.
 
     Args:
-        model: What algorithms change: a `BridgedModel`, or the user's own.
-        algorithms: To be run.
-        bridge: What the user calls the bridge.
-        served: The events that it comes to.
-        device: torch's.
+        model: Model that algorithms change: a `BridgedModel`, or the user's own.
+        algorithms: Algorithms to run.
+        bridge: Name of the bridge in messages.
+        served: Events that the bridge runs.
+        device: A `torch.device`.
         **of_state: Further arguments of `State`.
 
     Raises:
-        TypeError: If one of the algorithms is none.
-        ValueError: If one of them acts on an event that is not served.
+        TypeError: If an object is not an algorithm.
+        ValueError: If an algorithm acts on an event that is not served.
     """
 
     def __init__(
@@ -82,14 +82,15 @@ class LoopEvents:
         self.engine = Engine(self.state)
         self.is_fitting = False
         self._is_evaluating = False
-        self._counter = DataSpec(())
+        self._counter = DataSpec(())  # counts the samples of batches of any form
         self._num_samples = self._num_tokens = 0
 
     def init(self) -> None:
-        """Let algorithms change the model."""
+        """Run `INIT`, on which algorithms change the model."""
         model = self.state.model
         inner = getattr(model, "model", None)
         self.engine.run_event(Event.INIT)
+        # The loop holds a reference to the model, which a replacement would not change.
         if self.state.model is not model or getattr(model, "model", None) is not inner:
             names = ", ".join(type(algorithm).__name__ for algorithm in self.state.algorithms)
             raise ValueError(
@@ -99,7 +100,7 @@ class LoopEvents:
             )
 
     def wrap_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Return the optimizers to step with, once everything is there that a checkpoint is loaded into."""
+        """Return the optimizers to step with; call it once all objects that a checkpoint loads into exist."""
         self.state.optimizers = list(optimizers)
         self.engine.run_event(Event.BEFORE_LOAD)
         self.engine.run_event(Event.AFTER_LOAD)
@@ -115,23 +116,23 @@ class LoopEvents:
         self.engine.run_event(Event.FIT_START)
 
     def restart(self) -> None:
-        """Begin to count from 0."""
+        """Reset the timestamp to 0."""
         self.state.timestamp = Timestamp()
 
     def start_epoch(self) -> None:
-        """Begin an epoch, unless a checkpoint goes on within it."""
+        """Begin an epoch, unless a checkpoint resumes within it."""
         if self.state.timestamp.batch_in_epoch == 0:
             self.engine.run_event(Event.EPOCH_START)
 
     def load_batch(self, batch: Any) -> Any:
-        """Return what algorithms make of a batch, or of a piece of one, that comes from the dataloader."""
+        """Return a batch, or a piece of one, as changed by algorithms after loading."""
         self._count(batch)
-        self.state.batch = shallow_copy(batch)
+        self.state.batch = shallow_copy(batch)  # the dataloader may yield the same object again
         self.engine.run_event(Event.AFTER_DATALOADER)
         return self.state.batch
 
     def start_batch(self, batch: Any) -> Any:
-        """Return what algorithms make of a batch, or of the first piece of one, when the work on it begins."""
+        """Return a batch, or its first piece, as changed by algorithms at the start of the step."""
         self.state.batch = batch
         self.engine.run_event(Event.BATCH_START)
         return self.state.batch
@@ -140,7 +141,7 @@ class LoopEvents:
         """Count a batch after the optimizer's step."""
         state = self.state
         state.previous_timestamp = state.timestamp
-        # As many on every rank; asking the others would cost a collective for each batch.
+        # Assumes equal counts on all ranks, since asking them would cost a collective per batch.
         world_size = get_world_size()
         state.timestamp = state.timestamp.to_next_batch(self._num_samples * world_size, self._num_tokens * world_size)
         self._num_samples = self._num_tokens = 0
@@ -148,7 +149,7 @@ class LoopEvents:
 
     @property
     def is_epoch_complete(self) -> bool:
-        """Whether as many batches are done as an epoch has."""
+        """True once an epoch has as many batches as the dataloader."""
         length = self.state.dataloader_len
         return length is not None and self.state.timestamp.batch_in_epoch >= length
 
@@ -159,7 +160,7 @@ class LoopEvents:
         self.engine.run_event(Event.EPOCH_END)
 
     def end_iteration_if_due(self) -> None:
-        """Count an iteration, if the state has a length for it that is over."""
+        """Count an iteration, if the state defines its length and that is reached."""
         state, length = self.state, self.state.iteration_length
         if length is None:
             return
@@ -175,10 +176,10 @@ class LoopEvents:
         self.is_fitting = False
 
     def refuse_training(self) -> None:
-        """Raise if somebody trains inside an evaluation, where another set of weights may be in the model.
+        """Raise if a batch is trained inside an evaluation, where the model may hold other weights.
 
         Raises:
-            RuntimeError: If so.
+            RuntimeError: If an evaluation is running.
         """
         if self._is_evaluating:
             raise RuntimeError(
@@ -188,8 +189,8 @@ class LoopEvents:
 
     @contextmanager
     def evaluating(self, dataloader: Any = None) -> Iterator[None]:
-        """Enclose an evaluation, in which the model holds what is to be evaluated."""
-        if self._is_evaluating:
+        """Enclose an evaluation, in which the model holds the weights to be evaluated."""
+        if self._is_evaluating:  # the outer evaluation has exchanged the weights already
             yield
             return
         first, last = Event.EVAL_STANDALONE_START, Event.EVAL_STANDALONE_END
@@ -208,10 +209,10 @@ class LoopEvents:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Enclose a save, in which the model holds what is to be saved: what would be evaluated.
+        """Enclose a save, in which the model holds the weights to be saved, which are those to be evaluated.
 
-        It is told as an evaluation of its own, at whose end the model has its weights back at once, whatever the other
-        library does next.
+        It runs as a standalone evaluation, at whose end the model gets its weights back immediately and independently
+        of the next steps of the other library.
         """
         if self._is_evaluating:
             yield
@@ -224,7 +225,7 @@ class LoopEvents:
 
     @contextmanager
     def reading(self, dataloader: Any, label: str) -> Iterator[None]:
-        """Let the state's dataloader be another one."""
+        """Exchange the state's dataloader within the block."""
         state = self.state
         own = (state.dataloader, state.dataloader_label, state.dataloader_len)
         state.set_dataloader(() if dataloader is None else dataloader, label)
@@ -234,18 +235,19 @@ class LoopEvents:
             state.set_dataloader(own[0], own[1], -1 if own[2] is None else own[2])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what algorithms need to go on, and the time: tensors, numbers and strings."""
+        """Return the state of the algorithms and the timestamp: tensors, numbers and strings."""
         time = self.state.timestamp.state_dict()
         return {
             "algorithms": [[type(one).__qualname__, one.state_dict()] for one in self.state.algorithms],
+            # Numbers only: the file must load with weights_only=True.
             "timestamp": {name: value for name, value in time.items() if isinstance(value, int)},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called.
+        """Resume from the result of `state_dict`.
 
         Raises:
-            ValueError: If it was called with other algorithms.
+            ValueError: If the state is that of other algorithms.
         """
         saved, present = (
             [name for name, _ in state["algorithms"]],
@@ -265,34 +267,34 @@ class LoopEvents:
             self._num_samples += int(self._counter.get_num_samples_in_batch(batch))
             self._num_tokens += self._counter.get_num_tokens_in_batch(batch)
         except (ValueError, NotImplementedError):
-            # Batches of any kind do, where time is not counted in what they hold.
+            # Batches of unknown form are fine unless time is measured in their samples or tokens.
             duration = self.state.max_duration
             if duration is not None and duration.unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN):
                 raise
 
 
 def shallow_copy(batch: Any) -> Any:
-    """Return a batch whose parts can be exchanged without changing the one that was given."""
+    """Return a batch whose parts can be exchanged without changing the original."""
     return copy.copy(batch) if isinstance(batch, (Mapping, MutableSequence)) else batch
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return where the model's first parameter is."""
+    """Return the device of the model's first parameter."""
     first = next(model.parameters(), None)
     return torch.device("cpu") if first is None else first.device
 
 
 def length_of(dataloader: Any) -> int | None:
-    """Return how many batches a dataloader has, if it knows."""
+    """Return the number of batches of a dataloader, if known."""
     try:
         return len(dataloader)
-    except (TypeError, NotImplementedError):  # also those of data that have none, whose __len__ only says so
+    except (TypeError, NotImplementedError):  # __len__ of a DataLoader over an iterable dataset raises, too
         return None
 
 
 def needs_closure(optimizer: Any) -> bool:
-    """Answer whether an optimizer computes the loss itself, once or more in a step, as SAM's does."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's keep it there
+    """Return whether an optimizer computes the loss itself, once or more per step, as SAM does."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # the attribute of Accelerate's wrapper
     if getattr(optimizer, "_step_supports_amp_closure", False):
         return True
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -300,10 +302,10 @@ def needs_closure(optimizer: Any) -> bool:
 
 
 def check_loss(loss: Any, name: str) -> Tensor:
-    """Return the loss if it is one.
+    """Return the loss if it is a tensor with one element.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If it is anything else.
     """
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
@@ -320,24 +322,24 @@ _LOSSES = frozenset(
         *(F.soft_margin_loss, F.multilabel_soft_margin_loss, F.multilabel_margin_loss, F.multi_margin_loss),
     }
 )
-# These leave class indices what they are.
+# These operations do not change the meaning of class indices.
 _UNCHANGING = frozenset({Tensor.long, Tensor.contiguous, Tensor.detach, Tensor.clone})
 
 ComputeLoss = Callable[[Any, Callable[[Any, Any], Any]], Any]
 
 
 class DeferredTargets(Tensor):
-    """Targets of a batch, for code that computes a loss of them which is out of reach.
+    """Targets of a batch that intercept losses computed in user code.
 
-    PyTorch's losses, given outputs and these, call `compute(outputs, loss)` in their place, where `loss(outputs,
-    targets)` is the loss itself. All else gets the values that the batch has.
+    PyTorch's losses of outputs and these targets call `compute(outputs, loss)` instead, where `loss(outputs, targets)`
+    is the original loss. All other operations see the values of the batch.
     """
 
     compute: ComputeLoss
 
     @classmethod
     def of(cls, targets: Tensor, compute: ComputeLoss) -> "DeferredTargets":
-        """Stand for targets; shares their memory."""
+        """Wrap targets; the result shares their memory."""
         deferred = targets.as_subclass(cls)
         deferred.compute = compute
         return deferred
@@ -350,13 +352,13 @@ class DeferredTargets(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute with the values, but for losses."""
+        """Intercept losses, and compute everything else with the values."""
         named = dict(kwargs or {})
         if func in _LOSSES:
             outputs, targets, others = _arguments(args, named)
             if isinstance(targets, cls) and not isinstance(outputs, cls):
                 return targets.compute(outputs, lambda outputs, targets: func(outputs, targets, *args[2:], **others))
-        with torch._C.DisableTorchFunctionSubclass():  # as PyTorch's notes on extending it do
+        with torch._C.DisableTorchFunctionSubclass():  # as in PyTorch's notes on extending it
             result = func(*args, **named)
         if func in _UNCHANGING:
             return cls.of(result, args[0].compute)
@@ -370,7 +372,7 @@ def _arguments(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any, 
 
 
 def _plain(result: Any) -> Any:
-    if isinstance(result, DeferredTargets):  # such as what indexing gives
+    if isinstance(result, DeferredTargets):  # e.g. the result of indexing
         with torch._C.DisableTorchFunctionSubclass():
             return result.as_subclass(Tensor)
     if isinstance(result, (tuple, list)) and type(result) in (tuple, list):
@@ -379,12 +381,12 @@ def _plain(result: Any) -> Any:
 
 
 class Epochs:
-    """Comes to the events of epochs, in a loop that reads its batches here or by itself.
+    """Epoch events of a loop that reads its batches through `read` or from the dataloader itself.
 
     Args:
-        events: To be told.
-        dataloader: What is read.
-        num_microbatches: How many of its batches make one step.
+        events: Events of the loop.
+        dataloader: Dataloader of the loop.
+        num_microbatches: Number of its batches per step.
     """
 
     def __init__(self, events: LoopEvents, dataloader: Iterable[Any], num_microbatches: int) -> None:
@@ -392,19 +394,19 @@ class Epochs:
         self._events = events
         self._dataloader = dataloader
         self._num_microbatches = num_microbatches
-        self._num_read = 0  # batches of the dataloader
+        self._num_read = 0  # batches of the dataloader in this epoch
         self._num_to_skip = 0
         self._has_begun = False
         self._is_read_here = False
 
     def read(self) -> Iterator[Any]:
-        """Yield the batches of an epoch, or of what a checkpoint has left of one."""
+        """Yield the batches of an epoch, or the rest of an epoch after a checkpoint was loaded."""
         self._is_read_here = True
         try:
             self._begin()
             iterator = itertools.islice(self._dataloader, self._num_to_skip, None)
             self._num_to_skip = 0
-            while True:
+            while True:  # not a for loop, since BEFORE_DATALOADER must precede each read
                 self._events.engine.run_event(Event.BEFORE_DATALOADER)
                 try:
                     batch = next(iterator)
@@ -416,7 +418,7 @@ class Epochs:
             self._is_read_here = False
 
     def begin_batch(self) -> None:
-        """Begin an epoch if it is time to, where the loop reads by itself."""
+        """Begin an epoch if due, in a loop that reads the dataloader itself."""
         if not self._is_read_here:
             self._begin()
             self._events.engine.run_event(Event.BEFORE_DATALOADER)
@@ -426,18 +428,18 @@ class Epochs:
         self._num_read += 1
 
     def num_pieces(self) -> int:
-        """Return how many batches of the dataloader make the next step: the last ones of an epoch may be fewer."""
+        """Return the number of dataloader batches in the next step, which may be smaller at the end of an epoch."""
         if self._num_microbatches == 1:
             return 1
         return max(1, min(self._num_microbatches, self._length() - self._num_read))
 
     def end_batch(self) -> None:
-        """End an epoch if it is time to, where the loop reads by itself."""
+        """End an epoch if due, in a loop that reads the dataloader itself."""
         if not self._is_read_here and self._num_read >= self._length():
             self._end()
 
     def resume(self) -> None:
-        """Go on within the epoch that the timestamp is in."""
+        """Resume within the epoch of the timestamp."""
         self._num_to_skip = int(self._events.state.timestamp.batch_in_epoch) * self._num_microbatches
         self._num_read = self._num_to_skip
         self._has_begun = False
@@ -451,7 +453,7 @@ class Epochs:
         if self._has_begun:
             return
         if not self._is_read_here:
-            self._length()
+            self._length()  # raises early if the end of the epoch could not be recognized
         self._has_begun = True
         if events.state.timestamp.batch_in_epoch == 0 and events.state.timestamp.epoch_in_iteration == 0:
             engine.run_event(Event.ITERATION_START)
@@ -468,26 +470,26 @@ class Epochs:
         if length is not None:
             return length
         raise RuntimeError(
-            f"{type(self._dataloader).__name__} has no length, so nobody knows when an epoch ends: read it with "
+            f"{type(self._dataloader).__name__} has no length, so the end of an epoch is unknown: read it with "
             f"`for x, y in loop.epoch():`."
         )
 
 
 def _check_count(num_microbatches: int, dataloader: object) -> None:
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
-        raise ValueError(f"num_microbatches={num_microbatches!r} is no number of batches: pass a whole number from 1.")
+        raise ValueError(f"num_microbatches={num_microbatches!r} is not a number of batches: pass 1 or more.")
     if num_microbatches > 1 and length_of(dataloader) is None:
         raise ValueError(
-            f"num_microbatches={num_microbatches!r} needs a dataloader that has a length, and "
-            f"{type(dataloader).__name__} has none: nobody would know when fewer are left. Pass num_microbatches=1."
+            f"num_microbatches={num_microbatches!r} needs a dataloader with a length, to know when fewer batches are "
+            f"left, and {type(dataloader).__name__} has none. Pass num_microbatches=1."
         )
 
 
 class LoopBatch:
-    """What is trained on, or evaluated, at the moment.
+    """The current batch of training or evaluation.
 
-    Read the inputs, assign `outputs`, then read the targets and assign `loss`: in between algorithms act, so inputs and
-    targets are to be read from here, each when it is needed. In evaluation there is no loss to assign.
+    Read the inputs, assign `outputs`, then read the targets and assign `loss`. Algorithms act between these steps, so
+    read inputs and targets from this object, each when it is needed. Evaluation assigns no loss.
     """
 
     def __init__(self, events: LoopEvents, phase: str = "") -> None:
@@ -495,28 +497,28 @@ class LoopBatch:
         self._phase = phase
         self._has_outputs = False
         self._has_loss = False
-        self._unread: Traces | None = None  # what algorithms did to the batch since it was last read
+        self._unread: Traces | None = None  # changes by algorithms since the batch was last read
         self._run("before_forward")
 
     @property
     def batch(self) -> Any:
-        """The batch as it is now."""
+        """The batch in its current state."""
         self._unread = None
         return self._events.state.batch
 
     @property
     def inputs(self) -> Any:
-        """The first part of the batch as it is now."""
+        """The first part of the batch in its current state."""
         return self.batch[0]
 
     @property
     def targets(self) -> Any:
-        """The second part of the batch as it is now."""
+        """The second part of the batch in its current state."""
         return self.batch[1]
 
     @property
     def outputs(self) -> Any:
-        """What the model gave. Assign it before the loss is computed."""
+        """Output of the model. Assign it before the loss is computed."""
         return self._events.state.outputs
 
     @outputs.setter
@@ -530,7 +532,7 @@ class LoopBatch:
 
     @property
     def loss(self) -> Any:
-        """The loss. Assign it at the end of the block; the backward pass is up to the loop."""
+        """The loss. Assign it at the end of the block; the loop runs the backward pass."""
         return self._events.state.loss
 
     @loss.setter
@@ -544,7 +546,7 @@ class LoopBatch:
                     f"b.loss was assigned before b.outputs, and {', '.join(between)} acts in between. Assign b.outputs "
                     f"= model(b.inputs), then compute the loss of b.outputs and b.targets."
                 )
-            self._run("after_forward")
+            self._run("after_forward")  # no algorithm acts on these events, but callbacks may
             self._run("before_loss")
         self._refuse_unread("loss", "targets")
         self._events.state.loss = check_loss(loss, "b.loss")
@@ -552,7 +554,7 @@ class LoopBatch:
         self._run("after_loss")
 
     def finish(self) -> Any:
-        """Return the loss to minimise, or in evaluation the outputs.
+        """Return the loss to minimize, or in evaluation the outputs.
 
         Raises:
             RuntimeError: If the block has not assigned it.
@@ -564,14 +566,14 @@ class LoopBatch:
 
     def _run(self, event: str) -> None:
         traces = self._events.engine.run_event(Event(f"{self._phase}{event}"))
-        if traces and event != "after_loss":  # by then the batch has done its work
+        if traces and event != "after_loss":  # the batch is not read after that
             self._unread = traces
 
     def _refuse_unread(self, assigned: str, part: str) -> None:
         if self._unread:
             raise RuntimeError(
-                f"b.{assigned} was assigned, and {_names(self._unread)} changed the batch before, which nobody has "
-                f"read since. Compute it from b.{part} or b.batch, read in the block where it is needed, and not from "
+                f"b.{assigned} was assigned, and {_names(self._unread)} changed the batch before, which was not read "
+                f"since. Compute it from b.{part} or b.batch, read in the block where it is needed, and not from "
                 f"variables of your own."
             )
 
@@ -581,26 +583,26 @@ def _names(traces: Traces) -> str:
 
 
 class LoopEvaluation:
-    """The part of `AlgorithmLoop` that does not train."""
+    """Evaluation and prediction of `AlgorithmLoop`."""
 
     _events: LoopEvents
 
     @contextmanager
     def evaluation(self, dataloader: Iterable[Any] | None = None) -> Iterator[None]:
-        """Enclose an evaluation or a save: the model is in eval mode, and holds the average where EMA keeps one.
+        """Enclose an evaluation or a save: the model is in eval mode and holds the EMA average, if there is one.
 
         Args:
-            dataloader: What is evaluated on, for those who look at the state.
+            dataloader: Evaluation data, set in the state within the block.
         """
         with model_eval_mode(self._events.state.model), self._events.evaluating(dataloader):
             yield
 
     @contextmanager
     def prediction(self, dataloader: Iterable[Any] | None = None) -> Iterator[None]:
-        """Enclose predictions: the model is in eval mode, and holds the weights being trained.
+        """Enclose predictions: the model is in eval mode and holds the weights being trained.
 
         Args:
-            dataloader: What is predicted on.
+            dataloader: Prediction data, set in the state within the block.
         """
         events = self._events
         with model_eval_mode(events.state.model), events.reading(dataloader, "predict"):
@@ -609,11 +611,11 @@ class LoopEvaluation:
             events.engine.run_event(Event.PREDICT_END)
 
     def eval_batch(self, *parts: Any) -> AbstractContextManager[LoopBatch]:
-        """Come to the events of one batch, within `evaluation`: the block assigns its outputs."""
+        """Run the events of one batch within `evaluation`; the block assigns its outputs."""
         return self._watched_batch(parts, "eval_")
 
     def predict_batch(self, *parts: Any) -> AbstractContextManager[LoopBatch]:
-        """Come to the events of one batch, within `prediction`: the block assigns its outputs."""
+        """Run the events of one batch within `prediction`; the block assigns its outputs."""
         return self._watched_batch(parts, "predict_")
 
     @contextmanager
@@ -627,4 +629,4 @@ class LoopEvaluation:
             b.finish()
             events.engine.run_event(f"{phase}batch_end")
         finally:
-            events.state.batch = trained
+            events.state.batch = trained  # an evaluation may run in the middle of a training batch

@@ -1,4 +1,4 @@
-"""What a bridge cannot do for an algorithm, said before training begins."""
+"""Checks that reject, before training begins, algorithms that a bridge does not support."""
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -17,16 +17,16 @@ _BETWEEN = frozenset({Event.AFTER_FORWARD, Event.BEFORE_LOSS})
 
 
 def refuse_unserved(algorithms: Iterable[Algorithm], served: Collection[Event], bridge: str, state: State) -> None:
-    """Refuse an algorithm that may act on an event which never comes.
+    """Reject algorithms that may act on an event that the bridge does not run.
 
     Args:
-        algorithms: Those to look at.
-        served: The events that come.
-        bridge: What the user calls the bridge.
+        algorithms: Algorithms to check.
+        served: Events that the bridge runs.
+        bridge: Name of the bridge in the message.
         state: Passed to `match` of algorithms that do not declare their events.
 
     Raises:
-        ValueError: If there is such an algorithm.
+        ValueError: If an algorithm may act on any other event.
     """
     for algorithm in algorithms:
         unserved = [event.name for event in Event if event not in served and event in events_of(algorithm, state)]
@@ -38,35 +38,36 @@ def refuse_unserved(algorithms: Iterable[Algorithm], served: Collection[Event], 
 
 
 def events_of(algorithm: Algorithm, state: State | None = None) -> Collection[Event]:
-    """Return the events on which an algorithm may act: what it declares, or what `match` answers and speaks of."""
+    """Return the events on which an algorithm may act: those it declares, or those that `match` accepts or names."""
     state = state or State(None, rank_zero_seed=0)
     if isinstance(algorithm, EMA):
-        # The others only tell it which weights the model should hold by then; any that encloses an evaluation will do.
+        # Its other events only decide which weights the model holds; any event around an evaluation serves for that.
         return (Event.INIT, algorithm._update_event)
     declared = _declared(algorithm)
     if declared is not None:
         return declared
     code = getattr(type(algorithm).match, "__code__", None)
-    # By name too, since an answer may depend on what the state will be.
+    # Names in the code count as well, since `match` may depend on a later state.
     found = {Event[name] for name in getattr(code, "co_names", ()) if name in Event.__members__}
     for event in Event:
-        with suppress(Exception):  # asked at another moment than that of the event, it may miss something
+        with suppress(Exception):  # outside of training, `match` may lack parts of the state
             if algorithm.match(event, state):
                 found.add(event)
     return found
 
 
 def check_optimizers(optimizer: Any, model: nn.Module) -> None:
-    """Refuse what would never change the model.
+    """Reject optimizers that would never change the model.
 
     Raises:
-        TypeError: If there is something else than optimizers.
-        ValueError: If there is none, or they have no parameter of the model.
+        TypeError: If an object is not an optimizer.
+        ValueError: If there are no optimizers, or they hold no parameter of the model.
     """
     optimizers = as_optimizers(optimizer)
     if not optimizers:
         raise ValueError(f"optimizer={optimizer!r}: nothing would be trained. Pass the optimizer of the model.")
     own = {id(parameter) for parameter in model.parameters()}
+    # One shared parameter is enough: others may be frozen, or belong to a further optimizer.
     held = (id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"])
     if own.isdisjoint(held):
         names = ", ".join(type(one).__name__ for one in optimizers)
@@ -77,7 +78,7 @@ def check_optimizers(optimizer: Any, model: nn.Module) -> None:
 
 
 def refuse_cut_batches(algorithms: Iterable[Algorithm], argument: str, num_microbatches: int) -> None:
-    """Refuse algorithms that act on whole batches, where a batch comes in several pieces.
+    """Reject algorithms that act on whole batches if a batch arrives in several pieces.
 
     Raises:
         ValueError: If there is such an algorithm.
@@ -91,7 +92,7 @@ def refuse_cut_batches(algorithms: Iterable[Algorithm], argument: str, num_micro
 
 
 def refuse_graphs(algorithms: Iterable[Algorithm], where: str) -> None:
-    """Refuse algorithms that differentiate through the gradients.
+    """Reject algorithms that differentiate through the gradients.
 
     Raises:
         ValueError: If there is such an algorithm.
@@ -105,10 +106,10 @@ def refuse_graphs(algorithms: Iterable[Algorithm], where: str) -> None:
 
 
 def refuse(algorithms: Iterable[Algorithm], kinds: tuple[type, ...], where: str, why: str, instead: str) -> None:
-    """Refuse algorithms of some kinds.
+    """Reject algorithms of the given classes.
 
     Raises:
-        ValueError: If there is one.
+        ValueError: If there is such an algorithm.
     """
     for algorithm in algorithms:
         if isinstance(algorithm, kinds):
@@ -116,14 +117,14 @@ def refuse(algorithms: Iterable[Algorithm], kinds: tuple[type, ...], where: str,
 
 
 def computes_between(algorithm: Algorithm) -> bool:
-    """Answer whether an algorithm has to see the outputs, or to change targets, before there is a loss."""
+    """Return whether an algorithm acts between the forward pass and the loss, on outputs or on targets."""
     interpolates = bool(getattr(algorithm, "interpolate_loss", False))
     return interpolates or not _BETWEEN.isdisjoint(events_of(algorithm))
 
 
 def needs_model_loss(algorithm: Algorithm) -> bool:
-    """Answer whether an algorithm computes losses itself, besides that of the loop."""
-    names = ("SelectiveBackprop", "SeqLengthWarmup")
+    """Return whether an algorithm computes losses in addition to that of the loop."""
+    names = ("SelectiveBackprop", "SeqLengthWarmup")  # by name, so that their modules need not be imported
     return bool(getattr(algorithm, "interpolate_loss", False)) or any(
         base.__name__ in names for base in type(algorithm).__mro__
     )
@@ -133,13 +134,13 @@ def check_algorithms(algorithms: Any) -> list[Algorithm]:
     """Return the algorithms as a list.
 
     Raises:
-        TypeError: If something else is among them.
+        TypeError: If an object is not an algorithm.
     """
     listed = [algorithms] if isinstance(algorithms, Algorithm) else list(algorithms)
     for algorithm in listed:
         if not isinstance(algorithm, Algorithm):
             hint = f"{algorithm.__name__}(...)" if isinstance(algorithm, type) else "such as MixUp(alpha=0.2)"
-            raise TypeError(f"algorithms holds {algorithm!r}, which is no Algorithm: pass objects, {hint}.")
+            raise TypeError(f"algorithms holds {algorithm!r}, which is not an Algorithm: pass objects, {hint}.")
     return listed
 
 
@@ -147,7 +148,7 @@ def _declared(algorithm: Algorithm) -> Collection[Event] | None:
     for owner in type(algorithm).__mro__:
         if "acts_on" in vars(owner):
             break
-        if "match" in vars(owner):  # it knows better than what a base has declared
+        if "match" in vars(owner):  # an overridden `match` invalidates the declaration of a base
             return None
     declared: Collection[Event] | Callable[..., Any] | None = getattr(algorithm, "acts_on", None)
     return declared if isinstance(declared, Collection) else None

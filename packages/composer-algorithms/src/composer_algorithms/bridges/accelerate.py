@@ -1,4 +1,4 @@
-"""Algorithms in a training loop of one's own that runs with Accelerate."""
+"""Algorithms in a custom training loop with Accelerate."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -30,17 +30,18 @@ _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU",
 
 
 class AcceleratedLoop(AlgorithmLoop):
-    """An `AlgorithmLoop` that prepares its objects with an `Accelerator`, and goes backward with it.
+    """An `AlgorithmLoop` that prepares its objects and runs the backward pass with an `Accelerator`.
 
-    Algorithms change the bare model and optimizer; then this prepares them and the dataloader. Use `loop.model` in the
-    loop. Precision and accumulation of gradients are the accelerator's: the blocks need no `accelerator.accumulate`.
+    Algorithms change the bare model and optimizer, which are then prepared together with the dataloader. Use
+    `loop.model` in the loop. Precision and gradient accumulation are those of the accelerator: the blocks need no
+    `accelerator.accumulate`.
 
     Args:
-        accelerator: Yours.
+        accelerator: Accelerator of the loop.
         model: The model, not prepared.
-        optimizer: That of the model, or several, not prepared.
+        optimizer: Optimizer of the model, or several, not prepared.
         algorithms: One or several.
-        dataloader: What is trained on.
+        dataloader: Training data.
         max_duration: As for `AlgorithmLoop`.
         seed: As for `AlgorithmLoop`.
         callbacks: As for `AlgorithmLoop`.
@@ -50,8 +51,8 @@ class AcceleratedLoop(AlgorithmLoop):
         dataloader: The prepared dataloader.
 
     Raises:
-        ValueError: If the model is prepared already, is to be trained with DeepSpeed, FSDP or Megatron, or arguments
-            do not go with an algorithm.
+        ValueError: If the model is already prepared, is to be trained with DeepSpeed, FSDP or Megatron, or arguments
+            are incompatible with an algorithm.
 
     Example:
         >>> import torch
@@ -103,6 +104,7 @@ class AcceleratedLoop(AlgorithmLoop):
                 f"gradient_accumulation_steps={pieces!r} nor with mixed_precision='fp16': give the Accelerator whole "
                 f"batches, and compute in bfloat16 or in full precision."
             )
+        # Only now: algorithms have to change the bare model, before DDP wraps it.
         self.model, self.dataloader, *prepared = self.accelerator.prepare(self.state.model, dataloader, *optimizers)
         self.state.model = self.model
         return prepared, self.dataloader
@@ -114,10 +116,10 @@ class AcceleratedLoop(AlgorithmLoop):
         return self.accelerator.sync_gradients
 
     def _backward(self, loss: Tensor) -> None:
-        self.accelerator.backward(loss, create_graph=self._create_graph)  # which divides it by the number of pieces
+        self.accelerator.backward(loss, create_graph=self._create_graph)  # also divides by the number of microbatches
 
     def _zero_grad(self, optimizer: Any) -> None:
-        optimizer.optimizer.zero_grad()  # the wrapper's does nothing but at the last piece, and this is at the first
+        optimizer.optimizer.zero_grad()  # the wrapper skips all but the last microbatch
 
     def _unscale(self) -> None:
         self.accelerator.unscale_gradients()

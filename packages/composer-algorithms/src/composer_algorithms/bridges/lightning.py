@@ -1,4 +1,4 @@
-"""Algorithms in the Trainer of Lightning."""
+"""Algorithms in the Lightning Trainer."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -26,34 +26,34 @@ __all__ = ["AlgorithmCallback"]
 
 
 class AlgorithmCallback(Callback):
-    """Let Lightning's Trainer run algorithms.
+    """Callback that runs algorithms in the Lightning Trainer.
 
-    Lightning's own way is not changed: it accumulates gradients, computes in mixed precision, clips, validates, saves
-    and resumes as its Trainer is set up. A step of the optimizer is a batch of the algorithms, and what the dataloader
-    yields a microbatch. Where `EMA` keeps an average, that is what is validated, tested, predicted with and saved as
-    `state_dict`; a checkpoint that is more than weights has the key `composer_algorithms` besides.
+    Lightning accumulates gradients, computes in mixed precision, clips, validates, saves and resumes as usual. An
+    optimizer step is a batch of the algorithms, and each dataloader batch a microbatch. If `EMA` keeps an average, that
+    is used in validation, tests and predictions and saved as `state_dict`. Checkpoints with more than weights also have
+    the key `composer_algorithms`.
 
-    What to know:
+    Good to know:
 
-    - `training_step` computes its loss by itself. Targets that algorithms change just before, as `LabelSmoothing` and
-      `MixUp` do, are changed in the calls of PyTorch's losses that get the batch's targets, such as
-      `F.cross_entropy(self(x), y)`. If there is no such call, training ends with an error.
+    - `training_step` computes its loss by itself. Algorithms that change targets just before the loss, such as
+      `LabelSmoothing` and `MixUp`, change them in the calls of PyTorch's losses with the batch's targets, such as
+      `F.cross_entropy(self(x), y)`. Without such a call, training raises an error.
     - Algorithms that compute losses of their own, such as `SelectiveBackprop`, need `loss_fn`.
-    - Lightning clips gradients, if it does, after `GradientClipping`.
-    - `SAM` goes neither with `accumulate_grad_batches` above 1 nor with float16.
-    - The model changes before `configure_optimizers`; layers have to be there when the module is made.
+    - Lightning clips gradients, if enabled, after `GradientClipping`.
+    - `SAM` does not work with `accumulate_grad_batches` above 1 or with float16.
+    - Algorithms change the model before `configure_optimizers`; layers must exist once the module is constructed.
 
     Args:
         algorithms: One or several.
-        loss_fn: Called as `loss_fn(outputs, targets)`, where an algorithm asks for it with `reduction='none'`.
-        input_key: Where batches hold the inputs, with which the module is called for `loss_fn`.
-        target_key: Where they hold the targets.
-        seed: Of the algorithms' draws. By default that of `seed_everything`, or else PyTorch's.
+        loss_fn: Called as `loss_fn(outputs, targets)`, with `reduction='none'` where an algorithm requires it.
+        input_key: Key of the inputs in a batch, with which the module is called for `loss_fn`.
+        target_key: Key of the targets in a batch.
+        seed: Seed of the algorithms' random numbers. By default that of `seed_everything`, or else PyTorch's.
 
     Raises:
-        TypeError: If one of the algorithms is none.
-        ValueError: If one of them acts on an event that never comes; when training is set up, if it does not go with
-            the Trainer or the module.
+        TypeError: If an object is not an algorithm.
+        ValueError: If an algorithm acts on an event that never occurs; at the setup of training, if it is incompatible
+            with the Trainer or the module.
 
     Example:
         Pass it to the Trainer:
@@ -78,94 +78,95 @@ class AlgorithmCallback(Callback):
 
     @property
     def state(self) -> State:
-        """What algorithms see, once a Trainer is set up."""
+        """State that the algorithms see, available once a Trainer is set up."""
         return self._running().state
 
     def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
-        """Let algorithms change the module, and take part in its methods.
+        """Run `INIT`, on which algorithms change the module, and wrap its methods.
 
         Raises:
-            ValueError: If the Trainer or the module cannot serve the algorithms, or another callback has some too.
+            ValueError: If the Trainer or the module is incompatible with the algorithms, or another callback has some.
         """
         self._refuse_others(trainer)
+        # A second call for the same module, such as test after fit, must not run INIT again.
         if self._events is None or self._events.module is not pl_module:
             self._events = FitEvents(trainer, pl_module, self._algorithms, **self._settings)
         self._events.attach(trainer)
 
     def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
-        """Leave the module's methods as they were."""
+        """Restore the wrapped methods of the module."""
         if self._events is not None:
             self._events.detach()
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Let algorithms wrap the optimizer."""
+        """Replace the optimizers with those that algorithms may have wrapped."""
         trainer.strategy.optimizers = self._running().wrap_optimizers(trainer.optimizers)
 
     def on_load_checkpoint(self, trainer: "Trainer", pl_module: "LightningModule", checkpoint: dict[str, Any]) -> None:
-        """Go on where the checkpoint was saved."""
+        """Resume from a checkpoint."""
         self._running().resume(checkpoint)
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Come to FIT_START."""
+        """Run FIT_START."""
         self._running().begin()
 
     def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Come to EPOCH_START."""
+        """Run EPOCH_START."""
         self._running().check_accumulation()  # a callback may change it from epoch to epoch
         self._running().start_epoch()
 
     def on_after_backward(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Come to AFTER_BACKWARD."""
+        """Run AFTER_BACKWARD."""
         self._running().engine.run_event(Event.AFTER_BACKWARD)
 
     def on_before_optimizer_step(self, trainer: "Trainer", pl_module: "LightningModule", optimizer: Any) -> None:
-        """Come to AFTER_TRAIN_BATCH."""
+        """Run AFTER_TRAIN_BATCH."""
         self._running().end_gradients()
 
     def on_train_batch_end(self, trainer: "Trainer", pl_module: "LightningModule", *args: Any, **kwargs: Any) -> None:
-        """Come to BATCH_END, if the optimizer has stepped."""
+        """Run BATCH_END, if the optimizer has stepped."""
         self._running().end_piece()
 
     def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Come to EPOCH_END."""
+        """Run EPOCH_END."""
         self._running().end_epoch_if_complete()
 
     def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Come to FIT_END."""
+        """Run FIT_END."""
         self._running().end_fit()
 
     def on_validation_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Put the average into the model, if there is one."""
+        """Put the EMA average into the model, if there is one."""
         self._start_evaluation(trainer.val_dataloaders)
 
     def on_validation_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Put the weights being trained back."""
+        """Restore the weights being trained."""
         self._end_evaluation()
 
     def on_test_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Put the average into the model, if there is one."""
+        """Put the EMA average into the model, if there is one."""
         self._start_evaluation(trainer.test_dataloaders)
 
     def on_test_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Put the weights being trained back."""
+        """Restore the weights being trained."""
         self._end_evaluation()
 
     def on_predict_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Put the average into the model, if there is one."""
+        """Put the EMA average into the model, if there is one."""
         self._start_evaluation(trainer.predict_dataloaders)
 
     def on_predict_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Put the weights being trained back."""
+        """Restore the weights being trained."""
         self._end_evaluation()
 
     def on_exception(self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException) -> None:
-        """Put the weights being trained back, if an evaluation fails."""
+        """Restore the weights being trained, if an evaluation fails."""
         self._end_evaluation()
         if self._events is not None:
             self._events.detach()
 
     def _refuse_others(self, trainer: "Trainer") -> None:
-        # Lightning sets the attribute from elsewhere, where a type checker does not see it.
+        # Lightning sets the attribute dynamically, which type checkers do not see.
         of_trainer: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         callbacks = [one for one in of_trainer if isinstance(one, AlgorithmCallback)]
         if len(callbacks) > 1:
@@ -186,5 +187,5 @@ class AlgorithmCallback(Callback):
 
     def _running(self) -> "FitEvents":
         if self._events is None:
-            raise RuntimeError("AlgorithmCallback has no Trainer yet: it begins with such as `trainer.fit(module)`.")
+            raise RuntimeError("AlgorithmCallback has no Trainer yet: call `trainer.fit(module)` or such.")
         return self._events

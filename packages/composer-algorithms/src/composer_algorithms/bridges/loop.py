@@ -1,4 +1,4 @@
-"""Algorithms in a training loop of one's own, in plain PyTorch."""
+"""Algorithms in a custom training loop in plain PyTorch."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,40 +30,40 @@ __all__ = ["AlgorithmLoop", "LoopBatch"]
 
 
 class AlgorithmLoop(LoopEvaluation):
-    """Run algorithms at the events of a loop that stays as it is but for the body of a batch.
+    """Run algorithms at the events of a custom training loop, in which only the body of a batch changes.
 
-    The loop gives each batch to `batch`, assigns outputs and loss in the block, and leaves the backward pass, the
-    optimizer's step and `zero_grad` to the end of the block. `epoch` reads the dataloader, so that the loop comes to
-    every event; where the loop reads it itself, epochs are counted by its length, and `BEFORE_DATALOADER` comes late.
+    The loop passes each batch to `batch`, assigns outputs and loss in the block, and leaves the backward pass, the
+    optimizer's step and `zero_grad` to the end of the block. `epoch` reads the dataloader and runs all events; if the
+    loop reads the dataloader itself, epochs are counted by its length, and `BEFORE_DATALOADER` runs late.
 
-    Algorithms change the model and the optimizer when the loop is made. Methods that need the model's own loss, such as
-    `SelectiveBackprop`, need a `ComposerModel`: `ComposerModel.from_module(module, loss_fn)`.
+    Algorithms change the model and the optimizer in the constructor. Methods that need the model's own loss, such as
+    `SelectiveBackprop`, require a `ComposerModel`: `ComposerModel.from_module(module, loss_fn)`.
 
     Args:
-        model: The model to train.
-        optimizer: That of the model, or several.
+        model: Model to train.
+        optimizer: Optimizer of the model, or several.
         algorithms: One or several.
-        dataloader: What is trained on.
-        max_duration: How long: epochs, or a timestring such as `'10ep'` or `'500ba'`. The loop itself ends where it
-            ends; parts of training are parts of this.
-        num_microbatches: So many batches of the dataloader make one step, with the mean of their gradients.
-        precision: In which the loop computes, by its name: `'amp_bf16'` where it runs under autocast. The loop enters
-            no autocast itself.
-        scaler: Scales the loss where the loop computes in float16.
-        seed: Of the algorithms' draws. By default PyTorch's, as `torch.manual_seed` sets it.
-        callbacks: One or several, loggers included.
+        dataloader: Training data.
+        max_duration: Length of training: epochs, or a timestring such as `'10ep'` or `'500ba'`. Fractions of training
+            refer to it; the loop itself decides when it ends.
+        num_microbatches: Number of dataloader batches per step, which uses the mean of their gradients.
+        precision: Name of the precision of the loop: `'amp_bf16'` if it runs under autocast. This class does not enter
+            autocast.
+        scaler: Gradient scaler of a loop that computes in float16.
+        seed: Seed of the algorithms' random numbers. By default that of PyTorch, as set by `torch.manual_seed`.
+        callbacks: One or several, including loggers.
 
     Attributes:
-        state: What algorithms see.
-        engine: What runs them.
-        optimizers: Those that step; algorithms such as SAM may have wrapped the ones that were given.
+        state: State that the algorithms see.
+        engine: Engine that runs them.
+        optimizers: Optimizers that step; algorithms such as SAM may have wrapped the given ones.
 
     Raises:
-        TypeError: If one of the algorithms is none.
-        ValueError: If arguments do not go with each other, or with an algorithm.
+        TypeError: If an object is not an algorithm.
+        ValueError: If arguments are incompatible with each other, or with an algorithm.
 
     Warns:
-        UserWarning: When the loop goes on after `max_duration`, once.
+        UserWarning: When the loop continues after `max_duration`, once.
 
     Example:
         >>> from composer_algorithms import LabelSmoothing
@@ -109,6 +109,7 @@ class AlgorithmLoop(LoopEvaluation):
         )
         self.state: State = self._events.state
         self.engine: Engine = self._events.engine
+        # Check before INIT: algorithms change the model irrevocably.
         refuse_cut_batches(self.state.algorithms, "num_microbatches", num_microbatches)
         self.state.max_duration = max_duration
         self._events.init()
@@ -116,28 +117,29 @@ class AlgorithmLoop(LoopEvaluation):
         optimizers, dataloader = self._prepared(optimizers, dataloader)
         self.optimizers: list[Any] = optimizers
         self._epochs = Epochs(self._events, dataloader, num_microbatches)
+        # Only known now: algorithms may have wrapped the optimizers.
         if scaler is not None and any(map(needs_closure, self.optimizers)):
             raise ValueError(
                 f"scaler={scaler!r} does not go with {type(self.optimizers[0]).__name__}, which looks at a batch more "
                 f"than once. Compute in bfloat16, which needs no scaler, or leave out one of the two."
             )
         self._create_graph = any(algorithm.backwards_create_graph for algorithm in self.state.algorithms)
-        self._pieces: list[Any] = []  # those of the batch that is being trained on
-        self._num_pieces = 0  # how many there will be
-        self._is_warned = False  # that training goes on after its end
+        self._pieces: list[Any] = []  # microbatches of the current batch so far
+        self._num_pieces = 0  # number of microbatches in the whole batch
+        self._is_warned = False  # that training continues after max_duration
 
     @contextmanager
     def batch(self, *parts: Any) -> Iterator[LoopBatch]:
-        """Train on a batch: the block computes its loss, and its end does the rest.
+        """Train on a batch: the block computes the loss, and the end of the block runs the rest.
 
         Args:
-            *parts: The inputs and the targets; or one argument, the batch in the form that it has.
+            *parts: Inputs and targets, or one argument, the batch in its own form.
 
         Raises:
-            RuntimeError: If the block assigns no loss, or an optimizer looks at each batch more than once: use
+            RuntimeError: If the block assigns no loss, or an optimizer evaluates each batch more than once: use
                 `train_batch`.
         """
-        self._warn_of_the_end(level=4)  # contextlib is between this block and the user's
+        self._warn_of_the_end(level=4)  # contextlib adds frames between this function and the caller
         for optimizer in self.optimizers:
             if needs_closure(optimizer):
                 raise RuntimeError(
@@ -155,14 +157,14 @@ class AlgorithmLoop(LoopEvaluation):
             self._end_batch()
 
     def train_batch(self, compute: Callable[[LoopBatch], object], *parts: Any) -> Tensor | None:
-        """Train on a batch with a function in the place of the block, which may be called more than once.
+        """Train on a batch with a function instead of a block, which may be called more than once.
 
         Args:
             compute: Called with the batch; assigns outputs and loss.
             *parts: As for `batch`.
 
         Returns:
-            The mean of the losses, detached; `None` until the last of `num_microbatches` is there.
+            The mean of the losses, detached; `None` until the last of `num_microbatches` has arrived.
         """
         self._warn_of_the_end(level=3)
         losses: list[Tensor] = []
@@ -181,6 +183,7 @@ class AlgorithmLoop(LoopEvaluation):
         with self._trained_piece(parts):
             if not self._is_whole():
                 return None
+            # Optimizers with a closure call `look` themselves, in their step.
             if not any(map(needs_closure, self.optimizers)):
                 look()
             self._step(look)
@@ -188,15 +191,15 @@ class AlgorithmLoop(LoopEvaluation):
         return losses[0]
 
     def epoch(self) -> Iterator[Any]:
-        """Read the dataloader once: yield what is to be given to `batch`, and come to the events of an epoch.
+        """Read the dataloader once, running the events of an epoch; yields the batches to pass to `batch`.
 
-        After `load_state_dict` it passes over the batches of the epoch that were trained on. An epoch that the loop
-        leaves early goes on with the next call, which reads from the beginning.
+        After `load_state_dict` it skips the batches of the epoch that were already trained on. If the loop leaves an
+        epoch early, the next call continues that epoch, but reads the dataloader from the beginning.
         """
         return self._epochs.read()
 
     def close(self) -> None:
-        """End training: come to `FIT_END`, if it began, and close callbacks."""
+        """End training: run `FIT_END`, if training began, and close callbacks."""
         if self._events.is_fitting:
             self._events.end_fit()
         self.engine.close()
@@ -208,14 +211,14 @@ class AlgorithmLoop(LoopEvaluation):
         if kind is None:
             self.close()
         else:
-            self.engine.close()
+            self.engine.close()  # without FIT_END, since training has failed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what algorithms need to go on, and the time: tensors, numbers and strings.
+        """Return the state of the algorithms and the timestamp: tensors, numbers and strings.
 
-        Save it inside the same block of `evaluation` as the model, or outside of one as the model: where EMA keeps an
-        average, the model has one of two sets of weights, and this has the other one. With `num_microbatches`, save
-        between whole batches, or what resumes draws and drops out otherwise than this run.
+        Save it together with the model, both inside one `evaluation` block or both outside: with EMA, the model holds
+        one of two sets of weights, and this state the other one. With `num_microbatches`, save between whole batches;
+        otherwise a resumed run has other random numbers and dropout masks than this one.
 
         Warns:
             UserWarning: In the middle of a batch.
@@ -223,32 +226,32 @@ class AlgorithmLoop(LoopEvaluation):
         if 0 < len(self._pieces) < self._num_pieces:
             warnings.warn(
                 f"loop.state_dict() was called after {len(self._pieces)} of the {self._num_pieces} parts of a batch. "
-                f"Who resumes begins this batch anew, with other random numbers than this run: save when "
-                f"loop.state.timestamp.batch has moved on.",
+                f"A resumed run starts this batch over, with other random numbers than this run: save when "
+                f"loop.state.timestamp.batch has advanced.",
                 UserWarning,
                 stacklevel=2,
             )
         return self._events.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called.
+        """Resume from the result of `state_dict`.
 
         Raises:
-            ValueError: If it was called with other algorithms.
+            ValueError: If the state is that of other algorithms.
         """
         self._events.load_state_dict(state)
         self._epochs.resume()
 
     def _prepared(self, optimizers: list[Optimizer], dataloader: Iterable[Any]) -> tuple[list[Any], Iterable[Any]]:
-        """Return the optimizers and the dataloader as this loop uses them, once algorithms have changed the model."""
+        """Return optimizers and dataloader as the loop uses them, after algorithms have changed the model."""
         return optimizers, dataloader
 
     def _accumulating(self) -> AbstractContextManager[Any]:
-        """Return what encloses the work on a piece of a batch."""
+        """Return the context for the work on one microbatch."""
         return nullcontext()
 
     def _backward(self, loss: Tensor) -> None:
-        """Add the gradients of a piece to those of the batch, whose loss is the mean of its pieces'."""
+        """Add the gradients of a microbatch; the loss of the batch is the mean over its microbatches."""
         loss = loss if self._num_pieces == 1 else loss / self._num_pieces
         loss = loss if self.state.scaler is None else self.state.scaler.scale(loss)
         loss.backward(create_graph=self._create_graph)
@@ -257,13 +260,13 @@ class AlgorithmLoop(LoopEvaluation):
         optimizer.zero_grad()
 
     def _unscale(self) -> None:
-        """Give the gradients their true size."""
+        """Unscale the gradients before algorithms see them."""
         if self.state.scaler is not None:
             for optimizer in self.optimizers:
                 self.state.scaler.unscale_(optimizer)
 
     def _step(self, look: Callable[[], Tensor] | None = None) -> None:
-        """Step with each optimizer; `look` is for those that look at the batch themselves."""
+        """Step all optimizers; those that need a closure get `look`."""
         for optimizer in self.optimizers:
             if self.state.scaler is not None:
                 self.state.scaler.step(optimizer)
@@ -271,12 +274,13 @@ class AlgorithmLoop(LoopEvaluation):
                 optimizer.step(look)
             else:
                 optimizer.step()
+        # Once per step, after all optimizers, as torch's GradScaler requires.
         if self.state.scaler is not None:
             self.state.scaler.update()
 
     @contextmanager
     def _trained_piece(self, parts: tuple[Any, ...]) -> Iterator[Any]:
-        """Take a piece of a batch from the loop; one that fails is forgotten, and the batch begins anew."""
+        """Add a microbatch; if the block fails, drop the batch so that the next one starts over."""
         try:
             with self._accumulating():
                 yield self._load(parts)
@@ -302,8 +306,8 @@ class AlgorithmLoop(LoopEvaluation):
             return
         self._is_warned = True
         warnings.warn(
-            f"the loop goes on after max_duration={duration.to_timestring()!r}: what algorithms do at parts of "
-            f"training was for that length. Give the length that the loop trains, or end it there.",
+            f"the loop continues after max_duration={duration.to_timestring()!r}: schedules of the algorithms ended "
+            f"there. Set max_duration to the length of the loop, or end the loop there.",
             UserWarning,
             stacklevel=level,
         )
