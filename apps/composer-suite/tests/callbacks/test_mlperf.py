@@ -157,7 +157,7 @@ def test_words_that_mlperf_does_not_know_are_refused(settings):
 
 @pytest.mark.parametrize("command", ["", []])
 def test_a_command_that_is_none_is_refused(tmp_path, command):
-    with pytest.raises(ValueError, match=r"cache_clear_cmd=.* is no command"):
+    with pytest.raises(ValueError, match=r"cache_clear_cmd=.* must be a command"):
         MLPerfCallback(str(tmp_path), 0, cache_clear_cmd=command)
 
 

@@ -1,4 +1,4 @@
-"""Statistics of what goes into each layer and comes out of it."""
+"""Statistics of the inputs and outputs of each layer."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ class ActivationMonitor(Callback):
     """Log statistics of the activations of every module, in the first microbatch of every interval.
 
     Each is logged as `activations/<statistic>/<module>_input.<i>` and `..._output.<i>`, for the positional inputs and
-    the outputs that have floating point or complex numbers. Statistics are taken along the last dim and averaged over
-    all others; of complex numbers, of their absolute values.
+    the outputs with floating point or complex numbers. Statistics are computed along the last dim and averaged over
+    all others; for complex numbers, of their absolute values.
 
-    | statistic | what it is |
+    | statistic | meaning |
     |---|---|
     | `l2_norm` | the 2-norm |
     | `average` | the mean |
     | `max` | the largest value |
     | `kurtosis` | the fourth moment over the square of the second, 3 for a normal distribution |
 
-    The values of an accelerator stay there until a logger reads them. Of a module that is called several times, they
-    are those of the last call. The modules have hooks during the forward passes that are logged, for which compiled
-    ones run as they were written, and none in all others.
+    Values stay on the accelerator until a logger reads them. For a module that is called several times, they are those
+    of the last call. Modules have hooks only during the logged forward passes, in which compiled modules run
+    uncompiled.
 
     Args:
         interval: How often: a number of batches, or a time in batches or epochs.
         ignore_module_types: Parts of names of modules to leave out, such as `['dropout']`.
-        only_log_wandb: Whether to log to the `WandBLogger`s alone, where there are any: the values are many.
-        whole_outputs: Whether an output that is one tensor is one output. By default each of its rows, along the first
-            dim, is one, which gives as many values as there are samples.
+        only_log_wandb: Whether to log only to `WandBLogger`s, if there are any, since there are many values.
+        whole_outputs: Whether an output that is one tensor is logged as one output. By default each of its rows, along
+            the first dim, is logged, which gives as many values as there are samples.
 
     Raises:
-        TypeError: If an argument is of another kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If the interval has another unit.
 
     Example:
@@ -94,23 +94,24 @@ class ActivationMonitor(Callback):
         self._handles: list[RemovableHandle] = []
         self._uncompiled = ExitStack()
         self._seen: dict[str, tuple[Tensor, int]] = {}  # by name of an input or output, and which row it is
+        # By id: a weak reference detects an id that is reused, and the version a change in place.
         self._measured: dict[tuple[int, bool], tuple[weakref.ref[Tensor], int, Tensor | None]] = {}
 
     def before_forward(self, state: State, logger: Logger) -> None:
-        """Begin to watch, if it is time."""
+        """Install the hooks, if logging is due."""
         now = self._now(state.timestamp)
         if now % self.interval.value or now == self._last_logged:
             return
-        self._stop_watching()  # a forward pass that failed may have left something
+        self._stop_watching()  # remove hooks left by a failed forward pass
         self._is_watching = True
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and asking would load the compiler
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and `set_stance` would load the compiler
             self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
-        for name, module in unwrap_model(state.model).named_modules():  # alike with and without DDP
+        for name, module in unwrap_model(state.model).named_modules():  # the same names with and without DDP
             if not any(part in name for part in self.ignore_module_types):
                 self._handles.append(module.register_forward_hook(functools.partial(self._watch, name)))
 
     def after_forward(self, state: State, logger: Logger) -> None:
-        """Log what was seen, and stop watching."""
+        """Log the statistics, and remove the hooks."""
         if not self._is_watching:
             return
         self._last_logged = self._now(state.timestamp)
@@ -124,19 +125,19 @@ class ActivationMonitor(Callback):
             logger.log_metrics(metrics, step)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Stop watching a forward pass that failed."""
+        """Remove hooks left by a failed forward pass."""
         self._stop_watching()
 
     def eval_start(self, state: State, logger: Logger) -> None:
-        """Stop watching a forward pass that failed."""
+        """Remove hooks left by a failed forward pass."""
         self._stop_watching()
 
     def predict_start(self, state: State, logger: Logger) -> None:
-        """Stop watching a forward pass that failed."""
+        """Remove hooks left by a failed forward pass."""
         self._stop_watching()
 
     def close(self, state: State, logger: Logger) -> None:
-        """Leave nothing on the model."""
+        """Remove the hooks."""
         self._stop_watching()
 
     def _stop_watching(self) -> None:
@@ -169,10 +170,10 @@ class ActivationMonitor(Callback):
             self._seen |= {f"{name}.{row}": (statistics, row) for row in range(len(tensor))}
 
     def _statistics_of(self, tensor: Tensor, *, as_rows: bool) -> Tensor | None:
-        """Return the statistics of a tensor, which often is the output of one module and the input of the next."""
-        # `_version`, which has no public name, counts what is done to a tensor in place.
+        """Return the statistics of a tensor, which is often the output of one module and the input of the next."""
         if tensor.layout is not torch.strided or tensor.is_nested:
-            return None  # has no rows to speak of
+            return None  # without rows of equal length
+        # `_version` counts in-place changes; it has no public equivalent, and inference tensors lack it.
         version = -1 if tensor.is_inference() else tensor._version
         known = self._measured.get((id(tensor), as_rows))
         if known is not None and known[0]() is tensor and known[1] == version != -1:
@@ -197,7 +198,7 @@ def compute_kurtosis(value: Tensor) -> Tensor:
 
 def _kurtosis(value: Tensor, mean: Tensor) -> Tensor:
     squares = (value - mean).square_()
-    # The mean of their squares over the square of their mean, without a tensor of their squares.
+    # `vector_norm` gives the mean of the fourth powers without a temporary tensor of them.
     ratio = torch.linalg.vector_norm(squares, dim=-1) / squares.sum(dim=-1)
     return ratio.square_() * squares.shape[-1]
 
@@ -207,7 +208,7 @@ def _statistics(tensor: Tensor) -> Tensor | None:
     if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     tensor = tensor.abs() if tensor.is_complex() else tensor
-    tensor = tensor.float() if tensor.element_size() < 4 else tensor  # 16 bits have no room for a fourth moment
+    tensor = tensor.float() if tensor.element_size() < 4 else tensor  # fourth powers overflow 16 bits
     rows = tensor.reshape(len(tensor), -1, tensor.shape[-1] if tensor.ndim > 1 else 1)
     average = rows.mean(dim=-1, keepdim=True)
     along_last = (
@@ -220,7 +221,7 @@ def _statistics(tensor: Tensor) -> Tensor | None:
 
 
 def _by_name(seen: Mapping[str, tuple[Tensor, int]]) -> dict[str, Any]:
-    """Return each statistic by its name in the log, as a number where that can be had without waiting for a device."""
+    """Return each statistic by its logged name, as a number on the CPU, as a tensor on a device to avoid a sync."""
     tensors = {id(statistics): statistics for statistics, _ in seen.values()}
     values: dict[int, Sequence[Any]] = {
         key: each.tolist() if each.is_cpu else [row.unbind() for row in each.unbind()] for key, each in tensors.items()
@@ -233,11 +234,11 @@ def _by_name(seen: Mapping[str, tuple[Tensor, int]]) -> dict[str, Any]:
 
 
 def _items(values: Any, suffix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors among inputs or outputs, with what their names end in."""
-    if not isinstance(values, Iterable) or isinstance(values, Iterator):  # what is read once belongs to the model
+    """Yield the tensors among inputs or outputs, with the suffixes of their names."""
+    if not isinstance(values, Iterable) or isinstance(values, Iterator):  # reading an iterator would exhaust it
         return
     for index, item in enumerate(values):
-        if isinstance(item, str):  # a key of an output that is like a dict
+        if isinstance(item, str):  # a key of a dict-like output
             item = values[item] if isinstance(values, Mapping) else None
         yield from _nested(item, f"{suffix}.{index}")
 
@@ -251,5 +252,5 @@ def _nested(item: Any, suffix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_wandb(destination: LoggerDestination) -> bool:
-    # By name, since importing the class would import W&B's client wherever anybody watches activations.
+    # By name, since importing the class would import the client of W&B.
     return any(kind.__name__ == "WandBLogger" for kind in type(destination).__mro__)

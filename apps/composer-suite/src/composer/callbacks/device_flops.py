@@ -1,4 +1,4 @@
-"""What accelerators can compute at most, to tell which share of it training reaches."""
+"""Peak performance of accelerators, for model FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["GPU_AVAILABLE_FLOPS", "get_gpu_flops_available"]
 
 
 def _peaks(**flops: float) -> dict[str, float]:
-    """Return peaks by precision, those of 16 and 8 bits also under the names they have as mixed precisions."""
+    """Return peaks by precision, with those of 16 and 8 bits also under their names as mixed precisions."""
     return flops | {f"amp_{name}": peak for name, peak in flops.items() if name in ("fp16", "bf16", "fp8")}
 
 
@@ -67,24 +67,24 @@ GPU_AVAILABLE_FLOPS: Final[dict[str, dict[str, float]]] = {
     "mi250x": _peaks(fp16=191.5e12, bf16=191.5e12),
     "trn1": _peaks(fp32=23.75e12, tf32=23.75e12, fp16=95e12, bf16=95e12, int8=190e12),
 }
-"""Floating-point operations a second at most, without sparsity, by device and precision, as the makers publish them.
+"""Peak floating point operations per second, without sparsity, by device and precision, as published by the vendors.
 
-A device is found by the words of its key, so `GPU_AVAILABLE_FLOPS['rtx-3090'] = {'amp_bf16': 7.1e13}` adds one.
+A device matches a key that consists of words in its name: `GPU_AVAILABLE_FLOPS['rtx-3090'] = {'amp_bf16': 7.1e13}`.
 """
 
-# What a driver says instead of how a board is built: HBM3 means SXM among the H100s, HBM2e means PCIe.
+# Words by which drivers reveal the form factor: among H100s, HBM3 implies SXM, and HBM2e implies PCIe.
 _ALSO: Final = {"hbm3": "sxm", "hbm2e": "pcie", "h200": "sxm"}
 
 
 def get_gpu_flops_available(state: State) -> float:
-    """Return what one device of this run can compute at most, in floating-point operations a second.
+    """Return the peak performance of one device of this run, in floating point operations per second.
 
     Args:
-        state: Says the precision.
+        state: Determines the precision.
 
     Returns:
-        The peak without sparsity; 0.0 where there is no GPU, and, with a warning, for a GPU or precision that is not
-        in `GPU_AVAILABLE_FLOPS`.
+        The peak without sparsity; 0.0 without a GPU, and, with a warning, for a GPU or precision that is not in
+        `GPU_AVAILABLE_FLOPS`.
     """
     name = _device_name(state)
     if name is None:
@@ -93,8 +93,9 @@ def get_gpu_flops_available(state: State) -> float:
     key = find_device(name)
     if key is None or precision not in GPU_AVAILABLE_FLOPS[key]:
         warnings.warn(
-            f"Nobody knows how much device {name!r} can compute in precision {precision!r}, so model FLOPs utilization "
-            "is not logged. Give SpeedMonitor(gpu_flops_available=...), in floating-point operations a second.",
+            f"The peak performance of device {name!r} in precision {precision!r} is unknown, so model FLOPs "
+            "utilization is not logged. Give SpeedMonitor(gpu_flops_available=...), in floating point operations a "
+            "second.",
             stacklevel=2,
         )
         return 0.0
@@ -102,7 +103,7 @@ def get_gpu_flops_available(state: State) -> float:
 
 
 def find_device(name: str) -> str | None:
-    """Return the key of the device that a driver calls `name`, `None` if there is none.
+    """Return the key of the device with a driver's name, or `None` if it is unknown.
 
     >>> find_device("NVIDIA H100 80GB HBM3")
     'h100-sxm'
@@ -116,7 +117,7 @@ def find_device(name: str) -> str | None:
 
 
 def _begins_with(word: str, part: str) -> bool:
-    """Answer whether a word is the part or one of its kind: an A10G is an A10, and an A1000 is not."""
+    """Return whether a word is the part or a variant of it: an A10G is an A10, but an A1000 is not."""
     return word.startswith(part) and not (part[-1].isdigit() and word[len(part) :][:1].isdigit())
 
 

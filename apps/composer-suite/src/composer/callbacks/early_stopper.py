@@ -1,4 +1,4 @@
-"""Stopping when a metric no longer gets better."""
+"""Stopping when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -21,34 +21,33 @@ if TYPE_CHECKING:
 
 __all__ = ["EarlyStopper"]
 
-_BATCH: Final = TimeUnit.BATCH  # looking it up on the class runs Python code in Python 3.11, and each batch asks
+_BATCH: Final = TimeUnit.BATCH  # looking up an enum member is slow in Python 3.11, and `batch_end` runs every batch
 _UNITS: Final = (TimeUnit.EPOCH, _BATCH)
 
 
 class EarlyStopper(Callback):
-    """Stop training when a metric has not got better for a while.
+    """Stop training when a metric has not improved for some time.
 
     Args:
-        monitor: Name of the metric, such as `'MulticlassAccuracy'`, or of an entry of one with several numbers, such
-            as `'MAP/map_50'`.
-        dataloader_label: Whose: `'train'`, or the label of an evaluator.
-        comp: Which of two values is better: `'greater'`, `'less'`, or a function of the new and the best value. By
-            default as the metric's own `higher_is_better` says, or else its name: see
-            `composer_events.metric_entries`.
-        min_delta: By how much more than this it must get better to count.
-        patience: How long it may go without getting better: epochs, or a time in epochs (`'3ep'`) or batches
+        monitor: Name of the metric, such as `'MulticlassAccuracy'`, or of an entry of a metric with several numbers,
+            such as `'MAP/map_50'`.
+        dataloader_label: `'train'`, or the label of an evaluator.
+        comp: Comparison of two values: `'greater'`, `'less'`, or a function of the new and the best value. Default: by
+            the metric's own `higher_is_better`, or else by its name; see `composer_events.metric_entries`.
+        min_delta: Improvements must be larger than this to count.
+        patience: Time without improvement until training stops: epochs, or a time in epochs (`'3ep'`) or batches
             (`'500ba'`).
 
     Attributes:
-        stop_reason: Why it has ended training, for the run report; `None` while it has not.
+        stop_reason: Why training was stopped, for the run report; `None` if it was not.
 
     Raises:
-        TypeError: If an argument is of another kind.
-        ValueError: If `comp` is another word or `patience` has another unit; when training begins, if there is no such
-            metric, or it has several numbers.
+        TypeError: If an argument has the wrong type.
+        ValueError: If `comp` is an unknown name or `patience` has another unit; at the start of training, if the metric
+            does not exist or has several numbers.
 
     Warns:
-        UserWarning: When training begins, if nothing says which values are better. Larger ones are taken to be.
+        UserWarning: At the start of training, if it is unknown which values are better. Larger is then assumed.
 
     Example:
         >>> stopper = EarlyStopper('MulticlassAccuracy', 'eval', patience='3ep')
@@ -80,33 +79,33 @@ class EarlyStopper(Callback):
         self.stop_reason: str | None = None
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Look whether there will be such a metric."""
+        """Check that the metric exists, and choose the comparison."""
         self.stop_reason = None
         check_watched(state, self.monitor, self.dataloader_label)
         if self._goes_by_metric:
             self.comp = comparison_for(state, self.monitor, self.dataloader_label)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Look at the metric of an evaluator."""
+        """Check the metric of an evaluator."""
         self._look_if_named(state)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Look at the metric of training."""
+        """Check the metric of training."""
         self._look_if_named(state)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Look at the metric of training, where patience is counted in batches."""
+        """Check the metric of training, if patience is in batches."""
         if self.patience.unit is _BATCH:
             self._look_if_named(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value so far and when it was reached."""
+        """Return the best value and its time."""
         if self.best is None or self.best_occurred is None:
             return {}
         return {"best": float(self.best), "best_occurred": self.best_occurred.to_timestring()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         if state:
             self.best, self.best_occurred = state["best"], Time.from_timestring(state["best_occurred"])
 
@@ -117,6 +116,7 @@ class EarlyStopper(Callback):
     def _look(self, state: State) -> None:
         value = compute_metric(state, self.monitor, self.dataloader_label)
         now = state.timestamp.get(self.patience.unit)
+        # A best time in the future is of an earlier run, so the comparison starts over.
         if self.best is None or self.best_occurred is None or self.best_occurred > now or self._is_better(value):
             self.best, self.best_occurred = value, now
         elif now - self.best_occurred > self.patience:
@@ -128,6 +128,6 @@ class EarlyStopper(Callback):
 
     def _is_better(self, value: Any) -> bool:
         best = value.new_tensor(self.best) if not hasattr(self.best, "device") else self.best
-        if bool(best.isnan()):  # nothing compares with it
+        if bool(best.isnan()):  # every comparison with NaN is false
             return not bool(value.isnan())
         return bool(self.comp(value, best)) and bool(abs(value - best) > self.min_delta)

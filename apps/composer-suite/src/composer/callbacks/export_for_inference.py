@@ -1,4 +1,4 @@
-"""Exporting the model when training ends."""
+"""Export of the model at the end of training."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportForInferenceCallback"]
 
-_NEED_SAMPLE = (ExportFormat.ONNX, ExportFormat.EXPORT)
+_NEED_SAMPLE = (ExportFormat.ONNX, ExportFormat.EXPORT)  # formats that trace the model
 
 
 class ExportForInferenceCallback(Callback):
-    """Export the model when training ends, as `composer.utils.inference.export_with_logger` does.
+    """Export the model at the end of training, with `composer.utils.inference.export_with_logger`.
 
     Args:
         save_format: `'torchscript'`, `'onnx'`, `'export'` or `'safetensors'`; see `ExportFormat`.
-        save_path: Where to: a path or an address; with a store, or with a logger that keeps files, the name there.
+        save_path: A path or a URI; with an object store, or a logger that keeps files, the name there.
         save_object_store: An `ObjectStore`.
-        sample_input: What the model is called with. By default the first batch of training, for formats that need one.
-        transforms: Functions that change the exported copy at the end, such as `quantize_dynamic`.
+        sample_input: Input of the model. Default: the first batch of training, for formats that need one.
+        transforms: Functions that modify the exported copy last, such as `quantize_dynamic`.
         input_names: For `'onnx'`.
         output_names: For `'onnx'`.
 
     Raises:
-        TypeError: If an argument is of another kind.
-        ValueError: If there is no such format; when training ends, if the model is none of PyTorch's.
+        TypeError: If an argument has the wrong type.
+        ValueError: If the format is unknown; at the end of training, if the model is not a `torch.nn.Module`.
 
     Example:
         >>> exporter = ExportForInferenceCallback('export', 'exported/model.pt2')
@@ -71,9 +71,9 @@ class ExportForInferenceCallback(Callback):
         self._needs_sample = _to_format(save_format) in _NEED_SAMPLE and sample_input is None
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
-        """Keep a copy of the first batch, where the format needs one."""
+        """Copy the first batch, if the format needs one."""
         if self._needs_sample:
-            self.sample_input = copy.deepcopy(state.batch)
+            self.sample_input = copy.deepcopy(state.batch)  # algorithms may change the batch in place
             self._needs_sample = False
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -81,10 +81,10 @@ class ExportForInferenceCallback(Callback):
         self.export_model(state, logger)
 
     def export_model(self, state: State, logger: Logger) -> None:
-        """Export the model as it is now.
+        """Export the current model.
 
         Raises:
-            ValueError: If it is none of PyTorch's, or its weights are spread over the ranks.
+            ValueError: If it is not a `torch.nn.Module`, or its weights are sharded.
         """
         model: Any = state.model
         if not isinstance(model, nn.Module):
@@ -109,4 +109,4 @@ def _to_format(save_format: Any) -> ExportFormat:
     try:
         return ExportFormat(save_format)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"save_format={save_format!r} is none: {error}") from None
+        raise type(error)(f"save_format={save_format!r} is not a format: {error}") from None

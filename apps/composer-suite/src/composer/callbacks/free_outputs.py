@@ -1,4 +1,4 @@
-"""Letting go of the outputs as soon as the loss is known."""
+"""Freeing of the model's outputs after the loss is computed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["FreeOutputs"]
 
 
 class FreeOutputs(Callback):
-    """Let go of a model's outputs once the loss is known, to make room for the backward pass.
+    """Free the model's outputs after the loss is computed, to make room for the backward pass.
 
-    For models without training metrics, which need the outputs later.
+    For models without training metrics, which would need the outputs later.
     """
 
     def after_loss(self, state: State, logger: Logger) -> None:
-        """Put an empty tensor in place of the outputs."""
+        """Replace the outputs by an empty tensor."""
         state.outputs = torch.Tensor()

@@ -1,4 +1,4 @@
-"""What a language model makes of given prompts while it trains."""
+"""Texts generated from prompts during training."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ __all__ = ["Generate"]
 
 
 class Generate(Callback):
-    """Let the model go on with prompts, at intervals and at the end of training, and log the texts as `generations`.
+    """Generate text from prompts, at intervals and at the end of training, and log it as the table `generations`.
 
-    The model has `generate`, as those of Hugging Face have, and a `tokenizer`. Training goes on as if nothing had been
-    generated, also where tokens are drawn: draws are seeded from the run's seed and the batch, and the generators put
-    back. Every rank generates, which sharded models need, and rank 0 logs.
+    The model must have `generate`, as Hugging Face models have, and a `tokenizer`. Training is not affected, even if
+    tokens are sampled: sampling is seeded from the run's seed and the batch, and the random generators are restored.
+    Every rank generates, as sharded models require, and rank 0 logs.
 
     Args:
-        prompts: The beginnings of the texts.
+        prompts: The prompts.
         interval: How often: epochs, a timestring or a `Time`.
-        batch_size: How many prompts go through the model at a time. By default all.
-        **generate_kwargs: What else `generate` gets, such as `max_new_tokens`.
+        batch_size: Number of prompts per forward pass. Default: all.
+        **generate_kwargs: Further arguments of `generate`, such as `max_new_tokens`.
 
     Raises:
-        TypeError: If an argument is of another kind.
-        ValueError: If there are no prompts or the batch size is no positive number; when training, if the model cannot
+        TypeError: If an argument has the wrong type.
+        ValueError: If there are no prompts or the batch size is not positive; in training, if the model cannot
             generate.
 
     Example:
@@ -64,15 +64,15 @@ class Generate(Callback):
         self._is_due = create_interval_scheduler(to_time("interval", interval, TimeUnit.EPOCH))
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Generate, if it is time."""
+        """Generate, if it is due."""
         self._generate_if_due(Event.BATCH_CHECKPOINT, state, logger)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Generate, if it is time."""
+        """Generate, if it is due."""
         self._generate_if_due(Event.EPOCH_CHECKPOINT, state, logger)
 
     def iteration_checkpoint(self, state: State, logger: Logger) -> None:
-        """Generate, if it is time."""
+        """Generate, if it is due."""
         self._generate_if_due(Event.ITERATION_CHECKPOINT, state, logger)
 
     def generate(self, state: State, logger: Logger) -> None:
@@ -100,11 +100,12 @@ class Generate(Callback):
             yield {name: inputs[name][part] for name in ("input_ids", "attention_mask")}
 
     def _texts(self, model: Any, tokenizer: Any, batch: dict[str, Any], state: State) -> list[str]:
-        """Return what follows on each prompt; on ranks other than 0, where nobody reads it, empty texts."""
+        """Return the continuation of each prompt; on ranks other than 0, which do not log, empty strings."""
         on_device = state.device.batch_to_device(batch)
         if hasattr(model, "dummy_forward_called"):
             model.dummy_forward_called = False
         with get_precision_context(state.precision, state.precision_config):
+            # All ranks must take part in every step of a sharded model, also after their own prompts have ended.
             output = model.generate(**on_device, synced_gpus=dist.get_world_size() > 1, **self.generate_kwargs)
         if dist.get_global_rank() != 0:
             return [""] * len(batch["input_ids"])
@@ -113,7 +114,7 @@ class Generate(Callback):
 
 
 def _generating(model: Any) -> tuple[Any, Any]:
-    """Return the model that generates, without what spreads it over the ranks, and its tokenizer."""
+    """Return the model without its parallel wrappers, and its tokenizer."""
     model = unwrap_model(model)
     name = type(model).__name__
     if not callable(getattr(model, "generate", None)):
@@ -131,13 +132,13 @@ def _generating(model: Any) -> tuple[Any, Any]:
 
 
 def _after(prompt: list[int], row: list[int]) -> list[int]:
-    # Models that go on from the prompt give it back, those that encode it do not.
+    # Decoder-only models repeat the prompt, encoder-decoder models do not.
     return row[len(prompt) :] if row[: len(prompt)] == prompt else row
 
 
 @contextmanager
 def _padding_left(tokenizer: Any) -> Iterator[None]:
-    """Let prompts of unequal length end at one place, and pad with the end of text where nothing else is known."""
+    """Pad prompts on the left, where generation does not continue, with the end-of-text token if there is no other."""
     side, pads = tokenizer.padding_side, tokenizer.pad_token_id is not None
     tokenizer.padding_side = "left"
     if not pads:

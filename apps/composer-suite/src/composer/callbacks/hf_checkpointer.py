@@ -1,4 +1,4 @@
-"""Hugging Face folders, written while training goes on."""
+"""Callback that writes Hugging Face folders during training."""
 
 from importlib.util import find_spec
 

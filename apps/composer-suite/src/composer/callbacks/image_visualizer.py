@@ -1,4 +1,4 @@
-"""Images of the training data in the log."""
+"""Logging of images of the training data."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _EVAL: Final = "Images/Eval"
 class ImageVisualizer(Callback):
     """Log images of the first microbatch of every interval as `Images/Train`, and of each evaluation as `Images/Eval`.
 
-    They are brought to the CPU for it, if any logger takes images at all.
+    They are copied to the CPU only if some logger accepts images.
 
     Args:
-        interval: How often while training: a number of batches, or a time in batches or epochs.
-        mode: `'input'`, or `'segmentation'` for the masks that were predicted and the true ones, too. Their classes
-            are numbered; what has a negative number, which is ignored, gets the number after the last class.
-        num_images: How many of a batch.
+        interval: How often in training: a number of batches, or a time in batches or epochs.
+        mode: `'input'`, or `'segmentation'` to log the predicted and the true masks, too. Their values are class
+            indices; negative targets, which losses ignore, get the number of classes as their index.
+        num_images: Maximum number of images of a batch.
         channels_last: Whether channels are the last dim.
-        input_key: Where in the batch the images are: an index, a key, or functions; see `State.batch_get_item`.
-        target_key: Where the targets are, with `mode='segmentation'`.
+        input_key: Location of the images in the batch: an index, a key, or functions; see `State.batch_get_item`.
+        target_key: Location of the targets, with `mode='segmentation'`.
 
     Raises:
-        TypeError: If an argument is of another kind.
-        ValueError: If there is no such mode or the interval has another unit; when images are due, if the batch has
-            nothing under a key.
+        TypeError: If an argument has the wrong type.
+        ValueError: If the mode is unknown or the interval has another unit; when images are due, if the batch has
+            nothing at a key.
 
     Example:
         >>> visualizer = ImageVisualizer(interval='1ep', mode='segmentation', num_images=4)
@@ -124,7 +124,7 @@ class ImageVisualizer(Callback):
 
     def _for_log(self, tensor: Tensor) -> Any:
         tensor = tensor[: self.num_images].detach().cpu()
-        return tensor.float().numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
+        return tensor.float().numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()  # NumPy lacks bfloat16
 
 
 def _item(state: State, name: str, key: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How much memory of the accelerator is in use."""
+"""Logging of the accelerator's memory usage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["MemoryMonitor", "reduce_value"]
 
 _GIGABYTE: Final = 1e9
-_DIGITS: Final = 5  # significant ones
+_DIGITS: Final = 5  # significant digits
 
 _NAMES: Final = {
     "allocated_bytes.all.current": "current_allocated_mem",
@@ -35,17 +35,17 @@ _NAMES: Final = {
 
 
 class MemoryMonitor(Callback):
-    """Log how much memory the accelerator has in use, as `memory/<name>`, in gigabytes of 10^9 bytes.
+    """Log the memory usage of the accelerator as `memory/<name>`, in gigabytes of 10^9 bytes.
 
     Args:
-        memory_keys: What to log under which name, of what `torch.accelerator.memory_stats()` tells. By default what is
-            allocated, active, inactive and reserved, now and at the peak, and how often the allocator had to try again.
-        dist_aggregate_batch_interval: Every how many batches to log the mean, the least and the most over all ranks,
-            too, under names that end in `_avg`, `_min` and `_max`. Never by default.
+        memory_keys: Names to log for entries of `torch.accelerator.memory_stats()`. Default: allocated, active,
+            inactive and reserved memory, current and peak, and the number of retries of the allocator.
+        dist_aggregate_batch_interval: Interval in batches at which to log the mean, minimum and maximum over all ranks,
+            too, under names that end in `_avg`, `_min` and `_max`. Default: never.
 
     Raises:
-        TypeError: If an argument is of another kind.
-        ValueError: If the interval is no positive number.
+        TypeError: If an argument has the wrong type.
+        ValueError: If the interval is not positive.
 
     Example:
         >>> monitor = MemoryMonitor(memory_keys={'allocated_bytes.all.peak': 'peak_allocated_mem'})
@@ -64,7 +64,7 @@ class MemoryMonitor(Callback):
         self._is_on_cpu = False
 
     def init(self, state: State, logger: Logger) -> None:
-        """Warn where there is no memory to watch."""
+        """Warn if the model is not on an accelerator with memory statistics."""
         self._is_on_cpu = state.device.name == "cpu"
         parameter = next(state.model.parameters(), None)
         if parameter is not None and parameter.device.type in ("cuda", "xpu", "meta"):
@@ -75,7 +75,7 @@ class MemoryMonitor(Callback):
         )
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """Log what is in use before the optimizer's step."""
+        """Log the memory usage before the optimizer step."""
         if self._is_on_cpu:
             return
         parameter = next(state.model.parameters(), None)
@@ -99,7 +99,7 @@ class MemoryMonitor(Callback):
 
 
 def _over_all_ranks(report: Mapping[str, float], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the mean, the least and the most of each value, on the device, for one collective each."""
+    """Return the mean, minimum and maximum of each value as device tensors, with three collectives."""
     reduced: dict[str, torch.Tensor] = {}
     for ending, operation in (("avg", "SUM"), ("min", "MIN"), ("max", "MAX")):
         values = torch.tensor(list(report.values()), dtype=torch.float64, device=device)
@@ -110,15 +110,15 @@ def _over_all_ranks(report: Mapping[str, float], device: torch.device) -> dict[s
 
 
 def reduce_value(value: float, device: torch.device, op: str = "mean") -> float:
-    """Return the mean, sum, least or most of a number over all ranks. Every rank must call this.
+    """Return the mean, sum, minimum or maximum of a number over all ranks. Every rank must call this.
 
     Args:
-        value: This rank's.
-        device: What the ranks communicate on.
+        value: Value of this rank.
+        device: Device on which the ranks communicate.
         op: `'mean'` or `'avg'`, `'sum'`, `'min'` or `'max'`.
 
     Raises:
-        ValueError: If `op` is another word.
+        ValueError: If `op` is unknown.
     """
     operations = {"mean": "SUM", "avg": "SUM", "sum": "SUM", "min": "MIN", "max": "MAX"}
     if op not in operations:

@@ -1,4 +1,4 @@
-"""A record of every allocation of a few batches."""
+"""Recording of every memory allocation of a few batches."""
 
 from __future__ import annotations
 
@@ -29,24 +29,26 @@ _log = logging.getLogger(__name__)
 
 
 class MemorySnapshot(Callback):
-    """Record what CUDA's allocator does over a few batches, and keep it as files.
+    """Record the actions of the CUDA allocator over a few batches, and save them as files.
 
-    `<filename>.html` shows it in any browser, without a network. `<filename>.pickle` is for
-    `python -m torch.cuda._memory_viz` and PyTorch's page; open only those that you made. On other devices it warns and
-    does nothing. What goes wrong while files are written is logged and does not end training.
+    `<filename>.html` can be opened in any browser, offline. `<filename>.pickle` is for
+    `python -m torch.cuda._memory_viz` and PyTorch's page; open only files that you have made. On other devices it
+    only warns. Errors in writing files are logged and do not end training.
 
     Args:
-        skip_batches: How many batches to leave out first.
-        interval: How long to record: batches, or a time.
-        max_entries: How many of the last actions are kept.
-        folder: Where to, with the run's and the ranks' placeholders.
-        filename: What the files are called, with placeholders for run, ranks and time.
-        remote_file_name: The folder where loggers keep them, or an address to upload to. `None` uploads nothing.
-        overwrite: Whether there may be files in the folder, and of these names in the store.
+        skip_batches: Number of batches to skip first.
+        interval: Time to record: batches, or a time.
+        max_entries: Number of the last actions to keep.
+        folder: Local folder, with the placeholders of run and ranks.
+        filename: Name of the files without extension, with placeholders for run, ranks and time.
+        remote_file_name: Folder of the files for loggers that keep files, or a URI to upload to. `None` uploads
+            nothing.
+        overwrite: Whether the folder may contain files, and the object store files of these names.
 
     Raises:
-        TypeError: If an argument is of another kind.
-        ValueError: If a number is negative; at the start, `FileExistsError` if the folder has files.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a number is negative.
+        FileExistsError: At the start, if the folder contains files.
 
     Example:
         >>> snapshot = MemorySnapshot(skip_batches=2, interval='1ba')
@@ -79,13 +81,13 @@ class MemorySnapshot(Callback):
         self._enabled = False
 
     def init(self, state: State, logger: Logger) -> None:
-        """Make the folder, where there is memory to watch."""
+        """Create the folder, if the model is on a CUDA device."""
         self._enabled = has_cuda_memory(state, "memory snapshot")
         if self._enabled:
             self._files.prepare(state, logger)
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Begin to record after the batches to skip."""
+        """Start recording after the skipped batches."""
         if not self._enabled or self._end is not None:
             return
         if self._batches_left_to_skip > 0:
@@ -95,7 +97,7 @@ class MemorySnapshot(Callback):
         record_history(self.max_entries)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Keep the record when the interval is over."""
+        """Save the record when the interval is over."""
         if self._enabled and self._end is not None and state.timestamp.get(self.interval.unit) >= self._end:
             self._export(state, logger)
             self._stop()
@@ -112,7 +114,7 @@ class MemorySnapshot(Callback):
     def _export(self, state: State, logger: Logger) -> None:
         try:
             snapshot = take_snapshot()
-        except Exception:  # it watches training, and must not end it
+        except Exception:  # a monitor must not end training
             _log.exception("No snapshot of the memory could be taken.")
             return
         if not any(snapshot["device_traces"]):

@@ -1,4 +1,4 @@
-"""The log of an MLPerf training run, as its compliance checker reads it."""
+"""The log of an MLPerf training run, in the format of its compliance checker."""
 
 from __future__ import annotations
 
@@ -43,35 +43,36 @@ _STATUSES: Final = ("onprem", "cloud", "preview")
 
 
 class MLPerfCallback(Callback):
-    """Write the log and the description of the system that MLPerf Training asks for.
+    """Write the log and the system description that MLPerf Training requires.
 
     They are `<root_folder>/results/<system_name>/<benchmark>/result_<index>.txt` and
-    `<root_folder>/systems/<system_name>.json`, and are handed to loggers that keep files under the same names below
-    the run's. It needs the extra `mlperf`.
+    `<root_folder>/systems/<system_name>.json`. Loggers that keep files get them under the same names below the run's.
+    It needs the extra `mlperf`.
 
     Args:
-        root_folder: Where the submission is put together.
-        index: The number of the run among those of the submission.
+        root_folder: Root folder of the submission.
+        index: Number of the run within the submission.
         benchmark: `'resnet'` or `'bert'`.
-        target: The value of the metric at which the run is a success.
+        target: Value of the metric at which the run succeeds.
         division: `'open'`.
         metric_name: Name of the metric.
         metric_label: Label of the evaluator.
-        submitter: Who submits.
-        system_name: By default made up of the devices.
+        submitter: Name of the submitter.
+        system_name: Default: a name made from the devices.
         status: `'onprem'`, `'cloud'` or `'preview'`.
         cache_clear_cmd: A command that clears the system's caches before training, run without a shell.
-        host_processors_per_node: How many CPUs a node has, for the description.
-        exit_at_target: Whether training stops at the target.
+        host_processors_per_node: Number of CPUs of a node, for the description.
+        exit_at_target: Whether to stop training at the target.
 
     Attributes:
         success: Whether the target was reached.
 
     Raises:
         MissingConditionalImportError: If mlperf-logging is not installed.
-        TypeError: If an argument is of another kind.
-        ValueError: If an argument is none of the words above; when training begins, if there are several evaluators.
-        FileExistsError: At the start, if there is such a result already.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument has another value than listed above; at the start of training, if there are several
+            evaluators.
+        FileExistsError: At the start, if the result exists already.
 
     Reference:
         MLPerf Training rules and logging: https://github.com/mlcommons/training_policies, https://github.com/mlcommons/logging.
@@ -112,7 +113,7 @@ class MLPerfCallback(Callback):
         if host_processors_per_node is not None:
             check_counts(host_processors_per_node=host_processors_per_node)
         if cache_clear_cmd is not None and not cache_clear_cmd:
-            raise ValueError(f"cache_clear_cmd={cache_clear_cmd!r} is no command. Give one, or None.")
+            raise ValueError(f"cache_clear_cmd={cache_clear_cmd!r} must be a command, or None.")
         self._mllog, self._constants = _import_mllog()
         self.mllogger: Any = self._mllog.get_mllogger()
         self.root_folder = root_folder
@@ -130,12 +131,12 @@ class MLPerfCallback(Callback):
         self._file_handler: logging.FileHandler | None = None
 
     def init(self, state: State, logger: Logger) -> None:
-        """Make the files, clear the caches, and say who submits what. Every rank must call this."""
+        """Create the files, clear the caches, and log the submission. Every rank must call this."""
         if os.path.exists(self.filename):
             raise FileExistsError(
                 f"{self.filename} exists: a result is written once. Give another index, or move the file away."
             )
-        dist.barrier()  # before one of them makes it
+        dist.barrier()  # all ranks have checked before one creates the file
         if dist.get_local_rank() == 0:
             self._make_files()
             self._file_handler = logging.FileHandler(self.filename)
@@ -155,19 +156,19 @@ class MLPerfCallback(Callback):
             logger.upload_file(posixpath.join("{run_name}", self._systems_name), self.systems_path)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Say with what data and batches, and that the run starts. Every rank must call this."""
-        sizes = self._sizes(state)  # which may raise, and then on every rank
+        """Log the sizes of data and batches, and the start of the run. Every rank must call this."""
+        sizes = self._sizes(state)  # on every rank, so that an error is raised on all of them
         if dist.get_global_rank() == 0:
             for key, value in sizes.items():
                 self._event(key, value)
         if dist.get_local_rank() == 0:
             self.mllogger.end(key=self._constants.INIT_STOP)
-        dist.barrier()
+        dist.barrier()  # the run starts when all ranks are initialized
         if dist.get_global_rank() == 0:
             self.mllogger.start(key=self._constants.RUN_START)
 
     def epoch_start(self, state: State, logger: Logger) -> None:
-        """Say that an epoch starts."""
+        """Log the start of an epoch."""
         if dist.get_global_rank() == 0:
             number = self._epoch_number(state)
             self.mllogger.start(key=self._constants.EPOCH_START, metadata={"epoch_num": number})
@@ -175,26 +176,26 @@ class MLPerfCallback(Callback):
             self.mllogger.start(key=self._constants.BLOCK_START, metadata=metadata)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Say that it stops."""
+        """Log the end of an epoch."""
         if dist.get_global_rank() == 0:
             self.mllogger.end(key=self._constants.EPOCH_STOP, metadata={"epoch_num": self._epoch_number(state)})
             self._upload(logger)
 
     def eval_start(self, state: State, logger: Logger) -> None:
-        """Say that an evaluation starts."""
+        """Log the start of an evaluation."""
         if dist.get_global_rank() == 0:
             metadata = {"epoch_num": self._epoch_number(state)}
             self.mllogger.start(key=self._constants.EVAL_START, metadata=metadata)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Say how good the model is, and whether that is good enough. Every rank must call this."""
+        """Log the metric, and whether it has reached the target. Every rank must call this."""
         metric = state.eval_metrics.get(self.metric_label, {}).get(self.metric_name)
         if metric is None:
             raise ValueError(
-                f"metric_name={self.metric_name!r} is no metric of the evaluator labelled {self.metric_label!r}, which "
-                f"has {sorted(state.eval_metrics.get(self.metric_label, {}))}."
+                f"metric_name={self.metric_name!r} is not a metric of the evaluator labelled {self.metric_label!r}, "
+                f"which has {sorted(state.eval_metrics.get(self.metric_label, {}))}."
             )
-        accuracy = float(metric.compute())
+        accuracy = float(metric.compute())  # a collective: on all ranks, though only rank 0 logs
         succeeds = accuracy > self.target and not self.success
         self.success = self.success or succeeds
         if dist.get_global_rank() == 0:
@@ -205,7 +206,7 @@ class MLPerfCallback(Callback):
             state.stop_training()
 
     def close(self, state: State, logger: Logger) -> None:
-        """Let go of the file."""
+        """Close the log file."""
         if self._file_handler is not None:
             self.mllogger.logger.removeHandler(self._file_handler)
             self._file_handler.close()
@@ -257,7 +258,7 @@ class MLPerfCallback(Callback):
         self.mllogger.event(key=key, value=value, metadata={} if metadata is None else metadata)
 
     def _epoch_number(self, state: State) -> int:
-        # In BERT's rules an "epoch" is counted in samples.
+        # The rules of BERT count an "epoch" in samples.
         return int(state.timestamp.epoch if self.benchmark == "resnet" else state.timestamp.sample)
 
     def _upload(self, logger: Logger) -> None:
@@ -281,11 +282,11 @@ def _checked(loader: Any, name: str) -> DataLoader[Any]:
 
 def _num_samples(loader: DataLoader[Any]) -> int:
     dataset: Any = loader.dataset
-    # Each rank has a part of its own of what can only be iterated over, and all of what can be indexed.
+    # An iterable dataset holds only this rank's part of the data, a map-style dataset holds all of it.
     return len(dataset) * (dist.get_world_size() if isinstance(dataset, IterableDataset) else 1)
 
 
-_UNKNOWN = ""
+_UNKNOWN = ""  # to be filled in by hand
 
 
 def get_system_description(
@@ -295,17 +296,17 @@ def get_system_description(
     system_name: str | None = None,
     host_processors_per_node: int | None = None,
 ) -> dict[str, Any]:
-    """Describe the system as MLPerf asks for it; what the machine does not tell is empty, to be filled in by hand.
+    """Return the system description that MLPerf requires; entries that cannot be detected are left empty.
 
     Args:
-        submitter: Who submits.
+        submitter: Name of the submitter.
         division: `'open'`.
         status: `'onprem'`, `'cloud'` or `'preview'`.
-        system_name: By default `<number of ranks>x<device>_composer`.
-        host_processors_per_node: How many CPUs a node has.
+        system_name: Default: `<number of ranks>x<device>_composer`.
+        host_processors_per_node: Number of CPUs of a node.
 
     Returns:
-        What `systems/<system_name>.json` holds.
+        The content of `systems/<system_name>.json`.
 
     Example:
         >>> get_system_description('Plum', 'open', 'onprem', system_name='shed')['system_name']
@@ -377,12 +378,13 @@ def _describe_accelerator(name: str) -> dict[str, Any]:
 
 
 def _num_cores() -> int | None:
-    """Return how many cores there are, each counted once however many threads it runs; Linux tells."""
+    """Return the number of physical cores, or `None` where `/proc/cpuinfo` is missing."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             processors = [dict(_fields(text)) for text in file.read().split("\n\n") if text.strip()]
     except OSError:
         return None
+    # Threads of a core share its id, which is unique only within a processor.
     cores = {(each.get("physical id"), each["core id"]) for each in processors if "core id" in each}
     return len(cores) or None
 

@@ -1,4 +1,4 @@
-"""Stopping at a loss that is not a number."""
+"""Stopping at a NaN loss."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["NaNMonitor"]
 
 
 class NaNMonitor(Callback):
-    """Raise when a loss of training is not a number, at the microbatch where it happens.
+    """Raise at the first microbatch with a NaN training loss.
 
-    It waits for the device at every microbatch, to say which one it was. The Trainer itself finds losses that are
-    not finite without waiting.
+    It synchronizes with the device at every microbatch to name the right one. The Trainer itself finds non-finite
+    losses without synchronizing.
 
     Raises:
-        RuntimeError: When training, if a loss has a NaN.
-        TypeError: When training, if the loss is neither a tensor nor a sequence or dict of tensors.
+        RuntimeError: In training, if a loss contains a NaN.
+        TypeError: In training, if the loss is neither a tensor nor a sequence or dict of tensors.
     """
 
     def after_loss(self, state: State, logger: Logger) -> None:
-        """Look at `state.loss`."""
+        """Check `state.loss`."""
         loss: Any = state.loss
         if isinstance(loss, Tensor):
             if loss.ndim == 0 and not isnan(loss.item()):
@@ -57,5 +57,5 @@ def _no_loss(loss: object) -> TypeError:
 def _has_nan(loss: Any) -> bool:
     if not isinstance(loss, Tensor):
         raise _no_loss(loss)
-    # Python looks at one number sooner than two kernels would; the device is waited for either way.
+    # For a single number, `item` is faster than two kernels; both synchronize.
     return isnan(loss.item()) if loss.numel() == 1 else bool(torch.isnan(loss).any())

@@ -1,4 +1,4 @@
-"""What was in memory when it ran out."""
+"""Record of the memory in use when an out-of-memory error occurs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
-# Of this module only what turns a snapshot into lines is used; its pictures and pages need a network.
+# Only its text output is used; its pages load scripts from the network.
 from torch.cuda import _memory_viz
 
 from composer.callbacks._memory_pages import (
@@ -37,14 +37,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFileNameConfig:
-    """What the files are called.
+    """Names of the files.
 
     Attributes:
-        snapshot_file: The record itself, for `python -m torch.cuda._memory_viz` and PyTorch's page.
+        snapshot_file: The snapshot, for `python -m torch.cuda._memory_viz` and PyTorch's page.
         trace_plot_file: A page with each allocation as a box over time.
-        segment_plot_file: A page with what is in each segment.
-        segment_flamegraph_file: Which lines of code hold the bytes of each segment.
-        memory_flamegraph_file: Which lines of code hold the bytes of all.
+        segment_plot_file: A page with the blocks of each segment.
+        segment_flamegraph_file: A flame graph of the code that holds the bytes of each segment.
+        memory_flamegraph_file: A flame graph of the code that holds all bytes.
     """
 
     snapshot_file: str
@@ -55,7 +55,7 @@ class SnapshotFileNameConfig:
 
     @classmethod
     def from_file_name(cls, filename: str) -> SnapshotFileNameConfig:
-        """Return the names that begin alike.
+        """Return names with a common prefix.
 
         Example:
             >>> SnapshotFileNameConfig.from_file_name('rank0_oom').snapshot_file
@@ -70,29 +70,29 @@ class SnapshotFileNameConfig:
         )
 
     def list_filenames(self) -> list[str]:
-        """Return all of them."""
+        """Return all names."""
         return list(astuple(self))
 
 
 class OOMObserver(Callback):
-    """Keep what was in memory when a CUDA device ran out of it, as files that need no network to be looked at.
+    """Save the memory in use when a CUDA device runs out of it, as files that can be opened offline.
 
-    They are written before the error is raised, so that also a run that ends with it has them: the record itself and
-    four pictures; see `SnapshotFileNameConfig`. On other devices it warns and does nothing. Each file is tried for
-    itself, and what goes wrong is logged. The allocator's history is recorded from the start on, which makes each
-    allocation a little slower.
+    They are written before the error is raised, so they exist even if it ends the run: the snapshot and four plots; see
+    `SnapshotFileNameConfig`. On other devices it only warns. Files are written independently of each other, and errors
+    are logged. The allocator's history is recorded from the start, which makes each allocation slightly slower.
 
     Args:
-        max_entries: How many of the allocator's last actions are kept.
-        folder: Where to, with the run's and the ranks' placeholders.
-        filename: How the files' names begin, with placeholders for run, ranks and time.
-        remote_file_name: The folder where loggers keep them, or an address to upload to. `None` uploads nothing.
-        overwrite: Whether there may be files in the folder, and of these names in the store.
+        max_entries: Number of the allocator's last actions to keep.
+        folder: Local folder, with the placeholders of run and ranks.
+        filename: Prefix of the files' names, with placeholders for run, ranks and time.
+        remote_file_name: Folder of the files for loggers that keep files, or a URI to upload to. `None` uploads
+            nothing.
+        overwrite: Whether the folder may contain files, and the object store files of these names.
 
     Raises:
-        TypeError: If an argument is of another kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If `max_entries` is less than 1.
-        FileExistsError: At the start, if the folder has files.
+        FileExistsError: At the start, if the folder contains files.
 
     Example:
         >>> observer = OOMObserver(folder='traces/{run_name}', remote_file_name=None)
@@ -116,12 +116,12 @@ class OOMObserver(Callback):
         self._enabled = False
 
     def init(self, state: State, logger: Logger) -> None:
-        """Begin to record, where there is memory to watch."""
+        """Start recording, if the model is on a CUDA device."""
         self._enabled = has_cuda_memory(state, "oom observer")
         if not self._enabled:
             return
         self._files.prepare(state, logger)
-        # PyTorch never lets go of an observer, so it must not hold the run.
+        # PyTorch holds an observer until the process ends, so it must not keep the run alive.
         observer, of_state, of_logger = weakref.ref(self), weakref.ref(state), weakref.ref(logger)
 
         def observe(device: int, asked_for: int, total: int, free: int) -> None:
@@ -139,12 +139,12 @@ class OOMObserver(Callback):
             stop_history()
 
     def keep_snapshot(self, state: State, logger: Logger) -> None:
-        """Write and upload what is in memory now, unless the callback is closed."""
+        """Write and upload the current memory usage, unless the callback is closed."""
         if not self._enabled:
             return
         try:
             snapshot = take_snapshot()
-        except Exception:  # the error to be seen is that memory ran out
+        except Exception:  # the user must see the out-of-memory error, not this one
             _log.exception("No snapshot of the memory could be taken.")
             return
         names = SnapshotFileNameConfig.from_file_name(self._files.path(self.filename, state))

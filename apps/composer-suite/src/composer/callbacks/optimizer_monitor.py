@@ -1,4 +1,4 @@
-"""Norms of gradients, and what else an optimizer has to say of its parameters."""
+"""Logging of gradient norms and of the optimizer's own metrics."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _GRADIENT = f"{_NORM}/grad"
 
 
 class OptimizerMonitor(Callback):
-    """Log the norm of the gradient, of each parameter (`l2_norm/grad/<name>`) and of all (`l2_norm/grad/global`).
+    """Log the gradient norm of each parameter (`l2_norm/grad/<name>`) and of all (`l2_norm/grad/global`).
 
-    The values of an accelerator stay there until a logger reads them, so nobody waits for them. Of a sharded model they
-    are the norms of the whole gradients, for one collective an interval.
+    Values stay on the accelerator until a logger reads them, so there is no synchronization. For a sharded model they
+    are the norms of the unsharded gradients, at the cost of one collective per interval.
 
     Args:
-        log_optimizer_metrics: Whether to log what the optimizer knows, too, if it has
-            `report_per_parameter_metrics`: `DecoupledAdamW` tells the norms of moments, parameters and updates.
-        batch_log_interval: Every how many batches.
+        log_optimizer_metrics: Whether to log the optimizer's own metrics, too, if it has
+            `report_per_parameter_metrics`: `DecoupledAdamW` reports the norms of moments, parameters and updates.
+        batch_log_interval: Interval in batches.
 
     Raises:
-        TypeError: If an argument is of another kind.
-        ValueError: If the interval is no positive number.
+        TypeError: If an argument has the wrong type.
+        ValueError: If the interval is not positive.
 
     Example:
         >>> monitor = OptimizerMonitor(batch_log_interval=10)
@@ -67,7 +67,7 @@ class OptimizerMonitor(Callback):
 
 
 def _optimizer_metrics(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what the optimizer tells of its parameters, of the whole ones where ranks hold shards."""
+    """Return the optimizer's metrics of its parameters, reduced over ranks if parameters are sharded."""
     metrics: dict[str, Any] = {}
     if not callable(getattr(optimizer, "report_per_parameter_metrics", None)):
         return metrics
@@ -78,7 +78,7 @@ def _optimizer_metrics(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict
     if callable(getattr(optimizer, "pre_reduce_metrics", None)):
         metrics = optimizer.pre_reduce_metrics(metrics)
         for name, parameter in parameters.items():
-            # The sum over all ranks that follows would count each copy of a shard.
+            # The following sum over all ranks would count each replica of a shard.
             copies = dist.get_world_size() / _num_shards(parameter)
             for key in metrics:
                 if key.startswith(_NORM) and key.endswith(f"/{name}"):
@@ -92,10 +92,10 @@ def _optimizer_metrics(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict
 def _whole_norms(tensors: list[Any]) -> list[Any]:
     """Return the 2-norm of each tensor, over all its shards with one collective for each mesh.
 
-    What is on an accelerator stays there, what is on the CPU is a number.
+    Norms on an accelerator are tensors, norms on the CPU are numbers.
     """
     if all(type(tensor) is Tensor for tensor in tensors) and len({(each.device, each.dtype) for each in tensors}) == 1:
-        return list(_norms(tensors))  # the usual case, without what the others need
+        return list(_norms(tensors))  # fast path for unsharded gradients
     norms: dict[int, Any] = {}
     groups: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -112,14 +112,14 @@ def _whole_norms(tensors: list[Any]) -> list[Any]:
 
 
 def _norms(tensors: list[Tensor]) -> Sequence[Any]:
-    # As torch's own clipping of gradients computes them: on an accelerator by one kernel for many tensors. The public
-    # `torch.nn.utils.get_total_norm` keeps only what they add up to.
+    # As in torch's gradient clipping: on an accelerator, one kernel for many tensors. The public
+    # `torch.nn.utils.get_total_norm` returns only the total.
     norms: Sequence[Tensor] = torch._foreach_norm(tensors, dtype=_wide(tensors[0]))  # pyright: ignore[reportPrivateImportUsage]
     return [norm.item() for norm in norms] if tensors[0].is_cpu else norms
 
 
 def _wide(tensor: Tensor) -> torch.dtype | None:
-    # Half precision ends at 65,504, which the norm of many gradients exceeds.
+    # float16 overflows beyond 65,504, and norms can be larger.
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
 
 
@@ -128,14 +128,14 @@ def _at_hand(numbers: Tensor) -> Sequence[Any]:
 
 
 def _norm_of(norms: list[Any]) -> Any:
-    """Return the norm of what has these norms, as a number where all of them are."""
+    """Return the total norm, as a number if all norms are numbers."""
     if not any(isinstance(norm, Tensor) for norm in norms):
-        return math.sqrt(sum(norm * norm for norm in norms))  # of inf and nan it is nan, unlike that of math.hypot
+        return math.sqrt(sum(norm * norm for norm in norms))  # keeps NaN, where math.hypot returns inf for inf and NaN
     return torch.linalg.vector_norm(torch.stack([torch.as_tensor(norm) for norm in norms]))
 
 
 def _num_shards(tensor: Any) -> int:
-    """Return into how many different parts a tensor is cut; 1 for one that every rank has whole."""
+    """Return the number of distinct shards of a tensor; 1 if it is not sharded."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return 1
@@ -146,9 +146,9 @@ def _num_shards(tensor: Any) -> int:
 
 
 def numbers_at_hand(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by name, with tensors of one element as numbers where they are on the CPU.
+    """Return values by name, with one-element CPU tensors replaced by numbers.
 
-    Loggers can keep and write these as they are. What is on an accelerator stays there.
+    Loggers can keep and write numbers as they are. Tensors on an accelerator are not read, which would synchronize.
 
     >>> import torch
     >>> numbers_at_hand({"norm": torch.tensor(1.5), "lr": 0.1})
@@ -156,7 +156,7 @@ def numbers_at_hand(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     at_hand = {name: value for name, value in values.items() if _is_at_hand(value)}
     if len({(value.dtype, value.shape) for value in at_hand.values()}) == 1:
-        numbers = torch.stack(list(at_hand.values())).flatten().tolist()  # sooner than one after the other
+        numbers = torch.stack(list(at_hand.values())).flatten().tolist()  # faster than `item` for each
     else:
         numbers = [value.item() for value in at_hand.values()]
     return {**values, **dict(zip(at_hand, numbers, strict=True))}

@@ -1,4 +1,4 @@
-"""How long training still takes."""
+"""Estimate of the remaining training time."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["RuntimeEstimator"]
 
 
 class RuntimeEstimator(Callback):
-    """Log how much time training still takes, with its evaluations, as `time/remaining_estimate` after each batch.
+    """Log the remaining time of training, including evaluations, as `time/remaining_estimate` after each batch.
 
     Args:
-        skip_batches: How many batches to leave out at the start, which take longer than later ones.
+        skip_batches: Number of batches to skip at the start, which take longer than later ones.
         time_unit: `'seconds'`, `'minutes'`, `'hours'` or `'days'`.
 
     Raises:
-        TypeError: If an argument is of another kind.
-        ValueError: If the unit is another word, or `skip_batches` is negative.
+        TypeError: If an argument has the wrong type.
+        ValueError: If the unit is unknown, or `skip_batches` is negative.
 
     Example:
         >>> estimator = RuntimeEstimator(time_unit='minutes')
@@ -49,11 +49,11 @@ class RuntimeEstimator(Callback):
         self._is_enabled = True
 
     def init(self, state: State, logger: Logger) -> None:
-        """Say what the estimate is counted in."""
+        """Log the unit of the estimate."""
         logger.log_hyperparameters({"time/remaining_estimate_unit": self.time_unit})
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Begin anew: what was before this training says nothing of how long it takes."""
+        """Reset the estimate: the speed of an earlier `fit` does not predict this one."""
         self.eval_frequency_per_label.clear()
         self._evaluations.clear()
         self._batches_left_to_skip = self._skip_batches
@@ -68,7 +68,7 @@ class RuntimeEstimator(Callback):
             self._batches_left_to_skip -= 1
             return
         if state.max_duration is None:
-            warnings.warn("max_duration is not set, so nobody knows how long training still takes.", stacklevel=2)
+            warnings.warn("max_duration is not set, so the remaining training time is unknown.", stacklevel=2)
             self._is_enabled = False
             return
         self._epoch_length = None if state.dataloader_len is None else int(state.dataloader_len)
@@ -87,7 +87,7 @@ class RuntimeEstimator(Callback):
         log_lazily(state, logger, self._estimate, duration, length, start, train_s, remaining_eval_s)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Remember how long an evaluation took, and how often there is one."""
+        """Record the duration and frequency of an evaluation."""
         label = state.dataloader_label
         fraction = None if self._start_s is None else self._fraction(state)
         if fraction is None or label is None:
@@ -124,7 +124,7 @@ class RuntimeEstimator(Callback):
 
 
 def _elapsed_fraction(now: Timestamp, max_duration: Time[Any] | None, epoch_length: int | None) -> float | None:
-    """Return which part of training is done, between epochs too, where that can be known."""
+    """Return the elapsed fraction of training, also within an epoch if its length is known."""
     if max_duration is None:
         return None
     unit, length = max_duration.unit, max_duration.value
@@ -132,6 +132,7 @@ def _elapsed_fraction(now: Timestamp, max_duration: Time[Any] | None, epoch_leng
         return 1.0
     if unit is TimeUnit.EPOCH:
         batch, epochs = now.num_batches, now.num_epochs
+        # Epochs may differ in length, so completed ones are averaged.
         mean_length = (batch - now.num_batches_in_epoch) / epochs if epochs else epoch_length
         if mean_length:
             return min(batch / (length * mean_length), 1.0)
@@ -140,7 +141,7 @@ def _elapsed_fraction(now: Timestamp, max_duration: Time[Any] | None, epoch_leng
 
 @dataclass(slots=True)
 class _Evaluations:
-    """How many evaluations there were and how long they took, without a record that grows with training."""
+    """Number and durations of evaluations, in constant memory."""
 
     count: int = 0
     first_s: float = 0.0
@@ -154,7 +155,7 @@ class _Evaluations:
 
     @property
     def mean_s(self) -> float:
-        """The mean of all but the first one, which takes longer, where there are others."""
+        """The mean duration without the first one, which takes longer, unless it is the only one."""
         if self.count < 2:
             return self.total_s
         return (self.total_s - self.first_s) / (self.count - 1)
