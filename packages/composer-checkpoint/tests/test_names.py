@@ -122,7 +122,7 @@ def test_a_template_that_leads_out_of_the_folder_is_refused(template):
 
 @pytest.mark.parametrize("template", ["", "/", "  ", "folder{batch}/", "nul\0{batch}"])
 def test_a_template_that_is_no_file_name_is_refused(template):
-    with pytest.raises(ValueError, match="is no file name"):
+    with pytest.raises(ValueError, match="is not a file name"):
         check_filename(template)
 
 

@@ -120,7 +120,7 @@ def test_the_target_of_the_pointer_is_kept():
     ],
 )
 def test_a_setting_that_says_nothing_sensible_is_refused(setting):
-    with pytest.raises(ValueError, match=r"must be|does not say|is no interval|says not"):
+    with pytest.raises(ValueError, match=r"must be|does not say|is not an interval|says not"):
         RetentionPolicy.from_setting(setting)
 
 

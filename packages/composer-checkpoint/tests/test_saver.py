@@ -204,7 +204,7 @@ def test_a_program_that_is_missing_is_an_error_before_training(saver, monkeypatc
         ({"filename": "model.pt"}, "several checkpoints one name"),
         ({"filename": "ep{epoch}.pt", "save_interval": "1ba"}, "several checkpoints one name"),
         ({"latest_filename": "../latest"}, "save_latest_filename='../latest' leads out of the folder"),
-        ({"latest_filename": ""}, "save_latest_filename='' is no file name"),
+        ({"latest_filename": ""}, "save_latest_filename='' is not a file name"),
         ({"filename": "last.pt", "latest_filename": "last.pt", "overwrite": True}, "would replace it"),
         ({"num_checkpoints_to_keep": -2}, "save_num_checkpoints_to_keep=-2"),
         ({"num_checkpoints_to_keep": 2, "keep": {"last": 3}}, "both say how many"),

@@ -272,7 +272,7 @@ def test_an_unknown_backend_is_refused():
     ],
 )
 def test_what_makes_no_sense_for_sftp_is_refused_before_anything_is_reached(arguments):
-    with pytest.raises(ValueError, match=r"is no place for SFTP|is given twice|is unknown") as caught:
+    with pytest.raises(ValueError, match=r"is not an SFTP address|is given twice|is unknown") as caught:
         SFTPObjectStore(**arguments)
     assert "secret" not in str(caught.value)
 

@@ -1,4 +1,4 @@
-"""One writer at a time in a folder of checkpoints."""
+"""Locks for folders of checkpoints, and removal of what killed writers left in them."""
 
 import contextlib
 import errno
@@ -40,18 +40,17 @@ class FolderInUseError(StorageError):
 
 
 class FolderLock:
-    """Keep other processes from saving to a folder as long as this one does.
+    """Keep other processes from saving to a folder while this one does.
 
-    The lock is the operating system's, on a hidden file in the folder that says who has it. It ends with the process,
-    however that ends, and does not pass to processes that it forks; the next one takes it over and says so in the log.
-    It holds between machines where the file system carries such locks (NFS 4, Lustre with `flock`, ...). Where there
-    are none, the file itself is the lock: that of a dead process of this machine is taken over, that of another
-    machine must be deleted by hand.
+    The lock is the operating system's, on a hidden file in the folder that names its owner. It ends with the process in
+    any case, and is not inherited by forks; the next owner logs a warning. It holds between machines if the file system
+    supports such locks (NFS 4, Lustre with `flock`, ...). If not, the file itself is the lock: the file of a dead
+    process of this machine is taken over, that of another machine must be deleted by hand.
 
-    Within one process any number of objects may hold the lock of a folder together, so that two savers can share it.
+    Within one process, any number of objects may hold the lock of a folder, so that two savers can share it.
 
     Args:
-        folder: The folder, made if need be.
+        folder: The folder, which is created if it does not exist.
         timeout_s: How long to wait for another process before giving up.
 
     Example:
@@ -68,7 +67,7 @@ class FolderLock:
 
     @property
     def held(self) -> bool:
-        """Whether this object holds the lock."""
+        """Return whether this object holds the lock."""
         return self._hold is not None and self._hold.pid == os.getpid()
 
     def acquire(self) -> "FolderLock":
@@ -78,9 +77,10 @@ class FolderLock:
             This object.
 
         Raises:
-            FolderInUseError: If another process still has it after `timeout_s`, with that process's host and number.
+                FolderInUseError: If another process still holds it after `timeout_s`, with that process's host and
+                    number.
             StorageError: If the folder cannot be written to.
-            RuntimeError: If this object holds it already.
+                RuntimeError: If this object already holds it.
         """
         if self.held:
             raise RuntimeError(f"This lock of {self.folder} is held already. Release it first, or make a second one.")
@@ -95,10 +95,11 @@ class FolderLock:
             except OSError as error:
                 raise as_storage_error(error, self.folder / LOCK_NAME) or error from error
             time.sleep(pause_s)
+            # Backs off, since each attempt opens and locks a file, perhaps over a network.
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def release(self) -> None:
-        """Give the lock back, if it is held."""
+        """Release the lock, if it is held."""
         if self.held and self._hold is not None:
             _give_back(self._hold)
         self._hold = None
@@ -113,15 +114,15 @@ class FolderLock:
 
 
 class _Hold:
-    """A lock that this process has, and how many objects share it."""
+    """The lock of a folder in this process, with the number of objects that share it."""
 
     def __init__(self, path: Path, descriptor: int, key: tuple[int, int]) -> None:
         self.path, self.descriptor, self.key = path, descriptor, key
         self.pid, self.holders = os.getpid(), 1
 
 
-# The system's record locks belong to the process as a whole, and closing any descriptor of the file drops them: so
-# each process opens the file of a folder once, and counts.
+# POSIX record locks belong to the process, and closing any descriptor of the file releases them. So each process opens
+# the file of a folder once and counts its holders.
 _holds: dict[tuple[int, int], _Hold] = {}
 _guard = threading.Lock()
 
@@ -132,7 +133,8 @@ def _take(folder: Path) -> _Hold:
     key = (status.st_dev, status.st_ino)
     with _guard:
         hold = _holds.get(key)
-        if hold is not None and hold.pid == os.getpid():  # another pid: what a fork inherited, and does not hold
+        # With another pid it was inherited by a fork, which does not hold the lock.
+        if hold is not None and hold.pid == os.getpid():
             hold.holders += 1
             return hold
         descriptor, path = _lock_file(folder / LOCK_NAME)
@@ -146,14 +148,14 @@ def _give_back(hold: _Hold) -> None:
         if hold.holders:
             return
         _holds.pop(hold.key, None)
-        # Removed while still locked: who waits sees that its file has lost the name, and opens the new one.
+        # Removed while still locked: a waiting process sees that its file has lost the name, and opens the new one.
         with contextlib.suppress(OSError):
             hold.path.unlink()
         os.close(hold.descriptor)
 
 
 def _lock_file(path: Path) -> tuple[int, Path]:
-    """Return a descriptor of the file that is the lock, with our name in it, and where it is."""
+    """Return a descriptor of the locked file, signed by this process, and its path."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -170,11 +172,11 @@ def _lock_file(path: Path) -> tuple[int, Path]:
         if _still_has_name(descriptor, path):
             _sign(descriptor, path)
             return descriptor, path
-        os.close(descriptor)  # its owner gave it back between our opening and our locking: there is a new one
+        os.close(descriptor)  # its owner released it before it was locked here, so there is a new file
 
 
 def _sign(descriptor: int, path: Path) -> None:
-    """Write our name into the file, and say whose was in it."""
+    """Write this process's name into the file, and log the name that was in it."""
     try:
         _say_who_had_it(path, _read(descriptor))
         os.ftruncate(descriptor, 0)
@@ -185,13 +187,13 @@ def _sign(descriptor: int, path: Path) -> None:
 
 
 def _take_by_name(path: Path) -> tuple[int, Path]:
-    """Take the lock where only the existence of a file can tell."""
+    """Take the lock by creating a file, where the file system has no locks."""
     own = path.with_name(f"{path.name}.{this_writer()}")
     own.write_bytes(_record())
     try:
         while True:
             try:
-                os.link(own, path)  # fails if it exists, and brings its content with it
+                os.link(own, path)  # atomic: fails if the file exists, and never shows it without content
             except FileExistsError:
                 _take_from_the_dead(path, own)
             else:
@@ -201,14 +203,15 @@ def _take_by_name(path: Path) -> tuple[int, Path]:
 
 
 def _take_from_the_dead(path: Path, own: Path) -> None:
-    """Remove the file of a process that has ended, or raise."""
+    """Remove the lock file of a dead process, or raise."""
     owner = _read_path(path)
     if owner and is_alive(owner["writer"]) is not False:
         raise _in_use(path, owner)
+    # Renamed before the check, so that only one of several waiting processes removes it.
     stale = own.with_name(f"{own.name}.stale")
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, stale)
-        if _read_path(stale) != owner:  # somebody was quicker, and this is theirs
+        if _read_path(stale) != owner:  # another process was faster, and this is its file
             os.link(stale, path)
         else:
             _say_who_had_it(path, owner)
@@ -228,7 +231,7 @@ def _record() -> bytes:
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """Return who the file says has the lock, or nothing where it does not say so."""
+    """Return the owner's record in the file, or an empty dict."""
     try:
         record = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
@@ -270,49 +273,47 @@ log = logging.getLogger(__name__)
 
 
 def complete_interrupted_sets(folder: str | os.PathLike[str]) -> None:
-    """Give per-rank files their names, all of which were written when the run before was killed. One rank calls this.
+    """Rename completely written per-rank files that a killed run left unnamed. Called on one rank.
 
-    Nothing is done while another run saves there.
+    Does nothing while another run saves to the folder.
     """
     if not has_sets(folder):
         return
     try:
         with FolderLock(folder):
             complete_sets(folder, locked=True)
-    except OSError as error:  # in use, or read-only: the set before is as good
-        log.warning("Per-rank files in %s that have no names yet are left alone: %s", folder, error)
+    except OSError as error:  # in use or read-only: the previous set of files is still valid
+        log.warning("Per-rank files in %s that are not yet renamed are left alone: %s", folder, error)
 
 
 def remove_leftovers(folder: str | os.PathLike[str], *, locked: bool = False) -> list[Path]:
-    """Delete what writers left in a folder when they were killed.
+    """Delete what killed writers left in a folder.
 
-    What a living process of this machine is writing stays. A folder that was just being replaced where the file
-    system cannot swap names gets its name back. Per-rank files of which all are written, and some not yet renamed,
-    get their names.
+    Files of a living process of this machine stay. A folder that was being replaced where the file system cannot swap
+    names gets its name back. Per-rank files that are completely written are renamed.
 
     Args:
-        folder: Where checkpoints are. Folders below it are looked through too.
-        locked: Whether the caller holds the `FolderLock`, so that writers on other machines, and before a reboot of
-            this one, are known to be gone. Otherwise what they left stays.
+        folder: The folder of checkpoints. Folders below it are searched too.
+        locked: Whether the caller holds the `FolderLock`, so that writers on other machines, and from before a reboot,
+            must be dead. If not, their files stay.
 
     Returns:
-        What was deleted.
+        The deleted paths.
     """
     complete_sets(folder, locked=locked)
     return _remove(_left_in(folder, locked))
 
 
 def remove_leftovers_of(path: str | os.PathLike[str]) -> list[Path]:
-    """Delete what writers of one file or folder left beside it when they were killed.
+    """Delete what killed writers of one file or folder left next to it.
 
-    What a living process is writing stays, and so does what was written on another machine, or is one of several files
-    that get their names together.
+    Files of a living process stay, as do files from another machine and files of a multi-file commit.
 
     Args:
-        path: The real name that it was to get.
+        path: The final name.
 
     Returns:
-        What was deleted.
+        The deleted paths.
     """
     final = Path(os.path.abspath(path))
     left: list[tuple[Path, re.Match[str]]] = []
@@ -327,7 +328,7 @@ def remove_leftovers_of(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def find_leftovers(folder: str | os.PathLike[str], *, locked: bool = False) -> list[Path]:
-    """Return what `remove_leftovers` would delete, rename or put back, and change nothing."""
+    """Return what `remove_leftovers` would delete, rename or restore, without changing anything."""
     sets = [
         path
         for path, found in _unfinished_in(folder)
@@ -337,10 +338,10 @@ def find_leftovers(folder: str | os.PathLike[str], *, locked: bool = False) -> l
 
 
 def complete_sets(folder: str | os.PathLike[str], *, locked: bool = False) -> None:
-    """Rename what is left of per-rank files, all of which were written when their writers were killed.
+    """Rename per-rank files that were completely written when their writers were killed.
 
     Args:
-        folder: Where checkpoints are.
+        folder: The folder of checkpoints.
         locked: As in `remove_leftovers`.
 
     Raises:
@@ -352,16 +353,16 @@ def complete_sets(folder: str | os.PathLike[str], *, locked: bool = False) -> No
 
 
 def has_sets(folder: str | os.PathLike[str]) -> bool:
-    """Return whether any writer of per-rank files has not come to the end of renaming them."""
+    """Return whether a writer of per-rank files has not finished renaming them."""
     return any(found["kind"] == "set" for _, found in _unfinished_in(folder))
 
 
 def complete_earlier_sets(folder: Path, finals: Set[Path]) -> None:
-    """Rename what earlier saves have left of the files that are about to be replaced, this process's saves included.
+    """Rename files that earlier saves left under temporary names, including saves of this process.
 
     Args:
-        folder: Where the records are.
-        finals: The files.
+        folder: The folder of the records.
+        finals: The files that are about to be replaced; other records are skipped.
 
     Raises:
         OSError: If the file system refuses.
@@ -375,7 +376,7 @@ def complete_earlier_sets(folder: Path, finals: Set[Path]) -> None:
 
 
 def discard(path: Path) -> bool:
-    """Delete whatever has this name, and return whether anything had and it is gone. Failures are logged."""
+    """Delete a file or folder, and return whether it existed and is gone. Failures are logged."""
     try:
         if is_folder(path):
             shutil.rmtree(path)
@@ -390,12 +391,12 @@ def discard(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether the name is that of a folder itself, not of a link to one."""
+    """Return whether a path is a folder itself, not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
 def _unfinished_in(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, re.Match[str]]]:
-    """Go through the unfinished files and folders of a folder and of those below it."""
+    """Yield the unfinished files and folders in a folder and below it."""
     pending = [Path(folder)]
     while pending:
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(pending.pop()) as entries:
@@ -409,7 +410,7 @@ def _unfinished_in(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, re.Ma
 
 def _left_in(folder: str | os.PathLike[str], locked: bool) -> list[tuple[Path, re.Match[str]]]:
     left = list(_unfinished_in(folder))
-    # Where it cannot be known whether the writer of a record is gone, the files that it names are still needed.
+    # The temporary files of a record are still needed if its writer may be alive.
     needed = {temporary for path, found in left if found["kind"] == "set" for temporary in temporaries_of(path)}
     return [
         (path, found)
@@ -423,18 +424,18 @@ def _remove(left: list[tuple[Path, re.Match[str]]]) -> list[Path]:
     for path, found in left:
         _tidy(path, found["kind"], found["name"], removed)
     for path in removed:
-        log.warning("Removed %s, which a writer that is gone had left unfinished.", path)
+        log.warning("Removed %s, which a killed writer had left unfinished.", path)
     return removed
 
 
 def _home(name: str) -> str:
-    """Return the real name of what is unfinished; a writer may have written beside another one's temporary name."""
+    """Return the final name of an unfinished file; a writer may have written next to another temporary name."""
     found = UNFINISHED.fullmatch(name)
     return name if found is None else _home(found["name"])
 
 
 def _has_record(writer: str, final: Path) -> bool:
-    """Return whether a writer left a record of files, of which this may be one; it lies here or somewhere above."""
+    """Return whether a writer left a record in this folder or above, which may list this file."""
     for folder in final.parents:
         with suppress(OSError), os.scandir(folder) as entries:
             names = (UNFINISHED.fullmatch(entry.name) for entry in entries)
@@ -450,6 +451,7 @@ def _may_be_writing(writer: str, locked: bool) -> bool:
 
 def _tidy(path: Path, kind: str, name: str, removed: list[Path]) -> None:
     home = path.with_name(name)
+    # The writer had moved the old folder aside, and died before its replacement had the name.
     if kind == "old" and not os.path.lexists(home):
         with suppress(FileExistsError):
             rename_without_replacing(path, home)

@@ -1,4 +1,4 @@
-"""What checkpoints are called: file names with placeholders, checked before any training step."""
+"""Names of checkpoints: templates with placeholders, checked before training, and names of unfinished files."""
 
 import hashlib
 import os
@@ -41,7 +41,7 @@ __all__ = [
     "sharded_folder",
 ]
 
-# What grows from each save to the next, by itself.
+# Placeholders that grow from each save to the next on their own.
 _GROWS: Final = {"batch", "sample", "token", "total_wct"}
 _GROWS_WITH_EPOCHS: Final = {"epoch", "iteration"}
 _GROWS_INSIDE_EPOCHS: Final = {"batch_in_epoch", "sample_in_epoch", "token_in_epoch", "epoch_wct"}
@@ -58,9 +58,9 @@ class PartialFilePath:
     """A file path whose placeholders are filled in when a file is written.
 
     Args:
-        filename: May use all of `format_name_with_dist_and_time`, and `{iteration}`. A leading `/` means nothing
-            below a folder.
-        folder: May use `{run_name}` and the ranks.
+        filename: May have all placeholders of `format_name_with_dist_and_time`, and `{iteration}`. A leading `/` is
+            ignored below a folder.
+        folder: May have `{run_name}` and the placeholders of ranks.
 
     Example:
         >>> path = PartialFilePath("ep{epoch}-ba{batch}.pt", "runs/{run_name}")
@@ -73,11 +73,11 @@ class PartialFilePath:
         self.folder = folder
 
     def format(self, state: "State", keep_placeholders: bool = False) -> str:
-        """Return the path of now.
+        """Return the path at the current time.
 
         Args:
-            state: Has the `run_name` and the `timestamp`.
-            keep_placeholders: Whether to join the two parts and fill in nothing.
+            state: Holds the `run_name` and the `timestamp`.
+            keep_placeholders: Whether to join the two parts without filling in placeholders.
 
         Raises:
             ValueError: If a value, such as a run named `..`, would lead out of the folder.
@@ -105,7 +105,7 @@ def sharded_folder(filename: str, prefix_dir: str | None) -> str:
 
 
 def is_tar(name: str | os.PathLike[str]) -> bool:
-    """Return whether a file name is that of an archive: `tar` among its last two suffixes, or `.tgz`.
+    """Return whether a file name is that of a tar archive: `tar` among its last two suffixes, or `.tgz`.
 
     Example:
         >>> [is_tar(name) for name in ("x.tar.gz", "x.tgz", "tar.xyz", "tar", "tar.foo.xyz")]
@@ -116,7 +116,7 @@ def is_tar(name: str | os.PathLike[str]) -> bool:
 
 
 def placeholders(template: str) -> set[str]:
-    """Return the names in braces.
+    """Return the names of a template's placeholders.
 
     Raises:
         ValueError: If a brace is not closed or not opened.
@@ -133,29 +133,29 @@ def check_filename(
 ) -> None:
     """Raise, before any training step, if a template cannot name the checkpoints of a run.
 
-    Sub-folders are welcome. Placeholders that nothing fills in stay as they are, with a warning. Two saves must not
-    get one name, since the second would replace the first. What tells them apart: with an interval of epochs or
-    iterations, any of `{epoch}`, `{iteration}`, `{batch}`, `{sample}`, `{token}` and `{total_wct}`; with others one of
-    the last four, or `{epoch}` with a count inside the epoch such as `{batch_in_epoch}`. With an interval of `'1dur'`,
-    which saves once, nothing is needed.
+    Subfolders are allowed. Unknown placeholders stay as they are, with a warning. Two saves must not get the same name,
+    since the second would replace the first. With an interval of epochs or iterations, any of `{epoch}`, `{iteration}`,
+    `{batch}`, `{sample}`, `{token}` and `{total_wct}` tells them apart; with other intervals one of the last four does,
+    or `{epoch}` with a count inside the epoch such as `{batch_in_epoch}`. An interval of `'1dur'`, which saves once,
+    needs none.
 
     Args:
         template: The file name.
-        argument: What the user calls it.
-        interval: How often checkpoints are saved, an `int` being epochs. `None` for a function of the user's or for
-            unknown: then some time must occur, whichever it is.
-        overwrite: Whether one name for several checkpoints is wanted.
+        argument: The name of the argument, for errors.
+        interval: How often checkpoints are saved; an `int` is a number of epochs. `None` if unknown, such as for a
+            function: then any placeholder of a time will do.
+        overwrite: Whether several checkpoints may have the same name.
 
     Raises:
-        ValueError: If the template is empty, leads out of its folder, is malformed, reaches into objects
-            (`{epoch.real}`), or gives two saves one name.
+        ValueError: If the template is empty, leads out of its folder, is malformed, accesses attributes
+            (`{epoch.real}`), or gives two saves the same name.
 
     Warns:
-        UserWarning: If a placeholder is not known.
+        UserWarning: If a placeholder is unknown.
     """
     if not template.strip("/ ") or template.endswith("/") or "\0" in template:
         raise ValueError(
-            f"{argument}={template!r} is no file name. Give one such as 'ep{{epoch}}-ba{{batch}}-rank{{rank}}.pt'."
+            f"{argument}={template!r} is not a file name. Give one such as 'ep{{epoch}}-ba{{batch}}-rank{{rank}}.pt'."
         )
     if ".." in template.replace("\\", "/").split("/"):
         raise ValueError(
@@ -191,9 +191,9 @@ def _tells_apart(names: set[str], interval: "Time[Any] | str | int | None") -> b
 
 def _check_placeholder(argument: str, template: str, name: str, spec: str) -> None:
     if not name.isidentifier():
-        # Text that no time or rank fills in; as a file name it is most likely a slip.
+        # Not a placeholder of a time or rank; in a file name it is most likely a mistake.
         raise ValueError(
-            f"{argument}={template!r} has the placeholder {{{name}}}, which is no name. Use names such as {{epoch}} "
+            f"{argument}={template!r} has the placeholder {{{name}}}, which is not a name. Use names such as {{epoch}} "
             f"and {{batch}}, or double the braces to have them in the file name."
         )
     widths = "".join(character if character.isdecimal() else " " for character in spec).split()
@@ -218,12 +218,12 @@ def _join(folder: str, name: str) -> str:
     return os.path.join(folder, name.lstrip("/"))
 
 
-# Machine, process and when it started, so that a process number that the system gave out again is not mistaken.
+# Machine, process id and start time, so that a process id that the system has reused is not mistaken for the writer.
 WRITER_PATTERN = r"[0-9a-f]{8}-[0-9]+-[0-9]+"
 
 
 def this_writer() -> str:
-    """Return a text that names this process among all that share a file system.
+    """Return a string that identifies this process among all that share a file system.
 
     Example:
         >>> is_alive(this_writer())
@@ -233,10 +233,10 @@ def this_writer() -> str:
 
 
 def is_alive(writer: str) -> bool | None:
-    """Return whether the process still runs, or `None` where this machine cannot know.
+    """Return whether a process still runs, or `None` if this machine cannot know.
 
     Args:
-        writer: What `this_writer` returned, here or elsewhere.
+        writer: The result of `this_writer`, here or on another machine.
     """
     machine, pid, started = writer.split("-")
     if machine != _machine():
@@ -245,7 +245,7 @@ def is_alive(writer: str) -> bool | None:
         os.kill(int(pid), 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # somebody else's process
+    except PermissionError:  # the process of another user
         pass
     now = _start_time(int(pid))
     return now == int(started) if now is not None else not _has_proc()
@@ -253,17 +253,17 @@ def is_alive(writer: str) -> bool | None:
 
 @cache
 def _machine() -> str:
-    """Return what process numbers are unique within: the host, its boot, and the container's table of processes."""
+    """Return a hash of the scope in which process ids are unique: the host, its boot and its PID namespace."""
     parts = [socket.gethostname()]
-    with suppress(OSError):  # without Linux, the host's name is what there is
+    with suppress(OSError):  # other systems than Linux have the host name only
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=4).hexdigest()
 
 
 def _start_time(pid: int) -> int | None:
-    """Return when a process started, in the kernel's ticks; None if it is gone, a zombie, or not to be known."""
+    """Return the start time of a process in clock ticks; `None` if it is gone, a zombie, or unknown."""
     try:
-        # The second field is the program's name in parentheses, and may hold spaces and parentheses itself.
+        # The second field is the program's name in parentheses, which may itself contain spaces and parentheses.
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
@@ -274,16 +274,17 @@ def _has_proc() -> bool:
     return Path("/proc/self/stat").exists()
 
 
-# .tmp-: not finished, or already replaced; never read. .old-: a whole folder, moved aside for an instant where the
-# file system cannot swap two names; put back if its writer died in that instant. .set-: the record of several files
-# that get their names together.
+# .tmp-: not finished, or already replaced; never read. .old-: a complete folder, moved aside for an instant where the
+# file system cannot swap two names; restored if its writer died in that instant. .set-: the record of a multi-file
+# commit.
 UNFINISHED = re.compile(rf"(?P<name>.+)\.(?P<kind>tmp|old|set)-(?P<writer>{WRITER_PATTERN})-[0-9a-f]{{8}}", re.DOTALL)
 _LONGEST_NAME_BYTES = 255
 
 
 def name_beside(final: Path, kind: Literal["tmp", "old", "set"] = "tmp") -> Path:
-    """Return a path in the same folder that nobody else uses and that says who writes it."""
+    """Return a unique path in the same folder that names its writer."""
     mark = f".{kind}-{this_writer()}-{secrets.token_hex(4)}"
+    # Cut, since file systems limit names to 255 bytes.
     kept = os.fsencode(final.name)[: _LONGEST_NAME_BYTES - len(mark)]
     return final.with_name(kept.decode(errors="ignore") + mark)
 

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and which may be deleted."""
+"""Retention of checkpoints, on disk and in object stores."""
 
 import math
 import os
@@ -44,7 +44,7 @@ _EXAMPLE = "{'last': 3, 'every': '10ep', 'best': ('metrics/eval/MulticlassAccura
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint that was committed: its name, when in training, and what was measured by then."""
+    """A committed checkpoint: its name, its time in training, and the metrics of that time."""
 
     name: str
     timestamp: Timestamp
@@ -53,20 +53,20 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """Which checkpoints are kept: those that any of the rules keeps. Without a rule, all.
+    """Rules for the checkpoints to keep; one is kept if any rule keeps it. Without rules, all are kept.
 
     Args:
-        last: How many of the newest to keep. 0, without other rules, keeps none at all: for folders that are copied
-            elsewhere. Otherwise the newest is kept whatever the rules are.
-        every: Keeps the first one at or after each multiple of this length of training.
-        metric: Keeps the best by this metric, and those of which it is not known until enough are.
-        mode: Whether a larger (`'max'`) or a smaller (`'min'`) value is better. `None` goes by the metric itself, or
-            else by its name.
-        num_best: How many of the best to keep.
+        last: The number of newest checkpoints to keep. 0 without other rules keeps none, for folders that are copied
+            elsewhere. With any other policy the newest is always kept.
+        every: Keeps the first checkpoint at or after each multiple of this length of training.
+        metric: Keeps the best checkpoints by this metric; those without it stay until enough have it.
+        mode: Whether larger (`'max'`) or smaller (`'min'`) values are better. `None` decides by the metric, or else by
+            its name.
+        num_best: The number of best checkpoints to keep.
 
     Raises:
-        ValueError: If a number is negative, a length is not positive or has no counter, or `mode` is something else.
-            Where `mode` is `None`, and neither metric nor name says which values are better, when that is needed.
+        ValueError: If a number is negative, a length is not positive or has no counter, or `mode` is unknown. If `mode`
+            is `None` and neither metric nor name says which values are better, when that is needed.
 
     Example:
         >>> RetentionPolicy.from_setting({"last": 2, "every": "10ep"})
@@ -82,26 +82,26 @@ class RetentionPolicy:
     def __post_init__(self) -> None:
         for name, count in (("last", self.last), ("num_best", self.num_best)):
             if count is not None and (type(count) is not int or count < 0):
-                raise ValueError(f"{name}={count!r} is no number of checkpoints: it must be a whole number from 0.")
+                raise ValueError(f"{name}={count!r} is not a number of checkpoints: it must be a whole number from 0.")
         if self.mode not in ("max", "min", None):
             raise ValueError(f"mode={self.mode!r} must be 'max' or 'min', whichever values are better, or None.")
         if self.every is not None and (self.every.value <= 0 or self.every.unit is TimeUnit.DURATION):
             raise ValueError(
-                f"every={str(self.every)!r} is no interval between checkpoints to keep: it needs a positive number and "
+                f"every={str(self.every)!r} is not an interval between checkpoints: it needs a positive number and "
                 f"a unit that counts, such as '10ep' or '500ba'."
             )
 
     @classmethod
     def from_setting(cls, setting: "int | Mapping[str, Any] | RetentionPolicy | None") -> "RetentionPolicy":
-        """Read what a user typed.
+        """Create a policy from a user's setting.
 
         Args:
-            setting: -1 or `None` for all, a number for that many of the newest, or a mapping with some of the keys
-                `last` (a number), `every` (a time string) and `best` (metric, `'max'`, `'min'` or `None`, how many).
+            setting: -1 or `None` for all, a number of newest checkpoints, or a mapping with some of the keys `last` (a
+                number), `every` (a time string) and `best` (metric, `'max'`, `'min'` or `None`, how many).
 
         Raises:
-            ValueError: If it is none of these.
-            TypeError: If `every` is no length of training.
+            ValueError: If the setting has another form.
+            TypeError: If `every` is not a length of training.
         """
         if isinstance(setting, RetentionPolicy):
             return setting
@@ -119,7 +119,7 @@ class RetentionPolicy:
         return cls(setting.get("last"), None if every is None else to_time("every", every), metric, mode, num_best)
 
     def with_mode(self, metric: object = None) -> "RetentionPolicy":
-        """Return the policy with a mode where it needs one, by its metric or else by the metric's name.
+        """Return the policy with a mode if it needs one, chosen by the metric or else by its name.
 
         Raises:
             ValueError: If neither says which values are better.
@@ -137,7 +137,7 @@ class RetentionPolicy:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing is ever deleted."""
+        """Return whether no checkpoint is ever deleted."""
         return self.last is None and self.every is None and self.metric is None
 
 
@@ -146,12 +146,12 @@ def choose_to_delete(
 ) -> list[str]:
     """Return the names of the checkpoints that the policy does not keep, oldest first.
 
-    The decision depends only on the arguments. Applied again after the deletion it deletes nothing more.
+    The result depends only on the arguments. A second call after the deletion deletes nothing more.
 
     Args:
-        history: What exists, in the order in which it was committed.
+        history: The existing checkpoints, in the order in which they were committed.
         policy: The rules.
-        latest: What the pointer points to, which is never deleted.
+        latest: The target of the pointer, which is never deleted.
 
     Example:
         >>> history = [SavedCheckpoint(f"ep{epoch}", Timestamp(epoch=epoch)) for epoch in range(1, 8)]
@@ -171,7 +171,7 @@ def choose_to_delete(
 
 
 def _first_of_each(history: Sequence[SavedCheckpoint], every: Time[Any]) -> set[str]:
-    """Keep the first of each interval: it stays the first when others of the interval go."""
+    """Return the first checkpoint of each interval, which stays the first when others of the interval go."""
     first: dict[int, str] = {}
     for saved in history:
         interval = int(saved.timestamp.get(every.unit).value // every.value)
@@ -181,9 +181,9 @@ def _first_of_each(history: Sequence[SavedCheckpoint], every: Time[Any]) -> set[
 
 
 def _best_by(history: Sequence[SavedCheckpoint], metric: str, mode: str | None, num_best: int) -> set[str]:
-    """Keep the best; of equals the oldest, so that none is deleted in favour of one that is no better.
+    """Return the best checkpoints, and of equals the oldest, so that a new one replaces only worse ones.
 
-    While fewer are measured than are to be kept, none is given up that was not.
+    While fewer checkpoints have the metric than are to be kept, those without it are kept too.
     """
     sign = -1 if mode == "max" else 1
     measured = [(saved, saved.metrics[metric]) for saved in history if metric in saved.metrics]
@@ -208,19 +208,19 @@ log = getLogger(__name__)
 
 
 def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy:
-    """Return one policy for the two arguments that a user has.
+    """Return one policy for the two arguments of a user.
 
     Raises:
-        ValueError: If one of them is invalid, or both say how many of the newest to keep.
-        TypeError: If a length of training is none.
+        ValueError: If one of them is invalid, or both set the number of newest checkpoints.
+        TypeError: If a length of training is invalid.
     """
     if type(num_checkpoints_to_keep) is not int or num_checkpoints_to_keep < -1:
         raise ValueError(
-            f"save_num_checkpoints_to_keep={num_checkpoints_to_keep!r} is no number of checkpoints: give a whole "
+            f"save_num_checkpoints_to_keep={num_checkpoints_to_keep!r} must be a whole number: give a whole "
             f"number from 0, or -1 for all."
         )
     if isinstance(keep, Mapping):
-        keep = {rule: value for rule, value in keep.items() if rule != "remote"}  # which is for the store
+        keep = {rule: value for rule, value in keep.items() if rule != "remote"}  # for the store, see `remote_policy`
     try:
         policy = RetentionPolicy.from_setting(keep)
     except (TypeError, ValueError) as error:
@@ -237,14 +237,14 @@ def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy
 
 @dataclass(slots=True)
 class KeptFiles:
-    """What is on this rank's disk, in the order in which it was saved.
+    """Checkpoints on this rank's disk, in the order in which they were saved.
 
-    A file whose upload is under way is deleted after it.
+    A file that is being uploaded is deleted only after the upload.
 
     Attributes:
-        policy: What is kept.
-        deletes: Whether this rank deletes what goes, or another one does.
-        names: The paths of what was saved since this object was made, and is kept.
+        policy: The rules.
+        deletes: Whether this rank deletes, or another one does.
+        names: The kept paths that were saved since this object was created.
     """
 
     policy: RetentionPolicy
@@ -252,17 +252,17 @@ class KeptFiles:
     names: list[str]
     _history: list[SavedCheckpoint]
     _uploads: dict[str, Future[None]]
-    _of_run: dict[str, str | None]  # what another process has saved, and the run's name
+    _of_run: dict[str, str | None]  # paths that another process has saved, with the run's name
 
     @classmethod
     def under(cls, policy: RetentionPolicy) -> "KeptFiles":
-        """Return an empty one."""
+        """Create an empty record."""
         return cls(policy, True, [], [], {}, {})
 
     def add(
         self, path: str, timestamp: Timestamp, metrics: Mapping[str, float], upload: Future[None] | None = None
     ) -> None:
-        """Take note of a checkpoint that was committed. One of the same name is gone."""
+        """Record a committed checkpoint, which replaces an earlier one of the same name."""
         self._history = [saved for saved in self._history if saved.name != path]
         self._history.append(SavedCheckpoint(path, timestamp, dict(metrics)))
         self._of_run.pop(path, None)
@@ -273,7 +273,7 @@ class KeptFiles:
             self._uploads[path] = upload
 
     def rotate(self) -> None:
-        """Delete what the policy does not keep; the newest, to which the pointer points, stays unless none does."""
+        """Delete what the policy does not keep. The newest, the target of the pointer, stays unless none is kept."""
         if self.policy.keeps_all or not self._history:
             return
         keeps_none = self.policy == RetentionPolicy(last=0)
@@ -290,20 +290,20 @@ class KeptFiles:
                 log.info("Deleted %s, which save_num_checkpoints_to_keep and save_keep do not keep.", path)
 
     def state_dict(self) -> list[tuple[str, dict[str, Any], dict[str, float]]]:
-        """Return what a checkpoint says about the ones before it."""
+        """Return the list of checkpoints, for the next checkpoint."""
         return [(saved.name, saved.timestamp.state_dict(), dict(saved.metrics)) for saved in self._history]
 
     def load_state_dict(self, saved: Sequence[Any], folder: str, template: str, run_name: str | None) -> None:
-        """Take over the checkpoints of the run that is resumed, as far as this run could have saved them.
+        """Adopt the checkpoints of the resumed run that this run could have saved.
 
-        A checkpoint may come from anybody, and what it lists is deleted one day. So only what is in the folder that
-        is saved to, and is called as this run calls its checkpoints, is taken over.
+        A checkpoint may come from an untrusted source, and what it lists may be deleted later. So only files in the
+        save folder with names of this run's template are adopted.
 
         Args:
-            saved: What `state_dict` gave.
-            folder: Where checkpoints are saved.
-            template: What they are called below it.
-            run_name: The run's name, which those that are deleted must have in their manifests.
+            saved: The result of `state_dict`.
+            folder: The folder of checkpoints.
+            template: The template of names in it.
+            run_name: The run's name, which files must have in their manifests to be deleted.
         """
         self._history, self._of_run = [], {}
         for name, timestamp, metrics in saved_checkpoints(saved):
@@ -312,14 +312,14 @@ class KeptFiles:
                 self._of_run[name] = run_name
 
     def _may_delete(self, path: str) -> bool:
-        """Return whether a checkpoint is this run's own: saved by this process, or by its manifest."""
+        """Return whether a checkpoint was saved by this process or, by its manifest, by this run."""
         if path not in self._of_run:
             return True
         run_name = self._of_run.pop(path)
         try:
             is_own = _run_of(Path(path)) == run_name
         except (CheckpointError, OSError) as error:
-            log.warning("%s is left, since it cannot be told whose it is: %s", path, error)
+            log.warning("%s is left, since its run is unknown: %s", path, error)
             return False
         if not is_own:
             log.warning("%s is left: its manifest does not say that run %r has saved it.", path, run_name)
@@ -327,7 +327,7 @@ class KeptFiles:
 
 
 def saved_checkpoints(saved: Any) -> Iterator[tuple[str, Timestamp, dict[str, float]]]:
-    """Go through what a checkpoint says about the ones before it, without what is no such thing."""
+    """Yield the entries of a checkpoint's list of checkpoints, skipping invalid ones."""
     for entry in saved if isinstance(saved, list | tuple) else ():
         timestamp = Timestamp()
         try:
@@ -335,18 +335,18 @@ def saved_checkpoints(saved: Any) -> Iterator[tuple[str, Timestamp, dict[str, fl
             timestamp.load_state_dict(time)
             yield str(name), timestamp, {metric: float(value) for metric, value in metrics.items()}
         except (AttributeError, KeyError, TypeError, ValueError):
-            log.warning("The checkpoint that was loaded lists %s, which is no checkpoint.", shown(entry))
+            log.warning("The checkpoint that was loaded lists %s, which is not a checkpoint.", shown(entry))
 
 
 def _could_have_saved(name: str, folder: str, template: str) -> bool:
     head, tail = os.path.split(os.path.abspath(name))
-    path = os.path.join(os.path.realpath(head), tail)  # a link leads to what is deleted elsewhere
+    path = os.path.join(os.path.realpath(head), tail)  # a link in the path would lead the deletion elsewhere
     relative = os.path.relpath(path, os.path.realpath(folder))
     return not os.path.islink(path) and is_name_of(relative, template)
 
 
 def _run_of(path: Path) -> str | None:
-    """Return the run that has saved a checkpoint, as its manifest says; `None` if it does not."""
+    """Return the run name in a checkpoint's manifest, or `None`."""
     if path.is_dir():
         beside = path / MANIFEST_NAME
         manifest = Manifest.from_json(beside.read_bytes()) if beside.is_file() else None
@@ -362,16 +362,16 @@ _ATTEMPTS = 3
 
 
 def remote_policy(num_to_keep: int, keep: Any, local: RetentionPolicy) -> tuple[RetentionPolicy | None, str]:
-    """Return which checkpoints are kept in a store, `None` for all, and which argument says so.
+    """Return the policy for a store, `None` to keep all, and the argument that sets it.
 
     Args:
         num_to_keep: `remote_num_checkpoints_to_keep`.
-        keep: `save_keep`, whose key `remote` is `True` for the same rules as here, or has rules of its own.
+        keep: `save_keep`, whose key `remote` is `True` for the local rules, or has rules of its own.
         local: The rules for this machine's disk.
 
     Raises:
-        ValueError: If there are no rules to take over, none would be kept, or both arguments say something.
-        TypeError: If a length of training is none.
+        ValueError: If there are no local rules to use, no checkpoint would be kept, or both arguments are set.
+        TypeError: If a length of training is invalid.
     """
     setting = keep.get("remote") if isinstance(keep, Mapping) else None
     if setting is not None and num_to_keep != -1:
@@ -393,14 +393,14 @@ def remote_policy(num_to_keep: int, keep: Any, local: RetentionPolicy) -> tuple[
 
 @dataclass(slots=True)
 class KeptRemotely:
-    """What a run has saved to its store, in the order in which it was saved.
+    """Checkpoints that a run has saved to its store, in order.
 
-    Only what this run has put there is ever deleted, and only while a later checkpoint is whole in the store.
+    Only checkpoints of this run are ever deleted, and only while a later one is complete in the store.
 
     Attributes:
-        policy: What is kept.
+        policy: The rules.
         uploader: Of the store; deletes in the background.
-        deleted: What this process has deleted and not saved again.
+        deleted: Names that this process has deleted and not saved again.
     """
 
     policy: RetentionPolicy
@@ -411,19 +411,19 @@ class KeptRemotely:
     _names: dict[str, list[str]] = field(default_factory=dict)
     _going: set[str] = field(default_factory=set)
     _postponed: bool = False
-    _gone: deque[str] = field(default_factory=deque)  # told by the threads that delete
+    _gone: deque[str] = field(default_factory=deque)  # filled by the threads that delete
 
     @classmethod
     def under(cls, policy: RetentionPolicy | None, said: str, uploader: RemoteUploader | None) -> "KeptRemotely | None":
-        """Return an empty one, or `None` where all is kept.
+        """Create an empty record, or return `None` if all checkpoints are kept.
 
         Args:
             policy: The rules; `None` for none.
-            said: Which argument has them, for the error.
+            said: The argument that sets them, for the error.
             uploader: Of the store, if there is one.
 
         Raises:
-            ValueError: If there is no store that could delete.
+            ValueError: If there is no store, or it cannot delete.
         """
         if policy is None:
             return None
@@ -442,14 +442,14 @@ class KeptRemotely:
         metrics: Mapping[str, float],
         upload: Future[None] | None,
     ) -> None:
-        """Take note of a checkpoint. One of the same name is gone.
+        """Record a checkpoint, which replaces an earlier one of the same name.
 
         Args:
-            name: What this rank has put there, and may delete.
-            of_all_ranks: What belongs to the same checkpoint, whoever has put it there.
-            timestamp: When it was saved.
-            metrics: What was measured by then.
-            upload: What is under way; `None` if it is there.
+            name: The name under which this rank has uploaded it, and may delete it.
+            of_all_ranks: The names of the same checkpoint's files of all ranks.
+            timestamp: The time of the save.
+            metrics: The metrics of that time.
+            upload: The upload in progress; `None` if it has ended.
         """
         self._history = [saved for saved in self._history if saved.name != name]
         self._history.append(SavedCheckpoint(name, timestamp, dict(metrics)))
@@ -459,7 +459,7 @@ class KeptRemotely:
         self._awaited[name] = upload
 
     def rotate(self) -> None:
-        """Begin to delete what the policy does not keep of what has arrived."""
+        """Begin to delete uploaded checkpoints that the policy does not keep."""
         ended = {name: upload for name, upload in self._awaited.items() if upload is None or upload.done()}
         if not ended and not self._postponed:
             return
@@ -468,6 +468,7 @@ class KeptRemotely:
             del self._awaited[name]
             if upload is not None and (upload.cancelled() or upload.exception() is not None):
                 self._forget(name)
+        # Only here, since the threads that delete must not change the history.
         while self._gone:
             self._forget(self._gone.popleft())
         arrived = [saved for saved in self._history if saved.name not in self._awaited]
@@ -480,17 +481,17 @@ class KeptRemotely:
                 self.uploader.run_async(name, self._deletion(name, self._names.get(newest, [newest])))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint says about the ones before it."""
+        """Return the list of checkpoints, for the next checkpoint."""
         saved = [(saved.name, saved.timestamp.state_dict(), dict(saved.metrics)) for saved in self._history]
         return {"remote_folder": self.uploader.remote_folder, "saved": saved}
 
     def load_state_dict(self, state: Mapping[str, Any], template: str) -> None:
-        """Take over what the run that is resumed has saved, if it is to the same place that is saved now.
+        """Adopt the checkpoints of the resumed run, if it saved to the same place.
 
         Args:
-            state: What `state_dict` gave. It may come from anybody, so that nothing else is ever deleted than what
-                this run could have saved.
-            template: What this run's checkpoints are called in the store, with the run's name filled in.
+            state: The result of `state_dict`. It may come from an untrusted source, so only names that this run could
+                have used are adopted.
+            template: The template of names in the store, with the run's name filled in.
         """
         if state.get("remote_folder") != self.uploader.remote_folder:
             return
@@ -507,6 +508,7 @@ class KeptRemotely:
         def delete() -> None:
             store = self.uploader.remote_backend
             try:
+                # The replacement may have been deleted or be incomplete, so look before each deletion.
                 if not all(is_whole(store, other) for other in replaced_by):
                     self._going.discard(name)
                     self._postponed = True
@@ -523,7 +525,7 @@ class KeptRemotely:
 
 
 def is_whole(store: ObjectStore, name: str) -> bool:
-    """Return whether a store has a file of a name, or a folder with what makes it whole."""
+    """Return whether a store has a file of a name, or a folder with a manifest, which is uploaded last."""
     look_up = retry(ObjectStoreTransientError, _ATTEMPTS)(store.get_object_size)
     for vouching in (name, f"{name}/{MANIFEST_NAME}"):
         try:
@@ -535,14 +537,14 @@ def is_whole(store: ObjectStore, name: str) -> bool:
 
 
 def delete_checkpoint(store: ObjectStore, name: str) -> None:
-    """Delete a checkpoint from a store: first what makes it whole, so that nobody takes the rest for one.
+    """Delete a checkpoint from a store, its manifest first, so that the rest does not pass for a complete one.
 
-    Of a folder, only what its manifest lists and what is named like a shard goes. What a deletion that was cut short
-    has left is deleted by the next.
+    In a folder, only files that its manifest lists and files named like shards are deleted. An interrupted deletion is
+    finished by the next one.
 
     Args:
-        store: Where it is.
-        name: A file's name, or a folder's.
+        store: The store.
+        name: The name of a file or folder.
 
     Raises:
         StorageError: If the store refuses, or still fails at the last attempt.
@@ -565,7 +567,7 @@ def delete_checkpoint(store: ObjectStore, name: str) -> None:
 
 
 def _parts(store: ObjectStore, name: str) -> list[str]:
-    """Return the objects of a folder that are the checkpoint's, besides what makes it whole; none of a file."""
+    """Return the objects of a checkpoint folder without its manifest and index; an empty list for a file."""
     listed: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "manifest")

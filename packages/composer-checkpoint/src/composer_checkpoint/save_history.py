@@ -1,4 +1,4 @@
-"""Which checkpoints a run has saved, as each of them says of those before it."""
+"""Record of the checkpoints that a run has saved, which each checkpoint lists."""
 
 import uuid
 from logging import getLogger
@@ -19,14 +19,14 @@ __all__ = ["Measured", "metric_of", "SaveHistory"]
 
 
 class SaveHistory:
-    """Takes note of a run's saves, and takes over those of the run that it resumes.
+    """Record the saves of a run, and adopt those of the run that it resumes.
 
     Args:
-        kept: The run's files, some of which are deleted one day.
-        uploads: The same in the store.
+        kept: The run's files on disk, with their retention.
+        uploads: The run's files in the store.
 
     Attributes:
-        timestamps: When in training each path was saved, also before a resumption.
+        timestamps: The time in training of each saved path, including those of before a resume.
     """
 
     def __init__(self, kept: KeptFiles, uploads: CheckpointUploads) -> None:
@@ -39,16 +39,16 @@ class SaveHistory:
         self._loaded_kept_remotely: Any = None
 
     def begin(self, job: Save) -> None:
-        """Take note of a save whose content is about to be collected, so that the checkpoint lists itself."""
+        """Record a save before its content is collected, so that the checkpoint lists itself."""
         self.timestamps[own_file(job.address or job.path)] = job.timestamp
         self._saving = job
 
     def end(self) -> None:
-        """Take note that its content was collected."""
+        """End the save that `begin` recorded."""
         self._saving = None
 
     def lineage(self) -> str:
-        """Return what this run's checkpoints share, drawn with the first of them. Every rank must call this."""
+        """Return the id that all checkpoints of this run share, drawn on first use. Every rank must call this."""
         if self._lineage is None:
             drawn = [uuid.uuid4().hex]
             dist.broadcast_object_list(drawn, src=0)
@@ -56,7 +56,7 @@ class SaveHistory:
         return self._lineage
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which checkpoints there are, those of before a resumption and the one that is saved included."""
+        """Return the list of checkpoints, including those of before a resume and the current save."""
         job = self._saving
         own = [] if job is None else [(own_file(job.path), job.timestamp.state_dict(), job.metrics)]
         saved = {
@@ -68,11 +68,11 @@ class SaveHistory:
         return saved if remotely is None else {**saved, "kept_remotely": remotely}
 
     def load_state_dict(self, state: dict[str, Any], *, resumes: bool) -> None:
-        """Take over which checkpoints there are.
+        """Load the list of checkpoints.
 
         Args:
-            state: What `state_dict` gave.
-            resumes: Whether the run goes on by itself, and its checkpoints belong together with those of before.
+            state: The result of `state_dict`.
+            resumes: Whether the run resumes by itself, so that its checkpoints belong to the same lineage.
         """
         self.timestamps = {}
         for name, saved in state.get("all_saved_checkpoints_to_timestamp", ()):
@@ -85,12 +85,12 @@ class SaveHistory:
         self._loaded_kept_remotely = state.get("kept_remotely")
 
     def take_over(self, folder: str, template: str | None, remote_template: str | None, run_name: str | None) -> None:
-        """Let what was loaded be deleted one day, as far as it is where this run saves, and called as it calls its own.
+        """Adopt loaded checkpoints in this run's folder and with its names, so that retention may delete them.
 
         Args:
-            folder: Where it saves.
-            template: What its files are called below it.
-            remote_template: What they are called in the store, if they are put there.
+            folder: The folder that the run saves to.
+            template: The template of file names in it.
+            remote_template: The template of names in the store, if the run uploads.
             run_name: The run's name.
         """
         if self._loaded_kept:
@@ -105,20 +105,20 @@ log = getLogger(__name__)
 
 
 class Measured:
-    """Keeps the latest value of each evaluation's metrics, for whoever keeps the best checkpoints."""
+    """Latest values of metrics, by which retention keeps the best checkpoints."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
 
     def note(self, state: "State", metrics: set[str]) -> None:
-        """Take note of an evaluation that has ended.
+        """Record the metrics of an evaluation that has ended.
 
         Args:
             state: The training state.
-            metrics: By which the best are to be kept.
+            metrics: The metrics by which the best checkpoints are kept.
 
         Raises:
-            ValueError: If one of them was not measured, and no other evaluation can.
+            ValueError: If one of them was not measured, and no other evaluation can measure it.
         """
         label = state.dataloader_label
         for name in () if label is None else state.eval_metrics.get(label, ()):
@@ -134,7 +134,7 @@ class Measured:
                 )
 
     def by_now(self, state: "State", metrics: set[str]) -> dict[str, float]:
-        """Return some metrics, those of training and the losses included. What was not measured is logged."""
+        """Return the current values of some metrics, including training metrics and losses. Missing ones are logged."""
         if not metrics:
             return {}
         train = by_entry({f"metrics/train/{name}": value for name, value in state.train_metric_values.items()})
@@ -149,10 +149,10 @@ class Measured:
 
 
 def metric_of(state: "State", logged_name: str | None) -> object:
-    """Return the metric that is logged as `metrics/<label>/<name>`, or has an entry of this name; `None` if none is.
+    """Return the metric that is logged as `metrics/<label>/<name>`, or has an entry of this name, or `None`.
 
     Raises:
-        ValueError: If it has several numbers, and none of them is named.
+        ValueError: If it has several numbers and the name selects none of them.
     """
     metrics = {"train": state.train_metrics or {}, **state.eval_metrics}
     logged = {f"metrics/{label}/{name}": one for label, of_label in metrics.items() for name, one in of_label.items()}

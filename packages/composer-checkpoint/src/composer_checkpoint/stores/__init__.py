@@ -1,6 +1,6 @@
-"""Places that hold checkpoints: one interface, `ObjectStore`, over what fsspec can reach.
+"""Stores of checkpoints: one interface, `ObjectStore`, to the file systems of fsspec.
 
-`FsspecObjectStore` takes any address. The others have the names and arguments that Composer's users know.
+`FsspecObjectStore` takes any address. The others have the names and arguments of Composer's object stores.
 """
 
 from importlib import import_module
@@ -50,6 +50,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Stored, so that the next access does not come here.
     value = globals()[name] = getattr(import_module(f"composer_checkpoint.stores.{_HOME[name]}"), name)
     return value
 

@@ -1,4 +1,4 @@
-"""Files over SFTP from machines whose keys are known."""
+"""fsspec's SFTP file system, restricted to machines whose keys are known."""
 
 import os
 from collections.abc import Callable
@@ -12,7 +12,7 @@ __all__ = ["StrictSFTPFileSystem"]
 
 
 class StrictSFTPFileSystem(SFTPFileSystem):
-    """fsspec's file system, which by itself trusts any machine, takes absolute paths only and tells no progress."""
+    """fsspec's file system, with host key checks, relative paths and progress, all of which it lacks."""
 
     cachable = False  # each store has a connection of its own
 
@@ -34,7 +34,7 @@ class StrictSFTPFileSystem(SFTPFileSystem):
         try:
             self.client.connect(self.host, **self._connect_options)
             self.ftp = self.client.open_sftp()
-            # A machine that falls silent ends in an error, not in a run that hangs.
+            # A machine that stops answering causes an error instead of a run that hangs.
             channel = self.ftp.get_channel()
             if channel is not None:
                 channel.settimeout(self._silence_s)
@@ -43,7 +43,7 @@ class StrictSFTPFileSystem(SFTPFileSystem):
             raise
 
     def reconnect(self) -> None:
-        """Connect again if the connection has broken."""
+        """Reconnect if the connection has broken."""
         transport = self.client.get_transport()
         channel = self.ftp.get_channel()
         if transport is None or not transport.is_active() or channel is None or channel.closed:
@@ -57,18 +57,18 @@ class StrictSFTPFileSystem(SFTPFileSystem):
     def put_file(
         self, lpath: Any, rpath: Any, callback: Callback | None = None, mode: str = "overwrite", **kwargs: Any
     ) -> None:
-        """Send one file, and compare the sizes."""
+        """Upload one file; paramiko compares the sizes."""
         if mode == "create" and self.exists(rpath):
             raise FileExistsError(rpath)
         self.ftp.put(lpath, rpath, callback=_telling(callback or DEFAULT_CALLBACK))
 
     def get_file(self, rpath: Any, lpath: Any, callback: Callback | None = None, **kwargs: Any) -> None:
-        """Fetch one file, and compare the sizes."""
+        """Download one file; paramiko compares the sizes."""
         self.ftp.get(rpath, lpath, callback=_telling(callback or DEFAULT_CALLBACK))
 
 
 class _Refuse(paramiko.MissingHostKeyPolicy):
-    """paramiko's own policy raises what is also raised when a connection breaks."""
+    """Reject unknown machines with an error that differs from the one of a broken connection."""
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
         raise PermissionError(

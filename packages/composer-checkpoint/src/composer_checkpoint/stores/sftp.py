@@ -1,4 +1,4 @@
-"""Folders of a machine that is reached over SSH."""
+"""Object store over SFTP."""
 
 import os
 import threading
@@ -17,31 +17,31 @@ _POLICIES: Final = ("RejectPolicy", "AutoAddPolicy", "WarningPolicy")
 
 
 class SFTPObjectStore(FsspecObjectStore):
-    """A folder of a machine that is reached over SFTP.
+    """A folder on a machine that is reached over SFTP.
 
-    Only files are transferred and folders made; no command is run there. Files are sent under another name and get
-    theirs when they are whole. One connection is open at a time, and a broken one is made anew.
+    Only files and folders are transferred or created; no command is run there. Files are sent under a temporary name
+    and renamed when complete. One connection is open at a time, and is reopened if it breaks.
 
     Args:
         host: The machine, or `sftp://user:password@host:port/cwd`. After the host, one slash begins a path from the
             home folder, two slashes one from the root.
-        port: Of the SSH server.
-        username: Who logs in.
-        password: The proof of it, or that of the key.
-        known_hosts_filename: The machines that are trusted, and their keys. Those of `~/.ssh/known_hosts` otherwise.
-        known_hosts_filename_environ: The variable that names this file.
+        port: The port of the SSH server.
+        username: The user to log in as.
+        password: The password of the user, or of the key.
+        known_hosts_filename: The file of trusted machines and their keys; `~/.ssh/known_hosts` by default.
+        known_hosts_filename_environ: The environment variable that names this file.
         key_filename: A private key.
-        key_filename_environ: The variable that names this file.
-        missing_host_key_policy: What is done with a machine that is not known: `RejectPolicy`, `AutoAddPolicy` (trust
-            it; somebody in between can pose as it) or `WarningPolicy`.
-        cwd: The folder at which names begin; the home folder if it is empty.
-        connect_kwargs: More of what paramiko's `SSHClient.connect` takes.
+        key_filename_environ: The environment variable that names this file.
+        missing_host_key_policy: What to do with an unknown machine: `RejectPolicy`, `AutoAddPolicy` (trust it; another
+            machine may impersonate it) or `WarningPolicy`.
+        cwd: The folder to which names are relative; the home folder if it is empty.
+        connect_kwargs: Further arguments of paramiko's `SSHClient.connect`.
 
     Raises:
-        ValueError: If something is said both in the URI and in an argument, or the URI or the policy is unknown.
-        ImportError: If the package for it is not installed, with the line that installs it.
+        ValueError: If a value is given both in the URI and as an argument, or the URI or the policy is unknown.
+        ImportError: If the required package is not installed, with the command that installs it.
         ObjectStoreTransientError: If the machine cannot be reached now.
-        StorageError: If it is not known, or does not let this user in.
+        StorageError: If it is unknown, or rejects the user.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SFTPObjectStore(FsspecObjectStore):
             )
         given = {"host": host, "port": port, "username": username, "password": password, "cwd": cwd}
         place = _read_uri(given) if "://" in host else given
-        self._lock = threading.RLock()  # a connection carries one conversation at a time
+        self._lock = threading.RLock()  # paramiko's connection is used by one thread at a time
         options = {
             **{name: place[name] for name in ("port", "username", "password")},
             "key_filename": key_filename or os.environ.get(key_filename_environ),
@@ -83,7 +83,7 @@ class SFTPObjectStore(FsspecObjectStore):
             policy=missing_host_key_policy,
         )
         if place["cwd"] == "/":
-            self.uri = uri  # with the slashes at the end, which say that names count from the root
+            self.uri = uri  # keeps the double slash, which makes names relative to the root
 
     def close(self) -> None:
         """Close the connection."""
@@ -91,7 +91,8 @@ class SFTPObjectStore(FsspecObjectStore):
 
     def _open(self, uri: str, storage_options: dict[str, Any]) -> tuple[Any, str]:
         require_package(uri)
-        from composer_checkpoint.stores._sftp_files import StrictSFTPFileSystem  # needs paramiko
+        # Imported late, since it needs paramiko.
+        from composer_checkpoint.stores._sftp_files import StrictSFTPFileSystem
 
         cwd = storage_options.pop("cwd")
         with self._explained("", "reach"):
@@ -110,11 +111,11 @@ class SFTPObjectStore(FsspecObjectStore):
 
 
 def _read_uri(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of a URI, none of which may be given twice."""
+    """Return the parts of a URI, each of which may be given only once."""
     uri = urlsplit(given["host"])
     if uri.scheme.lower() != "sftp" or not uri.hostname or uri.query or uri.fragment:
         raise ValueError(
-            f"host={_without_password(given['host'])!r} is no place for SFTP. Give the name of a machine, or "
+            f"host={_without_password(given['host'])!r} is not an SFTP address. Give the name of a machine, or "
             f"'sftp://user@host:port/folder'."
         )
     found = {
