@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.amp.grad_scaler import GradScaler
@@ -43,7 +43,7 @@ from composer.trainer._divergence_guard import make_guard, takes_none
 from composer.trainer._error_context import name_stage
 from composer.trainer._evaluation import Evaluation, check_metrics, make_evaluators, metrics_by_name, metrics_of
 from composer.trainer._fit_settings import (
-    Plan,
+    FitPlan,
     Schedule,
     SchedulerSteps,
     check_data,
@@ -407,9 +407,9 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
         )
         refuse_unrepeatable(microbatching, runtime.strategy, is_deepspeed=state.deepspeed_enabled)
     stopped = None if longer is not None or asked.reset_time else state.stopped_duration
-    with plan.undone_if_refused():
+    with plan.unchanged_on_error():
         if microbatching is not None:
-            plan.microbatching = microbatching
+            plan.settings = replace(plan.settings, microbatching=microbatching)
         batches = plan.choose_batches(
             asked.train_dataloader, asked.train_dataloader_label, asked.train_subset_num_batches
         )
@@ -518,7 +518,7 @@ class Runtime:
         self._take_model(resolved.model)
         self.preemption = Preemption(self.state, self.logger, self.saver)
         self._clock = Clock()
-        self.plan = Plan(self.state, self.engine, self.ranks, self.position, resolved.microbatching)
+        self.plan = FitPlan(self.state, self.engine, self.ranks, self.position, resolved.microbatching)
         self.until_it_fits = UntilItFits(self.state, self.strategy)
         self.local_hparams: dict[str, Any] = {}
         self.has_failed = False
@@ -662,7 +662,7 @@ class Runtime:
             engine=self.engine,
             batches=batches,
             train_batch=train_batch,
-            schedulers=SchedulerSteps(state, self.plan.steps_every_batch),
+            schedulers=SchedulerSteps(state, self.plan.settings.steps_every_batch),
             evaluate=FitEvaluation(state, self.engine, self.make_evaluation(), self._clock, self.take_evaluators),
             report=self._report,
             clock=self._clock,

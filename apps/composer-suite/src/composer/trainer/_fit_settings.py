@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_not
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from composer_events.data_spec import DataSpec
     from composer_events.engine import Engine
 
-__all__ = ["Plan", "check_data"]
+__all__ = ["FitPlan", "FitSettings", "check_data"]
 
 _log = logging.getLogger(__name__)
 
@@ -360,12 +360,63 @@ def check_data(dataloader: Any, microbatching: Microbatching) -> DataSpec:
     return data_spec
 
 
-class Plan:
-    """Keeps what the constructor was given until a fit needs it, and what a fit changes.
+@dataclass(frozen=True, slots=True)
+class FitSettings:
+    """Settings of training that a call of `fit` may change.
 
     Attributes:
-        microbatching: How batches are cut, as the user said.
+        batches: The batches to train on, or `None` before there is a dataloader.
+        microbatching: How the user wants batches to be split.
+        split: The `microbatching` and the data that the microbatch size on the state was computed for.
+        pending: Schedulers that cannot be compiled before a duration and a dataloader are known.
         steps_every_batch: How often schedulers step; see `SchedulerSteps`.
+    """
+
+    microbatching: Microbatching
+    batches: TrainBatches | None = None
+    split: tuple[Microbatching, DataSpec] | None = None
+    pending: Schedule | None = None
+    steps_every_batch: bool | None = True
+
+
+@dataclass(frozen=True, slots=True)
+class _StateSettings:
+    """The same on the state."""
+
+    train_dataloader: Any
+    data: tuple[Any, str | None, Any]
+    max_duration: Time[Any] | None
+    stopped_duration: str | None
+    timestamp: Timestamp
+    microbatches: tuple[int | float | None, int | None, bool]
+    schedulers: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, state: State) -> _StateSettings:
+        return cls(
+            state.train_dataloader,
+            (state.dataloader, state.dataloader_label, state.dataloader_len),
+            state.max_duration,
+            state.stopped_duration,
+            state.timestamp,
+            (state.device_train_microbatch_size, state.grad_accum, state.auto_microbatching),
+            tuple(state.schedulers),
+        )
+
+    def restore(self, state: State) -> None:
+        state.train_dataloader = self.train_dataloader
+        state.max_duration, state.stopped_duration = self.max_duration, self.stopped_duration
+        state.timestamp = self.timestamp
+        state.device_train_microbatch_size, state.grad_accum, state.auto_microbatching = self.microbatches
+        state.schedulers = list(self.schedulers)
+        restore_dataloader(state, *self.data)
+
+
+class FitPlan:
+    """Holds the settings that a fit needs, from the constructor or from earlier fits.
+
+    Attributes:
+        settings: The settings now.
     """
 
     def __init__(
@@ -375,11 +426,7 @@ class Plan:
         self._engine = engine
         self._ranks = ranks
         self._position = position
-        self._batches: TrainBatches | None = None
-        self._schedule: Schedule | None = None  # what waits for a duration and a dataloader
-        self._cut: tuple[Microbatching, DataSpec] | None = None  # what the state's size of microbatches follows
-        self.microbatching = microbatching
-        self.steps_every_batch: bool | None = True
+        self.settings = FitSettings(microbatching)
 
     def set_data(self, data_spec: DataSpec, label: str, subset_num_batches: int) -> TrainBatches:
         """Train on this from now on. Every rank must call this."""
@@ -388,8 +435,9 @@ class Plan:
         share_length(state)
         state.train_dataloader = data_spec.dataloader
         self._set_microbatching(data_spec)
-        self._batches = TrainBatches(data_spec, state, self._engine, self._ranks, self._position)
-        return self._batches
+        batches = TrainBatches(data_spec, state, self._engine, self._ranks, self._position)
+        self.settings = replace(self.settings, batches=batches)
+        return batches
 
     def choose_batches(self, dataloader: Any, label: str, subset_num_batches: int | None) -> TrainBatches:
         """Return the batches of a new dataloader, or of the one there is.
@@ -401,27 +449,28 @@ class Plan:
             check_subset("train_subset_num_batches", subset_num_batches)
         if dataloader is not None:
             subset_num_batches = -1 if subset_num_batches is None else subset_num_batches
-            return self.set_data(check_data(dataloader, self.microbatching), label, subset_num_batches)
-        if self._batches is None:
+            return self.set_data(check_data(dataloader, self.settings.microbatching), label, subset_num_batches)
+        batches = self.settings.batches
+        if batches is None:
             raise ValueError(
                 "train_dataloader is a required argument and must be specified when constructing the Trainer or when "
                 "calling Trainer.fit(). Give an iterable of batches, such as a torch DataLoader."
             )
-        self._set_microbatching(self._batches.data_spec)
+        self._set_microbatching(batches.data_spec)
         if subset_num_batches is not None:
             self._state.dataloader_len = subset_num_batches
             share_length(self._state)
-        return self._batches
+        return batches
 
     def _set_microbatching(self, data_spec: DataSpec) -> None:
-        """Cut batches as the user said, unless they are cut so already; a size that was found out stays."""
-        cut = (self.microbatching, data_spec)
-        if self._cut == cut:
+        """Split batches as the user wants, unless they are split so already: a size that 'auto' found stays."""
+        microbatching = self.settings.microbatching
+        if self.settings.split == (microbatching, data_spec):
             return
         state = self._state
-        state.device_train_microbatch_size = self.microbatching.resolve(data_spec)
-        state.grad_accum, state.auto_microbatching = self.microbatching.count, self.microbatching.is_auto
-        self._cut = cut
+        state.device_train_microbatch_size = microbatching.resolve(data_spec)
+        state.grad_accum, state.auto_microbatching = microbatching.count, microbatching.is_auto
+        self.settings = replace(self.settings, split=(microbatching, data_spec))
 
     def set_schedule(self, schedule: Schedule, *, begins_now: bool = False) -> None:
         """Compile the schedulers given, now or as soon as the duration and the dataloader that they need are known.
@@ -435,18 +484,18 @@ class Plan:
         """
         state = self._state
         if schedule.schedulers:
-            self._schedule = schedule
+            self.settings = replace(self.settings, pending=schedule)
         is_known = state.max_duration is not None and state.dataloader is not None
-        waiting = self._schedule if is_known else None
-        if waiting is not None:
-            state.max_duration = waiting.scale(state.max_duration)
+        pending = self.settings.pending if is_known else None
+        if pending is not None:
+            state.max_duration = pending.scale(state.max_duration)
         if begins_now:
-            check_time_left(state)  # before the schedulers set the learning rate, which nobody could take back
-        if waiting is not None:
-            state.schedulers = waiting.compile(state)
-            self.steps_every_batch, self._schedule = waiting.every_batch, None
-        if begins_now:  # a load, another duration or a stop has changed what they say since they set the rates
-            SchedulerSteps(state, self.steps_every_batch).set_rates()
+            check_time_left(state)  # before compiling, which sets learning rates and cannot be undone
+        if pending is not None:
+            state.schedulers = pending.compile(state)
+            self.settings = replace(self.settings, pending=None, steps_every_batch=pending.every_batch)
+        if begins_now:  # a load, another duration or a stop has changed the rates since they were set
+            SchedulerSteps(state, self.settings.steps_every_batch).set_rates()
 
     def begin_again(self, batches: TrainBatches) -> None:
         """Read the data from its start, since the timestamp was set back."""
@@ -454,26 +503,18 @@ class Plan:
         self._position.forget()
 
     def close(self) -> None:
-        """End the dataloader's worker processes, be it that they persist or that an epoch was left in the middle."""
-        if self._batches is not None:
-            self._batches.restart()
+        """Stop the dataloader's worker processes, which may be persistent or in the middle of an epoch."""
+        if self.settings.batches is not None:
+            self.settings.batches.restart()
         self._position.close()
 
     @contextmanager
-    def undone_if_refused(self) -> Iterator[None]:
-        """Put back what a fit was about to change, should it turn out that it cannot begin."""
-        state = self._state
-        names = ("_batches", "microbatching", "_cut", "_schedule", "steps_every_batch")
-        own = {name: getattr(self, name) for name in names}
-        names = ("train_dataloader", "max_duration", "stopped_duration", "timestamp")
-        names += ("device_train_microbatch_size", "grad_accum", "auto_microbatching")
-        shared = {name: getattr(state, name) for name in names} | {"schedulers": list(state.schedulers)}
-        data = (state.dataloader, state.dataloader_label, state.dataloader_len)
+    def unchanged_on_error(self) -> Iterator[None]:
+        """Return a context that restores all settings if the fit turns out to be impossible."""
+        settings, on_state = self.settings, _StateSettings.of(self._state)
         try:
             yield
         except BaseException:
-            for holder, values in ((self, own), (state, shared)):
-                for name, value in values.items():
-                    setattr(holder, name, value)
-            restore_dataloader(state, *data)
+            self.settings = settings
+            on_state.restore(self._state)
             raise
