@@ -336,7 +336,7 @@ def test_a_full_disk_costs_a_warning_and_no_line(tmp_path, disk):
         [sys.executable, "-c", FULL_DISK, disk], capture_output=True, text=True, cwd=tmp_path, check=True
     )
     said = done.stdout.splitlines()
-    assert "cannot be written to at the moment, and training goes on" in said[0]
+    assert "cannot be written to now; training continues" in said[0]
     expected = "".join(f"[metric][batch={step}]: loss: {step} \n" for step in range(100))
     written = (tmp_path / "log.txt").read_text()
     if disk == "heals":
@@ -356,7 +356,7 @@ def test_a_full_disk_ends_no_training_where_warnings_are_errors(begun, caplog):
     engine.close()
     lost = "[metric][batch=0]: loss: 1.0000 \n[metric][batch=1]: loss: 2.0000 \n"
     first, last = caplog.messages
-    assert "cannot be written to at the moment, and training goes on" in first
+    assert "cannot be written to now; training continues" in first
     assert last.startswith(f"The last {len(lost)} bytes of the log are not in '/dev/full'")
 
 

@@ -241,7 +241,7 @@ def test_unity_catalog_needs_a_catalog_and_a_schema(prefix):
 
 
 def test_only_models_of_transformers_are_saved(make_logger):
-    with pytest.raises(NotImplementedError, match="flavor='keras' is none of those"):
+    with pytest.raises(NotImplementedError, match="flavor='keras' cannot be saved"):
         make_logger().save_model("keras")
 
 

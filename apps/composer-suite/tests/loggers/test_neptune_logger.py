@@ -72,7 +72,7 @@ def test_files_are_kept_where_that_is_asked_for(begun, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "kind", "said"),
     [
-        ({"base_namespace": ""}, ValueError, "base_namespace='' is no name"),
+        ({"base_namespace": ""}, ValueError, "base_namespace='' must not be empty"),
         ({"base_namespace": 1}, TypeError, "base_namespace=1 is a int; it must be str"),
         ({"upload_checkpoints": "yes"}, TypeError, "upload_checkpoints='yes' is a str; it must be bool"),
     ],

@@ -148,7 +148,7 @@ def test_a_slack_that_asks_for_patience_gets_it(begun, make_logger, slack, drawi
 def test_a_slack_that_refuses_costs_one_warning_and_no_step(make_trainer, make_logger, slack):
     slack.answers = [500] * 100
     trainer = make_trainer(max_duration="4ba", loggers=make_logger())
-    with pytest.warns(RuntimeWarning, match="SlackLogger did not take what was logged, and training goes on") as warned:
+    with pytest.warns(RuntimeWarning, match="SlackLogger did not take what was logged; training continues") as warned:
         trainer.fit()
     trainer.close()
     assert trainer.state.timestamp.batch == 4
@@ -224,5 +224,5 @@ def test_what_is_missing_is_said(caplog, monkeypatch):
 
 @pytest.mark.parametrize("interval", ["5sp", "0ba"])
 def test_no_interval(interval):
-    with pytest.raises(ValueError, match=f"log_interval='{interval}' is no interval of messages"):
+    with pytest.raises(ValueError, match=f"log_interval='{interval}' must be in epochs"):
         SlackLogger(["a"], log_interval=interval, slack_logging_api_key="x", channel_id="C")
