@@ -48,7 +48,7 @@ def test_a_host_that_is_not_this_one_is_refused_on_a_single_node(launch, script,
     environ["MASTER_ADDR"] = "192.0.2.7"  # an address of nobody's, RFC 5737
     status, _, err = launch("-n", 2, script(""))
     assert status == 2
-    assert "master_addr='192.0.2.7' (from MASTER_ADDR) is no address of this machine" in err
+    assert "master_addr='192.0.2.7' (from MASTER_ADDR) is not an address of this machine" in err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command line of the launcher, as typed."""
+"""The launcher's command line."""
 
 import argparse
 import math
@@ -14,13 +14,13 @@ from composer_dist.launch.cluster import CLUSTERS
 __all__ = ["FAILURE_TIMEOUT_S", "PLACEHOLDERS", "RUNS", "SIGNAL_TIMEOUT_S", "Options", "parse_options", "version"]
 
 FAILURE_TIMEOUT_S = 8.0
-"""How long ranks may take to end once another has failed: with what else is to be done, all is over within 10 s."""
+"""Seconds for ranks to end after one has failed; with the other steps, the launcher ends within 10 s."""
 SIGNAL_TIMEOUT_S = 30.0
-"""How long ranks may take to end after a signal, which may ask them for a last checkpoint."""
+"""Seconds for ranks to end after a signal, long enough for a last checkpoint."""
 RUNS = "runs"
-"""The folder that gets a folder for each run where nobody names another."""
+"""The default folder for the run folders."""
 PLACEHOLDERS = ("rank", "local_rank", "world_size", "local_world_size", "node_rank")
-"""What the names of output files may have in braces."""
+"""Placeholders in the names of output files."""
 
 _EPILOG = """\
 Everything after the script is passed on to it, options too. '~' and '$VAR' in its arguments are expanded with the
@@ -33,7 +33,7 @@ signal s; 128 + s also if the launcher itself received signal s; 2 for a command
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What was typed. `None` stands for an option that was not."""
+    """The parsed command line; `None` for an option that was not given."""
 
     nproc: int | None
     stdout: str | None
@@ -71,7 +71,7 @@ class Options:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether a rendezvous gives out the ranks, and may do so again."""
+        """Return whether a rendezvous assigns the ranks, possibly several times."""
         return self.max_restarts > 0 or self.nnodes is not None
 
 
@@ -79,16 +79,15 @@ def parse_options(arguments: Sequence[str]) -> Options:
     """Return the options of a command line.
 
     Args:
-        arguments: What follows the command's name.
+        arguments: The arguments after the command's name.
 
     Raises:
-        ValueError: If options contradict each other or have values that they cannot have.
-        SystemExit: If there is an option that does not exist, or a value of the wrong type; and after `--help` and
-            `--version`.
+        ValueError: If options contradict each other or have invalid values.
+        SystemExit: If an option is unknown or its value has the wrong type; and after `--help` and `--version`.
     """
     values = vars(_make_parser().parse_args(arguments))
     script, rest = values["training_script"], values["training_script_args"]
-    # argparse takes for itself a `--` that comes right after the script.
+    # argparse consumes a `--` that directly follows the script.
     if [script, "--", *rest] == list(arguments[len(arguments) - len(rest) - 2 :]):
         values["training_script_args"] = ["--", *rest]
     options = Options(**values)
@@ -102,14 +101,14 @@ def version() -> str:
     from importlib.metadata import version as installed  # reading the metadata takes longer than parsing
 
     try:
-        number = installed("composer-suite")
-    except PackageNotFoundError:  # this package serves other training loops as well
+        number = installed("composer-suite")  # the version that users know
+    except PackageNotFoundError:  # this package is also used without the Trainer
         number = installed("composer-dist")
     return f"MosaicML Composer {number}"
 
 
 def _check(options: Options) -> None:
-    """Raise for what argparse does not see."""
+    """Validate options in ways that argparse cannot."""
     if options.module_mode and options.command_mode:
         raise ValueError(
             "--module_mode and --command_mode exclude each other: the first runs `python -m SCRIPT`, the second runs "
@@ -117,7 +116,7 @@ def _check(options: Options) -> None:
         )
     for name in ("max_restarts", "shutdown_timeout", "stopped_timeout"):
         value = getattr(options, name)
-        if value is not None and not 0 <= value < math.inf:  # nor is "nan"
+        if value is not None and not 0 <= value < math.inf:  # false for "nan" as well
             raise ValueError(f"--{name}={value!r} is not a number of 0 or more. Give one.")
     if not 0 < options.monitor_interval < math.inf:
         raise ValueError(
@@ -134,14 +133,15 @@ def _check(options: Options) -> None:
         raise ValueError(f"--runs={options.runs!r} and --no_runs exclude each other. Leave one of them out.")
     _check_signals(options.signals_to_handle)
     try:
-        re.compile(options.log_filter or "")
+        re.compile(options.log_filter or "")  # an error now, not in the threads that copy lines
     except re.error as error:
-        raise ValueError(f"--log_filter={options.log_filter!r} is no regular expression: {error}.") from None
+        raise ValueError(f"--log_filter={options.log_filter!r} is not a regular expression: {error}.") from None
 
 
 def _check_nnodes(options: Options) -> None:
-    """Raise if the number of nodes is none, or if ranks are given beside it."""
+    """Raise if the number of nodes is invalid, or if ranks are given as well."""
     low, _, high = str(options.nnodes).partition(":")
+    # 0 stands for anything but a number, and is rejected below.
     numbers = [int(part) if part.isdecimal() else 0 for part in (low, high or low)]
     if not 0 < numbers[0] <= numbers[1]:
         raise ValueError(f"--nnodes={options.nnodes!r} is not a number of nodes. Give N, or MIN:MAX with MIN <= MAX.")
@@ -154,7 +154,7 @@ def _check_nnodes(options: Options) -> None:
 
 
 def _check_rendezvous(options: Options) -> None:
-    """Raise if what is said about where the nodes meet is said twice, or would not be used."""
+    """Raise if rendezvous options contradict others or have no effect."""
     rendezvous = [name for name in ("rdzv_endpoint", "rdzv_id", "rdzv_conf") if getattr(options, name)]
     if rendezvous and not options.is_elastic:
         raise ValueError(
@@ -172,31 +172,31 @@ def _check_rendezvous(options: Options) -> None:
 
 def _check_signals(names: str) -> None:
     """Raise if one of the signals does not exist or cannot be handled."""
-    known = {signum.name for signum in signal.Signals} - {"SIGKILL", "SIGSTOP"}
+    known = {signum.name for signum in signal.Signals} - {"SIGKILL", "SIGSTOP"}  # no process can handle these
     unknown = [name for name in names.split(",") if name.strip() not in known]
     if unknown:
         raise ValueError(
-            f"--signals_to_handle={names!r}: {unknown[0]!r} is no signal that a process can handle. Give names such as "
-            "SIGTERM, separated by commas."
+            f"--signals_to_handle={names!r}: {unknown[0]!r} is not a signal that a process can handle. Give names such "
+            "as SIGTERM, separated by commas."
         )
 
 
 def _check_format(stream: str, name_format: str | None) -> None:
-    """Raise if a file name is none, or has a placeholder that does not exist."""
+    """Raise if a file name is empty, or has an unknown placeholder."""
     if name_format == "":
         raise ValueError(f"--{stream}='' names no file. Give a name such as {stream}_{{rank}}.log, or leave it out.")
     try:
-        (name_format or "").format(**dict.fromkeys(PLACEHOLDERS, 0))
+        (name_format or "").format(**dict.fromkeys(PLACEHOLDERS, 0))  # as ranks are numbers
     except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
         known = " ".join(f"{{{name}}}" for name in PLACEHOLDERS)
         raise ValueError(
             f"--{stream}={name_format!r} is not a file name with placeholders ({type(error).__name__}: {error}). "
-            f"There are {known}; a brace that is meant as such is written twice."
+            f"There are {known}; write a literal brace twice."
         ) from None
 
 
 class _Version(argparse.Action):
-    """Prints the version, which is looked up only then."""
+    """An option that prints the version, without looking it up for other options."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         sys.stdout.write(f"{version()}\n")
@@ -209,8 +209,8 @@ def _make_parser() -> argparse.ArgumentParser:
         usage="composer [-n NPROC] [options] training_script ...",
         description="Run a training script in several processes on this node, as ranks of one run.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # what is unambiguous today need not be so in the next release
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps the line breaks of the epilog
+        allow_abbrev=False,  # an abbreviation may become ambiguous with a new option
     )
     parser.add_argument(
         "--version", nargs=0, action=_Version, dest=argparse.SUPPRESS, help="print the version and exit"
@@ -231,7 +231,7 @@ _Add = Callable[..., None]
 
 
 def _adder(group: Any) -> _Add:
-    """Return a function that adds an option in both spellings, of which the help shows the one with underscores."""
+    """Return a function that adds an option in two spellings; the help shows the one with underscores."""
 
     def add(*names: str, **settings: Any) -> None:
         group.add_argument(*names, **settings)
@@ -239,6 +239,7 @@ def _adder(group: Any) -> _Add:
         if dashed:
             destination = next(name for name in names if name.startswith("--")).removeprefix("--")
             settings.pop("metavar", None)
+            # The default must be suppressed, or the alias would overwrite the value of the first spelling.
             hidden = settings | {"dest": destination, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
             group.add_argument(*dashed, **hidden)
 
@@ -253,7 +254,7 @@ def _add_run(add: _Add) -> None:
         help="processes on this node (default: $LOCAL_WORLD_SIZE, then what the cluster says, then one for each "
         "visible accelerator, at least 1)",
     )
-    add("-v", "--verbose", action="store_true", help="say what the launcher does")
+    add("-v", "--verbose", action="store_true", help="log what the launcher does")
     add("-m", "--module_mode", action="store_true", help="run `python -m training_script`")
     add("-c", "--command_mode", action="store_true", help="run training_script itself, without Python")
     add("--python", default=sys.executable, metavar="PATH", help="interpreter of the ranks (default: the launcher's)")
@@ -263,7 +264,7 @@ def _add_run(add: _Add) -> None:
         help="bind each rank to the processor cores near its accelerator",
     )
     add("--dry_run", action="store_true", help="print the ranks, their environment and commands as JSON; start none")
-    # Two spellings of one wish.
+    # An alias.
     add("--explain", dest="dry_run", action="store_true", default=argparse.SUPPRESS, help="the same as --dry_run")
 
 

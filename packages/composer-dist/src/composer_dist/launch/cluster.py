@@ -1,6 +1,6 @@
-"""What the variables of a cluster say about this node: pure functions of an environment.
+"""A node's place according to the variables of its cluster.
 
-Each system is expected to start one launcher on each node, and the launcher to start the ranks.
+Each system is expected to start one launcher per node, which starts the ranks.
 """
 
 import re
@@ -20,7 +20,7 @@ _NODELIST = re.compile(rf"{_HOSTS}(?:,{_HOSTS})*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Found(Generic[T]):
-    """A value, and where it comes from."""
+    """A value and its source."""
 
     value: T
     source: str
@@ -32,9 +32,9 @@ def _says_nothing() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterHints:
-    """How to find out what a cluster says: variables are read, and may be wrong, only where somebody asks.
+    """A cluster's values as functions: variables are read, and may raise, only when a value is needed.
 
-    `None` stands for what it does not say.
+    A function returns `None` if the cluster does not provide its value.
     """
 
     cluster: str
@@ -46,19 +46,19 @@ class ClusterHints:
 
 
 def infer(cluster: str, environ: Environment) -> ClusterHints | None:
-    """Return how to read a cluster's variables, or `None` where there is no cluster.
+    """Return the values of a cluster, or `None` outside of one.
 
     Args:
         cluster: One of `CLUSTERS`; `'auto'` for the first whose variables are set; `'none'`.
-        environ: The variables.
+        environ: The environment.
 
     Raises:
         ValueError: If the named cluster's variables are missing, or if several launchers were started on this node.
-            What is returned raises it if a variable is not a number that it should be.
+            The returned functions raise it if a variable is not a number.
     """
     if cluster == "none":
         return None
-    if cluster == "auto":
+    if cluster == "auto":  # the order of _SYSTEMS decides if several match
         return next((read(environ) for needs, read in _SYSTEMS.values() if all(map(environ.get, needs))), None)
     needs, read = _SYSTEMS[cluster]
     missing = [variable for variable in needs if not environ.get(variable)]
@@ -71,13 +71,13 @@ def infer(cluster: str, environ: Environment) -> ClusterHints | None:
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
-    """Return the hosts that Slurm's short form of a list stands for.
+    """Return the hosts in Slurm's compressed node list.
 
     Args:
-        nodelist: Names separated by commas, in which brackets hold numbers and ranges.
+        nodelist: Names separated by commas, with numbers and ranges in brackets.
 
     Raises:
-        ValueError: If the brackets do not match or hold something else.
+        ValueError: If brackets do not match or contain anything else.
 
     Example:
         >>> expand_nodelist("n[01-03,7],login")
@@ -99,16 +99,17 @@ def _expand_entry(entry: str) -> Iterator[str]:
         yield entry
         return
     inside, _, after = rest.partition("]")
+    # Each number is combined with every expansion of the rest.
     tails = list(_expand_entry(after))
     for part in inside.split(","):
         low, _, high = part.partition("-")
         for number in range(int(low), int(high or low) + 1):
             for tail in tails:
-                yield f"{before}{number:0{len(low)}d}{tail}"  # leading zeros are part of the name
+                yield f"{before}{number:0{len(low)}d}{tail}"  # leading zeros belong to the name
 
 
 def _slurm(environ: Environment) -> ClusterHints:
-    """One launcher for each node of a step, `srun --ntasks-per-node=1`."""
+    """Read Slurm's variables: one launcher per node of a step, `srun --ntasks-per-node=1`."""
     _refuse_second_launcher(environ, "SLURM_LOCALID", "srun --ntasks-per-node=1 composer ...")
     # A step (`srun`) may have fewer nodes than the job.
     in_step = bool(environ.get("SLURM_STEP_NUM_NODES"))
@@ -120,6 +121,7 @@ def _slurm(environ: Environment) -> ClusterHints:
         nodelist = environ.get(hosts)
         return Found(expand_nodelist(nodelist)[0], f"first host of {hosts}={nodelist!r}") if nodelist else None
 
+    # Every node computes the same port from the job, so that concurrent jobs on a host rarely collide.
     port = Found(20000 + int(job) % 20000, f"20000 + SLURM_JOB_ID={job!r} mod 20000") if job.isdecimal() else None
     return ClusterHints(
         cluster="slurm",
@@ -132,30 +134,30 @@ def _slurm(environ: Environment) -> ClusterHints:
 
 
 def _kubernetes(environ: Environment) -> ClusterHints:
-    """An indexed Job or JobSet; the number of nodes and the first one's name are set by the user."""
+    """Read the variables of an indexed Job or JobSet; the user sets the number of nodes and the first one's name."""
     return ClusterHints(
         cluster="kubernetes",
         num_nodes=lambda: _integer(environ, "COMPOSER_NUM_NODES"),
         node_rank=lambda: _integer(environ, "JOB_COMPLETION_INDEX"),
         master_addr=lambda: _text(environ, "COMPOSER_MASTER_ADDR"),
-        master_port=lambda: Found(29500, "the default of --cluster kubernetes"),
+        master_port=lambda: Found(29500, "the default of --cluster kubernetes"),  # torchrun's default
     )
 
 
 def _training_operator(environ: Environment) -> ClusterHints:
-    """The variables by which operators speak to torchrun."""
+    """Read the variables that training operators set for torchrun."""
     return ClusterHints(
         cluster="training-operator",
         num_nodes=lambda: _integer(environ, "PET_NNODES"),
         node_rank=lambda: _integer(environ, "PET_NODE_RANK"),
-        nproc=lambda: _plain_integer(environ, "PET_NPROC_PER_NODE"),  # 'auto' and 'gpu' leave it to the accelerators
+        nproc=lambda: _plain_integer(environ, "PET_NPROC_PER_NODE"),  # 'auto', 'gpu': one process per accelerator
         master_addr=lambda: _text(environ, "PET_MASTER_ADDR"),
         master_port=lambda: _integer(environ, "PET_MASTER_PORT") if environ.get("PET_MASTER_PORT") else None,
     )
 
 
 def _openmpi(environ: Environment) -> ClusterHints:
-    """One launcher for each node; nothing says where the first one is."""
+    """Read Open MPI's variables: one launcher per node; the first node's address is not among them."""
     _refuse_second_launcher(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "mpirun --map-by ppr:1:node composer ...")
     return ClusterHints(
         cluster="openmpi",
@@ -165,14 +167,14 @@ def _openmpi(environ: Environment) -> ClusterHints:
 
 
 def _pmi(environ: Environment) -> ClusterHints:
-    """MPICH and Intel MPI: one launcher for each node; nothing says where the first one is."""
+    """Read the variables of MPICH and Intel MPI: one launcher per node; the first node's address is not among them."""
     _refuse_second_launcher(environ, "MPI_LOCALRANKID", "mpiexec -ppn 1 composer ...")
     return ClusterHints(
         cluster="pmi", num_nodes=lambda: _integer(environ, "PMI_SIZE"), node_rank=lambda: _integer(environ, "PMI_RANK")
     )
 
 
-# The variables that must be set, and how they are read. Slurm comes before MPI, whose processes it starts.
+# Required variables and reader of each system. Slurm comes before MPI, whose processes it may start.
 _SYSTEMS: dict[str, tuple[tuple[str, ...], Callable[[Environment], ClusterHints]]] = {
     "training-operator": (("PET_NNODES", "PET_NODE_RANK"), _training_operator),
     "kubernetes": (("COMPOSER_NUM_NODES", "JOB_COMPLETION_INDEX"), _kubernetes),
@@ -182,11 +184,11 @@ _SYSTEMS: dict[str, tuple[tuple[str, ...], Callable[[Environment], ClusterHints]
 }
 
 CLUSTERS = tuple(_SYSTEMS)
-"""The systems whose variables are understood."""
+"""The supported systems."""
 
 
 def _refuse_second_launcher(environ: Environment, variable: str, command: str) -> None:
-    """Raise if this is not the node's first launcher: each of them would start all of the node's ranks."""
+    """Raise if this is not the node's first launcher, since each one would start all ranks of the node."""
     if environ.get(variable, "0") not in ("", "0"):
         raise ValueError(
             f"{variable}={environ[variable]!r}: several launchers were started on this node, and each would start all "
@@ -200,18 +202,18 @@ def _integer(environ: Environment, variable: str) -> Found[int]:
     if not text.isdecimal():
         raise ValueError(
             f"the environment variable {variable}={text!r} is not an integer of 0 or more. Set it to one, or give "
-            "--cluster none and say with options which node this is."
+            "--cluster none and give this node's place as options."
         )
     return Found(int(text), variable)
 
 
 def _plain_integer(environ: Environment, variable: str) -> Found[int] | None:
-    """Return a variable that may as well hold a word."""
+    """Return a variable if it is a number."""
     text = environ.get(variable, "")
     return Found(int(text), variable) if text.isdecimal() else None
 
 
 def _text(environ: Environment, variable: str) -> Found[str] | None:
-    """Return a variable that may be missing."""
+    """Return a variable if it is set."""
     text = environ.get(variable)
     return Found(text, variable) if text else None

@@ -1,4 +1,4 @@
-"""The launcher's own stdout and stderr, whose trouble (closed, full, without the letters) must not become the run's."""
+"""The launcher's stdout and stderr, whose failures must not fail the run."""
 
 import os
 import sys
@@ -11,21 +11,21 @@ _FILE_NUMBERS = {"stdout": 1, "stderr": 2}
 
 
 def open_console() -> None:
-    """Make it possible to write to stdout and stderr, whatever this process was started with.
+    """Make stdout and stderr writable, even if they were closed.
 
-    What was closed (`>&-`) leads nowhere from now on, for the ranks as well, and letters that the console's encoding
-    does not have are written as escapes.
+    A closed stream (`>&-`) is connected to the null device, for the ranks as well. Characters outside the console's
+    encoding are written as escapes.
     """
     for name, number in _FILE_NUMBERS.items():
         if getattr(sys, name) is None:
             _lead_nowhere(number)
             setattr(sys, name, os.fdopen(number, "w", closefd=False, errors="backslashreplace"))
-        elif hasattr(getattr(sys, name), "reconfigure"):  # not so where a program replaced it
+        elif hasattr(getattr(sys, name), "reconfigure"):  # missing if a program replaced the stream
             getattr(sys, name).reconfigure(errors="backslashreplace")
 
 
 def release_console() -> None:
-    """Give up what could not be written: Python would try again at its end, and exit with 120."""
+    """Discard unwritable output, which Python would otherwise write again at exit, with exit code 120."""
     for name, number in _FILE_NUMBERS.items():
         try:
             getattr(sys, name).flush()
@@ -36,21 +36,21 @@ def release_console() -> None:
 
 
 def say(text: str, stream: str = "stdout") -> None:
-    """Write a line for the user to read at once.
+    """Write a line and flush it.
 
     Args:
-        text: The line, or several, without the last one's end.
+        text: One line or several, without the last newline.
         stream: `'stdout'` or `'stderr'`.
     """
-    with suppress(OSError, ValueError):  # the console may be gone, or closed
+    with suppress(OSError, ValueError):  # the console may be closed
         getattr(sys, stream).write(f"{text}\n")
         getattr(sys, stream).flush()
 
 
 def _lead_nowhere(number: int) -> None:
-    """Have a descriptor lead to the null device, for this process and those that it starts."""
+    """Connect a descriptor to the null device, for this process and its children."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    if nowhere == number:
+    if nowhere == number:  # the descriptor was closed, and open() reused its number
         os.set_inheritable(number, True)
     else:
         os.dup2(nowhere, number)

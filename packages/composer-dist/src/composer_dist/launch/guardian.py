@@ -1,8 +1,8 @@
-"""A small process that outlives the launcher, if that is killed, and then kills what the launcher had started.
+"""A helper process that kills the ranks if the launcher is killed.
 
-It hears from the launcher through a pipe, whose end the system closes however the launcher ends, and it sits in a
-session of its own, so that what is sent to the launcher's process group does not reach it. This file is also the
-program that it runs, without site-packages: it imports the standard library only.
+The launcher sends it process groups through a pipe, which the system closes however the launcher ends. It runs in its
+own session, so signals to the launcher's process group do not reach it. This file is also its program, run without
+site-packages: it imports the standard library only.
 """
 
 import contextlib
@@ -18,56 +18,56 @@ from pathlib import Path
 __all__ = ["LAUNCH_ID", "Guardian", "is_within", "new_launch_id", "process_state", "sweep"]
 
 LAUNCH_ID = "COMPOSER_LAUNCH_ID"
-"""The variable by which the processes of a launch are found, wherever they went."""
+"""The variable that identifies the processes of a launch, in any process group."""
 _SWEEP_S = 5.0
-_QUIET_S = 1.0  # longer than a busy machine takes from fork to exec
-_LINGER_S = 1.0  # what tidies up after a process that ended well, such as Python's resource tracker, ends after it
+_QUIET_S = 1.0  # longer than a busy machine needs from fork to exec
+_LINGER_S = 1.0  # helpers such as Python's resource tracker end shortly after their process
 
 
 class Guardian:
-    """The guardian as the launcher sees it.
+    """The launcher's interface to the guardian.
 
     Args:
-        launch_id: What the variable `COMPOSER_LAUNCH_ID` of the ranks is set to.
+        launch_id: The ranks' value of the variable `COMPOSER_LAUNCH_ID`.
     """
 
     def __init__(self, launch_id: str) -> None:
         self.launch_id = launch_id
         self._groups: set[int] = set()
-        # -I and -S: no environment variable and no site-packages may slow it down or change it.
+        # -I and -S: environment variables and site-packages must neither slow it down nor change it.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, launch_id, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
             cwd="/",
-            # Were this launch part of another one, that other's sweep would take the guardian with the launcher.
+            # Inside another launch, the sweep of that launch must not kill this guardian together with the launcher.
             env={name: value for name, value in os.environ.items() if name != LAUNCH_ID},
             text=True,
         )
 
     def watch(self, groups: Iterable[int]) -> None:
-        """Add process groups to those that are to be killed in the end."""
+        """Add process groups to kill at the end."""
         new = set(groups)
         self._groups |= new
         self._tell("".join(f"{group}\n" for group in new))
 
     def sweep(self, *, spare_detached: bool) -> list[int]:
-        """Kill what is left of the launch, and return whom that hit.
+        """Kill the remaining processes of the launch, and return their PIDs.
 
         Args:
-            spare_detached: Leave processes alone that went into sessions of their own, as services do, and give the
-                others a moment to end by themselves. Nothing has failed then.
+            spare_detached: Whether to spare processes in sessions of their own, such as services, and to give the
+                others some time to end by themselves. For runs without a failure.
         """
         if spare_detached:
             _wait_for(self._groups, _LINGER_S)
         killed = sweep(self._groups, None if spare_detached else self.launch_id)
-        self._groups.clear()  # before long their numbers may be somebody else's
+        self._groups.clear()  # the system may reuse the numbers
         self._tell("\n")
         return killed
 
     def close(self) -> None:
-        """Dismiss the guardian: from now on nobody looks after what is left."""
+        """Stop the guardian; remaining processes are no longer cleaned up."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -76,24 +76,24 @@ class Guardian:
 
     def _tell(self, text: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # somebody killed it; the run goes on without
+        with contextlib.suppress(OSError):  # if the guardian was killed, the run continues without it
             self._process.stdin.write(text)
             self._process.stdin.flush()
 
 
 def sweep(groups: Iterable[int], launch_id: str | None, timeout_s: float = _SWEEP_S, quiet_s: float = 0.0) -> list[int]:
-    """Kill process groups, and whatever else was started with a launch's identity in its environment.
+    """Kill process groups, and all processes with a launch's identity in their environment.
 
     Without `/proc` (systems other than Linux) only the groups are found.
 
     Args:
         groups: Numbers of process groups.
         launch_id: The identity, or `None` for the groups only.
-        timeout_s: For how long processes that do not go away are tried again.
-        quiet_s: For how long nobody may have shown up in the end.
+        timeout_s: Time for which processes that do not end are killed again.
+        quiet_s: Time without any such process before this returns.
 
     Returns:
-        The processes that were still there, as far as they could be seen.
+        PIDs of the processes that were found.
     """
     seen: set[int] = set()
     groups = set(groups)
@@ -113,28 +113,28 @@ def sweep(groups: Iterable[int], launch_id: str | None, timeout_s: float = _SWEE
                 os.kill(pid, signal.SIGKILL)
         if now_s > deadline_s or (not left and now_s - last_seen_s >= quiet_s):
             return sorted(seen)
-        time.sleep(0.02)  # what was being forked just now shows itself in the next round
+        time.sleep(0.02)  # a process forked meanwhile is found in the next round
 
 
 def new_launch_id() -> str:
-    """Return an identity for a launch by this process, which also tells which process that is."""
+    """Return an identity for a launch by this process, which includes its PID and start time."""
     return f"{uuid.uuid4().hex}-{os.getpid()}-{_start_time(os.getpid())}"
 
 
 def is_within(launch_id: str) -> bool:
-    """Return whether this process, or one above it, is the launcher with an identity.
+    """Return whether this process descends from the launcher with an identity.
 
-    Without `/proc` that cannot be seen, and is taken for granted.
+    Without `/proc` this cannot be determined, and any identity counts.
 
     Args:
-        launch_id: What the variable `COMPOSER_LAUNCH_ID` holds; `''` where there is none.
+        launch_id: Value of `COMPOSER_LAUNCH_ID`, `''` if it is not set.
     """
     _, _, process = launch_id.partition("-")
     if not process or not Path("/proc/self/stat").exists():
         return bool(process)
     pid = os.getpid()
     while pid > 0:
-        if process == f"{pid}-{_start_time(pid)}":  # the number alone may be somebody else's by now
+        if process == f"{pid}-{_start_time(pid)}":  # a PID alone may have been reused
             return True
         fields = _stat(pid)
         pid = int(fields[1]) if fields else 0
@@ -142,13 +142,13 @@ def is_within(launch_id: str) -> bool:
 
 
 def process_state(pid: int) -> str | None:
-    """Return the letter by which Linux names a process's state, such as `'T'` for stopped, or `None`."""
+    """Return Linux's letter for a process's state, such as `'T'` for stopped, or `None`."""
     fields = _stat(pid)
     return fields[0] if fields else None
 
 
 def _wait_for(groups: set[int], timeout_s: float) -> None:
-    """Wait until the processes of some groups have ended by themselves, or the time is over."""
+    """Wait until the processes of some groups have ended, or the time is over."""
     deadline = time.monotonic() + timeout_s
     while any(_members(groups, None)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -167,16 +167,16 @@ def _members(groups: set[int], launch_id: str | None) -> Iterator[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields after the name: state, parent, process group, and so on."""
+    """Return the fields of `/proc/PID/stat` after the name: state, parent, process group, and so on."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return []
-    return text.rpartition(")")[2].split()  # the name may hold anything, also brackets
+    return text.rpartition(")")[2].split()  # the name may contain any characters, including brackets
 
 
 def _start_time(pid: int) -> str:
-    """Return when a process was started, in ticks since the system was."""
+    """Return the start time of a process in clock ticks since boot."""
     fields = _stat(pid)
     return fields[19] if fields else ""
 
@@ -184,21 +184,21 @@ def _start_time(pid: int) -> str:
 def _environment(entry: Path) -> list[bytes]:
     try:
         return (entry / "environ").read_bytes().split(b"\0")
-    except OSError:  # gone, or somebody else's
+    except OSError:  # ended, or owned by another user
         return []
 
 
 def _main(launch_id: str, launcher: str) -> None:
-    """Wait for the launcher's end, which must have been a sudden one, and kill what it started."""
+    """Wait for the launcher to end without closing the guardian, and kill its processes."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     groups: set[int] = set()
-    for line in sys.stdin:  # until the pipe is closed
+    for line in sys.stdin:  # ends when the pipe closes
         if line.strip():
             groups.add(int(line))
         else:
-            groups.clear()  # the launcher itself has swept them
-    # What the launcher was about to start when it was killed has the launch's identity a moment later.
+            groups.clear()  # swept by the launcher itself
+    # A process that was being started when the launcher was killed gets the identity only at its exec.
     killed = sweep(groups, launch_id, quiet_s=_QUIET_S)
     if killed:
         with contextlib.suppress(OSError):

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the `composer` command and return its exit status.
 
     Args:
-        arguments: The command line after the command's name. That of this process when `None`.
+        arguments: The command line after the command's name. This process's arguments when `None`.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     open_console()
@@ -49,23 +49,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CannotStartError as error:
         say(f"composer: error: {error}", "stderr")
         return _USAGE_ERROR
-    except KeyboardInterrupt:  # before there was anything to end
+    except KeyboardInterrupt:  # before any rank was started
         return 130
     finally:
         release_console()
 
 
 def _launch(arguments: Sequence[str]) -> int:
-    """Find out what to start, and start it or say what it is."""
+    """Prepare and run a launch; an error of the preparation is an error of the command line."""
     try:
         start = _prepare(arguments)
-    except ValueError as error:  # whereas one that comes later is no fault of the command line
+    except ValueError as error:  # later ones are not errors of the command line
         raise CannotStartError(str(error)) from error
-    return start()
+    return start()  # outside the try: a ValueError of the run is not a usage error
 
 
 def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
-    """Return what the command line asks for, ready to be done."""
+    """Check the command line and return a function that carries it out."""
     options = parse_options(arguments)
     _configure_logging(options)
     nproc = resolve_nproc(options, os.environ, _count_accelerators)
@@ -78,8 +78,8 @@ def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
         check_rendezvous(rendezvous)
     elif topology is not None:
         check_meeting_point(topology)
-    tidy_shared_memory()  # a dataset may need the names that a killed run has left
-    # What follows loads torch, which neither `--help` nor a wrong command line should wait for.
+    tidy_shared_memory()  # a dataset fails on names that a killed run left behind
+    # The imports below load torch, which would delay `--help` and errors of the command line.
     if rendezvous is not None:
         from composer_dist.launch.run import run_elastic
 
@@ -91,7 +91,7 @@ def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
 
 
 def _show(options: Options, topology: Topology | None, rendezvous: Rendezvous | None) -> int:
-    """Print what would be started."""
+    """Print the plan of the launch."""
     if rendezvous is not None:
         say(explain_elastic(options, rendezvous, topology, os.environ))
     else:
@@ -101,19 +101,19 @@ def _show(options: Options, topology: Topology | None, rendezvous: Rendezvous | 
 
 
 def _configure_logging(options: Options) -> None:
-    """Have the launcher's own messages shown, and torch's only if they were asked for."""
+    """Show the launcher's own messages, and torch's only with `--verbose`."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("composer: %(message)s"))
     log = logging.getLogger("composer_dist.launch")
     log.handlers[:] = [handler]
     log.setLevel(logging.INFO if options.verbose else logging.WARNING)
-    log.propagate = False
+    log.propagate = False  # a root handler would print each line twice
     logging.getLogger("composer_dist.stale_memory").addHandler(handler)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.INFO if options.verbose else logging.CRITICAL)
 
 
 def _count_accelerators() -> int:
-    import torch  # only if nobody said how many processes to start
+    import torch  # slow, so only if the number of processes is not given
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
@@ -122,16 +122,16 @@ GROUP = "composer.commands"
 
 
 def find_command(arguments: Sequence[str]) -> Callable[[Sequence[str]], int] | None:
-    """Return the command that a command line begins with, or `None` if it names a script to launch.
+    """Return the command that a command line begins with, or `None` if it names a script.
 
-    A distribution offers a command by an entry point of the group `composer.commands`: a function from the arguments
-    after the name to the exit status. A file of that name comes first, since scripts need no ending.
+    A distribution adds a command by an entry point of the group `composer.commands`: a function from the arguments
+    after the name to the exit status. A file of the same name takes precedence, since scripts need no extension.
 
     Args:
         arguments: The command line after `composer`.
     """
     name = arguments[0] if arguments else ""
-    if not name.isidentifier() or os.path.exists(name):  # neither options nor paths are looked for
+    if not name.isidentifier() or os.path.exists(name):  # options and paths are not commands
         return None
     for found in entry_points(group=GROUP, name=name):
         return found.load()
@@ -139,10 +139,10 @@ def find_command(arguments: Sequence[str]) -> Callable[[Sequence[str]], int] | N
 
 
 def explain(options: Options, topology: Topology, environ: Mapping[str, str]) -> str:
-    """Return what would be started on this node.
+    """Return the ranks of this node, with commands and environments, as JSON.
 
     Args:
-        options: What was typed.
+        options: The launcher's options.
         topology: This node's place.
         environ: The launcher's environment.
     """
@@ -153,16 +153,16 @@ def explain(options: Options, topology: Topology, environ: Mapping[str, str]) ->
 def explain_elastic(
     options: Options, rendezvous: Rendezvous, topology: Topology | None, environ: Mapping[str, str]
 ) -> str:
-    """Return what is known before the nodes have met, which on a single node is all but the address of their store.
+    """Return what is known before the rendezvous as JSON; on a single node all but the address of its store.
 
     Args:
-        options: What was typed.
-        rendezvous: Where they would meet.
-        topology: This node's place, if the number of nodes does not change.
+        options: The launcher's options.
+        rendezvous: Settings of the rendezvous.
+        topology: This node's place, if the number of nodes is fixed.
         environ: The launcher's environment.
     """
     plan = {"engine": "elastic", "rendezvous": asdict(rendezvous), "max_restarts": options.max_restarts}
-    if topology is None or topology.is_multi_node:  # who comes first gets the first ranks
+    if topology is None or topology.is_multi_node:  # ranks depend on the order in which the nodes arrive
         return json.dumps(
             plan
             | {
@@ -180,6 +180,7 @@ def explain_elastic(
     }
     envs = {lr: env | added for lr, env in child_environments(topology, options, environ).items()}
     for env in envs.values():
+        # Chosen by torch at the rendezvous.
         del env["MASTER_ADDR"], env["MASTER_PORT"]
     later = dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), "torch, when the rendezvous is complete")
     ranks = _plan(options, topology, envs, environ)
@@ -189,7 +190,7 @@ def explain_elastic(
 def _plan(
     options: Options, topology: Topology, envs: Mapping[int, Mapping[str, str]], environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return where this node is, and what its ranks are started with."""
+    """Return this node's place, and command and environment of its ranks."""
     return {
         "topology": {
             name: {"value": getattr(topology, name), "source": source} for name, source in topology.sources.items()
@@ -212,7 +213,7 @@ def _plan(
 def _sources(
     options: Options, topology: Topology, environ: Mapping[str, str], env: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return where each variable of a rank comes from."""
+    """Return the source of each variable of a rank."""
     of_topology = {
         "RANK": f"base_rank + LOCAL_RANK; base_rank from {topology.sources['base_rank']}",
         "LOCAL_RANK": "the number of the process on this node",
@@ -231,7 +232,7 @@ def _sources(
 
 
 def _destination(stream: str, options: Options, env: Mapping[str, str], environ: Mapping[str, str]) -> str:
-    """Return where a stream goes beside the folder of the logs."""
+    """Return the destination of a stream apart from the log folder."""
     if env["LOCAL_RANK"] == "0" or options.tee:
         return "console"
     return named_file(stream, options, env, environ) or "shown if the rank fails"

@@ -1,7 +1,7 @@
-"""Where the output of the ranks goes: local rank 0's to the console, that of the others to files.
+"""The output of the ranks: local rank 0's goes to the console, that of the others to files.
 
-Each rank writes into a file of its own, which torch's `TailLog` copies to wherever else the lines are wanted: files
-that the user named, opened for appending, or the console.
+Each rank writes to files of its own. torch's `TailLog` copies their lines to the files that the user named, opened for
+appending, or to the console.
 """
 
 import logging
@@ -27,7 +27,7 @@ from composer_dist.launch.topology import named_file
 
 __all__ = ["Logs", "new_run_id"]
 
-_CONSOLE = ""  # what torch takes for "inherit"
+_CONSOLE = ""  # torch's value for an inherited stream
 _STREAMS = ("stdout", "stderr")
 _TAIL_INTERVAL_S = 0.1
 _STOP_TIMEOUT_S = 2.0
@@ -38,7 +38,7 @@ _log = logging.getLogger("composer_dist.launch")
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Lines on their way to one target, from one file or several."""
+    """A running copy from one file or several to one target."""
 
     tail: TailLog
     is_cut: threading.Event
@@ -46,10 +46,10 @@ class _Copy:
 
 
 class Logs(LogsSpecs):
-    """The files of a run, below one folder, with the copies that are made of them.
+    """The log files of a run in one folder, and the copies of their lines.
 
     Args:
-        options: What was typed.
+        options: The launcher's options.
         run_id: The name of the run's folder.
         environ: The launcher's environment.
     """
@@ -74,7 +74,7 @@ class Logs(LogsSpecs):
         return self.folder / f"attempt_{attempt}" / rank
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the folders, tell each rank its error file, and say to torch what goes where."""
+        """Create the folders, set each rank's error file, and return the destinations of all streams."""
         files: dict[str, dict[int, str]] = {stream: {} for stream in _STREAMS}
         errors: dict[int, str] = {}
         for local_rank, env in envs.items():
@@ -86,13 +86,13 @@ class Logs(LogsSpecs):
             for stream in _STREAMS:
                 on_console = local_rank == 0 and not self._options.tee
                 files[stream][local_rank] = _CONSOLE if on_console else str(folder / f"{stream}.log")
-        return LogsDest(files["stdout"], files["stderr"], {}, {}, errors)  # torch's own copies could go on without end
+        return LogsDest(files["stdout"], files["stderr"], {}, {}, errors)  # torch's copies could block the end
 
     def open_targets(self, envs: Mapping[int, Mapping[str, str]]) -> None:
-        """Open the files that the user named, while nothing runs that a file which cannot be opened would stop.
+        """Open the files that the user named, before any process starts that an error would have to stop.
 
         Raises:
-            CannotStartError: If one cannot be opened.
+            CannotStartError: If a file cannot be opened.
         """
         for stream in _STREAMS:
             for env in envs.values():
@@ -108,7 +108,7 @@ class Logs(LogsSpecs):
                     ) from error
 
     def start_copies(self, envs: Mapping[int, Mapping[str, str]]) -> None:
-        """Begin to copy what the ranks write to where the user wants it beside their own files."""
+        """Start copying the ranks' output to the user's files and the console."""
         prefixes = {local_rank: f"[rank {env['RANK']}]:" for local_rank, env in envs.items()}
         wanted = re.compile(self._options.log_filter or "")
         is_on_console = self._options.tee or self._options.log_filter is not None
@@ -122,23 +122,23 @@ class Logs(LogsSpecs):
                 name = named_file(stream, self._options, envs[local_rank], self._environ)
                 if name is not None:
                     self._copy({local_rank: file}, self._target(Path(name)), {local_rank: ""}, re.compile(""))
-            if is_on_console:
+            if is_on_console:  # --tee shows all lines, --log_filter only matching ones
                 everything = re.compile("") if self._options.tee else wanted
                 self._copy(raw, getattr(sys, stream), prefixes, everything)
 
     def flush(self) -> None:
-        """Let readers of the user's files see what was copied; doing so for each line would hold the copying up."""
+        """Flush the user's files so that readers see new lines; a flush per line would slow the copies down."""
         for target in self._targets.values():
-            with suppress(OSError, ValueError):  # a full disk is no failure of the run
+            with suppress(OSError, ValueError):  # a full disk must not fail the run
                 target.flush()
 
     def stop_copies(self) -> None:
-        """Copy what is left, as far as that takes no longer than two seconds, and close the files."""
-        # TailLog waits until it has read all, and there is no end where somebody still writes.
+        """Copy the remaining output for at most two seconds, and close the files."""
+        # TailLog stops at the end of its file, which it never reaches if a process still writes.
         stops = [(threading.Thread(target=copy.tail.stop, daemon=True), copy) for copy in self._copies]
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         for thread, _ in stops:
-            thread.start()
+            thread.start()  # in parallel, so that one deadline holds for all
         for thread, copy in stops:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
@@ -153,7 +153,7 @@ class Logs(LogsSpecs):
         self._targets.clear()
 
     def close(self, *, failed: bool) -> str | None:
-        """End the copying; return where the files are if somebody may want them, and delete them otherwise."""
+        """Stop the copies; return the folder if it is kept, and delete it otherwise."""
         self.stop_copies()
         if failed or self._keep or self._is_cut:
             return str(self.folder)
@@ -161,20 +161,20 @@ class Logs(LogsSpecs):
         return None
 
     def _target(self, path: Path) -> TextIO:
-        """Return a file that the user named, the same one for all ranks whose lines go there."""
-        path = path.absolute()
+        """Return a file that the user named; ranks with the same file share it."""
+        path = path.absolute()  # different names of one file must share one handle
         if path not in self._targets:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._targets[path] = path.open("a", encoding="utf-8", errors="replace")
         return self._targets[path]
 
     def _copy(self, files: dict[int, str], target: TextIO, prefixes: dict[int, str], wanted: re.Pattern[str]) -> None:
-        """Append the lines that match to a target from now on."""
+        """Append matching lines to a target from now on."""
         is_cut = threading.Event()
 
         def matches(line: str) -> bool:
             if is_cut.is_set():
-                raise TimeoutError("the copying took too long")  # the only way to have TailLog stop before the end
+                raise TimeoutError("the copying took too long")  # the only way to stop TailLog early
             return wanted.search(line) is not None
 
         tail = TailLog("rank", files, target, prefixes, _TAIL_INTERVAL_S, matches)
@@ -182,7 +182,7 @@ class Logs(LogsSpecs):
 
 
 def _make_folder(options: Options, run_id: str) -> Path:
-    """Return the folder of a run, newly made."""
+    """Create the folder of a run and return it."""
     try:
         if options.log_dir is None:
             return Path(tempfile.mkdtemp(prefix="composer_"))
@@ -197,5 +197,5 @@ def _make_folder(options: Options, run_id: str) -> Path:
 
 
 def new_run_id() -> str:
-    """Return a name for the folder of a run that nobody named."""
+    """Return a name for the folder of a run, from the time and the PID."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

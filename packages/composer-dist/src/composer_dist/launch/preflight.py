@@ -1,4 +1,4 @@
-"""What can be known to fail before any process starts: no script, a port that is taken, a host without address."""
+"""Checks before any process starts: a missing script, a port that is taken, a host without an address."""
 
 import errno
 import logging
@@ -28,7 +28,7 @@ _RUN_NAMES = ("COMPOSER_RUN_NAME", "RUN_NAME", "SLURM_JOB_ID")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """What torch's rendezvous is told."""
+    """Settings of torch's rendezvous."""
 
     nproc: int
     min_nodes: int
@@ -42,23 +42,25 @@ class Rendezvous:
 def resolve_rendezvous(
     options: Options, nproc: int, topology: Topology | None, environ: Mapping[str, str]
 ) -> Rendezvous:
-    """Return where and with how many nodes the run begins.
+    """Return the settings of the rendezvous from options, topology and environment.
 
     Args:
-        options: What was typed.
+        options: The launcher's options.
         nproc: Processes on this node.
-        topology: This node's place if the number of nodes does not change, else `None`.
+        topology: This node's place if the number of nodes is fixed, else `None`.
         environ: The launcher's environment.
 
     Raises:
-        ValueError: If the nodes cannot be counted, or a setting is not a pair.
+        ValueError: If the number of nodes is unknown, or a setting is not a pair.
     """
+    # N or MIN:MAX.
     low, _, high = (options.nnodes or str(_num_nodes(topology))).partition(":")
     min_nodes, max_nodes = int(low), int(high or low)
     config = _parse_config(options.rdzv_conf)
     endpoint = options.rdzv_endpoint
     if endpoint is None and topology is not None and topology.has_meeting_point:
         endpoint = f"{topology.master_addr}:{topology.master_port}"
+        # Node 0 serves the store, unless --rdzv_conf decides otherwise.
         config = {"is_host": str(topology.node_rank == 0).lower()} | config
     if endpoint is None and max_nodes > 1:
         raise ValueError(
@@ -77,8 +79,8 @@ def resolve_rendezvous(
 
 
 def _num_nodes(topology: Topology | None) -> int:
-    """Return how many nodes like this one make up the world."""
-    assert topology is not None  # without --nnodes
+    """Return the number of nodes, provided that all are like this one."""
+    assert topology is not None  # set when --nnodes is not
     if topology.world_size % topology.nproc:
         raise ValueError(
             f"--max_restarts needs the number of nodes, which world_size={topology.world_size} and nproc="
@@ -88,7 +90,7 @@ def _num_nodes(topology: Topology | None) -> int:
 
 
 def _default_run_id(environ: Mapping[str, str], max_nodes: int) -> str:
-    """Return a name that every node comes upon by itself; a random one where there is only one."""
+    """Return a run name that every node derives alike; a random one on a single node."""
     named = next((environ[name] for name in _RUN_NAMES if environ.get(name)), None)
     return named or ("composer" if max_nodes > 1 else uuid.uuid4().hex)
 
@@ -105,18 +107,18 @@ def _parse_config(text: str) -> dict[str, str]:
 
 _log = logging.getLogger("composer_dist.launch")
 
-_RESOLVE_TIMEOUT_S = 10.0  # a cluster's name server may learn of rank 0's host a little later than its nodes start
+_RESOLVE_TIMEOUT_S = 10.0  # a cluster may register rank 0's host a little after its nodes start
 
 
 class CannotStartError(ValueError):
-    """The ranks cannot be started as the command line asks."""
+    """The ranks cannot be started as requested."""
 
 
 def check_command(options: Options) -> None:
-    """Raise if there is nothing that could be started.
+    """Raise if the command of the ranks does not exist.
 
     Args:
-        options: What was typed.
+        options: The launcher's options.
 
     Raises:
         ValueError: If the script or the program does not exist.
@@ -136,41 +138,41 @@ def check_command(options: Options) -> None:
 
 
 def check_meeting_point(topology: Topology) -> None:
-    """Raise if the ranks could not meet.
+    """Raise if the ranks cannot meet at the address and port of rank 0.
 
     Args:
-        topology: This node's place, with the address of rank 0.
+        topology: This node's place, with rank 0's address.
 
     Raises:
-        ValueError: If the host's name is unknown, or if this node runs rank 0 and the port is taken.
+        ValueError: If the host cannot be resolved, or if this node runs rank 0 and the port is taken.
     """
     addr, source = topology.master_addr, topology.sources["master_addr"]
     _wait_for_address(f"master_addr={addr!r} (from {source})", addr, topology.is_multi_node)
     if topology.base_rank == 0:
         _check_own_address(topology)
-        if topology.sources["master_port"] != FREE_PORT:  # which is chosen anew when it is needed
+        if topology.sources["master_port"] != FREE_PORT:  # a free port is chosen again at the start
             _check_own_port(topology)
 
 
 def check_rendezvous(rendezvous: Rendezvous) -> None:
-    """Raise if the nodes could not meet.
+    """Raise if the nodes cannot meet at the rendezvous.
 
     Args:
-        rendezvous: Where they would.
+        rendezvous: Settings of the rendezvous.
 
     Raises:
-        ValueError: If the host's name is unknown.
+        ValueError: If the host cannot be resolved.
     """
     if rendezvous.backend not in ("c10d", "static") or rendezvous.config.get("store_type") == "file":
-        return  # it need not be a host
+        return  # the endpoint need not be a host
     host, _, _ = rendezvous.endpoint.rpartition(":") if ":" in rendezvous.endpoint else (rendezvous.endpoint, "", "")
-    host = host.strip("[]")  # IPv6
+    host = host.strip("[]")  # an IPv6 address
     if host:
         _wait_for_address(f"--rdzv_endpoint={rendezvous.endpoint!r}", host, rendezvous.max_nodes > 1)
 
 
 def _wait_for_address(what: str, host: str, is_multi_node: bool) -> None:
-    """Raise if a host has no address, on several nodes after a while."""
+    """Raise if a host has no address; with several nodes, only after some time."""
     deadline = time.monotonic() + (_RESOLVE_TIMEOUT_S if is_multi_node else 0)
     while (problem := _lookup_problem(host)) is not None:
         if time.monotonic() >= deadline:
@@ -190,20 +192,21 @@ def _lookup_problem(addr: str) -> str | None:
 
 
 def _check_own_address(topology: Topology) -> None:
-    """Raise if rank 0 runs here, but is looked for elsewhere."""
+    """Raise if rank 0 runs here, but its address belongs to another machine."""
     addr, source = topology.master_addr, topology.sources["master_addr"]
     if _is_here(addr, topology.master_port):
         return
     message = (
-        f"master_addr={addr!r} (from {source}) is no address of this machine, where rank 0 runs. Give an address of it"
+        f"master_addr={addr!r} (from {source}) is not an address of this machine, where rank 0 runs. Give one of "
+        "its addresses"
     )
     if not topology.is_multi_node:
-        raise ValueError(f"{message}, or none for 127.0.0.1.")
-    _log.warning("%s, unless connections to that one are passed on to it.", message)
+        raise ValueError(f"{message}, or omit it for 127.0.0.1.")
+    _log.warning("%s, unless connections to that one are forwarded to this machine.", message)
 
 
 def _check_own_port(topology: Topology) -> None:
-    """Raise if rank 0 could not listen on the port, which it does on all addresses."""
+    """Raise if rank 0 cannot listen on the port, on all addresses as torch does."""
     port, source = topology.master_port, topology.sources["master_port"]
     for family, everywhere in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         if _bind_error(family, everywhere, port) == errno.EADDRINUSE:
@@ -214,16 +217,17 @@ def _check_own_port(topology: Topology) -> None:
 
 
 def _is_here(addr: str, port: int) -> bool:
-    """Return whether one of a host's addresses is one of this machine's."""
+    """Return whether one of a host's addresses belongs to this machine."""
     found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
+    # Only an address of this machine can be bound.
     return any(_bind_error(family, str(address[0]), 0) != errno.EADDRNOTAVAIL for family, *_, address in found)
 
 
 def _bind_error(family: int, addr: str, port: int) -> int | None:
-    """Return why a server could not listen there, if it could not."""
+    """Return the error number of listening on an address, or `None`."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: an old run does not count
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does
             listener.bind((addr, port))
             listener.listen(1)
     except OSError as error:

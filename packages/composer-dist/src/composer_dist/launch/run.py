@@ -1,4 +1,4 @@
-"""Runs the ranks of a node, from the first process to the exit status."""
+"""A launch on one node: starting the ranks, restarts, and the exit status."""
 
 import logging
 import os
@@ -44,11 +44,11 @@ __all__ = ["run_elastic", "Launch", "run"]
 
 
 def run(options: Options, topology: Topology) -> int:
-    """Start the ranks of a node whose place in the run is known, and return the exit status when all have ended.
+    """Start the ranks of a node whose place is known, and return the exit status after all have ended.
 
     Args:
-        options: What was typed.
-        topology: Which ranks those are.
+        options: The launcher's options.
+        topology: This node's place in the run.
     """
     topology, store = _serve_store(topology)
     with Launch(options, new_run_id()) as launch:
@@ -58,20 +58,20 @@ def run(options: Options, topology: Topology) -> int:
             launch.end()
         except SignalException as received:
             launch.end(received.sigval)
-    del store  # it was there for longer than any rank
+    del store  # kept until here, so that it outlives every rank
     return launch.status
 
 
 def _serve_store(topology: Topology) -> tuple[Topology, "Store | None"]:
-    """Listen where the ranks meet, if rank 0 is one of this node's, and return also where that is.
+    """Serve the store of the rendezvous if this node runs rank 0; return the topology with its port.
 
-    The port is then this run's before a rank starts, no rank waits for rank 0 to open it, and it stays open until the
-    last rank has ended.
+    The port then belongs to this run before a rank starts, no rank waits for rank 0 to open it, and it stays open until
+    the last rank has ended.
     """
     if topology.base_rank != 0:
         return topology, None
     source = topology.sources["master_port"]
-    # One that was free when the command line was read need not be so any more; 0 lets the system choose.
+    # A port that was free while options were parsed may be taken by now; 0 lets the system choose another.
     port = 0 if source == FREE_PORT else topology.master_port
     try:
         store = tdist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented there
@@ -86,13 +86,13 @@ def _serve_store(topology: Topology) -> tuple[Topology, "Store | None"]:
 
 
 class Launch:
-    """The ranks of this node, with what must be done before and after them.
+    """The ranks of this node, from their start to the cleanup.
 
-    Leaving the context kills whatever is left, says what there is to say about failures, and sets `status`.
+    Leaving the context kills the remaining processes, reports failures, and sets `status`.
 
     Args:
-        options: What was typed.
-        run_id: The name of the folder of the logs.
+        options: The launcher's options.
+        run_id: The name of the log folder.
     """
 
     def __init__(self, options: Options, run_id: str) -> None:
@@ -110,29 +110,29 @@ class Launch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        is_signal = isinstance(error, SignalException)  # one that came before the ranks had all been started
+        is_signal = isinstance(error, SignalException)  # a signal during the start of the ranks
         try:
-            self._signals.ignore()  # what is left to do is short, and must be done
+            self._signals.ignore()  # the cleanup is short and must complete
             self._close(failed=error is not None and not is_signal)
         finally:
             self._signals.restore()
         return is_signal
 
     def fail(self) -> None:
-        """End all ranks for a failure that is none of theirs."""
+        """End all ranks because of a failure outside them."""
         self._failed = True
         self.end()
 
     @property
     def is_done(self) -> bool:
-        """Whether all ranks have ended."""
+        """Return whether all ranks have ended."""
         return self._workers is not None and self._workers.are_done
 
     def start(self, envs: dict[int, dict[str, str]]) -> dict[int, int]:
         """Start the ranks, and return their processes.
 
         Args:
-            envs: For each local rank, the variables that it has beside the launcher's.
+            envs: Variables of each local rank, in addition to the launcher's.
         """
         commands = {lr: child_command(self._options, {**os.environ, **env}) for lr, env in envs.items()}
         for env in envs.values():
@@ -149,23 +149,23 @@ class Launch:
     def wait(self) -> None:
         """Wait until all ranks have ended or one has failed."""
         while not self.has_failed() and not self.is_done:
-            continue  # has_failed waits
+            continue  # has_failed() sleeps
 
     def has_failed(self) -> bool:
-        """Wait until something may have happened, and say whether a rank has failed."""
+        """Wait for an event or the monitor interval, and return whether a rank has failed."""
         assert self._workers is not None
         has_failed = self._workers.look(self._options.monitor_interval)
         self._logs.flush()
         return has_failed
 
     def end(self, signum: signal.Signals | None = None) -> None:
-        """See to it that all ranks end: by themselves, or by a signal, or by SIGKILL.
+        """End all ranks: wait for those that are finishing, send a signal, and then SIGKILL.
 
         Args:
-            signum: What the launcher received, if that is why.
+            signum: The signal that the launcher received, if that is the reason.
 
         Raises:
-            SignalException: If the ranks ended for another reason, could start again, and a signal came meanwhile.
+            SignalException: If a signal arrived while the ranks were ended for a restart.
         """
         workers = self._workers
         if workers is None:
@@ -174,7 +174,7 @@ class Launch:
         with self._signals.while_ending(signum):
             failures = self._first_failures(workers) if signum is None else []
             is_told = bool(failures) and is_on_console(failures[0]) and witness(failures) is None
-            if is_told:  # with one line: what the rank wrote itself should stay in sight
+            if is_told:  # one line, so that the rank's own output stays in view
                 say(brief(failures[0], self._logs.root_log_dir))
             for ending in () if is_told else failures:
                 what = f"crashed with exit code {ending.status}" if ending.has_exited else ending.what
@@ -182,13 +182,15 @@ class Launch:
             is_fine = workers.are_done and not failures and signum is None
             if not workers.are_done:
                 self._ask_to_end(workers, signum, say if not is_told else _log.info)
-            self._leftovers += self._guardian.sweep(spare_detached=is_fine)  # also whoever would write for ever
+            self._leftovers += self._guardian.sweep(
+                spare_detached=is_fine
+            )  # first, since the copies end only when no process writes
             self._logs.stop_copies()
         if self._options.is_elastic:
             self._signals.catch_up()
 
     def tell_failure(self) -> None:
-        """Say why an attempt failed that another one follows."""
+        """Report the failure of an attempt that is followed by another one."""
         assert self._workers is not None
         failures = self._workers.failures()
         if failures:
@@ -198,7 +200,7 @@ class Launch:
             say(said.removesuffix("\n"), "stderr")
 
     def _first_failures(self, workers: Workers) -> Sequence[Ending]:
-        """Return who has failed so far; if the first one did not say why, wait a moment for one that does."""
+        """Return the failures so far; if the first one has no traceback, wait briefly for one that has."""
         failures = workers.failures()
         deadline = time.monotonic() + WITNESS_S
         while failures and is_on_console(failures[0]) and witness(failures) is None and not workers.are_done:
@@ -209,7 +211,7 @@ class Launch:
         return failures
 
     def _ask_to_end(self, workers: Workers, signum: signal.Signals | None, tell: Callable[[str], None]) -> None:
-        """Send the ranks a signal, and wait."""
+        """Send the ranks a signal, and wait for them to end."""
         timeout_s = self._options.shutdown_timeout
         if signum is None:
             timeout_s = FAILURE_TIMEOUT_S if timeout_s is None else timeout_s
@@ -229,7 +231,7 @@ class Launch:
             workers.kill()
 
     def _close(self, *, failed: bool) -> None:
-        """Leave nothing behind, and say what happened."""
+        """Kill the remaining processes, set the status, and report failures."""
         workers = self._workers
         failures = workers.failures() if workers else []
         if workers is not None:
@@ -252,32 +254,32 @@ class Launch:
 
 
 def _report(failures: Sequence[Ending], others: Sequence[int], folder: str | None) -> None:
-    """Say what is known about failed ranks, so that the root cause's traceback comes last."""
+    """Report the failed ranks, with the root cause's traceback last."""
     other = witness(failures)
     if is_on_console(failures[0]) and other is None:
-        return  # one line has said so, and more would hide what is above it
+        return  # reported in one line already; more would hide the rank's output
     say(crash_report(failures))
     say(root_cause(failures[0], others, folder, other).removesuffix("\n"), "stderr")
 
 
 _log = logging.getLogger("composer_dist.launch")
 
-_AGENT_INTERVAL_S = 0.001  # the launch itself waits for something to happen
+_AGENT_INTERVAL_S = 0.001  # the waiting is done in `Launch.has_failed`
 
 
 def run_elastic(options: Options, rendezvous: Rendezvous) -> int:
-    """Start this node's ranks as often as it takes, and return the exit status of the last attempt.
+    """Run this node's ranks with restarts, and return the exit status of the last attempt.
 
     Args:
-        options: What was typed.
-        rendezvous: Where the nodes meet.
+        options: The launcher's options.
+        rendezvous: Settings of the rendezvous.
     """
     with Launch(options, new_run_id()) as launch:
         try:
             spec = _make_spec(options, rendezvous)
             _Agent(spec, launch, options).run()
             spec.rdzv_handler.shutdown()
-        except SignalException as received:  # the other nodes may go on without this one
+        except SignalException as received:  # no shutdown of the rendezvous: the other nodes may continue
             launch.end(received.sigval)
         except RendezvousError as error:
             launch.fail()
@@ -290,7 +292,7 @@ def run_elastic(options: Options, rendezvous: Rendezvous) -> int:
 
 
 def _make_spec(options: Options, rendezvous: Rendezvous) -> WorkerSpec:
-    """Return what torch's agent must know."""
+    """Return the specification for torch's agent."""
     try:
         parameters = RendezvousParameters(
             backend=rendezvous.backend,
@@ -301,7 +303,7 @@ def _make_spec(options: Options, rendezvous: Rendezvous) -> WorkerSpec:
             **rendezvous.config,
         )
         handler = get_rendezvous_handler(parameters)
-    except (ValueError, TypeError) as error:  # torch knows what the backend and its settings may be
+    except (ValueError, TypeError) as error:  # torch validates the backend and its settings
         raise CannotStartError(
             f"--rdzv_backend={rendezvous.backend!r} with --rdzv_endpoint={rendezvous.endpoint!r} and "
             f"--rdzv_conf={dict(rendezvous.config)} cannot be followed: {error}. Correct what is named."
@@ -317,9 +319,9 @@ def _make_spec(options: Options, rendezvous: Rendezvous) -> WorkerSpec:
 
 
 class _Agent(SimpleElasticAgent):
-    """The decisions of torch's agent about when to start and restart, carried out by the launch.
+    """torch's elastic agent, which decides on starts and restarts, connected to a `Launch`.
 
-    The methods below are the ones that torch documents for subclasses, underscores and all.
+    The methods below are the ones that torch documents for subclasses, despite their underscores.
     """
 
     def __init__(self, spec: WorkerSpec, launch: Launch, options: Options) -> None:
@@ -330,7 +332,7 @@ class _Agent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec, handler = worker_group.spec, worker_group.spec.rdzv_handler
-        assert worker_group.store is not None  # the rendezvous has just set it
+        assert worker_group.store is not None  # set by the rendezvous
         assert worker_group.group_rank is not None
         assert worker_group.group_world_size is not None
         self._attempt = _agree(
@@ -373,14 +375,14 @@ class _Agent(SimpleElasticAgent):
             self._launch.end()
 
     def _shutdown(self, *_: object, **__: object) -> None:
-        """Do nothing: the launch ends its ranks itself, and knows whether that is for a signal."""
+        """Do nothing: the launch ends its ranks itself."""
 
 
 def _agree(store: "Store", node_rank: int, num_nodes: int, attempt: int) -> int:
-    """Return the number of an attempt, higher than any that one of the nodes has seen.
+    """Return an attempt number that is the same on all nodes and higher than all before.
 
-    torch counts on each node by itself. There a node that has failed counts one more than a node that only sees the
-    first one come back, and newcomers begin with 0; but the ranks meet under the attempt's number.
+    torch counts on each node separately. A node that fails counts one more than the nodes that see it return, and new
+    nodes start at 0, but the ranks' rendezvous uses the attempt number.
     """
     store.set(f"composer/attempt/{node_rank}", str(attempt))
     return max(int(store.get(f"composer/attempt/{other}")) for other in range(num_nodes))

@@ -1,4 +1,4 @@
-"""Which ranks this node runs and where all ranks meet: pure functions of options and environment."""
+"""Ranks of this node and the rendezvous of all ranks, from options and environment."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ _log = logging.getLogger("composer_dist.launch")
 __all__ = ["FREE_PORT", "Topology", "resolve", "resolve_nproc"]
 
 FREE_PORT = "a free port"
-"""The source of a port that nobody named."""
+"""The source of a port that was chosen by this launcher."""
 _SINGLE_NODE = "single node"
 _OF_LAUNCHERS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -33,29 +33,29 @@ class Topology:
     master_addr: str
     master_port: int
     sources: Mapping[str, str]
-    """From the name of each value above to where it comes from."""
+    """The source of each value above, by name."""
 
     @property
     def is_multi_node(self) -> bool:
-        """Whether some of the ranks run on other nodes."""
+        """Return whether some ranks run on other nodes."""
         return self.world_size > self.nproc
 
     @property
     def has_meeting_point(self) -> bool:
-        """Whether somebody said where the ranks meet."""
+        """Return whether an address or a port of rank 0 was given."""
         return (self.sources["master_addr"], self.sources["master_port"]) != (_SINGLE_NODE, FREE_PORT)
 
 
 def resolve(options: Options, environ: Mapping[str, str], nproc: Found[int]) -> Topology:
-    """Return the place that options, environment and cluster, in this order, give to this node.
+    """Return this node's place from options, environment and cluster, in this order.
 
     Args:
-        options: What was typed.
+        options: The launcher's options.
         environ: The launcher's environment.
-        nproc: What `resolve_nproc` returned.
+        nproc: The result of `resolve_nproc`.
 
     Raises:
-        ValueError: If values contradict each other, are missing, or are no integers.
+        ValueError: If values contradict each other, are missing, or are not integers.
     """
     inputs = _Inputs(options, environ)
     world_size = _world_size(inputs, nproc)
@@ -65,7 +65,9 @@ def resolve(options: Options, environ: Mapping[str, str], nproc: Found[int]) -> 
     else:
         base_rank, node_rank = _ranks_of_the_only_node(inputs)
         master_addr = inputs.text("master_addr") or Found("127.0.0.1", _SINGLE_NODE)
-        master_port = inputs.integer("master_port") or Found(get_free_tcp_port(), FREE_PORT)
+        master_port = inputs.integer("master_port") or Found(
+            get_free_tcp_port(), FREE_PORT
+        )  # chosen again at the start
     _check_port(master_port)
     found = {
         "nproc": nproc,
@@ -87,15 +89,15 @@ def resolve(options: Options, environ: Mapping[str, str], nproc: Found[int]) -> 
 
 
 def resolve_nproc(options: Options, environ: Mapping[str, str], count_accelerators: Callable[[], int]) -> Found[int]:
-    """Return how many processes to start on this node, and what said so.
+    """Return the number of processes on this node, and its source.
 
     Args:
-        options: What was typed.
+        options: The launcher's options.
         environ: The launcher's environment.
-        count_accelerators: Called only if nothing else says it.
+        count_accelerators: Called only if no other source gives a number.
 
     Raises:
-        ValueError: If the number is below 1 or none.
+        ValueError: If the value is not an integer or is below 1.
     """
     inputs = _Inputs(options, environ)
     nproc = inputs.flag("nproc") or inputs.variable("LOCAL_WORLD_SIZE")
@@ -104,6 +106,7 @@ def resolve_nproc(options: Options, environ: Mapping[str, str], count_accelerato
     if nproc is None:
         count = count_accelerators()
         nproc = Found(count, f"{count} visible accelerators")
+    # A node without accelerators trains on its CPU; only an explicit --nproc 0 is an error.
     if nproc.value == 0 and nproc.source != "--nproc":
         nproc = Found(1, f"at least 1; {nproc.source} gives 0")
     if nproc.value < 1:
@@ -112,31 +115,31 @@ def resolve_nproc(options: Options, environ: Mapping[str, str], count_accelerato
 
 
 class _Inputs:
-    """Where values are looked for. The cluster is asked only where the rest does not answer."""
+    """The sources of values. The cluster's variables are read only if options and environment lack a value."""
 
     def __init__(self, options: Options, environ: Mapping[str, str]) -> None:
-        # A rank that launches others begins a run of its own: its variables tell of the run that it is part of. Not so
-        # where only the variables got around, as with a job that a rank has submitted.
+        # A rank that launches others starts a new run, to which the variables of its own run do not apply. They do
+        # if only the environment was inherited, as by a job that a rank submitted.
         is_nested = is_within(environ.get(LAUNCH_ID, ""))
         cluster = "none" if is_nested and options.cluster == "auto" else options.cluster
         self.options = options
         self.environ = {name: environ[name] for name in environ if not (is_nested and name in _OF_LAUNCHERS)}
         self._infer = partial(infer, cluster, environ)
         if cluster not in ("auto", "none"):
-            _ = self.hints  # who names a cluster wants to know that its variables are missing
+            _ = self.hints  # raises now if the named cluster's variables are missing
 
     @cached_property
     def hints(self) -> ClusterHints | None:
-        """What the cluster says."""
+        """Return the cluster's values, or `None` without a cluster."""
         return self._infer()
 
     def flag(self, name: str) -> Found[int] | None:
-        """Return the number that was typed."""
+        """Return the number given as an option."""
         value: int | None = getattr(self.options, name)
         return None if value is None else Found(value, f"--{name}")
 
     def variable(self, name: str) -> Found[int] | None:
-        """Return the number that a variable holds."""
+        """Return the number in an environment variable."""
         text = self.environ.get(name, "")
         if not text:
             return None
@@ -149,11 +152,11 @@ class _Inputs:
             ) from None
 
     def integer(self, name: str) -> Found[int] | None:
-        """Return a number that was typed, or its variable's."""
+        """Return the number of an option, or of its variable."""
         return self.flag(name) or self.variable(name.upper())
 
     def text(self, name: str) -> Found[str] | None:
-        """Return a text that was typed, or its variable's."""
+        """Return the text of an option, or of its variable."""
         typed: str | None = getattr(self.options, name)
         if typed:
             return Found(typed, f"--{name}")
@@ -162,10 +165,10 @@ class _Inputs:
 
 
 def _world_size(inputs: _Inputs, nproc: Found[int]) -> Found[int]:
-    """Return the number of all processes."""
+    """Return the number of processes on all nodes."""
     environ = inputs.environ
     world_size = inputs.flag("world_size")
-    # Equal numbers describe a single node, whose number of processes --nproc may change.
+    # Equal numbers describe a single node, whose number of processes --nproc may override.
     if world_size is None and environ.get("WORLD_SIZE") != environ.get("LOCAL_WORLD_SIZE"):
         world_size = inputs.variable("WORLD_SIZE")
     if world_size is None and inputs.hints is not None:
@@ -181,7 +184,7 @@ def _world_size(inputs: _Inputs, nproc: Found[int]) -> Found[int]:
 
 
 def _ranks_of_the_only_node(inputs: _Inputs) -> tuple[Found[int], Found[int]]:
-    """Return the lowest rank and the node's number, both 0, or raise if something says otherwise."""
+    """Return the lowest rank and the node's rank, both 0; raise if a source contradicts that."""
     for name in ("base_rank", "node_rank"):
         value = inputs.integer(name)
         if value is not None and value.value != 0:
@@ -193,7 +196,7 @@ def _ranks_of_the_only_node(inputs: _Inputs) -> tuple[Found[int], Found[int]]:
 
 
 def _ranks_of_one_node(inputs: _Inputs, nproc: Found[int], world_size: Found[int]) -> tuple[Found[int], Found[int]]:
-    """Return the lowest rank and the number of one node among several."""
+    """Return the lowest rank and the node's rank for one of several nodes."""
     base_rank, node_rank = inputs.integer("base_rank"), inputs.integer("node_rank")
     if base_rank is None and node_rank is None and inputs.hints is not None:
         node_rank = inputs.hints.node_rank()
@@ -202,7 +205,9 @@ def _ranks_of_one_node(inputs: _Inputs, nproc: Found[int], world_size: Found[int
             raise ValueError(f"{name}={value.value} (from {value.source}) is below 0. Ranks and nodes count from 0.")
     nodes = f"world_size={world_size.value} (from {world_size.source}) and nproc={nproc.value} (from {nproc.source})"
     if base_rank is None and node_rank is None:
-        raise ValueError(f"{nodes} speak of other nodes, but not which one this is. Give --node_rank or --base_rank.")
+        raise ValueError(
+            f"{nodes} mean several nodes, but this node's rank is unknown. Give --node_rank or --base_rank."
+        )
     alike = world_size.value % nproc.value == 0
     if node_rank is None:
         assert base_rank is not None
@@ -229,7 +234,7 @@ def _ranks_of_one_node(inputs: _Inputs, nproc: Found[int], world_size: Found[int
 
 
 def _meeting_point(inputs: _Inputs, world_size: Found[int], nproc: Found[int]) -> tuple[Found[str], Found[int]]:
-    """Return where the ranks of several nodes meet, which all of them must be told alike."""
+    """Return address and port of rank 0 for several nodes, which must be the same on all of them."""
     master_addr = inputs.text("master_addr") or (inputs.hints and inputs.hints.master_addr())
     master_port = inputs.integer("master_port") or (inputs.hints and inputs.hints.master_port())
     reason = f"world_size={world_size.value} (from {world_size.source}) is more than nproc={nproc.value}"
@@ -247,23 +252,23 @@ def _meeting_point(inputs: _Inputs, world_size: Found[int], nproc: Found[int]) -
 
 
 def _check_port(port: Found[int]) -> None:
-    """Raise if there is no such port."""
+    """Raise if the port is not a TCP port."""
     if not 0 < port.value < 65536:
-        raise ValueError(f"master_port={port.value} (from {port.source}) is no TCP port. Give one from 1 to 65535.")
+        raise ValueError(f"master_port={port.value} (from {port.source}) is not a TCP port. Give one from 1 to 65535.")
 
 
 _HOOK_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook")
 
 
 def child_environments(topology: Topology, options: Options, environ: Mapping[str, str]) -> dict[int, dict[str, str]]:
-    """Return, for each local rank, the variables that differ from the launcher's own."""
+    """Return the variables of each local rank that differ from the launcher's own."""
     common = common_environment(topology.nproc, options, environ) | {
         "WORLD_SIZE": str(topology.world_size),
         "LOCAL_WORLD_SIZE": str(topology.nproc),
         "NODE_RANK": str(topology.node_rank),
         "MASTER_ADDR": topology.master_addr,
         "MASTER_PORT": str(topology.master_port),
-        "TORCHELASTIC_USE_AGENT_STORE": str(True),  # the launcher of rank 0 listens there, and rank 0 need not
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),  # the launcher serves the store, so rank 0 does not
     }
     return {
         local_rank: common | {"RANK": str(topology.base_rank + local_rank), "LOCAL_RANK": str(local_rank)}
@@ -272,31 +277,31 @@ def child_environments(topology: Topology, options: Options, environ: Mapping[st
 
 
 def common_environment(nproc: int, options: Options, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that all ranks get alike, however their numbers are found."""
+    """Return the variables that are equal on all ranks."""
     common = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     common |= {name: environ[name] for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING",) if environ.get(name)}
     if nproc > 1 and not environ.get("OMP_NUM_THREADS"):
-        # Each rank would take all cores, and torchrun's choice of one thread leaves cores idle.
+        # By default each rank would use all cores; torchrun's single thread leaves cores idle.
         common["OMP_NUM_THREADS"] = str(max(1, _num_usable_cores() // nproc))
         _log.info("OMP_NUM_THREADS=%s: the usable cores divided by the ranks.", common["OMP_NUM_THREADS"])
     if options.elastic_batch is not None:
         common["COMPOSER_ELASTIC_BATCH"] = options.elastic_batch
     if options.no_runs:
         common["COMPOSER_RUNS"] = ""
-    elif options.runs is not None or "COMPOSER_RUNS" not in environ:  # set and empty says that none is wanted
+    elif options.runs is not None or "COMPOSER_RUNS" not in environ:  # set but empty disables it
         common["COMPOSER_RUNS"] = options.runs or RUNS
     return common
 
 
 def hook_environment(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which a Python rank records what it raises, from its first import on.
+    """Return the variables with which a Python rank records its exception, from its first import on.
 
     Args:
-        options: What was typed.
-        environ: The rank's environment without them.
+        options: The launcher's options.
+        environ: The rank's environment without these variables.
     """
     if options.command_mode:
-        return {}  # who knows how many interpreters it starts
+        return {}  # the command may start any number of interpreters
     return {"PYTHONPATH": os.pathsep.join(filter(None, (_HOOK_FOLDER, environ.get("PYTHONPATH"))))}
 
 
@@ -304,8 +309,8 @@ def child_command(options: Options, environ: Mapping[str, str]) -> list[str]:
     """Return the command of a rank, with `~` and variables expanded in the script's arguments.
 
     Args:
-        options: What was typed.
-        environ: The rank's whole environment. Variables that it does not have stay as they are written.
+        options: The launcher's options.
+        environ: The rank's whole environment. Undefined variables are left as written.
     """
     interpreter = [] if options.command_mode else [options.python]
     module = ["-m"] if options.module_mode else []
@@ -314,8 +319,8 @@ def child_command(options: Options, environ: Mapping[str, str]) -> list[str]:
 
 
 def _num_usable_cores() -> int:
-    """Return how many processor cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
+    """Return the number of processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # less than cpu_count() in containers and jobs with some cores
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
@@ -331,16 +336,16 @@ _UNSET = ("", "false")
 
 
 def named_file(stream: str, options: Options, env: Mapping[str, str], environ: Mapping[str, str]) -> str | None:
-    """Return the file that the user, or a platform, wants a rank's stream to be appended to.
+    """Return the file that a rank's stream is appended to, as the user or a platform wants it, or `None`.
 
     Args:
         stream: `'stdout'` or `'stderr'`.
-        options: What was typed.
+        options: The launcher's options.
         env: The rank's variables.
         environ: The launcher's environment.
     """
     if env["LOCAL_RANK"] == "0":
-        return None
+        return None  # on the console
     hosted = _hosted_prefix(environ)
     if hosted is not None:
         return f"{hosted}{env['LOCAL_RANK']}.txt"  # both streams in one file
@@ -351,7 +356,7 @@ def named_file(stream: str, options: Options, env: Mapping[str, str], environ: M
 
 
 def _hosted_prefix(environ: Mapping[str, str]) -> str | None:
-    """Return what the files begin with that MosaicML's platform collects, where this runs there."""
+    """Return the path prefix of the files that MosaicML's platform collects, or `None` elsewhere."""
     folder, prefix = environ.get("MOSAICML_LOG_DIR", ""), environ.get("MOSAICML_GPU_LOG_FILE_PREFIX", "")
     is_hosted = environ.get("MOSAICML_PLATFORM", "").lower() == "true"
     if not is_hosted or folder.lower() in _UNSET or prefix.lower() in _UNSET:

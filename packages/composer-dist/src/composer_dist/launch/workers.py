@@ -1,4 +1,4 @@
-"""The processes of one attempt: started by torch.distributed.elastic, watched until all end or one fails."""
+"""The processes of one attempt, and the launcher's signals."""
 
 import json
 import logging
@@ -27,45 +27,45 @@ __all__ = [
     "Workers",
 ]
 
-_NEWS_S = 2.0  # how much later than its peers the launcher may learn that a rank was killed
-_LINGER_S = 4.0  # how long a rank that has raised may take to end, with its exit handlers
+_NEWS_S = 2.0  # delay after which the launcher may notice a kill that the rank's peers noticed at once
+_LINGER_S = 4.0  # time for a rank that has raised to run its exit handlers
 _LOOK_AT_STATES_S = 1.0
 _KILL_TIMEOUT_S = 2.0
-# What a rank exits with that was asked to stop by SIGINT or SIGTERM, and did so in order.
+# Exit codes of a rank that ended in an orderly way after SIGINT or SIGTERM.
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a rank ended, and by itself or not."""
+    """The end of a rank, and its cause."""
 
     rank: int
     local_rank: int
     pid: int
     exit_code: int
-    """As the system gives it: -s for a process killed by signal s."""
+    """The exit code of the process: -s if it was killed by signal s."""
     time: float
-    """When it failed, in seconds since 1970: the exception's time where the rank told it."""
+    """The time of the failure in seconds since 1970: that of the exception, if the rank recorded it."""
     by_itself: bool
     """Whether it failed before the launcher asked any rank to end."""
     has_exited: bool
-    """Whether it ended by itself too; else it raised or was suspended, and had to be ended."""
+    """Whether the process also exited by itself; otherwise it raised or was suspended and had to be stopped."""
     what: str
-    """The same in words, after `rank N`."""
+    """A description that continues `rank N`."""
     error: Mapping[str, Any] | None
     stdout: str
     stderr: str
 
     @property
     def status(self) -> int:
-        """The exit code as a shell gives it: 128 + s for a process killed by signal s."""
+        """The exit code as in a shell: 128 + s if the process was killed by signal s."""
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code
 
 
 def _when_it_began(ending: Ending) -> float:
-    """Return when a failure began, as far as its order among the others goes.
+    """Return the time by which failures are ordered.
 
-    On a busy machine a killed rank's peers lose their connection to it, and say when, before the launcher sees it gone.
+    On a busy machine, the peers of a killed rank record their lost connection before the launcher sees it end.
     """
     was_killed = ending.exit_code == -signal.SIGKILL and ending.has_exited
     return ending.time - _NEWS_S if was_killed else ending.time
@@ -75,11 +75,11 @@ class Workers:
     """The processes of one attempt.
 
     Args:
-        commands: For each local rank, what it runs.
-        envs: For each local rank, the variables that it has beside the launcher's.
-        options: What was typed.
-        logs: Where their output goes.
-        guardian: Who is told of them.
+        commands: Command of each local rank.
+        envs: Variables of each local rank, in addition to the launcher's.
+        options: The launcher's options.
+        logs: Log files of the ranks.
+        guardian: The guardian that kills the processes if the launcher is killed.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Workers:
         self._stopped = _Suspensions(options.stopped_timeout)
         settings: dict[str, Any] = {}
         if options.numa_binding is not None:
-            from torch.numa.binding import AffinityMode, NumaOptions  # nobody else needs it
+            from torch.numa.binding import AffinityMode, NumaOptions  # rarely needed
 
             settings["numa_options"] = NumaOptions(affinity_mode=AffinityMode(options.numa_binding))
         logs.open_targets(envs)
@@ -124,7 +124,7 @@ class Workers:
 
     @property
     def pids(self) -> dict[int, int]:
-        """The process of each local rank; each one leads a process group."""
+        """The PID of each local rank, which is also its process group."""
         return self._context.pids()
 
     @property
@@ -134,23 +134,23 @@ class Workers:
 
     @property
     def are_done(self) -> bool:
-        """Whether all have ended."""
+        """Return whether all ranks have ended."""
         return len(self._exits) == len(self._envs)
 
     @property
     def status_of_stop(self) -> int:
-        """The exit code of all ranks if they stopped together, as somebody had asked one of them to; else 0."""
+        """The exit code of all ranks if a signal to one of them stopped them together, else 0."""
         codes = {code for code, _ in self._exits.values()}
         was_told = self.are_done and len(codes) == 1 and not any(map(self._own_error, self._envs))
         return codes.pop() if was_told and codes.issubset(_STOPPED) else 0
 
     def look(self, timeout_s: float) -> bool:
-        """Wait until something may have happened, and say whether a rank has failed.
+        """Wait for an event, and return whether a rank has failed.
 
-        A rank that stopped in order has not, as long as the others may be about to do so, too.
+        A rank that ended in an orderly way after a signal has not failed while the others may still follow it.
 
         Args:
-            timeout_s: How long to wait at most.
+            timeout_s: Maximum time to wait.
         """
         self._wait(timeout_s)
         self._collect()
@@ -166,7 +166,7 @@ class Workers:
         return has_failed or lingers
 
     def _leaves_others_behind(self) -> bool:
-        """Say whether a rank stopped in order, and others have not followed it although they had the time."""
+        """Return whether a rank stopped after a signal and the others did not follow in time."""
         if self.status_of_stop or not any(code in _STOPPED for code, _ in self._exits.values()):
             return False
         self._leaving_since = self._leaving_since or time.monotonic()
@@ -175,29 +175,29 @@ class Workers:
         return self.are_done or time.monotonic() - self._leaving_since > patience_s
 
     def stop(self, signum: signal.Signals, timeout_s: float) -> None:
-        """Send a signal to all that still run, and kill those that do not end in time.
+        """Send a signal to all running ranks, and kill those that do not end in time.
 
         Args:
             signum: The signal.
-            timeout_s: In seconds, from the first sign of a failure if there was one.
+            timeout_s: Seconds, counted from the first sign of a failure if any.
         """
-        self._stop_time = self._stop_time or time.time()
+        self._stop_time = self._stop_time or time.time()  # later failures are consequences of the stop
         since = self._failed_since or time.monotonic()
         for local_rank, pid in self.pids.items():
             if local_rank not in self._exits and process_state(pid) == "T":
-                os.killpg(pid, signal.SIGCONT)  # it would not see any other signal
+                os.killpg(pid, signal.SIGCONT)  # a suspended process does not handle other signals
         remaining = max(0.0, since + timeout_s - time.monotonic())
         self._context.close(signum, remaining)  # pyright: ignore[reportArgumentType]  # fractions of seconds work
         self._collect()
 
     def kill(self) -> None:
-        """Kill all that still run."""
+        """Kill all running ranks."""
         self._stop_time = self._stop_time or time.time()
         self._context.close(signal.SIGKILL, int(_KILL_TIMEOUT_S))
         self._collect()
 
     def failures(self) -> list[Ending]:
-        """Return the ranks that failed by themselves, in the order in which they did."""
+        """Return the ranks that failed by themselves, in order of time."""
         if self.status_of_stop:
             return []
         failed = self._exits.keys() | self._stopped.too_long.keys() | {lr for lr in self._envs if self._own_error(lr)}
@@ -205,10 +205,10 @@ class Workers:
         return sorted((ending for ending in endings if ending.by_itself), key=_when_it_began)
 
     def close(self) -> None:
-        """Let go of files and threads once all have ended."""
+        """Release files and threads after all ranks have ended."""
         self._context.close()
         for handler in self._context.subprocess_handlers.values():
-            # No public way: torch closes its end of a rank's files only if it had to signal the rank.
+            # No public way: torch closes its side of a rank's files only if it had to signal the rank.
             for file in (getattr(handler, "_stdout", None), getattr(handler, "_stderr", None)):
                 if file is not None:
                     file.close()
@@ -217,15 +217,15 @@ class Workers:
         self._pidfds.clear()
 
     def _wait(self, timeout_s: float) -> None:
-        """Sleep, or wake up when a rank ends where the system can tell; then the first to end is known for sure."""
+        """Sleep until a rank ends, if the system can report it; then the order of failures is certain."""
         running = [pidfd for local_rank, pidfd in self._pidfds.items() if local_rank not in self._exits]
         if running:
-            wait(running, timeout_s)
+            wait(running, timeout_s)  # returns as soon as a rank ends
         else:
             time.sleep(timeout_s)
 
     def _collect(self) -> None:
-        """Take down who has ended."""
+        """Record the exit codes of ranks that have ended."""
         for local_rank, handler in self._context.subprocess_handlers.items():
             code = handler.proc.poll()
             if code is None or local_rank in self._exits:
@@ -235,12 +235,12 @@ class Workers:
                 _log.info("Rank %s finished successfully.", self._envs[local_rank]["RANK"])
 
     def _own_error(self, local_rank: int) -> Mapping[str, Any] | None:
-        """Return what the rank's own process wrote about the exception that ended it, or is about to."""
+        """Return the exception recorded by the rank's own process, which has ended or is about to."""
         error = self._error(local_rank)
         return error if error is not None and error.get("pid") == self.pids[local_rank] else None
 
     def _error(self, local_rank: int) -> Mapping[str, Any] | None:
-        """Return what the rank wrote, or a process that it had started."""
+        """Return the exception recorded by the rank or by one of its child processes."""
         try:
             error = json.loads(Path(self._envs[local_rank]["COMPOSER_ERROR_FILE"]).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -248,10 +248,11 @@ class Workers:
         return error if isinstance(error, dict) and "exception_type" in error else None
 
     def _ending(self, local_rank: int) -> Ending:
-        """Return how a rank ended, or why it is about to."""
+        """Return the end of a rank, or the reason why it is about to end."""
         env, error = self._envs[local_rank], self._own_error(local_rank)
         stop_time = self._stop_time or time.time()
         code, failed = self._exits.get(local_rank, (None, time.time()))
+        # A signal after the stop came from the launcher.
         was_stopped = code is None or (code < 0 and failed > stop_time)
         suspended_s = self._stopped.too_long.get(local_rank)
         if suspended_s is not None:
@@ -259,12 +260,12 @@ class Workers:
         elif error is not None and was_stopped:
             code, what = 1, "raised, but did not end"
         else:
-            code = -signal.SIGKILL if code is None else code  # one that SIGKILL did not end is stuck in a driver
+            code = -signal.SIGKILL if code is None else code  # still running after SIGKILL, as when stuck in a driver
             what = _describe(code)
         if error is not None and suspended_s is None:
             failed = float(error["timestamp"])
         elif code > 0:
-            error = self._error(local_rank)  # a process that the rank waited for may know more
+            error = self._error(local_rank)  # a child process may have recorded the cause
         return Ending(
             rank=int(env["RANK"]),
             local_rank=local_rank,
@@ -281,7 +282,7 @@ class Workers:
 
 
 class _Suspensions:
-    """For how long processes have been suspended. A debugger's hold does not count."""
+    """Durations for which processes have been suspended; stops by a debugger do not count."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -290,11 +291,11 @@ class _Suspensions:
         self.too_long: dict[int, float] = {}
 
     def look(self, pids: Mapping[int, int]) -> bool:
-        """Look at the processes, not more often than needed, and say whether one is suspended for too long."""
+        """Update the durations at most once a second, and return whether one exceeds the limit."""
         now = time.monotonic()
         if not self._timeout_s or (self._looked_at is not None and now - self._looked_at < _LOOK_AT_STATES_S):
             return bool(self.too_long)
-        # A launcher that was itself suspended, as by `scontrol suspend`, has not seen how long the ranks were.
+        # While the launcher itself was suspended, as by `scontrol suspend`, the ranks' suspension cannot be told apart.
         passed = 0.0 if self._looked_at is None else min(now - self._looked_at, 2 * _LOOK_AT_STATES_S)
         self._looked_at = now
         for local_rank, pid in pids.items():
@@ -308,7 +309,7 @@ class _Suspensions:
 
 
 def _open_pidfds(pids: Mapping[int, int]) -> dict[int, int]:
-    """Return a descriptor of each process that is ready once it ends; none where the system does not have them."""
+    """Return a descriptor of each process that becomes ready when it ends; none on systems without pidfds."""
     if not hasattr(os, "pidfd_open"):
         return {}
     try:
@@ -337,12 +338,12 @@ class Signals:
     """The signals of one launch.
 
     Args:
-        names: Those to handle, separated by commas.
+        names: Names of the signals to handle, separated by commas.
     """
 
     def __init__(self, names: str) -> None:
         self.followed: signal.Signals | None = None
-        """The signal for which the ranks were asked to end."""
+        """The signal because of which the ranks were asked to end."""
         self._handlers = _handlers(names)
         self._received: signal.Signals | None = None
         self._is_ending = False
@@ -351,7 +352,7 @@ class Signals:
 
     @contextmanager
     def while_starting(self) -> Iterator[None]:
-        """Have torch, which sets its handlers whenever it starts processes, do so for these signals."""
+        """Make torch, which sets its own handlers on each start of processes, use these signals."""
         before = os.environ.get(_VARIABLE)
         os.environ[_VARIABLE] = ",".join(signum.name for signum in self._handlers)
         try:
@@ -365,10 +366,10 @@ class Signals:
 
     @contextmanager
     def while_ending(self, followed: signal.Signals | None) -> Iterator[None]:
-        """Keep signals from breaking off what ends the ranks.
+        """Defer signals that would interrupt the end of the ranks.
 
         Args:
-            followed: The signal for which they end, if that is why.
+            followed: The signal that is the reason for the end, if any.
         """
         self._is_ending = True
         self._handle()
@@ -381,7 +382,7 @@ class Signals:
 
     @contextmanager
     def while_interruptible(self) -> Iterator[None]:
-        """Let SIGINT, also one that came a moment too early, raise `SignalException`."""
+        """Make SIGINT raise `SignalException`, even if it arrived just before."""
         self._is_interruptible = True
         try:
             if self._must_hurry:
@@ -391,17 +392,17 @@ class Signals:
             self._is_interruptible = False
 
     def catch_up(self) -> None:
-        """Raise for a signal that came while ranks ended for another reason."""
+        """Raise for a signal that arrived while the ranks ended for another reason."""
         if self.followed is None and self._received is not None:
             _raise(self._received)
 
     def ignore(self) -> None:
-        """Ignore them from now on."""
+        """Ignore the signals from now on."""
         for signum in self._handlers:
             signal.signal(signum, signal.SIG_IGN)
 
     def restore(self) -> None:
-        """Handle them as before the launch."""
+        """Restore the handlers from before the launch."""
         for signum, handler in self._handlers.items():
             signal.signal(signum, handler)
 
@@ -426,12 +427,12 @@ def _raise(signum: signal.Signals) -> None:
 
 
 def _handlers(names: str) -> dict[signal.Signals, Any]:
-    """Return the handlers of now of those signals that this process is to handle.
+    """Return the current handlers of the signals that this process handles.
 
-    What it was started to ignore, as nohup and shells do for processes in the background, it goes on to ignore.
+    Signals that are ignored, as nohup and shells do for background processes, stay ignored.
     """
     if threading.current_thread() is not threading.main_thread():
-        return {}  # Python lets no other thread set handlers
+        return {}  # only the main thread may set handlers in Python
     handlers = {signal.Signals[name.strip()]: signal.SIG_DFL for name in names.split(",")}
     handlers = {signum: signal.getsignal(signum) or default for signum, default in handlers.items()}
     return {signum: handler for signum, handler in handlers.items() if handler != signal.SIG_IGN}
