@@ -1,4 +1,4 @@
-"""Which tensors the damaged headers of a torch archive belong to."""
+"""Names of the tensors whose headers in a torch archive are damaged."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ _MAX_NAMES = 10
 
 @contextmanager
 def naming_tensors(file: Readable) -> Iterator[None]:
-    """Add to an error about an archive the names of the tensors whose headers are damaged, if there are any."""
+    """Prefix an error about an archive with the names of the tensors whose headers are damaged, if any."""
     try:
         yield
     except CorruptCheckpointError as error:
@@ -29,7 +29,7 @@ def _told(file: Readable) -> str | None:
     try:
         entries = read_entries(file)
     except CheckpointError:
-        return None  # the directory itself is damaged
+        return None  # the directory itself is damaged, so it lists nothing reliable
     exactly = is_sealed(file)
     damaged = [entry for entry in entries if _is_damaged(file, entry, exactly)]
     if not damaged:
@@ -42,14 +42,15 @@ def _told(file: Readable) -> str | None:
 
 def _is_damaged(file: Readable, entry: Entry, exactly: bool) -> bool:
     try:
-        offset_of_data(file, entry, exactly=exactly)  # others than torch may have written what has no seal
+        # Without a seal, a program other than torch may have written the header, with other fields.
+        offset_of_data(file, entry, exactly=exactly)
     except CheckpointError:
         return True
     return False
 
 
 def _rehearsal(file: Readable, entries: list[Entry]) -> Rehearsal:
-    """Return what the pickle says, as far as it can be read."""
+    """Return the result of inspecting the pickle, which is empty if the pickle itself is damaged."""
     try:
         pickled = next(entry for entry in entries if _inside(entry) == "data.pkl")
         return rehearse(file.read(offset_of_data(file, pickled), pickled.size_bytes), record_unknown=True)

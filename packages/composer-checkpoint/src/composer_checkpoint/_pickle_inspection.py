@@ -1,7 +1,7 @@
-"""A dry run of a `.pt` file's pickle, in which descriptions stand in for tensors.
+"""Inspection of a checkpoint's pickle, with descriptions in place of tensors, and safe unpickling of plain data.
 
-It shows what the file holds (names, dtypes, shapes, and which bytes are whose) without reading those bytes, and refuses
-whatever torch's own loader should not get to see.
+Inspection shows the content of a file (names, dtypes, shapes, and the location of each tensor's bytes) without reading
+the tensors, and refuses anything that must not reach torch's own loader.
 """
 
 import io
@@ -57,7 +57,7 @@ __all__ = [
     "rehearse_with_attributes",
 ]
 
-# The names in which torch wrote dtypes before it had untyped storages, and still writes most.
+# The names by which torch wrote dtypes before it had untyped storages. It still writes most dtypes in this way.
 _STORAGE_DTYPES = {
     "DoubleStorage": ("float64", 8),
     "FloatStorage": ("float32", 4),
@@ -78,7 +78,7 @@ _STORAGE_DTYPES = {
     "QUInt2x4Storage": ("quint2x4", 1),
 }
 
-# The dense tensors that a sparse one consists of, by its layout, in the order in which they are pickled.
+# Dense components of a sparse tensor by its layout, in the order in which they are pickled.
 SPARSE_PARTS = {
     "sparse_coo": ("indices", "values"),
     "sparse_csr": ("crow_indices", "col_indices", "values"),
@@ -89,16 +89,16 @@ SPARSE_PARTS = {
 
 _MAX_UNKNOWN = 1000
 
-# Containers that a plain pickle may have, and that torch's weights-only loader does not fill.
+# Containers that a plain pickle may have, but torch's weights-only loader does not support.
 _NOT_OF_TORCH = frozenset(
     ["collections.defaultdict", "collections.deque", *(f"builtins.{name}" for name in ("int", "float", "list", "dict"))]
 )
 
 
-# Without slots the two have no __setstate__ of the dataclass's own, which a pickle could call.
+# No slots for the next two: a frozen dataclass with slots has a __setstate__ of its own, which a pickle could call.
 @dataclass(frozen=True)
 class Dtype(Unchangeable):
-    """A dtype's name, and the bytes of one element."""
+    """Name of a dtype, and the bytes of one element."""
 
     name: str
     item_bytes: int
@@ -106,7 +106,7 @@ class Dtype(Unchangeable):
 
 @dataclass(frozen=True)
 class StorageSpec(Unchangeable):
-    """A stretch of bytes in the file, and where the tensors that look at it are collected."""
+    """Range of bytes in the file, and the list that collects the tensors that use it."""
 
     key: str
     dtype: Dtype
@@ -115,21 +115,21 @@ class StorageSpec(Unchangeable):
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes it has."""
+        """Return the size in bytes."""
         return self.numel * self.dtype.item_bytes
 
 
 class AnyTensorSpec(Unchangeable):
-    """What stands for one tensor, dense or sparse."""
+    """Base class of the descriptions of dense and sparse tensors."""
 
     __slots__ = ()
 
 
 @dataclass(slots=True, eq=False)
 class TensorSpec(AnyTensorSpec):
-    """A tensor that is not there: how it looks and where its bytes would be.
+    """Description of a tensor: its geometry, and the location of its bytes.
 
-    Its elements are conjugated or negated, if it says so, once they are read.
+    `is_conj` and `is_neg` mean that the elements must be conjugated or negated after reading.
     """
 
     dtype: Dtype
@@ -142,14 +142,15 @@ class TensorSpec(AnyTensorSpec):
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of its elements, were they copied out."""
+        """Return the bytes of its elements in a contiguous copy."""
         return prod(self.shape) * self.dtype.item_bytes
 
     @property
     def byte_range(self) -> tuple[int, int] | None:
-        """Where its elements lie in its storage if they lie there in row-major order, one after the other."""
+        """Return the range of its elements in the storage if they are contiguous and in row-major order."""
         expected = 1
         for count, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            # The stride of a dim of size 1 is arbitrary.
             if count != 1 and step != expected:
                 return (0, 0) if self.size_bytes == 0 else None
             expected *= count
@@ -159,9 +160,9 @@ class TensorSpec(AnyTensorSpec):
 
 @dataclass(slots=True, eq=False)
 class SparseSpec(AnyTensorSpec):
-    """A sparse tensor that is not there: its layout, its size, and the dense ones that it consists of, by their names.
+    """Description of a sparse tensor: its layout, shape, and dense components by name.
 
-    `is_coalesced` is `None` where the file does not say.
+    `is_coalesced` is `None` where the file does not record it.
     """
 
     layout: str
@@ -171,21 +172,21 @@ class SparseSpec(AnyTensorSpec):
 
     @property
     def dtype(self) -> Dtype:
-        """The dtype of its values."""
+        """Return the dtype of its values."""
         return self.parts["values"].dtype
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all its parts."""
+        """Return the bytes of all its components."""
         return sum(part.size_bytes for part in self.parts.values())
 
 
 @dataclass(slots=True)
 class Rehearsal:
-    """What a pickle would make: the tree, its tensors by name, its storages by key, and the names it may not have.
+    """Result of an inspection: the tree, its tensors by name, its storages by key, and globals not on the allowlist.
 
-    `tensors` are dense; a sparse one in `sparse` has its parts there, as `name/indices`. `views` has all tensors, also
-    those that no name leads to, such as one in a set.
+    `tensors` are dense; the components of a sparse tensor in `sparse` are among them, as `name/indices`. `views` has
+    all tensors, even those without a name, such as one in a set.
     """
 
     tree: Any = None
@@ -196,7 +197,7 @@ class Rehearsal:
     unknown_globals: set[str] = field(default_factory=set)
 
     def name_tensors(self) -> None:
-        """Find the tensors of the tree."""
+        """Collect the tensors of the tree by name."""
         for name, spec in named_leaves(self.tree, AnyTensorSpec):
             if isinstance(spec, TensorSpec):
                 self.tensors[name] = spec
@@ -208,22 +209,24 @@ class Rehearsal:
 
 
 def rehearse(data: bytes | memoryview, *, record_unknown: bool = False) -> Rehearsal:
-    """Run a pickle of torch's with stand-ins for all that it makes.
+    """Inspect a pickle of torch, with descriptions in place of tensors.
 
     Args:
         data: The pickle.
-        record_unknown: Collect the names that are not allowed, and go on with an inert object for each, rather than
-            refuse the first.
+        record_unknown: Whether to collect the globals that are not on the allowlist, with an inert object in place of
+            each, rather than to refuse the first.
 
     Raises:
-        UnsafeCheckpointError: If the pickle asks for what checkpoints do not need.
+        UnsafeCheckpointError: If the pickle needs more than data.
         CorruptCheckpointError: If it is damaged, or a tensor does not fit its storage.
     """
+    # Before anything is built; the restricted unpickler relies on it.
     scan(data)
     rehearsal = Rehearsal()
     rehearsal.tree = run_restricted(RehearsingUnpickler(data, rehearsal, record_unknown))
     rehearsal.name_tensors()
     names = {id(tensor): name for name, tensor in rehearsal.tensors.items()}
+    # All views are checked, not only the named ones: torch would build the others as well.
     for tensor in rehearsal.views:
         _check_view(names.get(id(tensor), "a tensor"), tensor)
     return rehearsal
@@ -236,7 +239,7 @@ def _check_view(name: str, tensor: TensorSpec) -> None:
 
 
 class RehearsingUnpickler(RestrictedUnpickler):
-    """Reads a pickle into what is known of its tensors; a subclass may know more names."""
+    """Unpickler that builds descriptions of tensors; subclasses may extend the allowlist."""
 
     def __init__(self, data: bytes | memoryview, rehearsal: Rehearsal, record_unknown: bool) -> None:
         super().__init__(data, _stand_ins())
@@ -248,7 +251,7 @@ class RehearsingUnpickler(RestrictedUnpickler):
         if not self.record_unknown:
             return super().find_unknown(name)
         if name not in self.unknown:
-            if len(self.unknown) >= _MAX_UNKNOWN:
+            if len(self.unknown) >= _MAX_UNKNOWN:  # bounds the memory for classes made below
                 raise UnsafeCheckpointError(
                     f"the file asks for more than {_MAX_UNKNOWN} functions and classes that checkpoints do not need; "
                     f"nothing of it was run. Load another file."
@@ -278,7 +281,7 @@ class RehearsingUnpickler(RestrictedUnpickler):
 
 
 class Unknown:
-    """Stands for an object of a class that is not allowed: takes everything, does nothing."""
+    """Base class of inert objects, one for each class not on the allowlist; they accept all calls and do nothing."""
 
     name = ""
 
@@ -332,6 +335,7 @@ def _checked_tensor(
 ) -> TensorSpec:
     if not isinstance(storage, StorageSpec) or not isinstance(dtype, Dtype):
         raise ValueError("a tensor has a storage and a dtype")
+    # A value of True is the flag of a lazy conjugation or negation; anything else would be a Python attribute.
     if hooks or any(value for mapping in rest if mapping for value in mapping.values() if value is not True):
         raise ValueError("a tensor has no hooks")
     lazily = {name for mapping in rest if mapping for name in mapping}
@@ -355,7 +359,7 @@ def _sparse(layout: Any, data: Any) -> SparseSpec:
         raise ValueError("a sparse tensor consists of dense ones and has a size")
     if not all(type(count) is int and count >= 0 for count in size) or prod(size) >= 1 << 63:
         raise ValueError("a size has whole numbers, and not more elements than can be counted")
-    # What else there is after the size is a coordinate tensor's being coalesced, since torch 2.1.
+    # After the size, torch 2.1 and later write whether a coordinate tensor is coalesced.
     if len(rest) > (layout == "sparse_coo") or any(value not in (None, True, False) for value in rest):
         raise ValueError("a sparse tensor is coalesced or not")
     return SparseSpec(layout, tuple(size), dict(zip(names, parts, strict=True)), rest[0] if rest else None)
@@ -375,7 +379,7 @@ def _layout(name: Any) -> str:
 
 @cache
 def _stand_ins() -> Mapping[str, Any]:
-    import torch  # here, so that naming this module does not load it
+    import torch  # here, so that importing this module does not load it
 
     rebuilding: dict[str, Callable[..., Any]] = {
         "_rebuild_tensor": _tensor,
@@ -404,11 +408,11 @@ def _stand_ins() -> Mapping[str, Any]:
 
 
 LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-_LEADING_PICKLES = 3  # the magic number, the version, and the writer's byte order and sizes
+_LEADING_PICKLES = 3  # magic number, version, and the writer's byte order and sizes
 
 
 def read_legacy_pt(reader: FileReader, *, record_unknown: bool = False) -> Rehearsal:
-    """Read and check everything except the tensors' elements."""
+    """Read and check everything but the tensors' elements."""
     with mapping.mmap(reader.descriptor, reader.size_bytes, access=mapping.ACCESS_READ) as mapped:
         view = memoryview(mapped)
         try:
@@ -418,14 +422,16 @@ def read_legacy_pt(reader: FileReader, *, record_unknown: bool = False) -> Rehea
 
 
 def read_legacy_bytes(view: memoryview, *, record_unknown: bool = False) -> Rehearsal:
-    """Do the same with a file that is in memory."""
+    """Inspect a file in memory, as `read_legacy_pt` does."""
     position = 0
     for _ in range(_LEADING_PICKLES):
+        # Checked as well, since torch unpickles all of them.
         start, position = position, scan(view, position)
         rehearse(bytes(view[start:position]))
     end = scan(view, position)
     rehearsal = rehearse(bytes(view[position:end]), record_unknown=record_unknown)
     position = end
+    # The last pickle is the list of storages, in the order in which their bytes follow.
     end = scan(view, position)
     keys = rehearse(bytes(view[position:end])).tree
     _check_storages(view, end, keys, rehearsal)
@@ -450,18 +456,18 @@ def _check_storages(view: memoryview, position: int, keys: Any, rehearsal: Rehea
         )
 
 
-# Booleans, numbers, bytes and text: no objects, and no structures or dates, whose dtypes carry a state of their own.
+# Booleans, numbers, bytes and text. Objects are refused, and so are structures and dates, whose dtypes have a state.
 _PLAIN_KINDS = frozenset("biufcSU")
 
 _MAX_DIMS = 64
 
-# Stands for the class itself, which would make arrays of any size when it is called.
+# Placeholder for the array class, which a pickle could otherwise call to allocate an array of any size.
 _ARRAY_CLASS = object()
 
 
 @cache
 def array_globals() -> Mapping[str, Any]:
-    """Return what a pickle of arrays and tensors may name."""
+    """Return the allowlist for pickles of arrays and tensors."""
     return {
         "numpy.ndarray": _ARRAY_CLASS,
         "numpy.dtype": PickledDtype,
@@ -478,7 +484,7 @@ def array_globals() -> Mapping[str, Any]:
 
 
 def plain_dtype(name: Any) -> np.dtype[Any]:
-    """Return a dtype of numbers or text by its short name, such as `f8`."""
+    """Return the dtype of numbers or text with a short name, such as `f8`."""
     if type(name) is not str or len(name) > 12:
         raise CorruptCheckpointError(f"an array's dtype is {shown(name)}, not a name. Load another checkpoint.")
     dtype = np.dtype(name)
@@ -488,7 +494,7 @@ def plain_dtype(name: Any) -> np.dtype[Any]:
 
 
 class PickledDtype:
-    """What `numpy.dtype(...)` makes in a pickle; the byte order follows as a state."""
+    """Result of `numpy.dtype(...)` in a pickle, whose byte order follows as a state."""
 
     def __init__(self, name: Any, align: Any = False, copy: Any = True) -> None:
         self.dtype = plain_dtype(name)
@@ -501,7 +507,7 @@ class PickledDtype:
 
 
 class _PickledArray(np.ndarray[Any, Any]):
-    """An array that takes over its state only where it fits; `_reconstruct` makes it empty."""
+    """Array that checks its state before accepting it; `_reconstruct` creates it empty."""
 
     pickled_dtype: np.dtype[Any] = np.dtype(np.int8)
 
@@ -513,17 +519,17 @@ class _PickledArray(np.ndarray[Any, Any]):
             raise ValueError(f"a shape has up to {_MAX_DIMS} whole numbers from 0")
         if math.prod(shape) * dtype.dtype.itemsize != len(data):
             raise ValueError(f"shape {shape} of {dtype.dtype} does not fill {len(data)} bytes")
-        native = dtype.dtype.newbyteorder("=")  # of others NumPy makes a copy, and a pickle might name one often
+        native = dtype.dtype.newbyteorder("=")  # NumPy copies arrays of other byte orders, even each time one is named
         super().__setstate__((1, shape, native, bool(is_fortran), data))  # pyright: ignore[reportArgumentType]  # NumPy wants a plain bool
-        self.pickled_dtype = dtype.dtype  # for `plain_array`: NumPy 2.5 deprecates to set `dtype`
+        self.pickled_dtype = dtype.dtype  # applied by `plain_array`, since NumPy 2.5 deprecates setting `dtype`
 
 
 class _PickledTensor(Unchangeable, torch.Tensor):
-    """A tensor that cannot be given another geometry, nor hooks."""
+    """Tensor whose geometry and hooks cannot be changed by a pickle."""
 
 
 class _PickledStorage(Unchangeable):
-    """A storage whose bytes cannot be said to be other ones."""
+    """Storage whose bytes cannot be replaced by a pickle."""
 
     __slots__ = ("storage",)
 
@@ -532,7 +538,7 @@ class _PickledStorage(Unchangeable):
 
 
 def plain_array(value: Any) -> Any:
-    """Return an array, tensor, storage or slice as what it is without its guard; anything else as it is."""
+    """Return an array, tensor, storage or slice without its guard, and any other value unchanged."""
     if type(value) is _PickledArray:
         array = value.view(np.ndarray)
         return array if array.dtype == value.pickled_dtype else array.view(value.pickled_dtype)
@@ -570,6 +576,7 @@ def _scalar(dtype: Any, data: Any = b"") -> Any:
 def _load_storage(data: Any) -> Any:
     if type(data) is not bytes:
         raise ValueError("a storage is bytes")
+    # torch.load() runs only after this check.
     read_legacy_bytes(memoryview(data))
     return _PickledStorage(torch.load(io.BytesIO(data), weights_only=True))
 
@@ -578,7 +585,7 @@ def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: An
     if not isinstance(storage, _PickledStorage) or not isinstance(storage.storage, torch.storage.TypedStorage):
         raise ValueError("a tensor has a storage")
     storage = storage.storage
-    untyped = storage._untyped_storage  # pyright: ignore[reportPrivateUsage]  # the public way warns of its end
+    untyped = storage._untyped_storage  # pyright: ignore[reportPrivateUsage]  # the public way is deprecated and warns
     item_bytes = storage.dtype.itemsize
     check_geometry("a tensor", size, stride, offset, untyped.nbytes() // item_bytes, item_bytes)
     tensor = torch.empty(0, dtype=storage.dtype).set_(untyped, offset, size, stride)
@@ -586,19 +593,19 @@ def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: An
 
 
 def safe_unpickle(source: Any, allow: Mapping[str, Any] | None = None) -> Any:
-    """Read a pickle that holds plain data, NumPy arrays or tensors; refuse every other one before it ran.
+    """Load a pickle of plain data, NumPy arrays or tensors. Any other pickle is refused before it runs.
 
     Args:
-        source: The bytes, a path, or a file opened for reading bytes.
-        allow: What the pickle may name besides, by dotted name, such as
-            `{"torch.distributed.checkpoint.metadata.Metadata": Metadata}`. Its values can be called by the pickle with
-            any arguments, and get any attributes if they are classes.
+        source: The bytes, a path, or a file opened in binary mode.
+        allow: Further allowed globals by dotted name, such as
+            `{"torch.distributed.checkpoint.metadata.Metadata": Metadata}`. The pickle can call them with any arguments,
+            and set any attributes of them if they are classes.
 
     Returns:
         The object.
 
     Raises:
-        UnsafeCheckpointError: If the pickle asks for anything else; the message names it.
+        UnsafeCheckpointError: If the pickle needs a global that is not allowed, with its name.
         CorruptCheckpointError: If it is not a whole pickle.
 
     Example:
@@ -619,7 +626,7 @@ def safe_unpickle(source: Any, allow: Mapping[str, Any] | None = None) -> Any:
 
 
 def _itself(_: str, value: Any) -> Any:
-    """Return what a thing stands for that was built with checks, and anything else as it is."""
+    """Return the real object in place of one that was built with checks, and any other value unchanged."""
     match value:
         case PickledOrderedDict():
             ordered = OrderedDict(value)
@@ -634,7 +641,7 @@ def _itself(_: str, value: Any) -> Any:
 
 
 def rehearse_with_attributes(data: bytes) -> Rehearsal:
-    """Rehearse a pickle as `rehearse` does, with inert objects for what is not allowed, and tensors without attributes.
+    """Inspect a pickle like `rehearse`, recording unknown globals and dropping Python attributes of tensors.
 
     Raises:
         UnsafeCheckpointError: If it has instructions that no checkpoint needs.

@@ -1,9 +1,9 @@
-"""How much work the keys of a pickle are, found out without building anything of it.
+"""Bounds on the work of hashing the keys of a pickle, computed without building any object.
 
-Dicts and sets hash their keys, and compare those of one hash. Text is hashed once, by a secret of the process. The
-hashes of tuples and numbers are no secret, so that many can be made to be one; and a tuple's is worked out anew each
-time, and of all that it unfolds to: one that holds another twice, which holds a third twice, takes 2**n steps, and one
-a million levels deep a million calls inside each other. Neither can be stopped once it began.
+Dicts and sets hash their keys, and compare those with equal hashes. The hash of a text is cached and depends on a
+secret of the process. The hashes of tuples and numbers are predictable, so many keys can be made to collide. The hash
+of a tuple is computed on each use, over everything it contains: a tuple that contains another twice, which contains a
+third twice, takes 2**n steps, and one with a million levels a million nested calls. Neither can be interrupted.
 """
 
 from array import array
@@ -15,17 +15,17 @@ from composer_checkpoint.errors import CorruptCheckpointError
 
 __all__ = ["LENGTH_BYTES", "KeyBudget", "check_keys"]
 
-# What the keys that are neither text nor short numbers may weigh: together, and each at least and at most. One weighs
-# as many elements as it unfolds to, and so there are no more than 4096 of them.
+# Weight limits of keys that are neither text nor short numbers: for all of them, and the minimum and maximum of each.
+# The weight of a key is the number of elements it unfolds to. The minimum limits the number of such keys to 4096.
 _MAX_WEIGHT = 1 << 18
 _LEAST_WEIGHT = 1 << 6
 _MOST_WEIGHT = 1 << 12
-# What the result of a call is taken to weigh where nothing is built: a set may be made of a list that is filled later.
+# Assumed weight of a call's result, which is not built here: a set may be made of a list that is filled later.
 _WEIGHT_OF_RESULT = _LEAST_WEIGHT
 
 _SHORT_NUMBER_BYTES = 9
 
-# Instructions that put something new on the stack, with their own bytes, or those of their argument's length.
+# Instructions that push a new object, with their size, or the size of their argument's length.
 _FIXED_PUSHES = {**dict.fromkeys(b"N]}\x88\x89\x8f", 1), ord("K"): 2, ord("M"): 3, ord("J"): 5, ord("G"): 9}
 LENGTH_BYTES = {
     **dict.fromkeys(b"\x8cUC\x8a", 1),
@@ -34,15 +34,15 @@ LENGTH_BYTES = {
 }
 _LONG_NUMBERS = frozenset(b"\x8a\x8b")
 _INDEX_BYTES = {ord("q"): 1, ord("h"): 1, ord("r"): 4, ord("j"): 4}
-_SKIPPED_BYTES = {0x80: 1, 0x95: 8}  # the protocol, and the length of what follows
+_SKIPPED_BYTES = {0x80: 1, 0x95: 8}  # the protocol, and the length of a frame
 _STOP, _GLOBAL = b".c"
 
 
 class KeyBudget:
-    """What the keys of one pickle may weigh.
+    """Budget for the weight of a pickle's keys.
 
     Args:
-        has_heavy_keys: Whether a key may be, or have in it, the result of a call.
+        has_heavy_keys: Whether a key may be, or contain, the result of a call.
     """
 
     __slots__ = ("_has_heavy_keys", "_left")
@@ -52,10 +52,10 @@ class KeyBudget:
         self._has_heavy_keys = has_heavy_keys
 
     def charge(self, weight: int) -> None:
-        """Take a key's weight from what is left; keys that cannot be a burden weigh nothing.
+        """Subtract the weight of a key from the budget; cheap keys weigh nothing.
 
         Raises:
-            CorruptCheckpointError: If it is too much.
+            CorruptCheckpointError: If the key is too heavy, or the budget is exceeded.
         """
         if not weight:
             return
@@ -68,16 +68,16 @@ class KeyBudget:
             )
 
     def charge_all(self, values: Iterable[Any]) -> None:
-        """Take the weights of things that a call will use as keys."""
+        """Subtract the weights of values that a call will use as keys."""
         for value in values:
             if type(value) not in (str, bytes, float, bool, type(None)):
                 self.charge(_weight_of(value, _MOST_WEIGHT))
 
     def check_result(self, value: frozenset[Any]) -> None:
-        """Compare a set that a call has made with what it was taken to weigh, if the result of a call may be a key.
+        """Compare a set that a call has built with its assumed weight, if the result of a call may be a key.
 
         Raises:
-            CorruptCheckpointError: If it is too much.
+            CorruptCheckpointError: If the set is too large.
         """
         if self._has_heavy_keys and _weight_of(value, _WEIGHT_OF_RESULT) > _WEIGHT_OF_RESULT:
             raise CorruptCheckpointError(
@@ -87,10 +87,11 @@ class KeyBudget:
 
 
 def _weight_of(value: Any, most: int) -> int:
-    """Return the weight of a thing that is there; of one that is heavier, a number greater than `most`."""
+    """Return the weight of an existing object, or, if it is heavier, a number greater than `most`."""
     if isinstance(value, int):
         return _weight_of_number((value.bit_length() + 8) // 8)
     weight, pending = 0, [value]
+    # Stops at the limit, since a small tuple may unfold to an endless number of elements.
     while pending and weight + len(pending) <= most:
         inner = pending.pop()
         weight += 1
@@ -102,18 +103,20 @@ def _weight_of(value: Any, most: int) -> int:
 
 
 def _weight_of_number(size_bytes: int) -> int:
+    # The time to hash a number is proportional to its length.
     return 0 if size_bytes <= _SHORT_NUMBER_BYTES else min(1 + size_bytes // 8, _MOST_WEIGHT + 1)
 
 
 def check_keys(data: bytes | memoryview) -> bool:
-    """Go through a pickle that has passed `scan`, and refuse keys that would take endless time.
+    """Follow a pickle that has passed `scan`, and refuse keys that would take unbounded time.
 
     Returns:
-        Whether a key may be, or have in it, the result of a call.
+        Whether a key may be, or contain, the result of a call.
 
     Raises:
-        CorruptCheckpointError: If there are such keys, or an instruction has nothing to work on.
+        CorruptCheckpointError: If there are such keys, or an instruction lacks its operands.
     """
+    # A simulation of the unpickler in which each object is only its weight as a key.
     machine = _Machine()
     push, do = machine.stack.append, machine.steps()
     position = 0
@@ -145,26 +148,26 @@ def check_keys(data: bytes | memoryview) -> bool:
 
 
 def _after_lines(data: bytes | memoryview, position: int) -> int:
-    """Return the position after a module's and a class's name."""
+    """Return the position after the names of a module and a class."""
     first, second = bytes(data[position : position + 1000]).split(b"\n", 2)[:2]
     return position + len(first) + len(second) + 2
 
 
 class _Machine:
-    """What lies on a pickle's stack and in its memo, of which only the weights as keys are known."""
+    """Stack and memo of a pickle, with objects represented by their weights as keys."""
 
     __slots__ = ("budget", "has_heavy_keys", "marks", "memo", "memo_count", "stack")
 
     def __init__(self) -> None:
         self.stack: list[int] = []
         self.marks: list[int] = []
-        self.memo = array("H")  # weights and one, in the order of their numbers, and 0 where there is nothing
+        self.memo = array("H")  # by index: weight plus one, or 0 for an unused index
         self.memo_count = 0
         self.budget = KeyBudget()
         self.has_heavy_keys = False
 
     def steps(self) -> dict[int, Callable[..., object]]:
-        """Return what each instruction does that is more than to put something new on the stack."""
+        """Return the functions for instructions that do more than push a new object."""
         pop, push = self.stack.pop, self.stack.append
         by_letter: dict[str, Callable[..., object]] = {
             "(": lambda: self.marks.append(len(self.stack)),
@@ -199,28 +202,29 @@ class _Machine:
         return {ord(letter): step for letter, step in by_letter.items()}
 
     def since_mark(self) -> list[int]:
-        """Take the last mark, and all that lies above it."""
+        """Pop the last mark and everything above it."""
         mark = self.marks.pop()
         taken = self.stack[mark:]
         del self.stack[mark:]
         return taken
 
     def remember(self, index: int) -> None:
-        """Put what lies on top under a number."""
+        """Store the top of the stack in the memo."""
         memo = self.memo
         if index >= len(memo):
+            # At least doubled, so that growing takes linear time in all.
             memo.frombytes(bytes(memo.itemsize * max(index + 1 - len(memo), len(memo))))
         if not memo[index]:
             self.memo_count += 1
         memo[index] = self.stack[-1] + 1
 
     def charge_one(self, weight: int) -> None:
-        """Let a thing be a key."""
+        """Use an object as a key."""
         self.budget.charge(weight)
         self.has_heavy_keys = self.has_heavy_keys or weight >= _WEIGHT_OF_RESULT
 
     def charge(self, weights: list[int]) -> int:
-        """Let things be keys, and return what a set of them weighs that is a key itself."""
+        """Use objects as keys, and return the weight of a set of them that is itself a key."""
         for weight in weights:
             self.charge_one(weight)
         return _weight_of_tuple(weights)

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint, one class for each kind of fault."""
+"""Errors of checkpoints, one class for each kind of fault."""
 
 import errno
 import os
@@ -22,15 +22,15 @@ __all__ = [
     "shown",
 ]
 
-# What a file holds goes into messages, and they go into logs.
+# Messages include content of files, and end up in logs.
 _MAX_MESSAGE_CHARS = 10_000
 
 
 class CheckpointError(Exception):
-    """A checkpoint could not be saved or loaded. All other errors of this package are kinds of it."""
+    """Raised if a checkpoint cannot be saved or loaded. Base class of all errors of this package."""
 
     def __str__(self) -> str:
-        # A KeyError would show a message as a key, in quotes.
+        # str() of a KeyError is the repr of its message.
         message = Exception.__str__(self) if isinstance(self, KeyError) else super().__str__()
         if len(message) <= _MAX_MESSAGE_CHARS:
             return message
@@ -39,48 +39,48 @@ class CheckpointError(Exception):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """The bytes are not those that were written: cut short, changed, or never a checkpoint."""
+    """Raised if the bytes differ from those that were written: cut short, changed, or never a checkpoint."""
 
 
 class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
-    """The file asks for something that a checkpoint must not do; nothing of it was run."""
+    """Raised if a file needs something that a checkpoint must not do; nothing of it was run."""
 
 
 class IncompatibleCheckpointError(CheckpointError):
-    """The checkpoint is whole, but of a newer format or of another model."""
+    """Raised if a checkpoint is whole, but of a newer format or of another model."""
 
 
 class NewerCheckpointError(IncompatibleCheckpointError):
-    """The checkpoint is of a newer format than this release reads."""
+    """Raised if a checkpoint is of a newer format than this release reads."""
 
 
 class UnfittingWeightsError(IncompatibleCheckpointError, RuntimeError):
-    """The weights are not those of the model, as far as it says so before any is changed."""
+    """Raised if the weights differ from those of the model in name or shape, before any is changed."""
 
 
 class UnfittingOptimizerError(IncompatibleCheckpointError, KeyError):
-    """The optimizer's state is of other parameters than are optimized now; nothing was changed."""
+    """Raised if an optimizer's state is of other parameters than those optimized now; nothing was changed."""
 
 
 class StorageError(CheckpointError, OSError):
-    """A disk or a remote store failed."""
+    """Raised if a disk or a remote store fails."""
 
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint where one was looked for."""
+    """Raised if a checkpoint does not exist."""
 
 
 class CheckpointConflictError(CheckpointError, FileExistsError):
-    """Something that must not be overwritten is in the way."""
+    """Raised if a file or folder exists and must not be overwritten."""
 
 
 _MAX_SHOWN_CHARS = 80
 _MAX_SHOWN_ITEMS = 8
-_MAX_SHOWN_BITS = 1 << 10  # Python refuses to write out numbers of more than 4300 digits
+_MAX_SHOWN_BITS = 1 << 10  # Python refuses to convert numbers of more than 4300 digits to text
 
 
 def shown(value: Any) -> str:
-    """Return how a message shows what a pickle made, without following it: it may unfold to far more than the pickle.
+    """Return a short text for an object from a pickle, without descending into it, since it may unfold to any size.
 
     Example:
         >>> shown(("storage", 3, [[]]))
@@ -108,21 +108,21 @@ _ADVICE = {
     errno.EACCES: "Give this user the right to write there or save elsewhere",
     errno.EPERM: "Give this user the right to write there or save elsewhere",
     errno.EIO: "Look after the disk and save elsewhere",
-    errno.ESTALE: "Mount the file system anew or save elsewhere",
+    errno.ESTALE: "Remount the file system or save elsewhere",
 }
-# torch's archive writer loses the number: the system's answer is a RuntimeError by then.
+# torch's archive writer raises a RuntimeError without the error number of the system.
 _TORCH_WRITER = re.compile("PytorchStreamWriter failed|file write failed|iostream error")
-# The Rust libraries (safetensors) put it into the text.
+# Rust libraries (safetensors) include the number in the text.
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def as_storage_error(error: BaseException, path: Path, need_bytes: int | None = None) -> StorageError | None:
-    """Return the error as one of storage, with the free space and the need, or `None` if it is something else.
+    """Convert an error to a `StorageError` with the free and the needed space; return `None` for other kinds of errors.
 
     Args:
-        error: What was raised while something was written.
-        path: What was to be written.
-        need_bytes: How large it is, as far as known.
+        error: Error that was raised while writing.
+        path: Path of the file.
+        need_bytes: Size of the file in bytes, if known.
     """
     code = _error_number(error)
     if code is None:
@@ -139,7 +139,7 @@ def as_storage_error(error: BaseException, path: Path, need_bytes: int | None = 
 
 
 def require_space(path: Path, need_bytes: int) -> None:
-    """Raise before anything is written if it cannot fit.
+    """Raise before anything is written if it cannot fit on the disk.
 
     Raises:
         StorageError: If the free space is known and less than `need_bytes`.
@@ -152,8 +152,8 @@ def require_space(path: Path, need_bytes: int) -> None:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return how much this user may still write where the path is or will be, or `None` where that is unknown."""
-    for folder in (path, *path.parents):
+    """Return the bytes that this user may still write at a path, which need not exist; `None` if unknown."""
+    for folder in (path, *path.parents):  # the nearest folder that exists
         try:
             return shutil.disk_usage(folder).free
         except OSError:
@@ -162,7 +162,7 @@ def free_bytes(path: Path) -> int | None:
 
 
 def _error_number(error: BaseException) -> int | None:
-    """Return the system's number, 0 for a failed write without one, None for what is no fault of storage."""
+    """Return the error number, 0 for a failed write without one, `None` for errors unrelated to storage."""
     if isinstance(error, OSError):
         return error.errno if error.errno in _ADVICE else None
     if not isinstance(error, Exception):

@@ -1,9 +1,9 @@
-"""Pickles that may build plain data and nothing else.
+"""Restricted unpickling, which can build plain data and nothing else.
 
-A pickle is a program: it names functions and calls them. `safe_unpickle` reads one with four locks. `scan` goes over
-its instructions without following any, and refuses those that no checkpoint needs; `check_keys` refuses keys that would
-take endless time. Each name that is left is looked up in a table, never imported. And what the table has can neither
-be changed by a pickle nor made to copy much more than the pickle has bytes.
+A pickle is a program that names functions and calls them. `safe_unpickle` loads one behind four locks. `scan` walks its
+instructions without executing any, and refuses those that no checkpoint needs. `check_keys` refuses keys that would
+take unbounded time to hash. Each remaining name is looked up in an allowlist, never imported. And a pickle can neither
+change the allowed objects nor make them copy much more than its own size.
 """
 
 import io
@@ -12,7 +12,7 @@ import pickle
 import pickletools
 import re
 
-# Private to the standard library, and stable since 3.0: torch.save writes Python 2's names, and so must be read.
+# Private to the standard library, but stable since 3.0. Needed because torch.save writes the names of Python 2.
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -35,14 +35,14 @@ __all__ = [
     "scan",
 ]
 
-# What is copied when it is an argument: one element is at least one byte of the pickle.
+# Arguments that a call copies: one element takes at least one byte of the pickle.
 _COPIED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, deque)
 _TIMES = 4
 _ALWAYS_ALLOWED = 1 << 16
 
 
 class Budget:
-    """How much the calls of one pickle may copy: a few times what it has itself; and what its keys may weigh."""
+    """Budget for the copies that calls of a pickle make, a small multiple of its size, and for its keys."""
 
     __slots__ = ("_left", "_limit", "keys")
 
@@ -51,10 +51,10 @@ class Budget:
         self._left = self._limit = _TIMES * size_bytes + _ALWAYS_ALLOWED
 
     def charge(self, count: int) -> None:
-        """Take so many elements or bytes from what is left.
+        """Subtract a number of elements or bytes from the budget.
 
         Raises:
-            CorruptCheckpointError: If nothing is left.
+            CorruptCheckpointError: If the budget is exceeded.
         """
         self._left -= count
         if self._left < 0:
@@ -65,7 +65,7 @@ class Budget:
 
 
 class Unchangeable:
-    """A thing that no instruction gives another state."""
+    """Base class of objects whose state no instruction can set."""
 
     __slots__ = ()
 
@@ -77,7 +77,7 @@ class Unchangeable:
 
 
 class Call(Unchangeable):
-    """A function or class that can be called by one pickle, and no more."""
+    """Function or class that a pickle may call, but not change."""
 
     __slots__ = ("_budget", "_function")
 
@@ -92,7 +92,7 @@ class Call(Unchangeable):
             _refuse_arrays(args)
             if issubclass(self._function, dict | set | frozenset):
                 self._charge_keys(args, of_pairs=issubclass(self._function, dict))
-        made = self._function(*map(Call.itself, args))  # a defaultdict is given a class
+        made = self._function(*map(Call.itself, args))  # the argument of a defaultdict is a class
         if isinstance(made, frozenset):
             self._budget.keys.check_result(made)
         return made
@@ -101,34 +101,35 @@ class Call(Unchangeable):
         for arg in args:
             if isinstance(arg, _COPIED):
                 self._budget.keys.charge_all(arg)
-                if of_pairs:  # as older pickles fill dicts
+                if of_pairs:  # older pickles fill dicts with pairs
                     self._budget.keys.charge_all(item[0] for item in arg if isinstance(item, list | tuple) and item)
 
     @staticmethod
     def itself(value: Any) -> Any:
-        """Return the function that a call stands for, and anything else as it is."""
+        """Return the function behind a call, and any other value unchanged."""
         return value._function if type(value) is Call else value
 
 
 def _refuse_arrays(args: tuple[Any, ...]) -> None:
-    """Refuse what would become an object of some hundred bytes for each of its elements."""
+    """Refuse arrays, each element of which would become an object of some hundred bytes."""
     for arg in args:
         if hasattr(type(arg), "__iter__") and not isinstance(arg, _COPIED):
             raise ValueError(f"a container is made of other containers, and not of a {type(arg).__name__}")
 
 
-# What each instruction is followed by. Text instructions of protocol 0, INST, OBJ, PERSID, EXT and the out-of-band
-# buffers are absent: EXT, for one, is answered from a cache of the process that no look-up guards.
+# Instructions by the kind of their argument. Missing are the text instructions of protocol 0, INST, OBJ, PERSID, EXT
+# and out-of-band buffers: EXT, for one, uses a cache of the process that bypasses find_class().
 _BARE = re.escape(b"()]}012NQRabdelstu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94")
 _FIXED_LENGTH_CODES = frozenset(b"Kqh\x80MJjG\x95r")
 _STOP, _GLOBAL = b".c"
 
-# A memo is an array as long as its largest index, so a pickle of a few bytes must not name a large one.
+# The unpickler's memo is an array up to the largest index, so a small pickle must not name a large index.
 _SMALL_MEMO_BYTES = 1 << 18
 
 
 def _run_of_instructions(memo_limit: bytes) -> re.Pattern[bytes]:
-    """Match as many instructions of fixed length as there are; the memo's index ends in two bytes up to the limit."""
+    """Match a run of fixed-length instructions. The upper bytes of a 4-byte memo index are limited by `memo_limit`."""
+    # The possessive *+ never backtracks, which would take memory for each instruction.
     return re.compile(
         rb"(?:[" + _BARE + rb"]|[Kqh\x80].|M..|[Jj].{4}|[G\x95].{8}|r..[\x00-" + memo_limit + rb"]\x00)*+", re.DOTALL
     )
@@ -138,7 +139,7 @@ _FIXED_LENGTH = {True: _run_of_instructions(rb"\x00"), False: _run_of_instructio
 
 
 def scan(data: bytes | memoryview, start: int = 0) -> int:
-    """Walk over a pickle's instructions without following any, and return where it ends.
+    """Walk a pickle's instructions without executing any, and return the position of its end.
 
     Raises:
         UnsafeCheckpointError: If there is an instruction that checkpoints do not need.
@@ -148,7 +149,7 @@ def scan(data: bytes | memoryview, start: int = 0) -> int:
     position = start
     while True:
         match = fixed_length.match(data, position)
-        assert match is not None  # no instruction at all matches, too
+        assert match is not None  # the pattern also matches an empty run
         position = match.end()
         if position >= len(data):
             raise CorruptCheckpointError(
@@ -184,12 +185,13 @@ _INST_NAME = re.compile(rb"i([^\n]{0,400})\n([^\n]{0,400})\n")
 
 def _refuse_instruction(data: bytes | memoryview, position: int, start: int) -> NoReturn:
     opcode = _INSTRUCTIONS.get(chr(data[position]))
+    # Not a valid instruction of any protocol: the file is damaged rather than hostile.
     if opcode is None:
         raise CorruptCheckpointError(
             f"a pickle has {data[position]:#04x} at byte {position - start}, which is no instruction. "
             f"Load another checkpoint."
         )
-    if data[position] in _FIXED_LENGTH_CODES:  # whole ones with small numbers are not seen here
+    if data[position] in _FIXED_LENGTH_CODES:  # the pattern has matched those that are complete and within the limits
         raise CorruptCheckpointError(
             f"a pickle breaks off, or names a thing of too large a number, at its byte {position - start}. "
             f"Load another checkpoint."
@@ -203,7 +205,7 @@ def _refuse_instruction(data: bytes | memoryview, position: int, start: int) -> 
 
 
 def refuse_global(name: str) -> NoReturn:
-    """Raise the error that names what a pickle asked for."""
+    """Raise the error for a global that is not on the allowlist."""
     raise UnsafeCheckpointError(
         f"the file asks for {name} (global not in allowlist), which is refused; nothing of the file was run. If you "
         f"trust who wrote it, load it with trusted=True (Trainer(load_trusted=True), composer-ckpt convert --trust) "
@@ -218,7 +220,7 @@ def _bytes_of_latin1(text: Any, encoding: Any) -> bytes:
 
 
 def _bytes(value: Any = b"") -> bytes:
-    if type(value) is not bytes:  # an int would make that many bytes of nothing
+    if type(value) is not bytes:  # bytes(int) would allocate that many zeros
         raise ValueError("bytes are made of bytes")
     return value
 
@@ -230,23 +232,23 @@ def _bytearray(value: Any = b"", encoding: Any = None) -> bytearray:
 
 
 class PickledOrderedDict(OrderedDict[Any, Any]):
-    """Stands for an `OrderedDict`, which a pickle could give an attribute that hides one of its methods."""
+    """Stand-in for `OrderedDict`, in which a pickle could hide a method behind an attribute."""
 
     def __setstate__(self, state: Any) -> None:
-        if type(state) is not dict or len(state) > 1 or set(state) - {"_metadata"}:  # which a module's state_dict has
+        if type(state) is not dict or len(state) > 1 or set(state) - {"_metadata"}:  # of a module's state_dict
             raise ValueError("a dict has no attributes")
         vars(self).update(state)
 
 
 class PickledCounter(Counter[Any]):
-    """Stands for a `Counter`, for the same reason."""
+    """Stand-in for `Counter`, for the same reason."""
 
     def __setstate__(self, state: Any) -> None:
         raise ValueError("a dict has no attributes")
 
 
 class PickledSlice(Unchangeable):
-    """Stands for a `slice`, with which a pickle could put a list into itself, again and again."""
+    """Stand-in for `slice`, with which a pickle could insert a list into itself repeatedly."""
 
     __slots__ = ("parts",)
 
@@ -259,13 +261,13 @@ class PickledSlice(Unchangeable):
 
 
 class PickledText(str):
-    """Stands for a `TorchVersion`, which older files have in their metadata: the text alone."""
+    """Stand-in for `TorchVersion`, which older files have in their metadata; it becomes a plain string."""
 
     __slots__ = ()
 
     def __new__(cls, text: Any = "") -> str:  # pyright: ignore[reportInconsistentConstructor]
-        """Return the text itself."""
-        if type(text) is not str:  # of anything else, text may be endless
+        """Return the string itself."""
+        if type(text) is not str:  # str() of another object may be unbounded
             raise ValueError("a version is a text")
         return text
 
@@ -279,7 +281,7 @@ PLAIN_GLOBALS: Mapping[str, Any] = {
     "builtins.slice": PickledSlice,
     "builtins.bytes": _bytes,
     "builtins.bytearray": _bytearray,
-    "builtins.int": int,  # these are what a defaultdict starts from
+    "builtins.int": int,  # this and the next three are factories of a defaultdict
     "builtins.float": float,
     "builtins.list": list,
     "builtins.dict": dict,
@@ -291,12 +293,12 @@ PLAIN_GLOBALS: Mapping[str, Any] = {
     "_codecs.encode": _bytes_of_latin1,
 }
 
-# What copies its arguments, besides functions. Other classes are made by NEWOBJ, which wants them themselves.
+# Classes whose calls copy their arguments. NEWOBJ creates other classes, and requires the class itself, not a Call.
 _COPYING = frozenset([*PLAIN_GLOBALS.values(), tuple])
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """An unpickler that finds names in a table, for a pickle that has passed `scan`."""
+    """Unpickler that looks names up in a table, for a pickle that has passed `scan`."""
 
     def __init__(self, data: bytes | memoryview, table: Mapping[str, Any]) -> None:
         has_heavy_keys = check_keys(data)
@@ -305,10 +307,10 @@ class RestrictedUnpickler(pickle.Unpickler):
         self.budget = Budget(len(data), has_heavy_keys=has_heavy_keys)
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Return what the table has under the name.
+        """Return the object that the table has for a name.
 
         Raises:
-            UnsafeCheckpointError: If it has nothing.
+            UnsafeCheckpointError: If the table lacks it.
         """
         name = canonical_name(module_name, global_name)
         if name not in self.table:
@@ -318,18 +320,18 @@ class RestrictedUnpickler(pickle.Unpickler):
         return Call(found, self.budget) if is_copying or isinstance(found, FunctionType) else found
 
     def find_unknown(self, name: str) -> Any:
-        """Refuse a name that the table does not have."""
+        """Refuse a name that is missing from the table."""
         refuse_global(name)
 
     def persistent_load(self, pid: Any, /) -> Any:
-        """Refuse references to things outside the pickle."""
+        """Refuse references to objects outside the pickle."""
         raise UnsafeCheckpointError(
             f"a pickle refers to {shown(pid)}, outside itself, where nothing is known to be. Nothing of it was run."
         )
 
 
 def canonical_name(module: str, name: str) -> str:
-    """Return a global's name as Python 3 and NumPy 2 spell it."""
+    """Return the name of a global in the spelling of Python 3 and NumPy 2."""
     module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
     if module.startswith("numpy.core."):
         module = module.replace(".core.", "._core.", 1)
@@ -337,7 +339,7 @@ def canonical_name(module: str, name: str) -> str:
 
 
 def run_restricted(unpickler: pickle.Unpickler) -> Any:
-    """Run an unpickler; whatever a scrambled pickle makes Python raise becomes a `CorruptCheckpointError`."""
+    """Run an unpickler, and raise any error of a damaged pickle as a `CorruptCheckpointError`."""
     try:
         return unpickler.load()
     except (UnsafeCheckpointError, CorruptCheckpointError):
@@ -348,16 +350,16 @@ def run_restricted(unpickler: pickle.Unpickler) -> Any:
         ) from error
 
 
-# A view may repeat elements (an expanded mask, say), which costs nothing until somebody copies it.
+# A view may repeat elements, such as an expanded mask. That costs nothing until the view is copied.
 MAX_EXPANDED_VIEW_BYTES = 64 << 20
 _MAX_DIMS = 64
 
 
 def check_geometry(name: str, size: Any, stride: Any, offset: Any, storage_numel: int, item_bytes: int) -> None:
-    """Refuse a tensor that reaches past its storage or repeats a few bytes into a huge one.
+    """Refuse a tensor that exceeds its storage, or expands a few bytes to a huge view.
 
     Raises:
-        CorruptCheckpointError: With the name, what was declared and what there is.
+        CorruptCheckpointError: With the name, the declared geometry and the available elements.
     """
     numbers = (*size, *stride, offset)
     if (
@@ -372,6 +374,7 @@ def check_geometry(name: str, size: Any, stride: Any, offset: Any, storage_numel
     numel = math.prod(size)
     if numel == 0:
         return
+    # One past the largest index that the strides reach.
     needed = offset + 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
     if needed > storage_numel:
         raise CorruptCheckpointError(

@@ -1,10 +1,10 @@
-"""Checkpoints tensor by tensor, whatever their size: one protocol over all formats, reading and writing.
+"""Tensor-by-tensor reading and writing of checkpoints of any size, with one interface for all formats.
 
-- `open_checkpoint`: a `.pt`, `.safetensors`, packed or per-rank file, the folders of `torch.distributed.checkpoint`,
-  DeepSpeed and Hugging Face, as a tree with a `StoredTensor` in the place of each tensor.
-- `stream_pt`, `stream_safetensors`, `stream_sharded`, `stream_local`: the same the other way, with never more than one
-  tensor in memory.
-- `refuse_unfit`: what writing would refuse, without writing.
+- `open_checkpoint`: opens a `.pt`, `.safetensors`, compressed or per-rank file, or a folder of
+  `torch.distributed.checkpoint`, DeepSpeed or Hugging Face, as a tree with a `StoredTensor` in place of each tensor.
+- `stream_pt`, `stream_safetensors`, `stream_sharded`, `stream_local`: write such a tree, with at most one tensor in
+  memory.
+- `refuse_unfit`: raises the errors of writing in advance, without writing.
 """
 
 from composer_checkpoint.formats._unsupported import Target, refuse_doubled_names, refuse_quantized, refuse_unfit

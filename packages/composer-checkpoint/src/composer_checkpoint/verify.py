@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written, on demand."""
+"""Verification of a checkpoint on demand."""
 
 import os
 from typing import TYPE_CHECKING
@@ -10,19 +10,19 @@ __all__ = ["verify"]
 
 
 def verify(path: str | os.PathLike[str]) -> "Manifest | None":
-    """Compare every byte of a checkpoint, a file or a folder, with the hashes of its manifest.
+    """Compare every byte of a checkpoint with the hashes in its manifest.
 
     Args:
-        path: The file or folder, or a link to one.
+        path: Path of the file or folder, or of a link to one.
 
     Returns:
-        The manifest, or `None` for a checkpoint that came without one.
+        The manifest, or `None` if the checkpoint has none.
 
     Raises:
-        NoCheckpointError: If there is nothing.
-        CorruptCheckpointError: If anything differs; the message names the tensor or the file.
+        NoCheckpointError: If the checkpoint does not exist.
+        CorruptCheckpointError: If anything differs, with the tensor or the file.
     """
-    # Here, because the package loads this module at once, and these load torch.
+    # Imported here, since the package imports this module eagerly, and these modules load torch.
     if os.path.isdir(path):
         from composer_checkpoint.modular.save import METADATA_FILENAME, verify_modular_folder
 
