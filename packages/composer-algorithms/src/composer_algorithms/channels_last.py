@@ -1,4 +1,4 @@
-"""Channels last: images and filters with their channels side by side in memory."""
+"""Channels last: images and filters with adjacent channels in memory."""
 
 import logging
 from typing import TYPE_CHECKING, Any
@@ -40,15 +40,15 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def apply_channels_last(model: nn.Module) -> None:
-    """Store the parameters and buffers of convolutions with their channels last.
+    """Convert the parameters and buffers of convolutions to the channels-last memory format.
 
-    Values, shapes and `Parameter` objects stay. Inputs are converted by the first convolution that they meet.
+    Values, shapes and `Parameter` objects stay. The first convolution converts its input.
 
     Args:
-        model: Changed in place: tensors with 4 dims, and those with 5, of 3-D convolutions.
+        model: Changed in place: tensors with 4 dims, and with 5 dims for 3-D convolutions.
 
     Raises:
-        TypeError: If `model` is no module.
+        TypeError: If `model` is not a module.
 
     Example:
         >>> conv = nn.Conv2d(3, 8, 3)
@@ -63,6 +63,7 @@ def apply_channels_last(model: nn.Module) -> None:
     num_converted = 0
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.ndim in _FORMATS:
+            # Through .data the Parameter stays the same object, which optimizers hold.
             tensor.data = tensor.data.contiguous(memory_format=_FORMATS[tensor.ndim])
             num_converted += 1
     if not num_converted:
@@ -72,11 +73,11 @@ def apply_channels_last(model: nn.Module) -> None:
 
 
 class ChannelsLast(Algorithm):
-    """Compute convolutions with their channels last: on `INIT`, `state.model` is changed in place.
+    """Convert `state.model` to the channels-last memory format on `INIT`, in place.
 
-    It acts after all algorithms that make or replace convolutions. It keeps no state, and checkpoints of models with
-    and without it are the same. The parameters of a model for FSDP or DeepSpeed keep their format, because these take
-    no other: there each convolution converts its input, which decides about the format as well.
+    It acts after all algorithms that create or replace convolutions. It has no state, and checkpoints of models with
+    and without it are the same. With FSDP or DeepSpeed, which support no other format, the parameters keep theirs;
+    each convolution converts its input instead, which determines the format of its output as well.
 
     Example:
         >>> ChannelsLast()
@@ -86,14 +87,14 @@ class ChannelsLast(Algorithm):
         "Channels Last Memory Format in PyTorch", tutorial.
     """
 
-    surgery_rank = 6
+    surgery_rank = 6  # after everything that creates convolutions
     acts_on = frozenset({Event.INIT})
 
     def __init__(self) -> None:
-        pass  # the base takes any arguments; this one has none
+        pass  # the base accepts any arguments; this class has none
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether the event is INIT."""
+        """Return whether the event is INIT."""
         return event == Event.INIT
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
@@ -115,6 +116,6 @@ def _convert_inputs(model: nn.Module) -> None:
 
 def _channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     input = args[0]
-    # Without a batch dim there is no such format.
+    # Unbatched inputs have no such format.
     memory_format = _FORMATS.get(input.ndim) if input.ndim == module.weight.ndim else None
     return args if memory_format is None else (input.contiguous(memory_format=memory_format), *args[1:])

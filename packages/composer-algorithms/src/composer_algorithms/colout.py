@@ -47,26 +47,26 @@ def colout_batch(
     *,
     generator: torch.Generator | None = None,
 ) -> Any:
-    """Drop randomly chosen rows and columns of an image, or the same ones of all images of a batch.
+    """Drop random rows and columns of an image, or the same ones of all images in a batch.
 
     `int((1 - p_row) * height)` rows and `int((1 - p_col) * width)` columns remain, in their order. The sample is not
     changed.
 
     Args:
-        sample: An image or a batch of images as a tensor `(..., height, width)`, or a PIL image; or a pair of those and
-            a target. Without it, the function returns a transform to put among those of a dataset.
-        p_row: The part of the rows to drop, in [0, 1].
-        p_col: The part of the columns to drop, in [0, 1].
-        resize_target: Whether the target loses the same rows and columns; `'auto'`: if it has the input's height and
-            width.
-        generator: On the CPU; what is drawn comes from it. PyTorch's default generator when `None`.
+        sample: An image or a batch of images as a tensor `(..., height, width)`, or a PIL image; or a pair of such an
+            input and a target. If omitted, the function returns a transform for a dataset.
+        p_row: Fraction of rows to drop, in [0, 1].
+        p_col: Fraction of columns to drop, in [0, 1].
+        resize_target: Whether the target loses the same rows and columns; `'auto'`: if it has the height and width of
+            the input.
+        generator: CPU generator of the random numbers. PyTorch's default generator when `None`.
 
     Returns:
-        The smaller input, of the type of the input; a pair with the smaller target if that was resized.
+        The smaller input, in the type of the input; a pair with the smaller target if the target was resized.
 
     Raises:
-        ValueError: If a probability lies outside [0, 1], the sample is a tuple of other than two parts,
-            `resize_target` is something else, or the target does not have the input's height and width.
+        ValueError: If a probability is outside [0, 1], the sample is a tuple without exactly two parts,
+            `resize_target` has another value, or the target lacks the height and width of the input.
         TypeError: If the input is neither a tensor nor a PIL image.
 
     Example:
@@ -92,7 +92,7 @@ def colout_batch(
 
 
 class ColOutTransform:
-    """`colout_batch` as a transform of a dataset's images.
+    """Dataset transform that applies `colout_batch`.
 
     Args:
         p_row: See `colout_batch`.
@@ -123,23 +123,23 @@ class ColOut(ResumableDraws, Algorithm):
     """Drop rows and columns of the images.
 
     With `batch=True` it acts on `AFTER_DATALOADER`: all images of a batch lose the same rows and columns, as do the
-    targets if they are resized. Its draws depend on the run's seed, the rank and how many there were before; with the
-    state of a checkpoint a run goes on with the draws that it would have made. With `batch=False` it acts on
-    `FIT_START` and adds a `ColOutTransform` to the training dataset, so that each image loses rows and columns of its
-    own; those are drawn from PyTorch's default generator of the process that loads the image.
+    targets if they are resized. Random numbers depend on the run's seed, the rank and the number of earlier draws; a
+    resumed run continues their sequence. With `batch=False` it acts on `FIT_START` and adds a `ColOutTransform` to the
+    training dataset, so that each image loses rows and columns of its own, drawn from PyTorch's default generator in
+    the process that loads the image.
 
     Args:
-        p_row: The part of the rows to drop, in [0, 1].
-        p_col: The part of the columns to drop, in [0, 1].
+        p_row: Fraction of rows to drop, in [0, 1].
+        p_col: Fraction of columns to drop, in [0, 1].
         batch: Whether to act on whole batches.
-        resize_target: Whether targets lose the same rows and columns; `'auto'`: if they have the inputs' height and
-            width. Must not be `True` with `batch=False`.
-        input_key: Where the batch holds the inputs: an index, a key, or a `(getter, setter)` pair.
-        target_key: Where it holds the targets.
+        resize_target: Whether targets lose the same rows and columns; `'auto'`: if they have the height and width of
+            the inputs. Must not be `True` with `batch=False`.
+        input_key: Index, key or `(getter, setter)` pair of the inputs in the batch.
+        target_key: The same for the targets.
 
     Raises:
-        ValueError: If a probability lies outside [0, 1] or `resize_target` is something else.
-        NotImplementedError: If targets shall be resized with `batch=False`.
+        ValueError: If a probability is outside [0, 1] or `resize_target` has another value.
+        NotImplementedError: If targets are to be resized with `batch=False`.
 
     Example:
         >>> ColOut(p_row=0.1)
@@ -167,6 +167,7 @@ class ColOut(ResumableDraws, Algorithm):
         self.p_row = p_row
         self.p_col = p_col
         self.batch = batch
+        # Only the event in use, so that the engine skips the algorithm at the other.
         self.acts_on = frozenset({Event.AFTER_DATALOADER if batch else Event.FIT_START})
         self.resize_target = resize_target
         self.input_key = input_key
@@ -174,13 +175,13 @@ class ColOut(ResumableDraws, Algorithm):
         self._datasets = TransformedDatasets("ColOut", ColOutTransform(p_row, p_col, resize_target=False))
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether a batch has just been loaded, or training begins on a new dataset."""
+        """Return whether a batch has just been loaded, or training starts on a new dataset."""
         if self.batch:
             return event == Event.AFTER_DATALOADER
         return self._datasets.is_due(event, state)
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Cut the batch, or add the transform to the dataset."""
+        """Drop rows and columns of the batch, or add the transform to the dataset."""
         if not self.batch:
             self._datasets.add(state)
             return
@@ -215,12 +216,12 @@ def _selected(image: "Tensor | Image", rows: Tensor, columns: Tensor) -> "Tensor
         plain = image.convert("L") if image.mode == "1" else image
         smaller = cast("Tensor", _selected(functional.pil_to_tensor(plain), rows, columns))
         result = functional.to_pil_image(smaller, mode="L" if image.mode == "P" else plain.mode)
-        if image.mode == "P":  # the numbers of colours were cut, as of any values
+        if image.mode == "P":  # the palette indices were selected like any values
             result.putpalette(image.getpalette() or [])
         return result.convert("1") if image.mode == "1" else result
     tensor = cast("Tensor", image)
     rows, columns = (kept.to(tensor.device, non_blocking=True) for kept in (rows, columns))
-    # One copy: pixels by their place in the flattened image, instead of rows first and columns of the copy then.
+    # One gather from the flattened image, instead of one copy for the rows and another one for the columns.
     places = (rows[:, None] * tensor.shape[-1] + columns).flatten()
     pixels = tensor.flatten(-2)
     return pixels.gather(-1, places.expand(*pixels.shape[:-1], -1)).unflatten(-1, (len(rows), len(columns)))

@@ -1,4 +1,4 @@
-"""CutMix: train on images with a box of another image in them, and on both images' targets."""
+"""CutMix: train on images with a box of another image, and on the targets of both."""
 
 import math
 from numbers import Integral
@@ -34,7 +34,7 @@ METADATA = Metadata(
 )
 
 Box = tuple[int, int, int, int]
-"""`(x1, y1, x2, y2)`: from x1 to before x2 along the last dim but one, from y1 to before y2 along the last."""
+"""`(x1, y1, x2, y2)`: half-open ranges, x along the second to last dim and y along the last."""
 
 
 def cutmix_batch(
@@ -51,27 +51,28 @@ def cutmix_batch(
     """Fill a box in each image of a batch with the same box of another image of the batch.
 
     The box is the same for all images. Unless given, its sides are `length` times those of the image, or `sqrt(1 - w)`
-    times with `w` drawn from `Beta(alpha, alpha)`; its centre is drawn, and what lies outside the image is cut off.
-    The inputs are not changed.
+    times with `w` drawn from `Beta(alpha, alpha)`; its center is drawn, and parts outside the image are cut off. The
+    inputs are not changed.
 
     Args:
         input: Shape `(batch, ..., height, width)`, any dtype.
         target: Shape `(batch, ...)`; returned permuted, not mixed.
-        length: The box's sides as a part of the image's, in [0, 1].
+        length: Sides of the box as a fraction of those of the image, in [0, 1].
         alpha: 0 or more. 0 makes the box as large as the image, large values cut half of its area.
-        bbox: The box `(x1, y1, x2, y2)`, x along the last dim but one and y along the last.
+        bbox: Box `(x1, y1, x2, y2)`, x along the second to last dim and y along the last.
         indices: A permutation of `range(batch)`. Drawn when `None`.
-        uniform_sampling: Draw the centre from a range that reaches beyond the image by half a box, so that each pixel
-            is as likely to be covered as any other. Otherwise from the image's pixels, which favours its middle.
-        generator: On the CPU; what is drawn comes from it. PyTorch's default generator when `None`.
+        uniform_sampling: Draw the center from a range that extends beyond the image by half a box, so that all pixels
+            are equally likely to be covered. Otherwise it is drawn from the pixels of the image, which favors the
+            middle.
+        generator: CPU generator of the random numbers. PyTorch's default generator when `None`.
 
     Returns:
-        The mixed inputs, `target[indices]`, the part of each image's area that is still its own, and the box.
+        The mixed inputs, `target[indices]`, the fraction of each image's area that is still its own, and the box.
 
     Raises:
-        TypeError: If `alpha` or `length` is not a number, or one of the others no tensor.
-        ValueError: If both `length` and `bbox` are given, `alpha` is negative, `length` or `bbox` do not fit an image,
-            `input` has no images, or `input` and `target` differ in length.
+        TypeError: If `alpha` or `length` is not a number, or another argument is not a tensor.
+        ValueError: If both `length` and `bbox` are given, `alpha` is negative, `length` or `bbox` does not fit an
+            image, `input` has no images, or `input` and `target` differ in length.
 
     Example:
         >>> x, y = torch.rand(4, 3, 8, 8), torch.arange(4)
@@ -103,7 +104,7 @@ def cutmix_batch(
     x1, y1, x2, y2 = bbox
     mixed = input.clone()
     permutation = indices.to(input.device, non_blocking=True)
-    # Cut first: indexing then copies no more than the box.
+    # Slice before indexing, which then copies only the box.
     mixed[..., x1:x2, y1:y2] = input[..., x1:x2, y1:y2][permutation]
     return mixed, target[indices.to(target.device, non_blocking=True)], _adjust_lambda(input, bbox), bbox
 
@@ -116,21 +117,21 @@ def cutmix(
     n_classes: int | None = None,
     return_targets: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Mix a batch as Composer's first documents wrote it.
+    """Mix a batch with the interface of early Composer releases.
 
     Args:
         input: As for `cutmix_batch`.
-        target: Class indices of shape `(batch,)`, or one value for each class.
+        target: Class indices of shape `(batch,)`, or one value per class.
         alpha: As for `cutmix_batch`.
-        num_classes: Of use with `return_targets` only.
-        n_classes: The same by its oldest name.
-        return_targets: Also return the mixed targets, with one value for each class.
+        num_classes: Number of classes, used only with `return_targets`.
+        n_classes: Oldest name of `num_classes`.
+        return_targets: Also return the mixed targets, with one value per class.
 
     Returns:
-        The mixed inputs alone, or with them the mixed targets.
+        The mixed inputs, or a pair with the mixed targets.
 
     Raises:
-        ValueError: If mixed targets are asked for, of class indices whose number of classes is not given.
+        ValueError: If mixed targets are requested for class indices without a number of classes.
     """
     warn_deprecated("cutmix is now called cutmix_batch, which also returns the other targets and weights.", 2)
     mixed, permuted, own_area, _ = cutmix_batch(input, target, alpha=alpha)
@@ -148,37 +149,38 @@ def cutmix(
 
 
 class CutMix(PairMixing):
-    """Train each microbatch, or each batch, on images with a box of another of its images in them.
+    """Train each microbatch, or each batch, on images that contain a box of another one of its images.
 
-    On `BEFORE_FORWARD` the inputs in `state.batch` are mixed; permutation and box are drawn anew for each microbatch.
-    With `draw_per="batch"` that happens on `BATCH_START`, once for the whole batch, so that training does not depend on
-    how the batch is cut; metrics of training then see the mixed images. On `BEFORE_FORWARD` each microbatch gets its
-    part of the targets, in the batch's order, from the beginning after every `BEFORE_TRAIN_BATCH`.
+    On `BEFORE_FORWARD` the inputs in `state.batch` are mixed, with a new permutation and box for each microbatch. With
+    `draw_per="batch"` they are mixed on `BATCH_START`, once for the whole batch, so that training does not depend on
+    the number of microbatches; training metrics then see the mixed images. On `BEFORE_FORWARD` each microbatch gets
+    its part of the targets, in the order of the batch, starting over after every `BEFORE_TRAIN_BATCH`.
 
-    Then one of two, which are the same for losses that are linear in the target, as cross entropy is:
+    Targets are mixed in one of two ways, which are equivalent for losses that are linear in the target, such as cross
+    entropy:
 
-    - `interpolate_loss=False`: on `BEFORE_LOSS` the targets become weighted sums with one value for each class, or,
-      if they have the height and width of the inputs, get the box of the other image's target; on `AFTER_LOSS` they
-      are restored. Labels that are negative or the `ignore_index` of `torch.nn.functional.cross_entropy`, such as 255,
+    - `interpolate_loss=False`: on `BEFORE_LOSS` the targets become weighted sums with one value per class, or, if they
+      have the height and width of the inputs, get the box of the other image's target; on `AFTER_LOSS` they are
+      restored. Labels that are negative or the `ignore_index` of `torch.nn.functional.cross_entropy`, such as 255,
       add nothing to its loss.
     - `interpolate_loss=True`: on `BEFORE_BACKWARD` `state.loss` becomes the weighted sum of itself and the loss for
       the other images' targets; labels are smoothed both times if LabelSmoothing with the same `target_key` is among
       `state.algorithms`.
 
-    It runs before LabelSmoothing. Its draws depend on the run's seed, the rank and how many there were before; with
-    the state of a checkpoint a run goes on with the draws that it would have made.
+    It runs before LabelSmoothing. Random numbers depend on the run's seed, the rank and the number of earlier draws; a
+    resumed run continues their sequence.
 
     Args:
         alpha: 0 or more; see `cutmix_batch`.
         interpolate_loss: Mix the losses instead of the targets.
         uniform_sampling: See `cutmix_batch`.
-        input_key: Where the batch holds the inputs: an index, a key, or a `(getter, setter)` pair.
-        target_key: Where it holds the targets.
-        draw_per: `'microbatch'` or `'batch'`. What is cut from a batch has to keep its order with `'batch'`.
+        input_key: Index, key or `(getter, setter)` pair of the inputs in the batch.
+        target_key: The same for the targets.
+        draw_per: `'microbatch'` or `'batch'`. With `'batch'`, microbatches must keep the order of the batch.
 
     Raises:
         TypeError: If `alpha` is not a number.
-        ValueError: If `alpha` is negative or `draw_per` is neither.
+        ValueError: If `alpha` is negative or `draw_per` is anything else.
 
     Example:
         >>> CutMix(alpha=0.5).uniform_sampling
@@ -205,7 +207,7 @@ class CutMix(PairMixing):
         self.alpha = alpha
         self.uniform_sampling = uniform_sampling
         self._bbox: Box = (0, 0, 0, 0)
-        self._adjusted_lambda = 1.0  # the part of each image that is its own
+        self._adjusted_lambda = 1.0  # fraction of each image that is its own
         self._image_size: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
@@ -245,14 +247,14 @@ class CutMix(PairMixing):
         return target.ndim > 2 and tuple(target.shape[-2:]) == self._image_size
 
 
-# The names and the first arguments of the next four are Composer's: users' tests call them.
+# Names and leading arguments of the next four functions are those of Composer, whose users' tests call them.
 def _gen_indices(num_samples: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw which example is mixed with which."""
+    """Draw the permutation that pairs the examples."""
     return torch.randperm(num_samples, generator=generator)
 
 
 def _gen_cutmix_coef(alpha: float, generator: torch.Generator | None = None) -> float:
-    """Draw the part of the area that is not cut."""
+    """Draw the fraction of the area that is not cut."""
     _check_alpha(alpha)
     return draw_beta(alpha, generator) if alpha > 0 else 0.0
 
@@ -266,16 +268,16 @@ def _rand_bbox(
     uniform_sampling: bool = False,
     generator: torch.Generator | None = None,
 ) -> Box:
-    """Draw a box that leaves the part `cutmix_lambda` of an image, or less where it is cut off at the edges.
+    """Draw a box that leaves the fraction `cutmix_lambda` of an image, or more if it extends beyond the edges.
 
-    `W` is the size along x, which is the last dim but one, and `H` that along y. The centre is drawn unless given.
+    `W` is the size along x, the second to last dim, and `H` the size along y. The center is drawn unless given.
     """
     ratio = math.sqrt(1 - cutmix_lambda)
     return _draw_box((W, H), (int(ratio * W), int(ratio * H)), (cx, cy), uniform_sampling, generator)
 
 
 def _adjust_lambda(input: Tensor, bbox: Box) -> float:
-    """Return the part of the area that is outside the box."""
+    """Return the fraction of the area outside the box."""
     x1, y1, x2, y2 = bbox
     height, width = input.shape[-2:]
     return 1 - (x2 - x1) * (y2 - y1) / (height * width)
@@ -293,6 +295,7 @@ def _draw_box(
         if middle is None:
             beyond = cut // 2 if uniform_sampling else 0
             middle = draw_integer(-beyond, size + beyond, generator)
+        # Clipped after the draw, so a box at the edge is smaller than the drawn size.
         edges.append((min(max(middle - cut // 2, 0), size), min(max(middle + cut // 2, 0), size)))
     (x1, x2), (y1, y2) = edges
     return x1, y1, x2, y2
@@ -301,26 +304,26 @@ def _draw_box(
 def _check_length(length: float) -> None:
     check_number("length", length, "a part of an image's side, from 0 to 1")
     if not 0 <= length <= 1:
-        raise ValueError(f"length={length!r} is no part of an image's side: pass a number from 0 to 1.")
+        raise ValueError(f"length={length!r} is not a fraction of an image's side: pass a number from 0 to 1.")
 
 
 def _check_alpha(alpha: float) -> None:
     check_number("alpha", alpha, "0 or more")
     if not 0 <= alpha < math.inf:
-        raise ValueError(f"alpha={alpha!r} is no parameter of Beta(alpha, alpha): pass 0 or more.")
+        raise ValueError(f"alpha={alpha!r} is not a parameter of Beta(alpha, alpha): pass 0 or more.")
 
 
 def _check_images(input: Tensor) -> None:
     if input.ndim < 3:
         raise ValueError(
-            f"input of shape {tuple(input.shape)} is no batch of images: pass (batch, ..., height, width), such as "
+            f"input of shape {tuple(input.shape)} is not a batch of images: pass (batch, ..., height, width), such as "
             f"(batch, channels, height, width)."
         )
 
 
 def _check_box(bbox: Box, height: int, width: int) -> None:
     if len(bbox) != 4 or not all(isinstance(edge, Integral) for edge in bbox):
-        raise ValueError(f"bbox={bbox!r} is no box: pass four whole numbers (x1, y1, x2, y2).")
+        raise ValueError(f"bbox={bbox!r} is not a box: pass four whole numbers (x1, y1, x2, y2).")
     x1, y1, x2, y2 = bbox
     if not (0 <= x1 <= x2 <= height and 0 <= y1 <= y2 <= width):
         raise ValueError(

@@ -67,25 +67,26 @@ def cutout_batch(
     *,
     generator: torch.Generator | None = None,
 ) -> "Tensor | Image | CutOutTransform":
-    """Set squares of an image, or the same squares of all images of a batch, to zero.
+    """Set squares of an image, or the same squares of all images in a batch, to zero.
 
-    The squares' side is `length` times the shorter side of the image; an odd number of pixels becomes the even one
-    below. Their centres are drawn, and what lies outside the image is cut off. The input is not changed.
+    The side of the squares is `length` times the shorter side of the image, rounded down to an even number of pixels.
+    Their centers are drawn, and parts outside the image are cut off. The input is not changed.
 
     Args:
-        input: A tensor of shape `(channels, height, width)` or `(batch, channels, height, width)`, or a PIL image.
-            Without it, the function returns a transform to put among those of a dataset.
-        num_holes: How many squares; they may overlap.
-        length: The side as a part of the image's shorter side, in [0, 1].
-        uniform_sampling: Draw the centres from a range that reaches beyond the image by half a square, so that each
-            pixel is as likely to be covered as any other. Otherwise from the image's pixels, which favours its middle.
-        generator: On the CPU; what is drawn comes from it. PyTorch's default generator when `None`.
+        input: A tensor of shape `(channels, height, width)` or `(batch, channels, height, width)`, or a PIL image. If
+            omitted, the function returns a transform for a dataset.
+        num_holes: Number of squares, which may overlap.
+        length: Side as a fraction of the shorter side of the image, in [0, 1].
+        uniform_sampling: Draw the centers from a range that extends beyond the image by half a square, so that all
+            pixels are equally likely to be covered. Otherwise they are drawn from the pixels of the image, which favors
+            the middle.
+        generator: CPU generator of the random numbers. PyTorch's default generator when `None`.
 
     Returns:
-        The image or batch with its squares, of the type of the input.
+        The image or batch with its squares, in the type of the input.
 
     Raises:
-        ValueError: If `length` lies outside [0, 1], `num_holes` is negative, or a tensor has no image's shape.
+        ValueError: If `length` is outside [0, 1], `num_holes` is negative, or a tensor lacks the shape of an image.
         TypeError: If the input is neither a tensor nor a PIL image.
 
     Example:
@@ -102,10 +103,11 @@ def cutout_batch(
     height, width = image_size(input)
     side = _side(length, min(height, width))
     result = input.copy() if is_pil(input) else cast("Tensor", input).clone()
-    beyond = side // 2 if uniform_sampling else 0
+    beyond = side // 2 if uniform_sampling else 0  # pixels outside the image where a center may lie
     for _ in range(num_holes):
         y, x = (draw_integer(-beyond, size + beyond, generator) for size in (height, width))
         if is_pil(result):
+            # PIL images are changed by paste: they have no assignment to slices.
             left, top, right, bottom = _square(width, height, x, y, side)
             result.paste(0, (left, top, right, bottom))
         else:
@@ -114,7 +116,7 @@ def cutout_batch(
 
 
 def _generate_mask(mask: Tensor, width: int, height: int, x: int, y: int, cutout_length: int) -> Tensor:
-    """Set a square around a point to zero, in place. Composer's name and arguments: users' tests call it."""
+    """Set a square around a point to zero, in place. Composer's name and arguments, for users' tests that call it."""
     left, top, right, bottom = _square(width, height, x, y, cutout_length)
     mask[..., top:bottom, left:right] = 0
     return mask
@@ -129,7 +131,7 @@ def _square(width: int, height: int, x: int, y: int, length: int) -> tuple[int, 
 
 
 class CutOutTransform:
-    """`cutout_batch` as a transform of a dataset's images.
+    """Dataset transform that applies `cutout_batch`.
 
     Args:
         num_holes: See `cutout_batch`.
@@ -159,20 +161,19 @@ class CutOutTransform:
 
 
 class CutOut(ResumableDraws, Algorithm):
-    """Black out squares of each batch's images, the same ones in all of them.
+    """Black out squares in the images of each batch, the same ones in all images.
 
-    On `AFTER_DATALOADER` the inputs in `state.batch` are replaced by `cutout_batch` of them. The draws depend on the
-    run's seed, the rank and how many there were before; with the state of a checkpoint a run goes on with the draws
-    that it would have made.
+    On `AFTER_DATALOADER` the inputs in `state.batch` are replaced with their `cutout_batch`. Random numbers depend on
+    the run's seed, the rank and the number of earlier draws; a resumed run continues their sequence.
 
     Args:
-        num_holes: How many squares.
-        length: Their side as a part of the image's shorter side, in [0, 1].
+        num_holes: Number of squares.
+        length: Their side as a fraction of the shorter side of the image, in [0, 1].
         uniform_sampling: See `cutout_batch`.
-        input_key: Where the batch holds the inputs: an index, a key, or a `(getter, setter)` pair.
+        input_key: Index, key or `(getter, setter)` pair of the inputs in the batch.
 
     Raises:
-        ValueError: If `length` lies outside [0, 1] or `num_holes` is negative.
+        ValueError: If `length` is outside [0, 1] or `num_holes` is negative.
 
     Example:
         >>> CutOut(length=0.25)
@@ -180,7 +181,7 @@ class CutOut(ResumableDraws, Algorithm):
 
     Reference:
         DeVries and Taylor, "Improved Regularization of Convolutional Neural Networks with Cutout", 2017,
-        arXiv:1708.04552. The paper draws squares for each image.
+        arXiv:1708.04552. The paper draws squares for each image separately.
     """
 
     acts_on = frozenset({Event.AFTER_DATALOADER})
@@ -196,7 +197,7 @@ class CutOut(ResumableDraws, Algorithm):
         self.input_key = input_key
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether a batch has just been loaded."""
+        """Return whether a batch has just been loaded."""
         return event == Event.AFTER_DATALOADER
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
@@ -216,8 +217,9 @@ class CutOut(ResumableDraws, Algorithm):
 def _check(num_holes: int, length: float) -> None:
     check_count("num_holes", num_holes, "holes", least=0)
     check_number("length", length, "a part of the image's side, from 0 to 1")
+    # Older releases gave the length in pixels, which is still accepted with a warning.
     if not (0 <= length <= 1 or _is_in_pixels(length)):
-        raise ValueError(f"length={length!r} is no part of an image's side: pass a number from 0 to 1.")
+        raise ValueError(f"length={length!r} is not a fraction of an image's side: pass a number from 0 to 1.")
 
 
 def _is_in_pixels(length: float) -> bool:
@@ -227,7 +229,7 @@ def _is_in_pixels(length: float) -> bool:
 def _side(length: float, shorter: int) -> int:
     if not _is_in_pixels(length):
         return int(shorter * length)
-    warn_deprecated(
+    warn_deprecated(  # here, since only now the size of the images is known
         f"length={length!r} as a number of pixels is deprecated: pass it as a part of the side, "
         f"{length / shorter:.3g} for these images.",
         stacklevel=4,

@@ -1,4 +1,4 @@
-"""A transform of images, put in the right place among those that a dataset has."""
+"""Insertion of an image transform at the right place among the transforms of a dataset."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TransformedDatasets", "add_vision_dataset_transform"]
 
-# Users' log settings know Composer's names of loggers.
+# Composer's logger name, which users' logging configurations refer to.
 _log = logging.getLogger("composer.utils.misc")
 
 Transform = Callable[[Any], Any]
@@ -25,22 +25,22 @@ Transform = Callable[[Any], Any]
 def add_vision_dataset_transform(
     dataset: "VisionDataset | Dataset[Any]", transform: Transform, is_tensor_transform: bool = False
 ) -> None:
-    """Add a transform of images to those of a dataset, in place.
+    """Add an image transform to the transforms of a dataset, in place.
 
-    It goes before the first transform that makes a tensor of the image (`ToTensor`, `PILToTensor`, `ToImage`, of
-    torchvision's `transforms` or `transforms.v2`), or after that one; where none does, to the end. Where the transform
-    now stands is logged as a warning, since other orders may have been meant.
+    It is inserted before the first transform that converts the image to a tensor (`ToTensor`, `PILToTensor`, `ToImage`
+    of torchvision's `transforms` or `transforms.v2`), or after it; without one, at the end. The new order is logged as
+    a warning, since another order may have been intended.
 
     Args:
-        dataset: One of torchvision's, or a `Subset` or `ConcatDataset` of such. Its `transform` is replaced; a
-            `Compose` that other datasets share stays as it is.
+        dataset: A torchvision dataset, or a `Subset` or `ConcatDataset` of such. Its `transform` is replaced; a
+            `Compose` shared with other datasets is not changed.
         transform: Takes and returns an image.
-        is_tensor_transform: Whether it works on tensors, and must come after what makes them.
+        is_tensor_transform: Whether it works on tensors and has to follow the conversion.
 
     Raises:
         TypeError: If the dataset is of another kind.
-        ValueError: If the dataset transforms image and target together (`transforms=`), where a transform of the image
-            alone has no place.
+        ValueError: If the dataset transforms image and target together (`transforms=`), which leaves no place for a
+            transform of the image alone.
 
     Example:
         >>> from torchvision.datasets import FakeData
@@ -50,28 +50,28 @@ def add_vision_dataset_transform(
         >>> [type(step).__name__ for step in dataset.transform.transforms]
         ['function', 'ToTensor']
     """
-    for part in dict.fromkeys(_vision_datasets(dataset)):  # each once, of however many subsets of it there are
+    for part in dict.fromkeys(_vision_datasets(dataset)):  # each dataset once, even if several subsets share it
         _add(part, transform, is_tensor_transform)
 
 
 class TransformedDatasets:
-    """Give each training dataset a transform, once.
+    """Training datasets that get a transform, each of them once.
 
     Args:
-        owner: Whose transform it is, for the messages.
+        owner: Name of the algorithm in messages.
         transform: The transform.
     """
 
     def __init__(self, owner: str, transform: Transform) -> None:
         self._owner = owner
         self._transform = transform
-        self._done: WeakSet[Dataset[Any]] = WeakSet()
+        self._done: WeakSet[Dataset[Any]] = WeakSet()  # weak, to not keep finished datasets alive
 
     def is_due(self, event: Event, state: "State") -> bool:
-        """Answer whether training begins with a dataset that does not have the transform yet.
+        """Return whether training starts on a dataset without the transform.
 
         Raises:
-            TypeError: If the dataset is not known, because the dataloader is not PyTorch's.
+            TypeError: If the dataset is unknown, because the dataloader is not PyTorch's.
         """
         if event != Event.FIT_START:
             return False
@@ -84,10 +84,10 @@ class TransformedDatasets:
         return any(part not in self._done for part in _parts(state.dataloader.dataset))
 
     def add(self, state: "State") -> None:
-        """Give the dataset the transform.
+        """Add the transform to the training dataset.
 
         Raises:
-            TypeError: If the dataset is not one of torchvision's.
+            TypeError: If the dataset is not a torchvision dataset.
         """
         for part in dict.fromkeys(_vision_datasets(state.dataloader.dataset)):
             if part not in self._done:
@@ -96,7 +96,7 @@ class TransformedDatasets:
 
 
 def _vision_datasets(dataset: Any) -> "Iterator[VisionDataset]":
-    from torchvision.datasets import VisionDataset  # slow to load, and not everyone has images
+    from torchvision.datasets import VisionDataset  # slow to load, and needed for images only
 
     for part in _parts(dataset):
         if not isinstance(part, VisionDataset):
@@ -127,9 +127,9 @@ def _add(dataset: "VisionDataset", transform: Transform, is_tensor_transform: bo
             f"or give the dataset transform= and target_transform= instead."
         )
     dataset.transform = _combined(getattr(dataset, "transform", None), transform, is_tensor_transform)
-    # Some datasets read `transform`, some `transforms`, which the base class has made of the former.
+    # Some datasets read `transform`, others `transforms`, which the base class derived from it in its constructor.
     dataset.transforms = StandardTransform(dataset.transform, getattr(dataset, "target_transform", None))
-    _log.warning("%s has the transforms %s now.", type(dataset).__qualname__, dataset.transform)
+    _log.warning("%s now has the transforms %s.", type(dataset).__qualname__, dataset.transform)
 
 
 def _combined(current: Transform | None, transform: Transform, is_tensor_transform: bool) -> Transform:
@@ -149,4 +149,5 @@ def _combined(current: Transform | None, transform: Transform, is_tensor_transfo
         steps.append(transform)
     else:
         steps.insert(place + is_tensor_transform, transform)
+    # A new Compose, since the old one may be shared with a validation dataset.
     return v2.Compose(steps) if isinstance(current, v2.Compose) else transforms.Compose(steps)

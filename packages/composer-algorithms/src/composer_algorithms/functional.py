@@ -1,4 +1,4 @@
-"""The methods as functions, for a training loop of your own: `import composer_algorithms.functional as cf`."""
+"""Functional forms of the methods, for custom training loops: `import composer_algorithms.functional as cf`."""
 
 from composer_algorithms.alibi import apply_alibi
 from composer_algorithms.augmix import augmix_image

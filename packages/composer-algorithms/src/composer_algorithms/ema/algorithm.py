@@ -1,4 +1,4 @@
-"""EMA as an Algorithm: when the average is taken, and when the model holds it."""
+"""EMA as an Algorithm: schedule of the updates, and of the exchanges between average and weights."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -21,46 +21,47 @@ if TYPE_CHECKING:
 
 __all__ = ["EMA"]
 
-# Between these and the last event before them the model may have been moved, sharded or loaded.
+# Since the last event before these, the model may have been moved, sharded or loaded.
 _MODEL_MAY_HAVE_MOVED = frozenset(
     {Event.FIT_START, Event.PREDICT_START, Event.EVAL_BEFORE_ALL, Event.EVAL_STANDALONE_START, Event.EVAL_START}
 )
-# For checkpoints that do not count updates: more than any warm-up reaches to.
+# Assumed for checkpoints without a count of updates: more than any warm-up lasts.
 _WARMED_UP = 1_000_000
 
 
 class EMA(Algorithm):
-    """Keep an exponential moving average of the weights, and evaluate and save that instead of the weights themselves.
+    """Keep an exponential moving average of the weights, and evaluate and save the average instead of the weights.
 
     Once training has reached `ema_start`, the average starts as a copy of the weights at the next end of a batch or
-    epoch, whichever `update_interval` counts, and follows them with every interval: `average = smoothing * average +
-    (1 - smoothing) * weights`, see `compute_ema`. On INIT it acts after the algorithms that rebuild the model.
+    epoch, depending on the unit of `update_interval`, and is updated after each interval: `average = smoothing *
+    average + (1 - smoothing) * weights`, see `compute_ema`. On INIT it acts after the algorithms that rebuild the
+    model.
 
-    The model holds the average from `EVAL_BEFORE_ALL` (`EVAL_START` where that does not come first) to the end of the
+    The model holds the average from `EVAL_BEFORE_ALL` (`EVAL_START` if that does not come first) to the end of the
     evaluation, and from a `*_CHECKPOINT` event on which a callback's `save_interval(state, event)` is true to the next
     training event. On all other events it holds the weights being trained, so training does not depend on how often
     it is evaluated or saved. A checkpoint saved by such a callback has the average as the model and the weights being
-    trained in the state of EMA; one saved at another moment has them the other way round. Either resumes.
-    `PREDICT_START` leaves the model with what it holds: what was loaded, or after `fit` the trained weights. After an
-    exception inside an evaluation the model keeps the average until the next training event, which puts the weights
-    being trained back.
+    trained in the state of EMA; a checkpoint saved at any other time has them the other way round. Both can be resumed.
+    `PREDICT_START` leaves the model unchanged: it predicts with the loaded weights, or after `fit` with the trained
+    ones. After an exception inside an evaluation the model keeps the average until the next training event, which
+    restores the weights being trained.
 
-    Every INIT begins anew, with no average of an earlier run. Only a state that was loaded before the first INIT is
-    kept, and fitted to the model then.
+    Every INIT starts without the average of an earlier run. Only a state loaded before the first INIT is kept, and
+    matched with the model then.
 
     Args:
-        half_life: After this time the average has forgotten half of what it knew: batches (`'1000ba'`) or epochs.
-        smoothing: The weight in [0, 1] of the average in each update. Goes with `half_life=None` only.
-        ema_start: When the average begins: a part of training (`'0.7dur'`), batches or epochs.
-        update_interval: The time between updates, in the unit of `half_life`. `None`: one of that unit, or one batch
-            with `smoothing`.
-        warmup: Use at most `(1 + t) / (10 + t)` as the smoothing of update number `t`, so that the average forgets its
-            beginning quickly.
-        train_with_ema_weights: Of Composer 0.7. Only `False` is accepted, which does nothing.
+        half_life: Time after which old weights count half as much: batches (`'1000ba'`) or epochs.
+        smoothing: Weight of the average in each update, in [0, 1]. Requires `half_life=None`.
+        ema_start: Start of the average: a fraction of training (`'0.7dur'`), batches or epochs.
+        update_interval: Time between updates, in the unit of `half_life`. `None`: one of that unit, or one batch with
+            `smoothing`.
+        warmup: Use at most `(1 + t) / (10 + t)` as the smoothing of update number `t`, so that the average quickly
+            forgets its beginning.
+        train_with_ema_weights: Argument of Composer 0.7. Only `False` is accepted, which does nothing.
 
     Raises:
-        ValueError: If both or neither of `half_life` and `smoothing` are given, a time is in a unit that it cannot be
-            in, the units of `half_life` and `update_interval` differ, or `train_with_ema_weights` is true.
+        ValueError: If both or neither of `half_life` and `smoothing` are given, a time has an invalid unit, the units
+            of `half_life` and `update_interval` differ, or `train_with_ema_weights` is true.
 
     Example:
         >>> algorithm = EMA(half_life="100ba", update_interval="20ba")
@@ -71,7 +72,7 @@ class EMA(Algorithm):
         TensorFlow's `ExponentialMovingAverage`, where `warmup` is the effect of `num_updates`.
     """
 
-    surgery_rank = 7
+    surgery_rank = 7  # after the algorithms that rebuild the model
     acts_on = frozenset({Event.INIT, *_MODEL_MAY_HAVE_MOVED, *CHANGES_OF_WEIGHTS})
     conflicts_with = MappingProxyType(
         {
@@ -101,28 +102,29 @@ class EMA(Algorithm):
 
     @property
     def ema_weights_active(self) -> bool:
-        """Whether the model holds the average, and `ema_model` the weights being trained."""
+        """True while the model holds the average, and `ema_model` the weights being trained."""
         return self._active.is_average
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether the event is INIT, or the average has begun or begins and the event concerns it."""
+        """Return whether the event is INIT, or starts, updates, moves or exchanges the average."""
         if event == Event.INIT:
             return True
         if event == self._update_event:
-            # Only noted: apply takes the copy. Who applies the event without matching it asks for an update.
+            # `apply` takes the copy. A caller of `apply` that does not call `match` requests an update.
             self._starts_now = not self.ema_started and self._is_start_reached(state)
             return self._starts_now or (self.ema_started and self._is_update_due(state))
         return self.ema_started and (event in _MODEL_MAY_HAVE_MOVED or self._active.concerned_by(event, state))
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Start or update the average, or put one of the two sets of weights into the model."""
+        """Start or update the average, or exchange it with the weights in the model."""
         if event == Event.INIT:
             self._begin_run(state)
         self._loaded_before_init = False
         if self.ema_model is None:
-            # Until the average begins, a place for what a checkpoint may hold.
+            # Before the average starts, a placeholder for the tensors that a checkpoint may hold.
             self.ema_model = EMAParameters(state.model)
         average = self.ema_model
+        # First, so that an exchange can trade storages instead of copying values.
         if event in _MODEL_MAY_HAVE_MOVED:
             average.move_params_to_device(state.model)
         self._active.follow(event, lambda: average.swap_params(state.model))
@@ -133,18 +135,18 @@ class EMA(Algorithm):
         """Copy the average into a model.
 
         Args:
-            model: Gets the average; it has the parameters of the model being trained. Changed in place.
+            model: A model with the parameters of the model being trained. Changed in place.
 
         Returns:
             The same model.
 
         Raises:
-            ValueError: If the model being trained holds the average at this moment, or there is none yet.
+            ValueError: If the model being trained currently holds the average, or no average exists yet.
         """
         if self.ema_weights_active:
             raise ValueError(
-                "the average is in the model being trained at this moment (ema_weights_active=True): use that model, "
-                "or get_training_model for the weights being trained."
+                "the average is currently in the model being trained (ema_weights_active=True): use that model, or "
+                "get_training_model for the weights being trained."
             )
         if not self.ema_started:
             raise ValueError(
@@ -157,25 +159,25 @@ class EMA(Algorithm):
         """Copy the weights being trained into a model, while the model being trained holds the average.
 
         Args:
-            model: Gets the weights; it has the parameters of the model being trained. Changed in place.
+            model: A model with the parameters of the model being trained. Changed in place.
 
         Returns:
             The same model.
 
         Raises:
-            ValueError: If the model being trained holds its own weights at this moment.
+            ValueError: If the model being trained currently holds its own weights.
         """
         if not self.ema_weights_active:
             raise ValueError(
-                "the weights being trained are in the model at this moment (ema_weights_active=False): use that "
-                "model, or get_ema_model for the average."
+                "the weights being trained are currently in the model (ema_weights_active=False): use that model, or "
+                "get_ema_model for the average."
             )
         return self._transfer_to(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the set of weights that is not in the model, and which of the two that is.
+        """Return the set of weights that is not in the model, and a flag for which set that is.
 
-        The tensors are those that later updates change.
+        The tensors are not copies: later updates change them.
         """
         average = self.ema_model or EMAParameters(None)
         return {
@@ -191,19 +193,20 @@ class EMA(Algorithm):
         }
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
-        """Go on with the average of a checkpoint, of Composer's own as well.
+        """Resume with the average of a checkpoint, including Composer's own checkpoints.
 
-        Load the model of the same checkpoint too: one of the two sets of weights is there. Before the first INIT there
-        is no model to compare names with: INIT then does it, without `strict`.
+        Load the model of the same checkpoint too, since it holds the other set of weights. Before the first INIT names
+        cannot be compared with those of the model; INIT then compares them, without `strict`.
 
         Args:
-            state: What `state_dict` returned. Not changed, and not kept.
-            strict: Raise where the saved names differ from the model's, instead of logging a warning.
+            state: Result of `state_dict`. Neither changed nor kept.
+            strict: Raise if the saved names differ from the model's, instead of logging a warning.
 
         Raises:
-            ValueError: If not one parameter of the state is in the model, or with `strict` any name differs.
-            RuntimeError: If Composer saved the state before 0.13 and there was no INIT yet.
+            ValueError: If no parameter of the state is in the model, or with `strict` any name differs.
+            RuntimeError: If Composer saved the state before 0.13 and INIT has not run yet.
         """
+        # Before ema_model is set below.
         before_init = self._loaded_before_init or self.ema_model is None
         self.ema_model = read_parameters(state, self.ema_model, strict)
         self.ema_started = bool(state["ema_started"])
@@ -250,7 +253,7 @@ class EMA(Algorithm):
         return state.timestamp.get(self.update_interval.unit).value % self.update_interval.value == 0
 
     def _start_or_update(self, state: "State") -> None:
-        assert self.ema_model is not None  # apply has made it
+        assert self.ema_model is not None  # created by `apply`
         if self._starts_now:
             self.ema_model = EMAParameters(state.model)
             self.ema_started, self._starts_now = True, False
@@ -260,11 +263,11 @@ class EMA(Algorithm):
             if self.warmup:
                 smoothing = min(smoothing, (1 + self.num_updates) / (10 + self.num_updates))
             compute_ema(state.model, self.ema_model, smoothing)
-            self.ema_started = True  # also where a driver applies the event without asking match for the start
+            self.ema_started = True  # for callers that apply the event without `match`
             self.num_updates += 1
 
     def _transfer_to(self, model: nn.Module) -> nn.Module:
-        assert self.ema_model is not None  # the callers have seen that an average began or was loaded
+        assert self.ema_model is not None  # the callers have checked that an average exists
         self.ema_model.transfer_ema_params(model)
         return model
 
@@ -280,22 +283,21 @@ def _check_train_with_ema_weights(train_with_ema_weights: bool | None) -> None:
 
 
 FORMAT = 2
-"""Format 1 is Composer's: without a number, and with the prefixes of wrappers in the names."""
+"""Composer's states are format 1, which has no number, and prefixes of wrappers in the names."""
 
-# Users' log settings know Composer's names of loggers.
+# Composer's logger name, which users' logging configurations refer to.
 _log = logging.getLogger("composer.algorithms.ema")
 
 Tensors = Mapping[str, Tensor]
 
 
 def read_parameters(state: Mapping[str, Any], current: EMAParameters | None, strict: bool) -> EMAParameters:
-    """Return the set of weights that a saved state of EMA holds.
+    """Return the set of weights in a saved state of EMA.
 
     Args:
-        state: What EMA's `state_dict` returned once.
-        current: The set taken of the model as it is now; its names say what to look for, and what is missing in the
-            state is taken from it.
-        strict: Raise where names differ, instead of logging it.
+        state: Result of EMA's `state_dict`, possibly of an older release.
+        current: Weights of the current model, which provide the expected names, and tensors missing in the state.
+        strict: Raise if names differ, instead of logging a warning.
     """
     if (version := state.get("format", 1)) > FORMAT:
         raise ValueError(
@@ -313,7 +315,7 @@ def read_parameters(state: Mapping[str, Any], current: EMAParameters | None, str
 def _saved_tensors(state: Mapping[str, Any], current: EMAParameters) -> tuple[Tensors, Tensors]:
     saved = state["ema_model"]
     if "training_model" in state and state["ema_weights_active"]:
-        saved = state["training_model"]  # before 0.13 both sets were kept; ours is the one that is not in the model
+        saved = state["training_model"]  # older states hold both sets; this needs the one not in the model
     if "named_parameters_dict" in saved:
         return saved["named_parameters_dict"], saved["named_buffers_dict"]
     if not current.named_parameters_dict:
@@ -330,8 +332,8 @@ def _saved_tensors(state: Mapping[str, Any], current: EMAParameters) -> tuple[Te
 
 
 def _fitted(saved: Tensors, current: Tensors, kind: str, strict: bool) -> dict[str, Tensor]:
-    # Copies: the average is changed in place, and the caller's state dict must not change with it.
-    if not saved:  # the average had not begun, or the model has none of the kind
+    # Copies: updates change the average in place, and must not change the caller's state dict.
+    if not saved:  # the average had not started, or the model has no tensors of this kind
         return dict(current)
     names = _names_as_wanted(saved, current)
     found = {wanted: saved[name].detach().clone() for name, wanted in names.items()}
@@ -342,7 +344,7 @@ def _fitted(saved: Tensors, current: Tensors, kind: str, strict: bool) -> dict[s
         kinds = (("are missing", missing), ("are of another model", unexpected))
         told = ", ".join(f"{len(names)} {what} (such as {names[:3]})" for what, names in kinds if names)
         message = f"EMA's state in the checkpoint does not have the {kind} of this model: {told}."
-        # Without one name in common it belongs to another model, however lenient one is.
+        # Without a single common name the state is that of another model, even if not strict.
         if strict or (kind == "parameters" and len(missing) == len(current)):
             raise ValueError(f"{message} Load it into the model that it was saved from, or leave EMA's state out.")
         _log.warning("%s What is missing starts from the model's own.", message)
@@ -350,8 +352,8 @@ def _fitted(saved: Tensors, current: Tensors, kind: str, strict: bool) -> dict[s
 
 
 def _names_as_wanted(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    # Names of Composer's checkpoints carry DDP's "module.", which may also be part of a model's own names: the reading
-    # that finds more of the wanted names is right.
+    # Names in Composer's checkpoints have the "module." of DDP, which may also be part of the model's own names. Use
+    # the interpretation that matches more of the wanted names.
     plain = {name: canonical_name(name) for name in saved}
     without_ddp = {name: canonical.removeprefix("module.") for name, canonical in plain.items()}
     sought = set(wanted)

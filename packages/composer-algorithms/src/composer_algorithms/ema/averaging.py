@@ -1,4 +1,4 @@
-"""The average itself: one step of it over all tensors of a model."""
+"""Update of an average of a model's weights, and exchange of the two."""
 
 import weakref
 from collections import defaultdict
@@ -31,15 +31,15 @@ _KIND = attrgetter("dtype", "device")
 
 
 class AveragingPlan:
-    """Tensors of an average with those of a model that they follow, in the groups that one kernel can work on.
+    """Pairs of average and model tensors, grouped for multi-tensor kernels.
 
     Args:
-        pairs: Each tensor of the average with the model's.
+        pairs: Each tensor of the average with the model's tensor.
     """
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        # One call for all tensors of a kind: launching a kernel for each costs more than the arithmetic. Only lists of
-        # one dtype and device take the fast path.
+        # One call for all tensors of a kind, since launching a kernel for each costs more than the arithmetic. Only
+        # lists of one dtype and device take torch's fast path.
         groups: defaultdict[tuple[torch.dtype, torch.device, bool], tuple[list[Tensor], list[Tensor]]]
         groups = defaultdict(lambda: ([], []))
         self._copied: list[tuple[Tensor, Tensor]] = []
@@ -57,7 +57,7 @@ class AveragingPlan:
         self._groups = list(groups.values())
 
     def step(self, smoothing: float) -> None:
-        """Move the average one step on."""
+        """Update the average once."""
         average_all = get_ema_multi_avg_fn(smoothing)
         for targets, sources in self._groups:
             average_all(targets, sources, None)
@@ -68,28 +68,28 @@ class AveragingPlan:
 
 
 class Fingerprint:
-    """By which objects a model and an average are told from what they were, in much less time than by their names.
+    """Identities of the objects in a model and an average, which reveal changes much faster than names would.
 
     Args:
-        model: The model; only referred to weakly, but its parts are kept for as long as the fingerprint is.
-        parameters: Those of the average, by name.
-        buffers: Those of the average, by name.
+        model: Referenced weakly, but its parts live as long as the fingerprint.
+        parameters: Parameters of the average, by name.
+        buffers: Buffers of the average, by name.
     """
 
     def __init__(self, model: nn.Module, parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         self._model = weakref.ref(model)
-        # What is in these dicts may be replaced. What is added elsewhere has another name than all of the average's.
+        # Entries of these dicts may be replaced. Additions anywhere else have names that the average does not have.
         kinds = ("_modules", "_parameters", "_buffers") if buffers else ("_modules", "_parameters")
         own = (vars(module)[kind] for module in model.modules() for kind in kinds)
         self._dicts: list[dict[str, Any]] = [parameters, buffers, *filter(None, own)]
         self._lengths = list(map(len, self._dicts))
         self._members = list(chain.from_iterable(map(dict.values, self._dicts)))
-        # A model that is moved or converted keeps its parameters and gives them other data.
+        # Moving or converting a model keeps its Parameter objects but exchanges their data.
         self._parameters = [member for member in self._members if isinstance(member, nn.Parameter)]
         self._kinds = list(map(_KIND, self._parameters))
 
     def is_of(self, model: nn.Module) -> bool:
-        """Answer whether everything is as it was."""
+        """Return whether the model and the average are unchanged."""
         return (
             self._model() is model
             and list(map(len, self._dicts)) == self._lengths
@@ -99,19 +99,20 @@ class Fingerprint:
 
 
 def _average_mixed(target: Tensor, source: Tensor, smoothing: float) -> None:
+    # In the wider dtype: a small update would be lost in the rounding of a 16-bit average.
     dtype = torch.promote_types(target.dtype, source.dtype)
     source = source.to(device=target.device, dtype=dtype)
     target.copy_(torch.lerp(target.to(dtype), source, 1 - smoothing))
 
 
 class EMAParameters:
-    """Hold the tensors of a model that an average is taken of, by the names that the bare model gives them.
+    """Tensors of an average, under the names that the bare model gives them.
 
-    Prefixes of wrappers (`module.`, `_orig_mod.`) are no part of the names, so a set taken from a wrapped model fits
-    the bare one and the other way round. Parameters that need no gradient are left out.
+    Names exclude the prefixes of wrappers (`module.`, `_orig_mod.`), so a set taken from a wrapped model fits the bare
+    one and vice versa. Parameters that require no gradient are left out.
 
     Args:
-        model: Its trainable parameters and its buffers are copied. `None` makes an empty set.
+        model: Its trainable parameters and its buffers are copied. `None` creates an empty set.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -143,12 +144,11 @@ class EMAParameters:
 
     @torch.no_grad()
     def swap_params(self, model: nn.Module) -> None:
-        """Exchange this set with the one in `model`.
+        """Exchange this set of tensors with the one in `model`.
 
-        Where possible the tensors trade their storages, which copies nothing. Values are copied where a storage is
-        shared or managed by somebody else (FSDP shards, DeepSpeed's engine, the flat weights of cuDNN's RNNs) or device
-        or dtype differ.
-        Expanded buffers, whose elements share memory, are traded like the rest.
+        If possible the tensors trade their storages, which copies nothing. Values are copied if a storage is shared or
+        managed elsewhere (FSDP shards, DeepSpeed's engine, the flat weights of cuDNN's RNNs), or if device or dtype
+        differ. Expanded buffers, whose elements share memory, are traded like other tensors.
 
         Args:
             model: The model that the set was taken from, wrapped or not. Its parameters stay the same objects, so
@@ -158,12 +158,12 @@ class EMAParameters:
             ValueError: If a parameter of this set is not in the model.
         """
         with get_model_context_manager(model):
-            # FSDP1 and DeepSpeed write back to the storages that they know.
+            # FSDP1 and DeepSpeed write back to the storages that they have recorded.
             may_trade = not (has_flat_parameters(model) or is_model_deepspeed(model))
             pairs = list(self._pairs(model))
             for tensors, name, stored, current in pairs:
                 if may_trade and _can_trade_storages(stored, current):
-                    # Through .data the Parameter stays the same object, which optimizers and DDP hold on to.
+                    # Through .data the Parameter stays the same object, which optimizers and DDP hold.
                     stored.data, current.data = current.data, stored.data
                 else:
                     tensors[name] = current.detach().clone()
@@ -173,7 +173,7 @@ class EMAParameters:
 
     @torch.no_grad()
     def transfer_ema_params(self, model: nn.Module) -> None:
-        """Copy this set into `model`.
+        """Copy this set of tensors into `model`.
 
         Args:
             model: A model with the parameters of the one that the set was taken from.
@@ -190,7 +190,7 @@ class EMAParameters:
 
     @torch.no_grad()
     def move_params_to_device(self, destination_model: nn.Module) -> None:
-        """Move each tensor to where the model's own is: its device and, where the model is sharded, its mesh.
+        """Move each tensor to the device, and if the model is sharded to the mesh, of its counterpart in the model.
 
         Args:
             destination_model: A model with the parameters of the one that the set was taken from.
@@ -204,23 +204,24 @@ class EMAParameters:
                     tensors[name] = place_like(stored, current)
 
     def kept_plan(self, model: nn.Module) -> AveragingPlan | None:
-        """Return the plan that was kept for a step towards this model, if neither of the two has been rebuilt since."""
+        """Return the plan kept for updates from this model, unless the model or the set has changed since."""
         plan, fingerprint = self._plan
         return plan if fingerprint is not None and fingerprint.is_of(model) else None
 
     def keep_plan(self, plan: AveragingPlan, model: nn.Module) -> None:
-        """Keep a plan for the next steps towards this model, if it will serve them.
+        """Keep a plan for further updates from this model, if it stays valid.
 
-        What FSDP shards changes its tensors with every forward pass, what DeepSpeed trains may be gathered as copies,
-        and expanded tensors may be traded into the set.
+        It does not with FSDP, where each forward pass exchanges tensors; with DeepSpeed, where tensors may be gathered
+        copies; or with expanded tensors, which may be traded into the set.
         """
         tensors = (*self.named_parameters_dict.values(), *self.named_buffers_dict.values(), *model.buffers())
         self._plan = (None, None)
         if not (is_sharded_by_fsdp(model) or is_model_deepspeed(model) or any(map(is_expanded, tensors))):
             self._plan = (plan, Fingerprint(model, self.named_parameters_dict, self.named_buffers_dict))
-            weakref.finalize(model, _forget_plan, weakref.ref(self)).atexit = False  # it holds the model's tensors
+            weakref.finalize(model, _forget_plan, weakref.ref(self)).atexit = False  # do not run at exit
 
     def __getstate__(self) -> dict[str, Any]:
+        # A plan refers to the tensors of this process's model, so a copy must build its own.
         return {**self.__dict__, "_plan": (None, None)}
 
     def _pairs(self, model: nn.Module) -> Iterator[tuple[dict[str, Tensor], str, Tensor, Tensor]]:
@@ -229,7 +230,7 @@ class EMAParameters:
             (self.named_buffers_dict, canonical_buffers(model, remove_duplicate=False)),
         ):
             for name, stored in tensors.items():
-                if name in current:  # a buffer may have gone: some models make them as they need them
+                if name in current:  # a buffer may be missing: some models create them on demand
                     yield tensors, name, stored, current[name]
 
     def _write_back(self, model: nn.Module, pairs: Iterable[tuple[dict[str, Tensor], str, Tensor, Tensor]]) -> None:
@@ -243,7 +244,7 @@ def _forget_plan(average: "weakref.ref[EMAParameters]") -> None:
 
 
 def parameters_in(model: nn.Module, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the model's parameters by canonical name, or raise if one of the wanted names is not among them."""
+    """Return the model's parameters by canonical name, and raise if a wanted name is missing."""
     current = canonical_parameters(model, remove_duplicate=False)
     if missing := [name for name in wanted if name not in current]:
         raise ValueError(
@@ -254,13 +255,13 @@ def parameters_in(model: nn.Module, wanted: Mapping[str, Tensor]) -> dict[str, T
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Answer whether several elements are one place in memory, as `expand` makes them: nothing can be written there."""
+    """Return whether elements share memory, as after `expand`; such a tensor cannot be written to."""
     strides = tensor.stride()
     return 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True))
 
 
 def give_own_memory(tensor: Tensor) -> None:
-    """Make an expanded tensor writable, in place: each of its elements gets memory of its own."""
+    """Make an expanded tensor writable, in place, by giving each element its own memory."""
     if is_expanded(tensor):
         tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
 
@@ -274,26 +275,26 @@ def _can_trade_storages(stored: Tensor, current: Tensor) -> bool:
 
 
 def _owns_whole_storage(tensor: Tensor) -> bool:
-    # Subclasses that wrap other tensors (DTensor, quantized ones) all have this method; their own storage is empty.
+    # Subclasses that wrap other tensors (DTensor, quantized ones) have this method, and a storage that is empty.
     return not hasattr(tensor, "__tensor_flatten__") and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 @torch.no_grad()
 def compute_ema(model: nn.Module, ema_model: nn.Module | EMAParameters, smoothing: float = 0.99) -> None:
-    """Move a moving average of a model's weights one step on, in place.
+    """Update a moving average of a model's weights, in place.
 
-    Each tensor of `ema_model` becomes `smoothing * itself + (1 - smoothing) * model's`. What is not floating point,
-    such as counts and position ids, is copied from the model instead. Tensors are matched by name, whether or not one
+    Each tensor of `ema_model` becomes `smoothing * itself + (1 - smoothing) * model's`. Tensors that are not floating
+    point, such as counts and position ids, are copied from the model. Tensors are matched by name, whether or not one
     of the models is wrapped by DDP or torch.compile.
 
     Args:
         model: The model being trained. Not changed.
-        ema_model: Where the average is kept: an `EMAParameters`, or a module, of which what its `state_dict` has is
-            averaged. It keeps its dtypes and devices.
-        smoothing: The weight in [0, 1] of the average so far. 1 leaves the average as it is, 0 copies the model.
+        ema_model: The average: an `EMAParameters`, or a module, whose tensors in `state_dict` are averaged. It keeps
+            its dtypes and devices.
+        smoothing: Weight of the previous average, in [0, 1]. 1 leaves the average unchanged, 0 copies the model.
 
     Raises:
-        ValueError: If `smoothing` lies outside [0, 1], `ema_model` is of another type, or the two do not fit together.
+        ValueError: If `smoothing` is outside [0, 1], `ema_model` has another type, or the two do not match.
 
     Example:
         >>> model, average = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
@@ -307,7 +308,7 @@ def compute_ema(model: nn.Module, ema_model: nn.Module | EMAParameters, smoothin
         raise ValueError(f"smoothing={smoothing!r} is not a weight: pass a number from 0 (no memory) to 1 (no change).")
     smoothing = float(smoothing)
     if isinstance(ema_model, EMAParameters) and (plan := ema_model.kept_plan(model)) is not None:
-        plan.step(smoothing)  # finding out by name what belongs together takes longer than the arithmetic
+        plan.step(smoothing)  # matching the tensors by name takes longer than the arithmetic
         return
     check_is_module(model, "weights to average")
     with get_model_context_manager(model):
@@ -331,7 +332,7 @@ def _pairs_with_parameters(average: EMAParameters, model: nn.Module) -> list[tup
         current = buffers.get(name)
         if current is None:
             continue
-        if current.shape != tensor.shape:  # a buffer that grew, as caches and position tables do
+        if current.shape != tensor.shape:  # a buffer that grew, such as a cache or a position table
             average.named_buffers_dict[name] = current.detach().clone()
         else:
             give_own_memory(tensor)
@@ -344,7 +345,7 @@ def _pairs_with_module(average: nn.Module, model: nn.Module) -> list[tuple[Tenso
         **canonical_parameters(model, remove_duplicate=False),
         **canonical_buffers(model, remove_duplicate=False),
     }
-    # keep_vars: tied tensors are then one object under two names, and must take only one step.
+    # With keep_vars, tied tensors are one object under two names, so that they are updated only once.
     targets = unwrap_model(average).state_dict(keep_vars=True)
     for target in targets.values():
         if isinstance(target, Tensor):
@@ -377,18 +378,18 @@ _COUNTED_UNITS = (TimeUnit.BATCH, TimeUnit.EPOCH)
 def averaging_settings(
     half_life: str | Time[Any] | None, smoothing: float | None, update_interval: str | Time[Any] | None
 ) -> tuple[float, Time[int]]:
-    """Return the smoothing of one update, and the interval between updates."""
+    """Return the smoothing of one update and the interval between updates."""
     if (half_life is None) == (smoothing is None):
         raise ValueError(
             f"half_life={half_life!r} and smoothing={smoothing!r}: pass exactly one of the two, which say the same. "
-            f"half_life has a default, so smoothing needs half_life=None beside it."
+            f"half_life has a default, so smoothing also needs half_life=None."
         )
     if smoothing is not None:
         check_number("smoothing", smoothing, "a weight from 0 to 1, such as 0.999")
         if not 0 <= smoothing <= 1:
             raise ValueError(f"smoothing={smoothing!r} is not a weight: pass a number from 0 to 1, such as 0.999.")
         return float(smoothing), _counted_time("1ba" if update_interval is None else update_interval, "update_interval")
-    assert half_life is not None  # one of the two is given
+    assert half_life is not None  # exactly one of the two is given
     life = _counted_time(half_life, "half_life")
     interval = Time(1, life.unit) if update_interval is None else _counted_time(update_interval, "update_interval")
     if interval.unit != life.unit:
@@ -400,11 +401,11 @@ def averaging_settings(
 
 
 def start_time(ema_start: str | Time[Any]) -> Time[Any]:
-    """Return when the average begins."""
+    """Return the start of the average."""
     start = _parsed(ema_start, "ema_start", "'0.7dur', '500ba' or '2ep'")
     if start.unit not in (*_COUNTED_UNITS, TimeUnit.DURATION) or start.value < 0:
         raise ValueError(
-            f"ema_start={ema_start!r} is no time to begin at: pass batches ('500ba'), epochs ('2ep') or a part of the "
+            f"ema_start={ema_start!r} is not a valid start: pass batches ('500ba'), epochs ('2ep') or a part of the "
             f"training's length ('0.7dur')."
         )
     return start
@@ -424,5 +425,5 @@ def _parsed(value: object, argument: str, examples: str) -> Time[Any]:
         try:
             return Time.from_timestring(value)
         except ValueError as error:
-            raise ValueError(f"{argument}={value!r} is no time: {error}") from error
+            raise ValueError(f"{argument}={value!r} is not a time: {error}") from error
     raise ValueError(f"{argument}={value!r} has no unit: pass a time string such as {examples}.")

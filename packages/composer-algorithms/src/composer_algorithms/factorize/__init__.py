@@ -1,4 +1,4 @@
-"""Factorization: large matrices in a network, replaced by products of two smaller ones."""
+"""Factorization: replacement of large matrices in a network with products of two smaller ones."""
 
 from composer_algorithms.factorize.algorithm import (
     LOG_NUM_CONV2D_REPLACEMENTS_KEY,

@@ -1,4 +1,4 @@
-"""Factorization as a function on a model, and as an Algorithm."""
+"""Factorization as a function on a model and as an Algorithm."""
 
 import functools
 import logging
@@ -43,22 +43,22 @@ def apply_factorization(
     latent_features: int | float = 0.25,
     optimizers: Optimizer | Sequence[Optimizer] | None = None,
 ) -> None:
-    """Replace large convolutions and linear layers in a model by two smaller ones each.
+    """Replace each large convolution and linear layer in a model with two smaller ones.
 
-    The new weights are the best approximation of the old ones. Left as they are: layers that would not do less work,
-    grouped convolutions, subclasses that compute something of their own, layers whose weight is shared with another
-    module or parametrized, and the output of `torch.nn.MultiheadAttention`, which is not called as a module. A second
-    call with the same arguments changes nothing.
+    The new weights are the best approximation of the old ones. Not replaced are layers that would not do less work,
+    grouped convolutions, subclasses with a `forward` of their own, layers whose weight is shared with another module or
+    parametrized, and the output of `torch.nn.MultiheadAttention`, which is not called as a module. A second call with
+    the same arguments changes nothing.
 
     Args:
         model: Changed in place.
-        factorize_convs: Replace each `torch.nn.Conv2d` that is large enough by a `FactorizedConv2d`.
-        factorize_linears: Replace each `torch.nn.Linear` that is large enough by a `FactorizedLinear`.
-        min_channels: Only convolutions with at least so many input and output channels.
-        latent_channels: Channels in between, or below 1 a share of the smaller of input and output.
-        min_features: Only linear layers with at least so many input and output features.
-        latent_features: Features in between, or below 1 a share of the smaller of input and output.
-        optimizers: Those that train the model, if they exist already: they get the new parameters.
+        factorize_convs: Replace each large enough `torch.nn.Conv2d` with a `FactorizedConv2d`.
+        factorize_linears: Replace each large enough `torch.nn.Linear` with a `FactorizedLinear`.
+        min_channels: Minimum number of input and output channels of replaced convolutions.
+        latent_channels: Latent channels, or below 1 a fraction of the smaller of input and output.
+        min_features: Minimum number of input and output features of replaced linear layers.
+        latent_features: Latent features, or below 1 a fraction of the smaller of input and output.
+        optimizers: Existing optimizers of the model, which get the new parameters.
 
     Raises:
         ValueError: If a latent size is not above 0.
@@ -75,6 +75,7 @@ def apply_factorization(
     """
     check_is_module(model, "layers to factorize")
     _check_sizes(min_channels, latent_channels, min_features, latent_features)
+    # Counted before any replacement: a shared weight has to stay one tensor, which no two factors can be.
     uses = Counter(id(tensor) for module in model.modules() for tensor in module.parameters(recurse=False))
     if factorize_convs:
         conv = functools.partial(_factorized_conv, uses=uses, min_size=min_channels, latent_size=latent_channels)
@@ -105,7 +106,7 @@ def _factorized_linear(
 ) -> FactorizedLinear | None:
     is_large = min(module.in_features, module.out_features) >= min_size
     is_plain = type(module).forward is nn.Linear.forward and uses[id(module.weight)] == 1
-    if isinstance(module, NonDynamicallyQuantizableLinear):  # the output of MultiheadAttention, which reads its weight
+    if isinstance(module, NonDynamicallyQuantizableLinear):  # output of MultiheadAttention, which reads the weight
         return None
     if is_large and is_plain and factorizing_could_speedup(module, latent_size):
         return FactorizedLinear.from_linear(module, module_index, latent_size)
@@ -113,18 +114,18 @@ def _factorized_linear(
 
 
 class Factorize(InitSurgery):
-    """Replace large convolutions and linear layers by two smaller ones each, on `INIT`.
+    """Replace each large convolution and linear layer in `state.model` with two smaller ones on `INIT`.
 
-    The optimizers' parameter groups follow. It acts before algorithms that wrap modules. Loading a checkpoint of the
-    changed model applies it.
+    The optimizers' parameter groups are updated. It acts before algorithms that wrap modules. Loading a checkpoint of
+    the changed model applies the algorithm.
 
     Args:
-        factorize_convs: Replace each `torch.nn.Conv2d` that is large enough.
-        factorize_linears: Replace each `torch.nn.Linear` that is large enough.
-        min_channels: Only convolutions with at least so many input and output channels.
-        latent_channels: Channels in between, or below 1 a share of the smaller of input and output.
-        min_features: Only linear layers with at least so many input and output features.
-        latent_features: Features in between, or below 1 a share of the smaller of input and output.
+        factorize_convs: Replace each large enough `torch.nn.Conv2d`.
+        factorize_linears: Replace each large enough `torch.nn.Linear`.
+        min_channels: Minimum number of input and output channels of replaced convolutions.
+        latent_channels: Latent channels, or below 1 a fraction of the smaller of input and output.
+        min_features: Minimum number of input and output features of replaced linear layers.
+        latent_features: Latent features, or below 1 a fraction of the smaller of input and output.
 
     Raises:
         ValueError: If a latent size is not above 0.
@@ -135,11 +136,11 @@ class Factorize(InitSurgery):
 
     Reference:
         Zhang et al., "Accelerating Very Deep Convolutional Networks for Classification and Detection", TPAMI 2016,
-        arXiv:1505.06798. There the factors are fitted to the responses on data; here to the weights, and to data only
-        in `FactorizedConv2d.set_rank` and `FactorizedLinear.set_rank`.
+        arXiv:1505.06798. The paper fits the factors to responses on data; here they are fitted to the weights, and to
+        data only in `FactorizedConv2d.set_rank` and `FactorizedLinear.set_rank`.
     """
 
-    surgery_rank = 1
+    surgery_rank = 1  # before wrappers of modules
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class Factorize(InitSurgery):
         self.latent_features = latent_features
 
     def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
-        """Replace the layers, and log how many there are now of each kind that is enabled."""
+        """Replace the layers, and log the number of factorized layers of each enabled kind."""
         apply_factorization(
             state.model,
             factorize_convs=self.factorize_convs,

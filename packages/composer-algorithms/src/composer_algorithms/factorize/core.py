@@ -1,4 +1,4 @@
-"""Find two small matrices whose product does what a large one does, on given data."""
+"""Low-rank factorization of linear layers and convolutions, fitted to their weights or to data."""
 
 import math
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ __all__ = [
 
 @dataclass(slots=True)
 class LowRankSolution:
-    """The factors that were found.
+    """Result of a factorization.
 
     Args:
-        Wa: The first factor, or the whole matrix.
-        Wb: The second factor; `None` if there is only one matrix.
-        bias: What is added to the product.
-        rank: The number of columns between the factors; -1 if nothing was factorized anew.
+        Wa: First factor, or the whole matrix.
+        Wb: Second factor; `None` if there is only one matrix.
+        bias: Bias of the product.
+        rank: Number of columns between the factors; -1 if there was no new factorization.
         nmse: Mean squared error on the data, divided by the variance of the targets.
     """
 
@@ -48,21 +48,21 @@ def factorize_matrix(
 ) -> LowRankSolution:
     """Approximate `X @ Wa (@ Wb) + bias = Y` by a product of rank `rank`.
 
-    Starts from the truncated singular value decomposition of the weights and then solves for one factor at a time,
-    in double precision.
+    The factors start as the truncated singular value decomposition of the weights. Then each is solved for in turn, in
+    double precision.
 
     Args:
         X: Data of shape `(num_examples, in)`.
         Y: Targets of shape `(num_examples, out)`.
         Wa: Shape `(in, out)`, or `(in, old_rank)` with `Wb`.
-        Wb: Shape `(old_rank, out)`, if the weights are factorized already.
+        Wb: Shape `(old_rank, out)`, if the weights are already factorized.
         bias: Shape `(out,)`.
-        rank: Columns between the factors, or below 1 a share of `in`, but no more than `Wa` has columns.
-        n_iters: How often both factors are solved for.
+        rank: Columns between the factors, or below 1 a fraction of `in`, but at most the number of columns of `Wa`.
+        n_iters: Number of times that both factors are solved for.
 
     Returns:
-        The factors, in the dtype of `Wa`. Where the rank would be `in` or `out` or more, one matrix that solves the
-        problem without a constraint; where it would be no less than that of `Wa` and `Wb`, these as they are.
+        The factors, in the dtype of `Wa`. If the rank would reach `in` or `out`, one matrix that solves the problem
+        without a rank constraint; if it would reach that of `Wa` and `Wb`, these unchanged.
 
     Raises:
         ValueError: If `rank` is not above 0 or `n_iters` is negative.
@@ -85,6 +85,7 @@ def factorize_matrix(
     second = None if Wb is None else Wb.detach().double()
     offset = torch.zeros(out_features, dtype=torch.double, device=y.device) if bias is None else bias.detach().double()
     is_new = True
+    # A rank this high constrains nothing, so solve for a single matrix.
     if k >= min(in_features, out_features):
         first, second, k = _solve(x, y - offset), None, -1
     elif k >= first.shape[1]:
@@ -93,6 +94,7 @@ def factorize_matrix(
         first, second = _truncated(first if second is None else first @ second, k)
         first, second = _alternate(x, y - offset, first, second, n_iters)
     product = x @ first if second is None else x @ first @ second
+    # The best bias for the new factors is the mean of what they leave over.
     if bias is not None and is_new:
         offset = offset + (y - offset - product).mean(dim=0)
     variance = y.var(unbiased=False).clamp_min(torch.finfo(torch.double).tiny)
@@ -116,23 +118,23 @@ def factorize_conv2d(
     n_iters: int = 3,
     **conv2d_kwargs: Any,
 ) -> LowRankSolution:
-    """Approximate a convolution by one with few output channels and a 1x1 convolution behind it.
+    """Approximate a convolution by one with few output channels followed by a 1x1 convolution.
 
     Args:
         X: Images of shape `(batch, in, height, width)`.
         Wa: Shape `(out, in, h, w)`, or `(old_rank, in, h, w)` with `Wb`.
-        Wb: Shape `(out, old_rank, 1, 1)`, if the convolution is factorized already.
-        rank: Channels between the two, or below 1 a share of `in * h * w`, but no more than `Wa` has.
+        Wb: Shape `(out, old_rank, 1, 1)`, if the convolution is already factorized.
+        rank: Channels between the two, or below 1 a fraction of `in * h * w`, but at most those of `Wa`.
         biasA: Bias of the first convolution.
-        biasB: Bias of the second one.
-        n_iters: How often both are solved for.
-        **conv2d_kwargs: Of `torch.nn.functional.conv2d`. Only `padding` may have another value than the default.
+        biasB: Bias of the second convolution.
+        n_iters: Number of times that both are solved for.
+        **conv2d_kwargs: Arguments of `torch.nn.functional.conv2d`. Only `padding` may differ from the default.
 
     Returns:
-        Both weights in the shapes of convolutions, and the bias behind the second.
+        Both weights in the shapes of convolutions, and the bias of the second one.
 
     Raises:
-        NotImplementedError: If a stride, dilation or number of groups other than 1 is given.
+        NotImplementedError: If stride, dilation or number of groups is not 1.
         RuntimeError: If `biasB` is given without `Wb`.
 
     Example:
@@ -152,6 +154,7 @@ def factorize_conv2d(
         raise RuntimeError("biasB is the bias of a second convolution, and Wb=None means that there is none.")
     out_channels, kernel_size = (Wa if Wb is None else Wb).shape[0], Wa.shape[2:]
     padding: Any = conv2d_kwargs.get("padding", 0)
+    # On its patches a convolution is a matrix product, to which factorize_matrix applies.
     patches = F.unfold(_padded(X, padding, kernel_size), tuple(kernel_size))
     x = patches.transpose(1, 2).flatten(0, 1)
     first = Wa.flatten(1).t()
@@ -161,7 +164,7 @@ def factorize_conv2d(
     if bias is not None:
         y = y + bias
     solution = factorize_matrix(x, y, first, second, bias=bias, rank=rank, n_iters=n_iters)
-    assert solution.Wa is not None  # it always finds one
+    assert solution.Wa is not None  # always set by factorize_matrix
     solution.Wa = solution.Wa.t().reshape(-1, *Wa.shape[1:])
     if solution.Wb is not None:
         solution.Wb = solution.Wb.t().reshape(out_channels, -1, 1, 1)
@@ -177,7 +180,7 @@ def _joint_bias(second: Tensor | None, bias_a: Tensor | None, bias_b: Tensor | N
 def _padded(images: Tensor, padding: Any, kernel_size: torch.Size) -> Tensor:
     if padding == "valid":
         return images
-    if padding == "same":  # the odd pixel goes to the right and to the bottom, as in conv2d
+    if padding == "same":  # the odd pixel goes right and bottom, as in conv2d
         sides = [side for size in reversed(kernel_size) for side in ((size - 1) // 2, size // 2)]
         return F.pad(images, sides)
     height, width = (padding, padding) if isinstance(padding, int) else padding
@@ -186,6 +189,7 @@ def _padded(images: Tensor, padding: Any, kernel_size: torch.Size) -> Tensor:
 
 def _truncated(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    # Half of each singular value per factor keeps the two at the same scale.
     root = values[:rank].sqrt()
     return left[:, :rank] * root, root[:, None] * right[:rank]
 
@@ -200,16 +204,16 @@ def _alternate(x: Tensor, y: Tensor, first: Tensor, second: Tensor, n_iters: int
 
 
 def _solve(a: Tensor, b: Tensor) -> Tensor:
-    # By the pseudoinverse: on GPUs lstsq needs full rank, which data need not have.
+    # By the pseudoinverse: on GPUs lstsq requires full rank, which the data may lack.
     return torch.linalg.pinv(a) @ b
 
 
 def factorizing_could_speedup(module: nn.Module, latent_size: int | float) -> bool:
-    """Answer whether a layer does less work after it is factorized with a given number of channels in between.
+    """Return whether a layer does less work when factorized with a given latent size.
 
     Args:
-        module: A linear layer or a convolution, factorized or not. For everything else the answer is no.
-        latent_size: Channels or features in between, or below 1 a share of the smaller of input and output.
+        module: A linear layer or a convolution, factorized or not. Any other module returns false.
+        latent_size: Latent channels or features, or below 1 a fraction of the smaller of input and output.
 
     Example:
         >>> factorizing_could_speedup(nn.Linear(512, 512), 0.25), factorizing_could_speedup(nn.Linear(512, 512), 0.5)
@@ -231,7 +235,7 @@ def factorizing_could_speedup(module: nn.Module, latent_size: int | float) -> bo
 
 
 class _Factorized(nn.Module):
-    """Two layers in a row, `module0` and `module1`, whose ranks can be lowered while they keep doing what they do."""
+    """Two consecutive layers, `module0` and `module1`, whose rank can be lowered to approximate the same function."""
 
     def __init__(self, module0: nn.Module, module1: nn.Module, latent_size: int) -> None:
         super().__init__()
@@ -240,7 +244,7 @@ class _Factorized(nn.Module):
         self._latent_size = latent_size
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply one layer after the other."""
+        """Apply both layers."""
         return self.module1(self.module0(input))
 
     def reset_parameters(self) -> None:
@@ -249,16 +253,16 @@ class _Factorized(nn.Module):
         self.module1.reset_parameters()
 
     def set_rank(self, input: Tensor, rank: int) -> None:
-        """Lower the number of channels in between, with new weights that change the outputs for `input` least.
+        """Lower the latent size, with new weights that change the outputs for `input` as little as possible.
 
-        The new weights are new parameters, which an optimizer does not know.
+        The new weights are new parameters, unknown to optimizers.
 
         Args:
             input: Typical inputs of the layer, many more than the rank.
-            rank: The new number.
+            rank: New latent size.
 
         Raises:
-            ValueError: If `rank` is higher than the present one, or not above 0.
+            ValueError: If `rank` is higher than the current one, or not above 0.
         """
         if not 0 < rank <= self._latent_size:
             raise ValueError(
@@ -269,12 +273,12 @@ class _Factorized(nn.Module):
             self.apply_solution(self.solution_for_rank(input, rank))
 
     def solution_for_rank(self, input: Tensor, rank: int) -> LowRankSolution:
-        """Find the weights that `set_rank` would set, without setting them."""
+        """Return the weights that `set_rank` would set."""
         raise TypeError(f"{type(self).__qualname__} has no way to find a solution: use one of its subclasses.")
 
     @torch.no_grad()
     def apply_solution(self, solution: LowRankSolution) -> None:
-        """Set weights that `solution_for_rank` found."""
+        """Set weights found by `solution_for_rank`."""
         assert solution.Wa is not None  # rank < latent size <= input and output
         assert solution.Wb is not None
         self._latent_size = solution.rank
@@ -292,8 +296,9 @@ class _Factorized(nn.Module):
 
     @torch.no_grad()
     def _copy_from(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Set the best approximation of a weight of shape `(out, ...)`: its truncated singular value decomposition."""
+        """Copy the best approximation of a weight of shape `(out, ...)`, its truncated singular value decomposition."""
         if not weight.is_meta:
+            # In float32, since svd has no 16-bit kernels.
             left, values, right = torch.linalg.svd(weight.flatten(1).float(), full_matrices=False)
             root, k = values[: self._latent_size].sqrt(), self._latent_size
             self.module0.weight.copy_((root[:, None] * right[:k]).reshape(self.module0.weight.shape))
@@ -305,17 +310,17 @@ class _Factorized(nn.Module):
 
 
 class FactorizedConv2d(_Factorized):
-    """A convolution with few output channels, and a 1x1 convolution with a bias behind it.
+    """A convolution with few output channels, followed by a 1x1 convolution with a bias.
 
     Args:
         in_channels: Channels of the input.
         out_channels: Channels of the output.
-        kernel_size: Of the first convolution.
-        latent_channels: Channels in between, or below 1 a share of the smaller of input and output.
-        **kwargs: Of the first `torch.nn.Conv2d`. It has no bias; `bias` is accepted and not used.
+        kernel_size: Kernel size of the first convolution.
+        latent_channels: Latent channels, or below 1 a fraction of the smaller of input and output.
+        **kwargs: Arguments of the first `torch.nn.Conv2d`, which has no bias; `bias` is accepted and not used.
 
     Raises:
-        ValueError: If there would be so many channels in between that it took more work than one convolution.
+        ValueError: If so many latent channels would take more work than one convolution.
         NotImplementedError: If there is more than one group.
 
     Example:
@@ -359,16 +364,16 @@ class FactorizedConv2d(_Factorized):
 
     @property
     def latent_channels(self) -> int:
-        """Channels in between."""
+        """Latent channels."""
         return self._latent_size
 
     @torch.no_grad()
     def solution_for_rank(self, input: Tensor, rank: int) -> LowRankSolution:
-        """Find the weights that `set_rank` would set, without setting them.
+        """Return the weights that `set_rank` would set.
 
         Args:
             input: Images of shape `(batch, in_channels, height, width)`.
-            rank: The new number of channels in between.
+            rank: New number of latent channels.
 
         Raises:
             NotImplementedError: If the convolution is dilated.
@@ -381,15 +386,16 @@ class FactorizedConv2d(_Factorized):
             rank=rank,
             biasB=self.module1.bias,
             padding=first.padding,
-            dilation=first.dilation,  # the stride only chooses among the positions that are fitted
+            dilation=first.dilation,  # no stride: it only selects among the fitted positions
         )
 
     @staticmethod
     def max_rank(in_channels: int, out_channels: int, kernel_size: int | tuple[int, int]) -> int:
-        """Return the most channels in between with which there is less work."""
+        """Return the largest number of latent channels that saves work."""
         pixels = kernel_size**2 if isinstance(kernel_size, int) else math.prod(kernel_size)
         return _max_rank(in_channels * pixels, out_channels)
 
+    # Composer's names of the method.
     max_allowed_latent_channels = max_rank
     max_allowed_latent_features = max_rank
 
@@ -397,7 +403,7 @@ class FactorizedConv2d(_Factorized):
     def from_conv2d(
         module: nn.Conv2d, module_index: int = -1, latent_channels: int | float = 0.25
     ) -> "FactorizedConv2d":
-        """Make the factorized form of a convolution, with its best approximation; `module_index` is not used."""
+        """Create the best approximation of a convolution; `module_index` is not used."""
         factorized = FactorizedConv2d(
             module.in_channels,
             module.out_channels,
@@ -419,18 +425,18 @@ class FactorizedConv2d(_Factorized):
 
 
 class FactorizedLinear(_Factorized):
-    """Two linear layers in a row, the first with few outputs and no bias.
+    """Two consecutive linear layers, the first one with few outputs and no bias.
 
     Args:
         in_features: Features of the input.
         out_features: Features of the output.
         bias: Whether the second layer has a bias.
-        latent_features: Features in between, or below 1 a share of the smaller of input and output.
-        device: Of both layers.
-        dtype: Of both layers.
+        latent_features: Latent features, or below 1 a fraction of the smaller of input and output.
+        device: Device of both layers.
+        dtype: Dtype of both layers.
 
     Raises:
-        ValueError: If there would be so many features in between that it took more work than one layer.
+        ValueError: If so many latent features would take more work than one layer.
 
     Example:
         >>> FactorizedLinear(64, 32, latent_features=8)(torch.rand(2, 64)).shape
@@ -471,12 +477,12 @@ class FactorizedLinear(_Factorized):
 
     @property
     def latent_features(self) -> int:
-        """Features in between."""
+        """Latent features."""
         return self._latent_size
 
     @property
     def weight(self) -> Tensor:
-        """The product of both weights, for modules that read it, as `torch.nn.TransformerEncoderLayer` does to predict.
+        """Product of both weights, for modules that read it, such as `torch.nn.TransformerEncoderLayer` in inference.
 
         To change it, change the weights of `module0` and `module1`.
         """
@@ -489,11 +495,11 @@ class FactorizedLinear(_Factorized):
 
     @torch.no_grad()
     def solution_for_rank(self, input: Tensor, rank: int) -> LowRankSolution:
-        """Find the weights that `set_rank` would set, without setting them.
+        """Return the weights that `set_rank` would set.
 
         Args:
             input: Inputs of shape `(..., in_features)`.
-            rank: The new number of features in between.
+            rank: New number of latent features.
         """
         x = input.flatten(0, -2)
         return factorize_matrix(
@@ -502,7 +508,7 @@ class FactorizedLinear(_Factorized):
 
     @staticmethod
     def max_rank(in_features: int, out_features: int) -> int:
-        """Return the most features in between with which there is less work."""
+        """Return the largest number of latent features that saves work."""
         return _max_rank(in_features, out_features)
 
     max_allowed_latent_channels = max_rank
@@ -512,7 +518,7 @@ class FactorizedLinear(_Factorized):
     def from_linear(
         module: nn.Linear, module_index: int = -1, latent_features: int | float = 0.25
     ) -> "FactorizedLinear":
-        """Make the factorized form of a linear layer, with its best approximation; `module_index` is not used."""
+        """Create the best approximation of a linear layer; `module_index` is not used."""
         weight, bias = module.weight, module.bias
         factorized = FactorizedLinear(
             module.in_features,
@@ -537,7 +543,7 @@ def _latent_size(latent: int | float, num_in: int, num_out: int) -> int:
 
 
 def _max_rank(fan_in: int, fan_out: int) -> int:
-    # One layer does fan_in * fan_out multiplications, two with k between them k * (fan_in + fan_out).
+    # One layer takes fan_in * fan_out multiplications, two layers with latent size k take k * (fan_in + fan_out).
     return math.ceil(fan_in * fan_out / (fan_in + fan_out) - 1)
 
 

@@ -1,4 +1,4 @@
-"""Gated linear units: feed-forward layers of BERT in which one half decides how much of the other passes."""
+"""Gated linear units: feed-forward layers of BERT in which one projection gates another one."""
 
 from composer_algorithms.gated_linear_units.algorithm import (
     BERTGatedFFOutput,

@@ -1,4 +1,4 @@
-"""Gated linear units as a function on a BERT model, and as an Algorithm."""
+"""Gated linear units as a function on a BERT model and as an Algorithm."""
 
 import copy
 import logging
@@ -22,18 +22,18 @@ __all__ = ["GatedLinearUnits", "apply_gated_linear_units", "BERTGatedFFOutput"]
 
 
 class BERTGatedFFOutput(nn.Module):
-    """A whole feed-forward layer with a gate, in the place of transformers' `BertOutput`.
+    """A complete feed-forward layer with a gate, a replacement for transformers' `BertOutput`.
 
     Computes `layernorm(wo(dropout(act(gated_layer(x)) * non_gated_layer(x))) + residual)`.
 
     Args:
-        d_embed: Features of the input and the output.
-        d_ff: Features in between.
-        dropout_rate: Of the dropout before the last projection.
-        act_fn: The activation function.
-        layernorm_eps: Of the layer norm.
+        d_embed: Features of input and output.
+        d_ff: Features of the hidden layer.
+        dropout_rate: Rate of the dropout before the last projection.
+        act_fn: Activation function.
+        layernorm_eps: Epsilon of the layer norm.
         gated_layer_bias: Whether the projection into the activation has a bias.
-        non_gated_layer_bias: Whether the other one has.
+        non_gated_layer_bias: Whether the other projection has a bias.
 
     Example:
         >>> import torch
@@ -43,7 +43,7 @@ class BERTGatedFFOutput(nn.Module):
         torch.Size([2, 3, 8])
 
     Reference:
-        Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202, eq. (6). There without biases.
+        Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202, eq. (6), which has no biases.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class BERTGatedFFOutput(nn.Module):
         self.layernorm = nn.LayerNorm(d_embed, eps=layernorm_eps)
 
     def forward(self, hidden_states: Tensor, residual_connection: Tensor) -> Tensor:
-        """Transform `hidden_states`, and add the residual connection."""
+        """Transform `hidden_states` and add the residual connection."""
         gate = self.act(self.gated_layer(hidden_states))
         hidden_states = self.wo(self.dropout(gate * self.non_gated_layer(hidden_states)))
         return self.layernorm(hidden_states + residual_connection)
@@ -73,7 +73,7 @@ class BERTGatedFFOutput(nn.Module):
 
 _log = logging.getLogger("composer.algorithms.gated_linear_units")
 _Activation = Callable[[Tensor], Tensor]
-# Those that a checkpoint can name. The names are transformers' own.
+# Functions that a checkpoint can name, by their names in transformers.
 _NAMED_FUNCTIONS = {F.gelu: "gelu", F.relu: "relu", F.silu: "silu", torch.relu: "relu", torch.tanh: "tanh"}
 
 
@@ -84,22 +84,22 @@ def apply_gated_linear_units(
     gated_layer_bias: bool = False,
     non_gated_layer_bias: bool = False,
 ) -> None:
-    """Replace the feed-forward layers of a BERT model by gated ones, with new weights.
+    """Replace the feed-forward layers of a BERT model with gated ones, with new weights.
 
     Each `BertIntermediate` becomes an `nn.Identity`, each `BertOutput` a `BERTGatedFFOutput`. The weights are drawn as
-    the model's configuration says (`initializer_range`). A second call changes nothing.
+    in the model's configuration (`initializer_range`). A second call changes nothing.
 
     Args:
-        model: A transformers BERT model, or a module that has one as its attribute `model`. Changed in place.
-        optimizers: Those that train the model, if they exist already: they get the new parameters.
-        act_fn: The activation: a function, or transformers' name for one (`'gelu'`). That of the model when `None`.
+        model: A transformers BERT model, or a module with one in its attribute `model`. Changed in place.
+        optimizers: Existing optimizers of the model, which get the new parameters.
+        act_fn: Activation: a function, or its name in transformers (`'gelu'`). That of the model when `None`.
         gated_layer_bias: Whether the projections into the activation have a bias.
-        non_gated_layer_bias: Whether the others have.
+        non_gated_layer_bias: Whether the other projections have a bias.
 
     Raises:
         MissingConditionalImportError: If transformers is not installed.
-        TypeError: If the model is no BERT model of transformers, or `act_fn` no activation.
-        ValueError: If `act_fn` is `None` and the model has none, or several kinds; or if it names none.
+        TypeError: If the model is not a BERT model of transformers, or `act_fn` is not an activation.
+        ValueError: If `act_fn` is `None` and the model has no activation, or several kinds; or if its name is unknown.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -109,7 +109,7 @@ def apply_gated_linear_units(
         'BERTGatedFFOutput'
 
     Reference:
-        Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202. There the intermediate size is scaled by
+        Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202. The paper scales the intermediate size by
         2/3; here it is that of the model.
     """
     _check_activation(act_fn)
@@ -117,7 +117,7 @@ def apply_gated_linear_units(
     bert = _find_bert(model, bert_classes["BertPreTrainedModel"])
     intermediates = [one for one in bert.modules() if isinstance(one, bert_classes["BertIntermediate"])]
     if not intermediates:
-        return
+        return  # already replaced by an earlier call
     activation = _activation(act_fn, intermediates)
 
     def gated(module: Any, module_index: int) -> nn.Module:
@@ -125,7 +125,7 @@ def apply_gated_linear_units(
             d_embed=module.dense.out_features,
             d_ff=module.dense.in_features,
             dropout_rate=module.dropout.p,
-            act_fn=copy.deepcopy(activation),
+            act_fn=copy.deepcopy(activation),  # an activation module must not be shared between layers
             layernorm_eps=module.LayerNorm.eps,
             gated_layer_bias=gated_layer_bias,
             non_gated_layer_bias=non_gated_layer_bias,
@@ -143,8 +143,8 @@ def apply_gated_linear_units(
 def _check_activation(act_fn: object) -> None:
     if not (act_fn is None or isinstance(act_fn, str) or callable(act_fn)):
         raise TypeError(
-            f"act_fn={act_fn!r} is no activation: pass a function, transformers' name of one such as 'gelu', or None "
-            f"for that of the model."
+            f"act_fn={act_fn!r} is not an activation: pass a function, transformers' name of one such as 'gelu', or "
+            f"None for that of the model."
         )
 
 
@@ -162,7 +162,7 @@ def _bert_classes() -> dict[str, type[nn.Module]]:
 def _find_bert(model: nn.Module, bert_class: type[nn.Module]) -> Any:
     bert: Any = model
     while not isinstance(bert, bert_class) and isinstance(getattr(bert, "model", None), nn.Module):
-        bert = bert.model
+        bert = bert.model  # the attribute of HuggingFaceModel and similar wrappers
     if not isinstance(bert, bert_class):
         raise TypeError(
             f"the model is a {type(model).__qualname__}, and gated linear units are for BERT models of transformers "
@@ -173,7 +173,7 @@ def _find_bert(model: nn.Module, bert_class: type[nn.Module]) -> Any:
 
 def _activation(act_fn: str | _Activation | None, intermediates: Sequence[Any]) -> _Activation:
     if isinstance(act_fn, str):
-        from transformers.activations import ACT2FN  # loaded already, with the classes of BERT
+        from transformers.activations import ACT2FN  # already loaded with the classes of BERT
 
         if act_fn not in ACT2FN:
             raise ValueError(f"act_fn={act_fn!r} names no activation of transformers: use one of {sorted(ACT2FN)}.")
@@ -198,20 +198,21 @@ def _initialize(layer: BERTGatedFFOutput, initializer_range: float) -> None:
 
 
 class GatedLinearUnits(InitSurgery):
-    """Give BERT gated feed-forward layers: on `INIT`, `state.model` is changed in place.
+    """Replace the feed-forward layers of BERT in `state.model` with gated ones on `INIT`, in place.
 
-    The optimizers' parameter groups follow: weights join those of the old weights, biases those of the old biases.
-    It acts before algorithms that wrap modules. Loading a checkpoint of the changed model applies it, if `act_fn` is
-    `None`, a name, or a function of torch that transformers has a name for; a checkpoint cannot hold other functions.
+    The optimizers' parameter groups are updated: new weights join the groups of old weights, biases those of old
+    biases. It acts before algorithms that wrap modules. Loading a checkpoint of the changed model applies the
+    algorithm, if `act_fn` is `None`, a name, or a torch function with a name in transformers; a checkpoint cannot hold
+    other functions.
 
     Args:
-        act_fn: The activation: a function, or transformers' name for one (`'gelu'`). That of the model when `None`.
+        act_fn: Activation: a function, or its name in transformers (`'gelu'`). That of the model when `None`.
         gated_layer_bias: Whether the projections into the activation have a bias.
-        non_gated_layer_bias: Whether the others have.
+        non_gated_layer_bias: Whether the other projections have a bias.
 
     Raises:
         MissingConditionalImportError: If transformers is not installed.
-        TypeError: If `act_fn` is no activation.
+        TypeError: If `act_fn` is not an activation.
 
     Example:
         >>> GatedLinearUnits(act_fn="relu")
@@ -231,7 +232,7 @@ class GatedLinearUnits(InitSurgery):
         non_gated_layer_bias: bool = False,
     ) -> None:
         _check_activation(act_fn)
-        _bert_classes()  # without transformers there is nothing that it could change
+        _bert_classes()  # raises early if transformers is missing
         self.act_fn = act_fn
         self.gated_layer_bias = gated_layer_bias
         self.non_gated_layer_bias = non_gated_layer_bias
