@@ -1,6 +1,6 @@
-"""Names for what lies inside nested containers: keys and indices joined by slashes, as in `state/model/fc.weight`.
+"""Names for the leaves of nested containers: keys and indices joined by slashes, as in `state/model/fc.weight`.
 
-Trees may come from files that were made to be a burden, so nothing here recurses, and what names take is bounded.
+Trees may come from hostile files, so nothing here recurses, and the total length of names is bounded.
 """
 
 import operator
@@ -46,19 +46,19 @@ def by_joined_names(
     where: str,
     is_same: Callable[[T, T], bool] = operator.is_,
 ) -> dict[str, T]:
-    """Return the things of a class that lie in nested containers, by the keys on the way to each.
+    """Return the objects of a class in nested containers, by the joined keys of their paths.
 
-    A container that is reached twice has its things under both names.
+    The objects of a container that is reached twice have a name for each path.
 
     Args:
         root: The outermost container.
-        kind: Of which class the things must be.
-        separator: What stands between the keys.
-        where: What has such names, for the message.
-        is_same: Whether two things are one, which may have a name twice.
+        kind: Class of the objects.
+        separator: Separator of the keys.
+        where: Name of what has such names, for the message.
+        is_same: Function that returns whether two objects are the same, which may have one name.
 
     Raises:
-        IncompatibleCheckpointError: If two things would have one name, or names are longer than in any checkpoint.
+        IncompatibleCheckpointError: If two objects would have one name, or names are longer than in any checkpoint.
 
     Example:
         >>> by_joined_names({"a": {"c": 1}, "b": 2}, int, ".", "a model")
@@ -72,6 +72,7 @@ def by_joined_names(
         if isinstance(value, kind) and children_of(value) is None:
             count += 1
             if not is_same(found.setdefault(name, value), value):
+                # Paths are found by further walks, only for the error: keeping them for all objects would take memory.
                 paths = [path.removeprefix(_step("")) for path in _told(root, kind, Names("", _step))]
                 first = _told(root, kind, Names(separator)).index(name)
                 raise doubled(paths[first], paths[count - 1], name, where)
@@ -82,16 +83,16 @@ def by_joined_names(
 
 
 def refuse_doubled(root: Any, kinds: tuple[type, ...], separator: str, where: str) -> None:
-    """Refuse things of some classes that have the name of any other thing.
+    """Raise if an object of some classes has the name of any other object.
 
     Args:
         root: The outermost container.
-        kinds: Of which classes things need a name of their own.
-        separator: What stands between the keys.
-        where: What has such names, for the message.
+        kinds: Classes whose objects need unique names.
+        separator: Separator of the keys.
+        where: Name of what has such names, for the message.
 
     Raises:
-        IncompatibleCheckpointError: If there is one.
+        IncompatibleCheckpointError: If there is such an object.
     """
     if any(True for kind in kinds for _ in named_leaves(root, kind)):
 
@@ -102,13 +103,13 @@ def refuse_doubled(root: Any, kinds: tuple[type, ...], separator: str, where: st
 
 
 def doubled(first: str, second: str, name: str, where: str) -> IncompatibleCheckpointError:
-    """Return the error that says which two things would have one name.
+    """Return the error for two objects that would have the same name.
 
     Args:
-        first: Where one of them is, as it can be told apart from the other.
-        second: Where the other is.
-        name: The one name.
-        where: What has such names.
+        first: Path of one object, which differs from the other's.
+        second: Path of the other object.
+        name: Their common name.
+        where: Name of what has such names.
     """
     return IncompatibleCheckpointError(
         f"{first:.200} and {second:.200} would both be called {name!r:.200} in {where}. Give one of them another name: "
@@ -117,7 +118,7 @@ def doubled(first: str, second: str, name: str, where: str) -> IncompatibleCheck
 
 
 def path_text(keys: Iterable[object]) -> str:
-    """Return the way to a thing as Python has it.
+    """Return a path in the form of a Python expression.
 
     Example:
         >>> path_text(("a", 0, "b.c"))
@@ -131,16 +132,16 @@ def _step(key: object) -> str:
 
 
 def text_of(key: object) -> str:
-    """Return how a key is told in a name; of what may unfold to endless, only what it begins with."""
+    """Return the text of a key in a name. Of a container, which may unfold to any size, only the beginning is shown."""
     return key if type(key) is str else shown(key) if isinstance(key, _CONTAINERS) else str(key)
 
 
 class Names:
-    """Makes the names of one walk, as long as neither they nor the walk take too much.
+    """Maker of the names of one walk, with limits on their length and on the walk.
 
     Args:
-        separator: What stands between the keys.
-        text: Returns how a key is told.
+        separator: Separator of the keys.
+        text: Function that returns the text of a key.
     """
 
     __slots__ = ("_entries_left", "_left", "_separator", "_text")
@@ -154,7 +155,7 @@ class Names:
         """Return the name of a container's item.
 
         Raises:
-            CorruptCheckpointError: If it lies deeper, or names are longer, than in any checkpoint.
+            CorruptCheckpointError: If it is nested deeper, or names are longer, than in any checkpoint.
         """
         is_huge = isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS
         text = "" if is_huge else self._text(key)
@@ -182,7 +183,7 @@ class Names:
 
 
 def _told(root: Any, kind: type[Any], names: Names) -> Sequence[str]:
-    """Return the names of the things, in the order in which they are found."""
+    """Return the names of the objects in the order of the walk."""
     told: list[str] = []
 
     def note(name: str, value: Any) -> Any:
@@ -194,11 +195,11 @@ def _told(root: Any, kind: type[Any], names: Names) -> Sequence[str]:
     return told
 
 
-# A pickle of torch's or Python's is written by a function that calls itself for each level, about a thousand times.
+# Writers of pickles, in torch and in Python, recurse for each level, and Python limits that to about a thousand.
 _MAX_DEPTH = 10_000
 _MAX_NAME_CHARS = 1 << 29
 _MAX_ENTERED_AGAIN, _ITEMS_PER_ENTRY = 1 << 16, 64
-_MAX_KEY_BITS = 1 << 10  # Python refuses to write out numbers of more than 4300 digits
+_MAX_KEY_BITS = 1 << 10  # Python refuses to convert numbers of more than 4300 digits to text
 
 _CONTAINERS = (bytes, tuple, frozenset)
 
@@ -212,17 +213,17 @@ def named_leaves(root: Any, kind: type[T]) -> Iterator[tuple[str, T]]: ...
 
 
 def named_leaves(root: Any, kind: type[Any] = object) -> Iterator[tuple[str, Any]]:
-    """Yield each thing that is not a dict, list or tuple, with its name.
+    """Yield each object that is not a dict, list or tuple, with its name.
 
-    A container that is reached twice, or that holds itself, is entered once, so that a small file cannot ask for
-    endless work. Two things of one name are told apart by `#1`, `#2`, and so on.
+    A container that is reached twice, or that contains itself, is entered once, which bounds the work for a small file.
+    Objects with the same name are distinguished by `#1`, `#2`, and so on.
 
     Args:
-        root: The outermost container, or a thing alone.
-        kind: Of which class the things must be. Names of others are not even made.
+        root: The outermost container, or a single object.
+        kind: Class of the objects. Names of others are not even created.
 
     Raises:
-        CorruptCheckpointError: If it is nested deeper, or names are longer, than in any checkpoint.
+        CorruptCheckpointError: If the nesting is deeper, or names are longer, than in any checkpoint.
     """
     seen: set[int] = set()
     taken: dict[str, int] = {}
@@ -241,7 +242,7 @@ def named_leaves(root: Any, kind: type[Any] = object) -> Iterator[tuple[str, Any
 
 
 def untaken(name: str, taken: dict[str, int]) -> str:
-    """Return the name, with a number if another thing has it, and note that it is taken."""
+    """Return the name, with a number appended if it is taken, and mark the result as taken."""
     own, count = name, taken.get(name, 0)
     while own in taken:
         count += 1
@@ -252,9 +253,9 @@ def untaken(name: str, taken: dict[str, int]) -> str:
 
 
 def children_of(value: Any) -> list[tuple[object, Any]] | None:
-    """Return a container's items with their keys or places, or `None` for what is none."""
+    """Return a container's items with their keys or indices; `None` for other objects."""
     if isinstance(value, dict):
-        return list(dict.items(cast("dict[object, Any]", value)))  # an instance's own `items` may be anything
+        return list(dict.items(cast("dict[object, Any]", value)))  # a subclass may override `items`
     if isinstance(value, list | tuple):
         return list(enumerate(cast("list[Any]", value)))
     return None
@@ -262,7 +263,7 @@ def children_of(value: Any) -> list[tuple[object, Any]] | None:
 
 @dataclass(slots=True)
 class _Open:
-    """A container whose items are being changed."""
+    """Container whose items are being changed."""
 
     name: str
     original: Any
@@ -284,22 +285,22 @@ def map_tree(
     inside_out: bool = False,
     names: Names | None = None,
 ) -> Any:
-    """Return the tree with each thing, containers before what is in them, replaced by what `change` makes of it.
+    """Return the tree with each object replaced by the result of `change`, containers before their items.
 
-    Containers in which nothing changed are the same objects.
+    Containers without changes are returned as the same objects.
 
     Args:
-        root: The outermost container, or a thing alone.
-        change: Gets a thing's name and the thing.
-        shared: Whether a container that is reached by several names is changed once, under the first of them, and is
-            one object afterwards, too. Otherwise it is changed anew under each.
-        inside_out: Whether containers are changed after what is in them.
-        names: How things are called, in place of keys and indices joined by slashes.
+        root: The outermost container, or a single object.
+        change: Function of an object's name and the object.
+        shared: Whether a container with several names is changed once, under the first of them, and remains one object.
+            Otherwise it is changed under each name.
+        inside_out: Whether containers are changed after their items.
+        names: Maker of the names, in place of keys and indices joined by slashes.
 
     Raises:
-        CorruptCheckpointError: If it is nested deeper, or names are longer, than in any checkpoint.
+        CorruptCheckpointError: If the nesting is deeper, or names are longer, than in any checkpoint.
     """
-    # What a container becomes, by its identity; with the container, so that nothing else gets its identity meanwhile.
+    # Results of containers by id, together with the container, which keeps the id from being reused during the walk.
     known: dict[int, tuple[Any, Any]] = {}
     entered: dict[int, Any] = {}
     outside = _Open("", None, None, [("", root)])
@@ -322,7 +323,7 @@ def map_tree(
             continue
         is_deferred = inside_out and children_of(child) is not None
         value = child if is_deferred else change(name, child)
-        children = None if id(child) in known else children_of(value)  # known while it is open, too: it holds itself
+        children = None if id(child) in known else children_of(value)  # an open container is known: it contains itself
         if children is None:
             top.changed.append(value)
         else:
@@ -335,14 +336,15 @@ def map_tree(
 
 
 def with_items(value: Any, items: list[tuple[Any, Any]]) -> Any:
-    """Return a container like another one, with other items in the places of its own."""
+    """Return a container like another one, with other items."""
     if isinstance(value, dict):
-        copied = value.copy()  # keeps the kind, such as OrderedDict, and its attributes
+        copied = value.copy()  # keeps the class, such as OrderedDict, and attributes
         copied.update(items)
         return copied
     values = [item for _, item in items]
     if isinstance(value, list):
         return values
+    # A named tuple takes its items as arguments.
     return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
 
 
@@ -351,10 +353,10 @@ _SHARED_DTYPES = frozenset(["bool", *(f"{kind}{bits}" for kind, sizes in _BITS.i
 
 _BOUNDED_DEQUE = "deque of at most "
 _NOTED = "noted"
-_NOTED_BEFORE = "encoded"  # under names that did not tell every key from every other
+_NOTED_BEFORE = "encoded"  # key of an earlier format, whose names are ambiguous
 _NUMBER = re.compile(r"-?\d+")
 
-# What a defaultdict may start from, by the kind that the manifest notes.
+# Factories of a defaultdict, by the kind in the manifest.
 _FACTORIES: dict[str, Any] = {
     "defaultdict": None,
     **{f"defaultdict of {factory.__name__}": factory for factory in (int, float, list, dict, set)},
@@ -363,7 +365,7 @@ _FACTORY_KINDS = {factory: kind for kind, factory in _FACTORIES.items()}
 
 
 def encode(obj: Any) -> tuple[Any, dict[str, str]]:
-    """Return the object for saving, and the kind of each value that must be turned back. `obj` is not changed."""
+    """Return the object for saving, and the kinds of values that loading must convert back. `obj` is not changed."""
     kinds: dict[str, str] = {}
 
     def change(name: str, value: Any) -> Any:
@@ -376,12 +378,12 @@ def encode(obj: Any) -> tuple[Any, dict[str, str]]:
 
 
 def notes_of(kinds: Mapping[str, str]) -> dict[str, Any]:
-    """Return how a manifest notes kinds."""
+    """Return the entry of a manifest for the kinds."""
     return {_NOTED: dict(kinds)} if kinds else {}
 
 
 def noted_in(manifest: Manifest | None) -> tuple[Mapping[str, Any], Callable[[], Names]]:
-    """Return the kinds that a manifest notes, and what makes the names under which it does."""
+    """Return the kinds in a manifest, and the function that makes the names in it."""
     info = {} if manifest is None else manifest.info
     for key, names in ((_NOTED, noted_names), (_NOTED_BEFORE, Names)):
         if isinstance(kinds := info.get(key), dict):
@@ -390,9 +392,9 @@ def noted_in(manifest: Manifest | None) -> tuple[Mapping[str, Any], Callable[[],
 
 
 def noted_names() -> Names:
-    """Return what makes the names under which the manifest notes kinds: keys joined by slashes, no two places alike.
+    """Return the maker of the names of kinds in a manifest, which are unique: keys joined by slashes, with escapes.
 
-    Keys with a slash are told from the keys on a way, and texts from numbers, by what `~` stands before.
+    `~` escapes slashes in keys, and distinguishes texts from numbers.
     """
     return Names(text=_noted)
 
@@ -407,8 +409,8 @@ def _noted(key: object) -> str:
 
 
 def _plain_form(value: Any) -> tuple[str | None, Any]:
-    """Return what to save for one value, and how to call it if it must be turned back."""
-    if isinstance(value, torch.Tensor):  # whose bytes are not its elements where torch conjugates or negates lazily
+    """Return the kind of a value that loading must convert back, or `None`, and the value to save."""
+    if isinstance(value, torch.Tensor):  # the bytes of lazily conjugated or negated tensors are not their elements
         return None, value.resolve_conj().resolve_neg() if value.is_conj() or value.is_neg() else value
     if isinstance(value, timedelta):
         return "timedelta", value.total_seconds()  # exact to the microsecond for 285 years
@@ -428,12 +430,12 @@ def _plain_form(value: Any) -> tuple[str | None, Any]:
 
 
 def decode(obj: Any, kinds: Mapping[str, Any], names: Callable[[], Names] = noted_names) -> Any:
-    """Return what was given to `encode`.
+    """Return the object that was passed to `encode`.
 
     Args:
-        obj: What was read.
-        kinds: By name, those of `encode`.
-        names: Makes these names.
+        obj: The object that was read.
+        kinds: Kinds by name, from `encode`.
+        names: Function that makes these names.
     """
 
     def change(name: str, value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The hashes by which a checkpoint's bytes are recognised.
+"""Hashes of tensors and files, and the reading and writing of files that are hashed.
 
-XXH3 is as fast as memory can be read, so that verifying costs next to nothing. It shows damage, not forgery; neither
-would a stronger hash that lies beside its data, since whoever changes the one can change the other. BLAKE3 is for those
-who keep the manifest, or a file's hash, in a place of its own.
+XXH3 runs at the speed of memory, so verification costs almost nothing. It detects damage, not forgery. A stronger hash
+next to its data would not detect forgery either, since both could be changed together. BLAKE3 is for manifests, or
+hashes of files, that are kept in a separate place.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 HASH_NAME = "xxh3_128"
-"""The hash of each tensor, unless another one is asked for."""
+"""Default hash of each tensor."""
 
 NUM_DIGITS: Mapping[str, int] = {"xxh3_128": 32, "blake3": 64}
 
@@ -52,7 +52,7 @@ _Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 
 class Hasher(Protocol):
-    """A hash that grows with its bytes; other threads run while it does."""
+    """Incremental hash, whose `update` releases the interpreter's lock."""
 
     def update(self, data: Any, /) -> Any:
         """Add bytes."""
@@ -64,13 +64,13 @@ class Hasher(Protocol):
 
 
 def check_hash_name(hash_name: str) -> None:
-    """Raise a `ValueError` if there is no such hash."""
+    """Raise a `ValueError` if a hash is unknown."""
     if hash_name not in _HASHERS:
-        raise ValueError(f"hash_name={hash_name!r} is no hash of a manifest. Pass one of {', '.join(_HASHERS)}.")
+        raise ValueError(f"hash_name={hash_name!r} is not a hash of manifests. Pass one of {', '.join(_HASHERS)}.")
 
 
 def new_hasher(hash_name: str = HASH_NAME) -> Hasher:
-    """Return the hash of no bytes yet."""
+    """Return a new hasher."""
     check_hash_name(hash_name)
     return _HASHERS[hash_name]()
 
@@ -83,7 +83,7 @@ def hash_bytes(buffer: _Buffer, hash_name: str = HASH_NAME) -> str:
         hash_name: `'xxh3_128'` (32 digits) or `'blake3'` (64 digits).
 
     Raises:
-        ValueError: If there is no such hash.
+        ValueError: If the hash is unknown.
 
     Example:
         >>> hash_bytes(b"")
@@ -96,7 +96,7 @@ def hash_bytes(buffer: _Buffer, hash_name: str = HASH_NAME) -> str:
 
 def hash_file(path: str | os.PathLike[str], hash_name: str = HASH_NAME) -> str:
     """Return the hash of a whole file; the names are those of `hash_bytes`."""
-    if hash_name == "blake3":  # slow enough that all cores are worth their start
+    if hash_name == "blake3":  # slow enough to be worth starting threads on all cores
         return blake3(max_threads=blake3.AUTO).update_mmap(Path(path)).hexdigest()
     hasher = new_hasher(hash_name)
     piece = memoryview(bytearray(_PIECE_BYTES))
@@ -118,8 +118,8 @@ def hash_tensors(tensors: "Mapping[str, Tensor]") -> dict[str, str]:
 
 
 def tensor_bytes(tensor: "Tensor") -> memoryview:
-    """Return a dense tensor's elements in row-major order as bytes; those of the tensor itself where it has them so."""
-    import torch  # here, so that hashing files does not load it
+    """Return the bytes of a dense tensor's elements in row-major order, without a copy where possible."""
+    import torch  # here, so that hashing of files does not load it
 
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(
@@ -130,16 +130,16 @@ def tensor_bytes(tensor: "Tensor") -> memoryview:
     return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
 
 
-# Large enough that asking the disk costs nothing. Linux keeps what is written at once in as large a run of memory as it
-# can; above 2 MiB it must clear such runs first now and then, and a save took up to three times as long.
+# Large enough to make the cost of a system call negligible. Linux allocates as large a run of memory as it can for one
+# write; above 2 MiB it must sometimes compact memory first, and a save took up to three times as long.
 _FLUSH_BYTES = 2 << 20
-# Hashing fewer takes no longer than waking a thread for it.
+# Hashing less than this takes no longer than waking a thread.
 _THREAD_BYTES = 256 << 10
 _SYNC_FILE_RANGE_WRITE = 2
 
 
 class FlushedFile:
-    """Writes to an unbuffered file, and has the system begin with the disk's part after each few megabytes."""
+    """Writer to an unbuffered file that starts the disk's work after every few megabytes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -148,7 +148,7 @@ class FlushedFile:
         self.position = 0
 
     def write(self, data: memoryview, hasher: Hasher | None = None) -> None:
-        """Append all of the data, which may be hashed meanwhile."""
+        """Append all of the data, while hashing it in another thread."""
         hashing: Future[Any] | None = None
         if hasher is not None and len(data) >= _THREAD_BYTES:
             hashing = self._hashing.submit(hasher.update, data)
@@ -156,7 +156,7 @@ class FlushedFile:
             hasher.update(data)
         try:
             self._append(data)
-        finally:  # the data may be gone once this returns
+        finally:  # the caller may free the data after this returns
             if hashing is not None:
                 hashing.result()
 
@@ -171,20 +171,20 @@ class FlushedFile:
                 self._begun = self.position
 
     def rewrite(self, data: memoryview, position: int) -> None:
-        """Write over bytes that are there."""
+        """Overwrite existing bytes."""
         self._file.seek(position)
         while data:
             data = data[self._file.write(data) :]
 
     def finish(self) -> None:
-        """Wait until all is on the disk."""
+        """Wait until everything is on the disk."""
         self._hashing.shutdown()
         os.fsync(self._file.fileno())
 
 
 def _begin_flush(descriptor: int, start: int, end: int) -> None:
-    # A hint: what fails to be written is told by fsync. POSIX_FADV_DONTNEED, which Python has, begins to write as well,
-    # but then waits for each processor to give up its list of new pages, which costs more than is gained.
+    # A hint only: fsync reports failed writes. POSIX_FADV_DONTNEED, which Python offers, starts writing too, but then
+    # waits for all processors to flush their lists of new pages, which costs more than it gains.
     call = _find_sync_file_range()
     if call is not None:
         call(descriptor, start, end - start, _SYNC_FILE_RANGE_WRITE)
@@ -192,7 +192,7 @@ def _begin_flush(descriptor: int, start: int, end: int) -> None:
 
 @cache
 def _find_sync_file_range() -> Any:
-    """Return the C library's function, or None where it has none: it is Linux's own."""
+    """Return the function of the C library, which only Linux has; `None` elsewhere."""
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is not None:
         call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
@@ -200,9 +200,9 @@ def _find_sync_file_range() -> Any:
 
 
 class FileReader:
-    """An open file; several threads may read it at once.
+    """Open file that several threads may read at once.
 
-    Reading copies into memory that was asked for, and fails with an error. `MappedFile` does without the copy.
+    Reads copy into memory, and report errors as exceptions. `MappedFile` avoids the copy.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -211,7 +211,7 @@ class FileReader:
             status = os.stat(self.path)
         except FileNotFoundError as error:
             raise NoCheckpointError(f"there is no checkpoint at {self.path!r}. Check the path.") from error
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for who writes into it
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would block until another process writes to it
             raise CorruptCheckpointError(f"{self.path!r} is not a file. Pass the path of one.")
         self.descriptor = os.open(self.path, os.O_RDONLY)
         self.size_bytes = os.fstat(self.descriptor).st_size
@@ -223,7 +223,7 @@ class FileReader:
 
     @property
     def own_path(self) -> str:
-        """Return a path to this very file, for those who open it by its name, which another file may get meanwhile."""
+        """Return a path of the open file for functions that need one, even if another file has taken its name."""
         linked = f"/proc/self/fd/{self.descriptor}"
         if os.path.exists(linked):  # on Linux
             return linked
@@ -233,10 +233,10 @@ class FileReader:
         return self.path
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """Return exactly that many bytes.
+        """Return exactly `size_bytes` bytes.
 
         Raises:
-            CorruptCheckpointError: If the file does not have them.
+            CorruptCheckpointError: If the file is too short.
         """
         if offset < 0 or size_bytes < 0 or offset + size_bytes > self.size_bytes:
             raise CorruptCheckpointError(
@@ -246,12 +246,12 @@ class FileReader:
         found = os.pread(self.descriptor, size_bytes, offset)
         if len(found) == size_bytes:
             return found
-        buffer = bytearray(size_bytes)  # the system reads at most 2 GiB at a time
+        buffer = bytearray(size_bytes)  # one call reads at most 2 GiB on Linux
         self.read_into(memoryview(buffer), offset)
         return bytes(buffer)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill the buffer from a position on."""
+        """Fill the buffer from an offset in the file."""
         filled = 0
         while filled < len(buffer):
             count = os.preadv(self.descriptor, [buffer[filled:]], offset + filled)
@@ -275,38 +275,38 @@ class FileReader:
         self.close()
 
 
-_MADV_POPULATE_READ = 22  # mmap has the name in Python 3.14
-_RWF_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)  # of Linux
+_MADV_POPULATE_READ = 22  # named in `mmap` since Python 3.14
+_RWF_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)  # Linux only
 
 
 class MappedFile:
-    """The bytes of an open file where the system keeps them, without a copy."""
+    """Bytes of an open file in the system's page cache, without a copy."""
 
     def __init__(self, file: FileReader) -> None:
-        # The mapping goes with this object and the last of its pieces.
+        # The mapping lives as long as this object and the views of its pieces.
         self._view = memoryview(mmap.mmap(file.descriptor, file.size_bytes, access=mmap.ACCESS_READ))
         self._address: int = np.frombuffer(self._view, np.uint8).ctypes.data
         self._descriptor = file.descriptor
         self._is_cached = True
 
     def piece(self, offset: int, size_bytes: int) -> memoryview | None:
-        """Return a stretch that is in memory, or `None` for one that must be read, if only to learn what is wrong."""
-        # After the first piece that is not there, all is read: asking on would break up the system's reading ahead.
+        """Return a range that is in memory, or `None` for one that must be read, which also reports errors."""
+        # After the first missing piece, everything is read: further queries would disturb the system's readahead.
         self._is_cached = self._is_cached and self._is_in_memory(offset + size_bytes - 1)
         if not self._is_cached:
             return None
         first_page = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        # The mmap module's own madvise would hold up all other threads while the disk is read.
+        # madvise() of the mmap module would hold the interpreter's lock while the disk is read.
         failed = _madvise()(self._address + first_page, offset + size_bytes - first_page, _MADV_POPULATE_READ)
         return None if failed else self._view[offset : offset + size_bytes]
 
     def _is_in_memory(self, offset: int) -> bool:
-        """Return whether the disk is not needed for a byte; where it is, reading is faster than faulting pages in."""
+        """Return whether a byte is in memory; if it is not, reading is faster than page faults."""
         if _RWF_NOWAIT is None:
             return False
         try:
             return os.preadv(self._descriptor, [bytearray(1)], offset, _RWF_NOWAIT) == 1
-        except OSError:  # EAGAIN if it is needed, EOPNOTSUPP where the file system cannot tell
+        except OSError:  # EAGAIN if it is not in memory, EOPNOTSUPP if the file system does not support the query
             return False
 
 
@@ -317,16 +317,16 @@ def _madvise() -> Any:
     return madvise
 
 
-# Small enough to stay in the core's cache between being read and being hashed.
+# Small enough to stay in the core's cache between reading and hashing.
 _READ_BYTES = 1 << 20
-# Nothing is copied: large enough that the threads seldom meet at the interpreter's lock.
+# Nothing is copied: large enough that threads rarely compete for the interpreter's lock.
 _MAPPED_BYTES = 4 << 20
 
 _buffers = threading.local()
 
 
 def num_threads() -> int:
-    """Return how many threads work at a time: one for each core that this process may use, up to eight."""
+    """Return the number of threads: one for each core that this process may use, up to eight."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, 8)
 
@@ -339,14 +339,14 @@ def hash_ranges(
     mapped: MappedFile | None = None,
     look: Callable[[int, memoryview], None] | None = None,
 ) -> list[str]:
-    """Return the hash of each stretch, given as its start and its size.
+    """Return the hash of each range of a file, given as offset and size.
 
     Args:
-        file: What is read.
-        ranges: The stretches.
-        hash_name: Which hash.
-        mapped: The same file, to hash it without copying it.
-        look: Is shown each piece of each stretch, with the stretch's index, while the piece is in the core's cache.
+        file: The file.
+        ranges: The ranges.
+        hash_name: Name of the hash.
+        mapped: The same file, to hash it without copying.
+        look: Function called with a range's index and each piece of it, while the piece is in the core's cache.
 
     Raises:
         CorruptCheckpointError: If the file is too short.
@@ -378,7 +378,7 @@ def hash_ranges(
     if workers < 2:
         hash_what_is_left()
         return hashes
-    # A task for each thread, not for each stretch: there may be thousands of small ones.
+    # One task for each thread rather than each range: there may be thousands of small ranges.
     with ThreadPoolExecutor(workers, thread_name_prefix="hash") as pool:
         for task in [pool.submit(hash_what_is_left) for _ in range(workers)]:
             task.result()
@@ -386,7 +386,7 @@ def hash_ranges(
 
 
 def _buffer() -> memoryview:
-    """Return this thread's memory to read into."""
+    """Return this thread's read buffer."""
     buffer: memoryview | None = getattr(_buffers, "piece", None)
     if buffer is None:
         buffer = _buffers.piece = memoryview(bytearray(_READ_BYTES))

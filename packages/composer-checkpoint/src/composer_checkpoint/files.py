@@ -1,4 +1,4 @@
-"""Saving and loading one file, in the format that its name says."""
+"""Saving and loading of single files, in the format that the name implies."""
 
 import json
 import os
@@ -89,34 +89,34 @@ def save_file(
 ) -> Manifest:
     """Write a checkpoint to one file, with a manifest inside it, and flush it to the disk.
 
-    The end of the name says the format: `.safetensors` (weights only), `.tar`, `.tar.gz`, `.tgz`, `.tar.bz2`,
-    `.tar.lzma`, `.pt.bz2`, `.pt.gz`, `.pt.lz4`, `.pt.lzma`, `.pt.lzo`, `.pt.xz`, `.pt.zst`, and for all other names
-    what `torch.save` writes, which `torch.load(path, weights_only=True)` reads. Lengths of time and NumPy arrays are
-    numbers and tensors to other readers, and come back as they were from `load_file`.
+    The suffix selects the format: `.safetensors` (weights only), `.tar`, `.tar.gz`, `.tgz`, `.tar.bz2`, `.tar.lzma`,
+    `.pt.bz2`, `.pt.gz`, `.pt.lz4`, `.pt.lzma`, `.pt.lzo`, `.pt.xz`, `.pt.zst`, and for all other names the format of
+    `torch.save`, which `torch.load(path, weights_only=True)` reads. For other readers, time deltas and NumPy arrays are
+    numbers and tensors; `load_file` converts them back.
 
-    The file is written in place: whoever must never see half of one writes it beside and renames it, as
-    `composer_checkpoint.write_atomically` does.
+    The file is written in place. To avoid incomplete files, write to a temporary name and rename it, with
+    `composer_checkpoint.write_atomically`.
 
     Args:
-        obj: What to save; dicts, lists and tuples of tensors, arrays, numbers, strings and `None`.
-        path: Where to.
-        info: What else the manifest should say, as JSON has it: versions, the run's name, the time in training.
-        hash_name: `'xxh3_128'`, which shows damage, or `'blake3'`, about six times slower, which shows forgery too
-            where the manifest is kept elsewhere.
-        allow_untrusted: Save, with a warning, also what is more than data, and can be loaded with trust only.
+        obj: Dicts, lists and tuples of tensors, arrays, numbers, strings and `None`.
+        path: Path of the file.
+        info: Further entries of the manifest, as JSON values: versions, run name, timestamp.
+        hash_name: `'xxh3_128'`, which detects damage, or `'blake3'`, about six times slower, which also detects
+            forgery if the manifest is kept elsewhere.
+        allow_untrusted: Whether to save, with a warning, more than data, which can be loaded with trust only.
 
     Returns:
         The manifest.
 
     Raises:
-        StorageError: If the disk is full or fails; an `OSError`, too.
-        CompressorNotFound: If the program that the name asks for is not installed.
-        TypeError: If `.safetensors` is asked for more than weights, `info` has no form in JSON, or a tensor is a
-            DTensor, of which other ranks have the rest, or on the meta device, where it has no elements.
-        IncompatibleCheckpointError: If two weights for `.safetensors` have keys that become one name.
-        ValueError: If there is no such hash.
-        UnsafeCheckpointError: If anything is more than data, such as an object of a class of one's own; the message
-            says where it is.
+        StorageError: If the disk is full or fails; also an `OSError`.
+        CompressorNotFound: If the program for the suffix is not installed.
+        TypeError: If `.safetensors` is to hold more than weights, `info` cannot be represented in JSON, or a tensor is
+            a DTensor, of which other ranks have the rest, or on the meta device, where it has no elements.
+        IncompatibleCheckpointError: If two weights for `.safetensors` have keys that become the same name.
+        ValueError: If the hash is unknown.
+        UnsafeCheckpointError: If the object has more than data, such as an instance of a custom class, with its
+            location.
 
     Example:
         >>> path = Path(tempfile.mkdtemp()) / "ep1.pt"
@@ -137,6 +137,7 @@ def save_file(
             return save_safetensors(obj, target, notes, hash_name)
         if not is_packed(name):
             return save_pt(obj, target, notes, hash_name, allow_untrusted=allow_untrusted)
+        # In the same folder, so that the temporary file is on the disk that was chosen for the checkpoint.
         with tempfile.TemporaryDirectory(prefix=".composer-", dir=Path(target).parent) as folder:
             states = Path(folder) / STATES_NAME
             manifest = save_pt(obj, os.fspath(states), notes, hash_name, allow_untrusted=allow_untrusted)
@@ -150,7 +151,7 @@ def save_file(
     except OSError as error:
         raise StorageError(
             error.errno,
-            f"{target!r} could not be written: {error.strerror or error}. What was written of it is no checkpoint",
+            f"{target!r} could not be written: {error.strerror or error}. Its incomplete content is not a checkpoint",
         ) from error
 
 
@@ -166,43 +167,44 @@ def load_file(
 ) -> Any:
     """Load one file that `save_file`, `torch.save`, Composer or safetensors wrote.
 
-    Nothing of the file is run: it may build tensors, arrays, numbers, strings and containers, and is refused before it
-    began if it asks for more. A file with a manifest is compared with it; for one without, a warning is logged.
+    Nothing in the file is run: it may have tensors, arrays, numbers, strings and containers, and is refused before
+    anything is built if it has more. A file with a manifest is compared with it; without one, a warning is logged.
 
     Args:
-        path: The file. A name that ends as `save_file` has it says how it is packed; one that ends in
-            `.safetensors.index.json` is an index of several files beside it, as Hugging Face writes it.
-        map_location: Where tensors go, as `torch.load` has it.
-        mmap: Map tensors into memory, so that they are read when they are needed, rather than copy them. Not for
+        path: Path of the file. The suffix of an archive is one of `save_file`. A name that ends in
+            `.safetensors.index.json` is an index of several files next to it, in Hugging Face's format.
+        map_location: Device of the tensors, as for `torch.load`.
+        mmap: Whether to map tensors into memory, so that they are read on access, rather than to copy them. Not for
             files of torch before 1.6.
-        verify: Compare every byte with the hashes of the manifest, and look for weights that are NaN or infinite.
-        trusted: Let the file run code of its own while it is loaded, and log a warning with its hash. Only the call
-            says so, for one file: no setting does for a whole process.
-        require_finite: Refuse weights that are NaN or infinite, rather than log a warning with their names.
-        max_expanded_bytes: How much a compressed file may become, instead of a hundred times its size.
+        verify: Whether to compare every byte with the hashes of the manifest, and to search for NaN and infinite
+            weights.
+        trusted: Whether the file may run code of its own while it is loaded; a warning with its hash is logged. Applies
+            to this call only: no setting applies to a whole process.
+        require_finite: Whether to refuse NaN and infinite weights, rather than to log a warning with their names.
+        max_expanded_bytes: Size limit of a decompressed file, instead of a hundred times its size.
 
     Returns:
-        What was saved.
+        The object that was saved.
 
     Raises:
-        NoCheckpointError: If there is no such file.
-        CorruptCheckpointError: If the file is not what was written, was cut short or is of no known format.
-        UnsafeCheckpointError: If it asks for more than data; the message names it.
+        NoCheckpointError: If the file does not exist.
+        CorruptCheckpointError: If the file differs from what was written, was cut short or has an unknown format.
+        UnsafeCheckpointError: If it has more than data, with the name of what it needs.
         IncompatibleCheckpointError: If it is of a newer format.
-        ValueError: If the function that the variable `CHECKPOINT_VALIDATION_FUNCTION` names refuses it.
+        ValueError: If the function named by the environment variable `CHECKPOINT_VALIDATION_FUNCTION` refuses it.
     """
     source = os.fspath(path)
     validate_file(source)
     if source.endswith(INDEX_SUFFIX):
         return load_shards(source, map_location=map_location, verify=verify, require_finite=require_finite)
-    # Opened once, so that what is verified is what is loaded, whatever gets this name meanwhile.
+    # Opened once, so that the file that is verified is the one that is loaded, even if another one replaces it.
     with plain_file(source, max_expanded_bytes) as plain, FileReader(plain) as reader:
         kind = format_of(reader)
-        if trusted := trusted and kind != "safetensors":  # which has no code that could be trusted
+        if trusted := trusted and kind != "safetensors":  # that format has no code to trust
             digest = hash_file(reader.own_path if plain == source else source, "blake3")
             log.warning("%s is loaded as trusted and may run any code. Its BLAKE3 hash is %s.", source, digest)
         obj, finite = _load(source, reader, kind, map_location=map_location, mmap=mmap, verify=verify, trusted=trusted)
-        if verify or require_finite:  # it reads every weight, which verifying does anyway
+        if verify or require_finite:  # reads every weight, as verifying does anyway
             _check_finite(obj, finite, source, require_finite)
     return obj
 
@@ -210,14 +212,14 @@ def load_file(
 def load_open_weights(
     reader: FileReader, source: str, *, map_location: Any = "cpu", verify: bool = True, require_finite: bool = False
 ) -> Any:
-    """Load a `.safetensors` file that is open already, as `load_file` does.
+    """Load an open `.safetensors` file, as `load_file` does.
 
     Args:
         reader: The file.
-        source: What to call it.
-        map_location: As in `load_file`.
-        verify: As in `load_file`.
-        require_finite: As in `load_file`.
+        source: Name of the file in messages.
+        map_location: As for `load_file`.
+        verify: As for `load_file`.
+        require_finite: As for `load_file`.
     """
     obj, finite = _load(
         source, reader, "safetensors", map_location=map_location, mmap=True, verify=verify, trusted=False
@@ -235,17 +237,17 @@ def safe_torch_load(
     verify: bool = True,
     trusted: bool = False,
 ) -> Any:
-    """Load a checkpoint as `load_file` does, under the name that Composer has for it.
+    """Load a checkpoint with `load_file`, under Composer's name for it.
 
     Args:
-        composer_states_filepath: The file.
-        map_location: Where tensors go.
-        load_monolith_rank0_only: Rank 0 reads the file. The others get all of it except the model and the optimizers,
-            which are `None` in their `state`. Every rank must call this then.
-        verify: As in `load_file`.
-        trusted: As in `load_file`.
+        composer_states_filepath: Path of the file.
+        map_location: Device of the tensors.
+        load_monolith_rank0_only: Whether rank 0 reads the file, and the other ranks get everything but the model and
+            the optimizers, which are `None` in their `state`. Every rank must call this if true.
+        verify: As for `load_file`.
+        trusted: As for `load_file`.
     """
-    from composer_dist import dist  # here, since one process alone does not need it
+    from composer_dist import dist  # here, since a single process does not need it
 
     def load() -> Any:
         return load_file(composer_states_filepath, map_location=map_location, verify=verify, trusted=trusted)
@@ -257,7 +259,7 @@ def safe_torch_load(
     if dist.get_global_rank() == 0:
         try:
             obj = load()
-        except Exception as error:  # whatever it is, the others wait and must hear of it
+        except Exception as error:  # any error must reach the other ranks, or they would block in the broadcast
             failure = error
     rest = [failure, _without_weights(obj)]
     dist.broadcast_object_list(rest, src=0)
@@ -267,10 +269,10 @@ def safe_torch_load(
 
 
 def read_manifest(path: _PathLike) -> Manifest | None:
-    """Return a file's manifest without reading its tensors, or `None` if it has none.
+    """Return the manifest of a file without reading its tensors; `None` if it has none.
 
     Raises:
-        CorruptCheckpointError: If what describes the tensors is not what was written.
+        CorruptCheckpointError: If the metadata of the tensors differs from what was written.
     """
     if os.fspath(path).endswith(INDEX_SUFFIX):
         return read_index(path).manifest
@@ -288,11 +290,10 @@ def verify_file(path: _PathLike) -> Manifest | None:
     """Compare every byte of a file with the hashes of its manifest.
 
     Returns:
-        The manifest, or `None` for a file that came without one; that is only known to be whole as far as its format
-        shows it.
+            The manifest, or `None` for a file without one, of which only the structure was checked.
 
-    Raises:
-        CorruptCheckpointError: If anything differs; the message names the tensor.
+        Raises:
+            CorruptCheckpointError: If anything differs, with the name of the tensor.
     """
     if os.fspath(path).endswith(INDEX_SUFFIX):
         return verify_shards(path)
@@ -312,7 +313,7 @@ def verify_file(path: _PathLike) -> Manifest | None:
 def _load(
     source: str, reader: FileReader, kind: Format, *, map_location: Any, mmap: bool, verify: bool, trusted: bool
 ) -> tuple[Any, Collection[str]]:
-    """Return what a file holds, and the names of weights that were seen to be finite."""
+    """Return the content of a file, and the names of weights that were seen to be finite."""
     manifest: Manifest | None = None
     finite: Collection[str] = ()
     match kind:
@@ -329,18 +330,18 @@ def _load(
             data = reader.read(0, reader.size_bytes)
             obj = pickle.loads(data) if trusted else safe_unpickle(data)
     if manifest is None:
-        log.warning("%s is unverified: it has no manifest, so nobody can tell whether its bytes were changed.", source)
+        log.warning("%s is unverified: it has no manifest, so changes to its bytes cannot be detected.", source)
     return obj, finite
 
 
 def refuse_what_is_elsewhere(obj: Any) -> None:
-    """Refuse tensors whose elements are not in this process's memory, or not all of them.
+    """Raise if a tensor has its elements, or some of them, outside the memory of this process.
 
     Raises:
-        TypeError: If there is one, with the names.
+        TypeError: With the names of such tensors.
     """
     tensors = dict(named_leaves(obj, torch.Tensor))
-    module: Any = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has loaded it
+    module: Any = sys.modules.get("torch.distributed.tensor")  # slow to import, and loaded if there is any DTensor
     parts = [name for name, leaf in tensors.items() if module is not None and isinstance(leaf, module.DTensor)]
     if parts:
         raise TypeError(
@@ -378,7 +379,7 @@ _MAX_INDEX_BYTES = 1 << 29
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """What an index says: its own path, which tensors are in which file, and what we noted when we wrote it."""
+    """Content of an index: its path, the names of the tensors in each file, and our manifest, if any."""
 
     path: Path
     shards: Mapping[str, frozenset[str]]
@@ -395,27 +396,27 @@ def save_weights_in_shards(
     overwrite: bool = False,
     hash_name: str = HASH_NAME,
 ) -> Path:
-    """Write weights to `.safetensors` files of a limited size, and an index, to a folder that appears whole.
+    """Write weights to `.safetensors` files of a limited size, with an index, to a folder that appears whole.
 
-    Whoever reads Hugging Face's files reads these. Weights that fit into one file become `model.safetensors`, without
-    an index. Names of one and the same tensor share a file, which has it once.
+    Readers of Hugging Face's format can load them. Weights that fit into one file become `model.safetensors`, without
+    an index. Several names of one tensor share a file, which stores it once.
 
     Args:
         weights: Tensors by name.
-        folder: Where to. It must not exist, or is replaced.
-        max_shard_bytes: How large the tensors of one file may be together. A larger tensor gets a file of its own.
-        name: What the files' names begin with.
-        info: What the manifests should say, as for `save_file`.
-        overwrite: Whether a folder of this name may be replaced.
+        folder: Path of the folder.
+        max_shard_bytes: Maximum size of the tensors in one file. A larger tensor gets a file of its own.
+        name: Prefix of the files' names.
+        info: Entries of the manifests, as for `save_file`.
+        overwrite: Whether to replace an existing folder of this name.
         hash_name: As for `save_file`.
 
     Returns:
-        The index, or the only file: what `load_file` takes.
+        Path of the index, or of the only file, for `load_file`.
 
     Raises:
-        CheckpointConflictError: If there is something of this name, and `overwrite` is false.
+        CheckpointConflictError: If the path exists and `overwrite` is false.
         StorageError: If the disk fails.
-        TypeError: If anything is no tensor that safetensors has a form for.
+        TypeError: If a value is not a tensor, or not one that safetensors supports.
         ValueError: If `max_shard_bytes` is less than 1.
 
     Example:
@@ -430,7 +431,7 @@ def save_weights_in_shards(
         tensor([1., 1., 1., 1.])
     """
     if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes!r} is no size. Give 1 or more, such as 5_000_000_000.")
+        raise ValueError(f"max_shard_bytes={max_shard_bytes!r} must be 1 or more, such as 5_000_000_000.")
     groups = list(_groups(by_text_names(weights), max_shard_bytes))
     names = [f"{name}-{number:05d}-of-{len(groups):05d}{_SUFFIX}" for number in range(1, len(groups) + 1)]
     if len(groups) == 1:
@@ -446,11 +447,11 @@ def save_weights_in_shards(
 
 
 def read_index(path: str | os.PathLike[str]) -> ShardIndex:
-    """Read an index; the files that it names are not looked at.
+    """Read an index, but not the files that it names.
 
     Raises:
-        NoCheckpointError: If there is no such index.
-        CorruptCheckpointError: If it is no index, or has a tensor twice.
+        NoCheckpointError: If the index does not exist.
+        CorruptCheckpointError: If it is not an index, or lists a tensor twice.
         UnsafeCheckpointError: If it names a file outside its own folder.
     """
     index = Path(path)
@@ -476,10 +477,10 @@ def read_index(path: str | os.PathLike[str]) -> ShardIndex:
 
 
 def load_shards(path: str | os.PathLike[str], **options: Any) -> "dict[str, Tensor]":
-    """Load all files that an index names, after comparing their headers with it. `options` are those of `load_file`.
+    """Load all files of an index, after comparing their headers with it. `options` are those of `load_file`.
 
     Raises:
-        CheckpointError: If the index or a file cannot be trusted to be what was written, with the file's name.
+        CheckpointError: If the index or a file is damaged or unsafe, with the name of the file.
     """
     index = read_index(path)
     weights: dict[str, Any] = {}
@@ -487,19 +488,19 @@ def load_shards(path: str | os.PathLike[str], **options: Any) -> "dict[str, Tens
         validate_file(index.path.parent / shard)
         with _opened(index, shard) as reader:
             loaded = load_open_weights(reader, reader.path, **options)
-        _refuse_in_two_shards(index, shard, loaded)  # of names that tensors have besides their own
+        _refuse_in_two_shards(index, shard, loaded)  # again, now with the aliases of tensors
         weights.update(loaded)
     return weights
 
 
 def verify_shards(path: str | os.PathLike[str]) -> Manifest | None:
-    """Compare every byte of the files that an index names with their hashes.
+    """Compare every byte of the files of an index with their hashes.
 
     Returns:
         The manifest, or `None` for files of other programs.
 
     Raises:
-        CorruptCheckpointError: If anything differs; the message names the file and the tensor.
+        CorruptCheckpointError: If anything differs, with the file and the tensor.
     """
     index = read_index(path)
     for shard in _checked_shards(index):
@@ -509,11 +510,12 @@ def verify_shards(path: str | os.PathLike[str]) -> Manifest | None:
 
 
 def _groups(weights: "Mapping[str, Tensor]", max_shard_bytes: int) -> "Iterator[dict[str, Tensor]]":
-    """Yield the weights of each file. Names of one tensor stay together."""
+    """Yield the weights of each file. Several names of one tensor stay together."""
     tied: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, tensor in weights.items():
         if not hasattr(tensor, "data_ptr"):
             raise TypeError(f"{name} is a {type(tensor).__name__}, and safetensors holds tensors only.")
+        # Empty tensors may all have the address 0, which does not make them one tensor.
         own = (name,) if not tensor.numel() else (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
         tied.setdefault((*own, tensor.dtype, tensor.is_conj(), tensor.is_neg()), {})[name] = tensor
     group: dict[str, Any] = {}
@@ -529,7 +531,7 @@ def _groups(weights: "Mapping[str, Tensor]", max_shard_bytes: int) -> "Iterator[
 
 
 def index_text(manifests: Mapping[str, Manifest]) -> str:
-    """Return the content of the index of several files."""
+    """Return the text of the index of several files."""
     tensors: dict[str, TensorEntry] = {}
     for manifest in manifests.values():
         tensors |= manifest.tensors
@@ -549,7 +551,7 @@ def _manifest_of(raw: Mapping[str, Any]) -> Manifest | None:
 
 def _check_name(index: Path, tensor: str, shard: object) -> None:
     if not isinstance(shard, str) or not shard.endswith(_SUFFIX):
-        _refuse(index, f"it says that {tensor!r:.200} is in {shard!r:.200}, which is no {_SUFFIX} file")
+        _refuse(index, f"it says that {tensor!r:.200} is in {shard!r:.200}, which is not a {_SUFFIX} file")
     if "/" in shard or "\\" in shard or "\0" in shard or shard == _SUFFIX:
         raise UnsafeCheckpointError(
             f"{index} says that {tensor!r:.200} is in {shard!r:.200}, which is outside its folder; nothing was read. "
@@ -558,7 +560,7 @@ def _check_name(index: Path, tensor: str, shard: object) -> None:
 
 
 def _checked_shards(index: ShardIndex) -> Iterable[str]:
-    """Return the files that an index names, after comparing the headers of all of them with it."""
+    """Return the files of an index, after comparing the headers of all of them with it."""
     for shard, listed in index.shards.items():
         if not (index.path.parent / shard).exists():
             raise CorruptCheckpointError(
@@ -572,9 +574,9 @@ def _checked_shards(index: ShardIndex) -> Iterable[str]:
 
 @contextmanager
 def _opened(index: ShardIndex, shard: str) -> Iterator[FileReader]:
-    """Open a file and compare its header with the index, so that neither can say what the other does not.
+    """Open a file and compare its header with the index, so that the two cannot contradict each other.
 
-    That is done each time, since another file may get this name meanwhile.
+    This is repeated on each opening, since the file may have been replaced.
     """
     with plain_file(os.fspath(index.path.parent / shard)) as path, FileReader(path) as reader:
         header, manifest = read_safetensors(reader)
@@ -597,7 +599,7 @@ def _refuse_in_two_shards(index: ShardIndex, shard: str, names: Iterable[str]) -
 
 
 def _compare_manifests(index: ShardIndex, shard: str, own: Manifest | None) -> None:
-    """Refuse files of two saves in one folder."""
+    """Raise if the files in a folder come from two saves."""
     if index.manifest is None:
         return
     listed = {name: index.manifest.tensors.get(name) for name in index.shards[shard]}
@@ -620,18 +622,18 @@ def _refuse(index: Path, what: str) -> NoReturn:
 VALIDATION_VARIABLE = "CHECKPOINT_VALIDATION_FUNCTION"
 
 Specs = Sequence[tuple[int, int]]
-"""The stretches of a file that are going to be read: where each one starts, and its length in bytes."""
+"""Ranges of a file that will be read: offset and length in bytes of each."""
 
 
 def chosen_validation() -> Callable[[str, Specs | None], Any] | None:
-    """Return the function that `CHECKPOINT_VALIDATION_FUNCTION='package.module.function'` names, if it is set.
+    """Return the function named by `CHECKPOINT_VALIDATION_FUNCTION='package.module.function'`, if it is set.
 
-    The module is imported, so whoever sets the variable decides what code runs.
+    The module is imported, so the variable decides which code runs.
 
     Raises:
-        ModuleNotFoundError: If there is no such module.
-        AttributeError: If the module has no such function.
-        ValueError: If the variable is no dotted name.
+        ModuleNotFoundError: If the module does not exist.
+        AttributeError: If the module lacks the function.
+        ValueError: If the variable is not a dotted name.
     """
     name = os.environ.get(VALIDATION_VARIABLE)
     if not name:
@@ -639,7 +641,7 @@ def chosen_validation() -> Callable[[str, Specs | None], Any] | None:
     module, _, function = name.rpartition(".")
     if not module:
         raise ValueError(
-            f"{VALIDATION_VARIABLE}={name!r} is no dotted name. Set it to one such as 'package.module.function', or "
+            f"{VALIDATION_VARIABLE}={name!r} is not a dotted name. Set it to one such as 'package.module.function', or "
             f"unset it."
         )
     return getattr(import_module(module), function)
@@ -650,15 +652,15 @@ def validate_file(
     specs: Specs | None = None,
     validate: Callable[[str, Specs | None], Any] | None = None,
 ) -> None:
-    """Ask the user's function whether a file may be read, before any of it is.
+    """Call the user's validation function for a file, before any of it is read.
 
     Args:
-        path: The file.
-        specs: The stretches that will be read; all of it when `None`.
-        validate: The function; the one of the environment, if there is one, when `None`.
+        path: Path of the file.
+        specs: Ranges that will be read; the whole file when `None`.
+        validate: The function. The one of the environment variable, if any, when `None`.
 
     Raises:
-        ValueError: If it answers with anything that is false.
+        ValueError: If the function returns a false value.
     """
     validate = validate or chosen_validation()
     if validate is not None and not validate(os.fspath(path), specs):

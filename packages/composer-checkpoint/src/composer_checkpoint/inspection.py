@@ -1,4 +1,4 @@
-"""What a checkpoint holds, without reading its tensors and without running anything of it."""
+"""Inspection of checkpoints, which neither reads their tensors nor runs anything from them."""
 
 import math
 import os
@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TensorDescription:
-    """How one tensor looks. A sparse one has the dtype of its values, and the bytes of its indices, too."""
+    """Geometry of one tensor. A sparse one has the dtype of its values, and its bytes include the indices."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,10 +53,10 @@ class TensorDescription:
 
 @dataclass(frozen=True, slots=True)
 class FileDescription:
-    """What a file, or the folder of a sharded checkpoint, holds.
+    """Content of a file, or of the folder of a sharded checkpoint.
 
-    `keys` has the top-level keys, and below `state` those of the state, as `state/model`. `unsafe_globals` has what
-    the file asks for beyond data, such as `os.system`; where it is not empty, `load_file` refuses the file.
+    `keys` has the top-level keys and those of the state, as `state/model`. `unsafe_globals` has the globals beyond data
+    that the file refers to, such as `os.system`; if there are any, `load_file` refuses the file.
     """
 
     format: Format | Literal["sharded"]
@@ -68,14 +68,14 @@ class FileDescription:
 
 
 def inspect_file(path: str | os.PathLike[str]) -> FileDescription:
-    """Describe a file, also one that asks for code, which is not run; or the folder of a sharded checkpoint.
+    """Describe a file, even one with code, which is not run, or the folder of a sharded checkpoint.
 
-    Of a folder, the index is read, not the shards.
+    Of a folder, only the index is read, not the shards.
 
     Raises:
-        NoCheckpointError: If there is none, or the folder has no index.
+        NoCheckpointError: If the path does not exist, or the folder has no index.
         CorruptCheckpointError: If the file is not whole.
-        UnsafeCheckpointError: If its pickle has instructions that none needs.
+        UnsafeCheckpointError: If its pickle has instructions that no checkpoint needs.
     """
     if os.path.isdir(path):
         return describe_folder(path)
@@ -99,6 +99,7 @@ def inspect_file(path: str | os.PathLike[str]) -> FileDescription:
 
 
 def _describe(kind: Format, size_bytes: int, rehearsal: Rehearsal, manifest: Manifest | None) -> FileDescription:
+    # A sparse tensor is listed once, not by its components.
     parts = {id(part) for sparse in rehearsal.sparse.values() for part in sparse.parts.values()}
     tensors = {
         name: TensorDescription(tensor.dtype.name, tensor.shape, tensor.size_bytes)
@@ -123,9 +124,9 @@ def describe_folder(folder: str | os.PathLike[str]) -> FileDescription:
     """Describe a folder that DCP wrote.
 
     Raises:
-        NoCheckpointError: If there is no `.metadata` in it.
-        CorruptCheckpointError: If it describes what cannot be, or files are missing or cut short.
-        UnsafeCheckpointError: If `.metadata` asks for anything that a checkpoint does not need.
+        NoCheckpointError: If the folder has no `.metadata`.
+        CorruptCheckpointError: If `.metadata` is inconsistent, or files are missing or cut short.
+        UnsafeCheckpointError: If `.metadata` has more than data.
     """
     metadata = read_folder_metadata(folder)
     tensors: dict[str, TensorDescription] = {}
@@ -143,14 +144,14 @@ def describe_folder(folder: str | os.PathLike[str]) -> FileDescription:
 
 
 def _keys_of_paths(paths: Iterable[tuple[object, ...]]) -> tuple[str, ...]:
-    """Return the top-level keys, and those below `state`, each once."""
+    """Return the top-level keys and those below `state`, without duplicates."""
     paths = list(paths)
     below = [f"state/{path[1]}" for path in paths if path[0] == "state" and len(path) > 1]
     return tuple(dict.fromkeys([*(str(path[0]) for path in paths), *below]))
 
 
 Kind = Literal["composer", "pt", "safetensors", "dcp", "local", "deepspeed", "hf", "modular"]
-"""What a checkpoint can be: `'composer'` is a `.pt` with `state` in it, `'pt'` any other one, and `'modular'` the
+"""Kinds of checkpoints: `'composer'` is a `.pt` file with the key `state`, `'pt'` any other one, and `'modular'` the
 folder with `model/`, `optim/` and `composer_metadata.json`."""
 
 _SYMLINK = ".symlink"
@@ -167,19 +168,19 @@ def open_checkpoint(
     record_unknown: bool = False,
     zero_weights: Weights = "fp32",
 ) -> TensorSource:
-    """Open a checkpoint of any kind to read it tensor by tensor. Nothing of it is run.
+    """Open a checkpoint of any kind to read it tensor by tensor. Nothing in it is run.
 
     Args:
-        path: A file, a folder, a link or pointer such as `latest-rank0.pt`, or the name of per-rank files with
-            `{rank}` in it.
-        kind: What it is. Found out when `None`.
-        record_unknown: Open also a `.pt` that asks for more than data, to look at it; see `open_pt_source`.
-        zero_weights: Which weights of a DeepSpeed checkpoint.
+        path: Path of a file, a folder, a link or a pointer such as `latest-rank0.pt`, or the name of per-rank files
+            with `{rank}` in it.
+        kind: Kind of the checkpoint. Detected when `None`.
+        record_unknown: Whether to open a `.pt` file with more than data too, for inspection; see `open_pt_source`.
+        zero_weights: Which weights of a DeepSpeed checkpoint to open.
 
     Raises:
-        NoCheckpointError: If there is none, with what was looked for.
-        CorruptCheckpointError: If it is not whole.
-        UnsafeCheckpointError: If it asks for more than data.
+        NoCheckpointError: If the path is not a checkpoint, with the files that were searched for.
+        CorruptCheckpointError: If the checkpoint is not whole.
+        UnsafeCheckpointError: If it has more than data.
     """
     place = follow_pointers(path)
     kind = find_kind(place) if kind is None else kind
@@ -203,13 +204,14 @@ def open_checkpoint(
 
 
 def follow_pointers(path: str | os.PathLike[str]) -> str:
-    """Return what a link or a pointer file leads to, and any other path as it is.
+    """Return the target of a link or a pointer file, and any other path unchanged.
 
     Raises:
-        CorruptCheckpointError: If pointers lead in a circle.
+        CorruptCheckpointError: If there are too many pointers, as in a circle.
     """
     place = os.fspath(path)
     for _ in range(_MOST_LINKS):
+        # Where links are not supported, or in a copy of a store, a pointer is a small file with the name of its target.
         is_pointer = place.endswith(_SYMLINK) or (os.path.islink(place) and not os.path.exists(place))
         target = read_pointer(place) if is_pointer or _is_small_file(place) else None
         if target is None:
@@ -221,10 +223,10 @@ def follow_pointers(path: str | os.PathLike[str]) -> str:
 
 
 def find_kind(path: str | os.PathLike[str]) -> Kind:
-    """Return what kind of checkpoint lies at a path.
+    """Return the kind of the checkpoint at a path.
 
     Raises:
-        NoCheckpointError: If there is nothing, or nothing that is known; the message lists what was looked for.
+        NoCheckpointError: If the path is not a known kind of checkpoint, with the files that were searched for.
     """
     place = os.fspath(path)
     if "{rank}" in place:
@@ -258,7 +260,7 @@ def _is_small_file(place: str) -> bool:
 def _open_file(place: str, record_unknown: bool) -> TensorSource:
     if place.endswith(INDEX_SUFFIX):
         return open_index_source(place)
-    with ExitStack() as unpacked:  # what is packed is unpacked once, and goes when the source is closed
+    with ExitStack() as unpacked:  # an archive is unpacked once, and its content deleted when the source is closed
         plain = unpacked.enter_context(plain_file(place))
         if place.endswith(".safetensors"):
             source = open_safetensors_source(plain)
@@ -272,7 +274,7 @@ def _open_file(place: str, record_unknown: bool) -> TensorSource:
 
 
 def _open_folder(folder: Path) -> TensorSource:
-    """Open the weights of a Hugging Face folder."""
+    """Open the weights in a Hugging Face folder."""
     for name in (*_WEIGHTS, *_ADAPTERS):
         path = folder / name
         if not path.exists():
@@ -293,13 +295,13 @@ def _open_folder(folder: Path) -> TensorSource:
 
 
 def _open_bin_shards(index: Path) -> TensorSource:
-    import json  # beside its only user
+    import json  # here, since only this function needs it
 
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         listed = {str(name): str(shard) for name, shard in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{index} is no index with a weight_map: {error!s:.200}.") from error
+        raise CorruptCheckpointError(f"{index} is not an index with a weight_map: {error!s:.200}.") from error
     tensors: dict[str, Any] = {}
     files: dict[str, int] = {}
     with ExitStack() as opened:

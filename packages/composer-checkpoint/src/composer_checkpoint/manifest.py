@@ -1,4 +1,4 @@
-"""The list of what a checkpoint holds, with a hash of each part, in JSON."""
+"""Manifest of a checkpoint: its content with a hash of each part, in JSON, and the seal that protects it."""
 
 import json
 import re
@@ -16,12 +16,12 @@ from composer_checkpoint.formats._zip import Readable, ZipLayout
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "FileEntry", "Manifest", "TensorEntry"]
 
 MANIFEST_NAME = "composer_manifest.json"
-"""The file of a checkpoint that has the hashes of all others."""
+"""Name of the file with the hashes of all other files of a checkpoint."""
 
 FORMAT_VERSION = 1
-"""The version of that file's format, which is in it."""
+"""Version of the manifest's format."""
 
-# A million tensors need about 200 MB. More than this is an attack on the memory of who reads it.
+# A million tensors take about 200 MB. A larger manifest would only exhaust the reader's memory.
 MAX_MANIFEST_BYTES = 1 << 29
 _DIGESTS = {name: re.compile(f"[0-9a-f]{{{count}}}") for name, count in NUM_DIGITS.items()}
 _Entry = TypeVar("_Entry")
@@ -29,7 +29,7 @@ _Entry = TypeVar("_Entry")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: what it looks like, and the hash of its elements in row-major order."""
+    """One tensor, with the hash of its elements in row-major order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,10 +47,10 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds.
+    """Content of a checkpoint.
 
-    `info` is for people and for choosing a checkpoint (versions, run, time, world size); it decides nothing about
-    how bytes are read.
+    `info` is for people and for choosing a checkpoint (versions, run, time, world size); it does not affect how bytes
+    are read.
 
     Example:
         >>> manifest = Manifest(files={"__0_0.distcp": FileEntry(3, "0" * 32)}, info={"run_name": "blue-fox"})
@@ -68,8 +68,8 @@ class Manifest:
         """Return the manifest as one line of JSON.
 
         Raises:
-            TypeError: If `info` holds what JSON has no form for.
-            ValueError: If `info` holds NaN or an infinity.
+            TypeError: If `info` cannot be represented in JSON.
+            ValueError: If `info` has NaN or infinity.
         """
         raw = {
             "format_version": self.format_version,
@@ -82,7 +82,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Manifest":
-        """Read what `to_json` wrote.
+        """Parse the result of `to_json`.
 
         Raises:
             CorruptCheckpointError: If the text is not a manifest.
@@ -95,7 +95,7 @@ class Manifest:
             )
         try:
             raw = parse_json(text)
-        except (ValueError, RecursionError) as error:  # also of JSON's decoder and of UTF-8's
+        except (ValueError, RecursionError) as error:  # ValueError includes the errors of the JSON and UTF-8 decoders
             raise CorruptCheckpointError(f"the manifest is not JSON: {error}. Load another checkpoint.") from error
         if not isinstance(raw, dict):
             raise CorruptCheckpointError(
@@ -112,7 +112,7 @@ class Manifest:
 
 
 def _fields(entry: TensorEntry | FileEntry) -> dict[str, Any]:
-    return {name: getattr(entry, name) for name in entry.__slots__}  # asdict would copy each of them deeply
+    return {name: getattr(entry, name) for name in entry.__slots__}  # much faster than asdict(), which copies deeply
 
 
 def _check_version(raw: dict[str, Any]) -> None:
@@ -127,7 +127,7 @@ def _check_version(raw: dict[str, Any]) -> None:
             f"the checkpoint has format version {version}, written by {writer!s:.80}; this composer-checkpoint reads "
             f"up to version {FORMAT_VERSION}. Upgrade composer-checkpoint to load it."
         )
-    if raw.get("hash_name") not in list(NUM_DIGITS):  # a list, since JSON may hold what has no hash
+    if raw.get("hash_name") not in list(NUM_DIGITS):  # a list, since the value may be unhashable
         raise NewerCheckpointError(
             f"the manifest's hashes are {raw.get('hash_name')!r:.80}, and this composer-checkpoint knows "
             f"{', '.join(NUM_DIGITS)}. Upgrade composer-checkpoint to load it."
@@ -173,18 +173,20 @@ def _tensor_entry(value: Any, digest: re.Pattern[str]) -> TensorEntry | None:
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < 1 << 63
+    return type(value) is int and 0 <= value < 1 << 63  # excludes bool
 
 
 PAYLOAD_FOLDER = "data/"
+# A comment of the final length, so that the seal can be written over it.
 EMPTY_SEAL = b"composer blake3 " + b"0" * 64
 _SEAL = re.compile(rb"composer blake3 [0-9a-f]{64}")
 
 
 def seal(file: Readable, layout: ZipLayout) -> bytes:
-    """Return the seal of a file: the hash of all that is neither a storage nor the comment."""
+    """Return the seal of a file: the hash of everything but the storages and the comment."""
     hasher = blake3()
     position = 0
+    # Storages are left out, since the manifest, which the seal covers, has their hashes.
     storages = [member for name, member in layout.members.items() if name.startswith(PAYLOAD_FOLDER)]
     for member in sorted(storages, key=lambda member: member.offset):
         hasher.update(file.read(position, member.offset - position))
@@ -194,16 +196,16 @@ def seal(file: Readable, layout: ZipLayout) -> bytes:
 
 
 def is_sealed(file: Readable) -> bool:
-    """Return whether a file ends in a seal, right or not."""
+    """Return whether a file ends with a seal, which may be wrong."""
     size_bytes = min(len(EMPTY_SEAL), file.size_bytes)
     return _SEAL.fullmatch(file.read(file.size_bytes - size_bytes, size_bytes)) is not None
 
 
 def check_seal(file: Readable, layout: ZipLayout) -> Manifest | None:
-    """Return the manifest after both marks were found whole, or `None` for a file that has neither.
+    """Return the manifest after checking the seal; `None` for a file with neither.
 
     Raises:
-        CorruptCheckpointError: If only one of them is there, or they do not fit the file.
+        CorruptCheckpointError: If only one of them exists, or the seal does not match the file.
     """
     member = layout.members.get(MANIFEST_NAME)
     is_sealed = _SEAL.fullmatch(layout.comment) is not None
@@ -224,10 +226,11 @@ def check_seal(file: Readable, layout: ZipLayout) -> Manifest | None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a text.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: If it is not JSON, or an object has a name twice.
+        ValueError: If it is not JSON, or an object has a duplicate name.
+        RecursionError: If it is nested too deeply.
         RecursionError: If it is nested too deeply.
     """
     return json.loads(text, object_pairs_hook=_without_duplicates)
@@ -245,16 +248,16 @@ _KEY = "manifest_hash"
 
 
 def sealed(manifest: Manifest) -> Manifest:
-    """Return the manifest with its hash in `info`."""
-    plain = Manifest.from_json(manifest.to_json())  # as it will be read: with lists for tuples, say
+    """Return the manifest with its own hash in `info`."""
+    plain = Manifest.from_json(manifest.to_json())  # as reading returns it, such as lists in place of tuples
     return replace(plain, info={**plain.info, _KEY: _hash(plain)})
 
 
 def check_sharded_seal(manifest: Manifest, where: str) -> None:
-    """Compare a manifest with its hash.
+    """Compare a manifest with its own hash.
 
     Raises:
-        CorruptCheckpointError: If it is not what was written.
+        CorruptCheckpointError: If it differs from what was written.
     """
     if manifest.info.get(_KEY) != _hash(manifest):
         raise CorruptCheckpointError(
