@@ -1,4 +1,4 @@
-"""Images of every layout that is logged, one by one, with their masks."""
+"""Copies of logged values and images, read later without blocking training."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ class _Image:
 
 
 class LoggedImages:
-    """Images as they were when they were logged, whose shapes are checked at once and whose pixels are read later.
+    """Images as they were when logged; shapes are checked at once, pixels are read later.
 
     Args:
-        images: One image or a stack of them, or a sequence of images.
+        images: One image, a stack of images, or a sequence of images.
         channels_last: Whether channels are the last axis, not the first.
-        masks: Segmentation masks by name, as many of each as there are images.
+        masks: Segmentation masks by name, one per image.
 
     Raises:
-        ValueError: If an axis is empty, an image has more than three axes or less than two, or masks are not as many
-            or have other axes than height and width.
+        ValueError: If an axis is empty, an image has more than three or less than two axes, or the masks differ in
+            number or have other axes than height and width.
     """
 
     def __init__(self, images: Any, channels_last: bool = False, masks: Mapping[str, Any] | None = None) -> None:
@@ -42,23 +42,23 @@ class LoggedImages:
 
     @property
     def size_bytes(self) -> int:
-        """How much memory they take."""
+        """The memory that they take."""
         return self._snapshot.size_bytes
 
     @property
     def num_channels(self) -> set[int]:
-        """How many channels they have, without repetitions."""
+        """The set of their numbers of channels."""
         return {image.pixels.shape[2] for image in self._images}
 
     def read(self) -> Iterator[tuple[NDArray[np.uint8], dict[str, NDArray[Any]]]]:
-        """Wait until they are on the host, and go through them: pixels from 0 to 255, and masks."""
+        """Wait for the copies, and iterate over the images with pixels from 0 to 255, and their masks."""
         self._snapshot.wait()
         for image in self._images:
             yield to_8_bits(_to_numpy(image.pixels)), {name: _to_numpy(mask) for name, mask in image.masks.items()}
 
 
 def to_8_bits(image: NDArray[Any]) -> NDArray[np.uint8]:
-    """Return an image with values from 0 to 255: booleans and floats in [0, 1] are scaled, others cut off there."""
+    """Convert an image to values from 0 to 255: booleans and floats in [0, 1] are scaled, others are clipped."""
     if image.dtype == bool or (np.issubdtype(image.dtype, np.floating) and image.min() >= 0 and image.max() <= 1):
         image = np.round(image * 255.0)
     return image.clip(0, 255).astype(np.uint8)
@@ -97,25 +97,25 @@ def _masks(name: str, stack: Any, num_images: int) -> list[torch.Tensor]:
 
 
 def _to_numpy(values: torch.Tensor) -> NDArray[Any]:
-    # NumPy has no bfloat16, and half precision is too coarse to scale.
+    # NumPy has no bfloat16, and half precision is too coarse for scaling.
     return (values.float() if values.dtype in (torch.bfloat16, torch.float16) else values).numpy()
 
 
-_BYTES_OF_A_NUMBER = 128  # roughly what a name and a number take in Python
+_BYTES_OF_A_NUMBER = 128  # of a name and a number in Python, roughly
 
 
 class Snapshot:
-    """Values by name that change no more.
+    """Immutable copy of values by name.
 
-    Tensors of an accelerator are on their way to the host when this returns: the copy is enqueued behind the work that
-    computes them, and only who reads waits for it.
+    Tensors of an accelerator are copied asynchronously: the copy is queued behind the work that computes them, and only
+    a read synchronizes.
 
     Args:
-        values: Numbers, tensors, arrays, text, or containers of these. Later changes to them do not show here.
+        values: Numbers, tensors, arrays, text, or containers of these. Later changes to them have no effect here.
 
     Attributes:
-        values: The copies. Kinds and shapes are right at once, what is in a tensor only after `wait`.
-        size_bytes: Roughly how much memory it takes.
+        values: The copies. Types and shapes are right at once, the contents of tensors only after `wait`.
+        size_bytes: The memory that they take, roughly.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -126,7 +126,7 @@ class Snapshot:
             arrival.record(torch.accelerator.current_stream(device))
 
     def is_ready(self) -> bool:
-        """Answer whether waiting would take no time."""
+        """Return whether all copies are on the host."""
         return all(arrival.query() for arrival in self._arrivals.values())
 
     def wait(self) -> None:
@@ -135,23 +135,23 @@ class Snapshot:
             arrival.synchronize()
 
     def read(self) -> dict[str, Any]:
-        """Wait, and return the values with tensors of one element as numbers."""
+        """Wait, and return the values, with one-element tensors as numbers."""
         self.wait()
         return {name: map_values(_to_number, value) for name, value in self.values.items()}
 
     def _take(self, value: Any) -> Any:
         self.size_bytes += _BYTES_OF_A_NUMBER + _size_bytes(value)
         if isinstance(value, torch.Tensor) and value.is_meta:
-            return format_log_data_value(value)  # it has no values that could be copied
+            return format_log_data_value(value)  # a meta tensor has no data to copy
         if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
             return detached_copy(value)
         self._arrivals.setdefault(value.device, torch.Event(value.device))
-        return value.detach().to("cpu", non_blocking=True)  # into pinned memory, without which this would wait
+        return value.detach().to("cpu", non_blocking=True)  # this allocates pinned memory, so it does not block
 
 
 def _size_bytes(value: Any) -> int:
     if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-        return int(value.element_size() * value.numel())  # of a sparse one the most that it can be
+        return int(value.element_size() * value.numel())  # for a sparse tensor an upper bound
     return int(getattr(value, "nbytes", 0))
 
 
@@ -160,10 +160,10 @@ def _to_number(value: Any) -> Any:
 
 
 def as_number(value: Any) -> float | None:
-    """Return what can be drawn as a point of a curve as a float, and `None` for what cannot, such as text."""
+    """Return a value as a float for a curve, or `None` if it is not a number."""
     if isinstance(value, str):
         return None
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
-    except Exception:  # whatever arrays, tensors and somebody else's objects raise
+    except Exception:  # arrays, tensors and foreign objects raise all kinds of errors
         return None

@@ -1,4 +1,4 @@
-"""A file to which bytes are appended and of which none is lost: what the disk refuses is offered again."""
+"""Append-only file that loses no bytes: a failed write is repeated later."""
 
 import io
 import os
@@ -11,15 +11,14 @@ __all__ = ["KeptFile"]
 
 
 class KeptFile:
-    """Append to a file.
+    """File for appending.
 
-    When writing fails, as on a full disk, the first time warns, and what is to be written stays in memory until it
-    succeeds.
+    The first failed write, as on a full disk, causes a warning; the bytes stay in memory until a write succeeds.
 
     Args:
-        path: Where it is.
-        buffer_size: How many bytes are gathered before they are written; less than 0 for the system's usual number.
-        is_continued: Whether what is there already stays.
+        path: The path of the file.
+        buffer_size: The number of bytes to buffer; less than 0 for the default of the system.
+        is_continued: Whether to append to an existing file.
     """
 
     def __init__(self, path: Path, buffer_size: int, is_continued: bool) -> None:
@@ -30,7 +29,7 @@ class KeptFile:
         self._has_warned = self._is_in_child = False
 
     def write(self, text: bytes) -> None:
-        """Append."""
+        """Append bytes."""
         self._gathered += text
         if self._is_in_child:
             self._offer(max(self._gathered.rfind(b"\n"), self._gathered.rfind(b"\r")) + 1)
@@ -38,29 +37,29 @@ class KeptFile:
             self._offer()
 
     def begin_in_child(self) -> None:
-        """Leave what was gathered to the parent of a forked process, and write each line when it is whole.
+        """Drop the parent's buffer in a forked process, and write whole lines only.
 
-        Others write to the file at the same time, and nobody closes this copy.
+        Parent and child write to the same file, and this copy is never closed.
         """
         self._gathered.clear()
         self._is_in_child = True
-        # A child ends without the hooks of `atexit`; what is left then is a line without an end.
+        # Children of multiprocessing skip `atexit`; this flushes a last line without a line end.
         Finalize(None, self.flush, exitpriority=0)
 
     def flush(self) -> None:
-        """Append what was gathered."""
+        """Write the buffer."""
         self._offer()
 
     def sync(self) -> None:
-        """Append what was gathered, and wait until it is on the disk."""
+        """Write the buffer, and sync the file to the disk."""
         try:
             if self._offer():
                 os.fsync(self._file.fileno())
-        except OSError as error:  # pipes and some file systems cannot
+        except OSError as error:  # pipes and some file systems do not support fsync
             self._warn(error)
 
     def close(self) -> None:
-        """Let go of the file; what still cannot be written is lost, with a warning that says how much."""
+        """Close the file; bytes that still cannot be written are lost, with a warning."""
         num_lost = 0 if self._offer() else len(self._gathered)
         self._file.close()
         if num_lost:
@@ -69,7 +68,7 @@ class KeptFile:
             )
 
     def _offer(self, size: int | None = None) -> bool:
-        """Write what was gathered, or as many bytes of it, and say whether nothing is left."""
+        """Write the buffer, or its first `size` bytes, and return whether it is empty."""
         left = len(self._gathered) if size is None else size
         try:
             while left:
@@ -85,6 +84,6 @@ class KeptFile:
             return
         self._has_warned = True
         warn_of_trouble(
-            f"{str(self.path)!r} cannot be written to at the moment, and training goes on: {error}. What is logged is "
-            f"kept in memory and written as soon as it can be."
+            f"{str(self.path)!r} cannot be written to now; training continues: {error}. Logged lines are "
+            f"kept in memory and written later."
         )

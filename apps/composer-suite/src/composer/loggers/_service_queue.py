@@ -1,4 +1,4 @@
-"""What stands between training and a service: a queue with a bound, and a thread that owns the service's calls."""
+"""Bounded queue between training and a service, with a thread that makes all calls to the service."""
 
 import atexit
 import logging
@@ -24,7 +24,7 @@ from composer_models import MissingConditionalImportError
 __all__ = ["PATIENCE_S", "Outbox", "open_on_ranks", "require", "StagedFile", "UncaughtErrors", "warn_of_trouble"]
 
 PATIENCE_S = 120.0
-"""How many seconds the beginning and the end of a run wait for a service."""
+"""Seconds that the start and the end of a run wait for a service."""
 
 _CAPACITY_BYTES = 64 * 2**20
 
@@ -34,24 +34,23 @@ TResult = TypeVar("TResult")
 
 
 class Outbox:
-    """Make the calls to a service in order, on a thread of its own, so that training never waits for them.
+    """Ordered calls to a service on a thread of its own, so that training never waits for them.
 
-    - What waits is bounded by its size in memory. When there is no room, what is handed over is dropped, so that what
-      went before stays without gaps; calls that are kept, such as hyperparameters and the end of the run, are never
-      dropped, nor is one that finds nothing before it, however large it is.
-    - A call that raises costs itself alone; such calls are counted, and those after the first are lines of Python's log
-      at the level DEBUG.
-    - A service in trouble costs one `RuntimeWarning`, the first one that there is reason for. What is to be said later,
-      such as how much was dropped or may be lost, goes to Python's log at the level WARNING.
-    - `drain` and `close` wait for what is left, but no longer than `patience_s`, and then say how much that is. The
-      thread is a daemon: a service that hangs keeps no process alive.
+    - The queue is bounded by its size in memory. When it is full, new calls are dropped, so that the sent values have
+      no gaps; calls with `is_kept`, such as hyperparameters and the end of the run, are never dropped, nor is a call of
+      any size to an empty queue.
+    - A call that raises affects only itself. Errors are counted, and logged at the level DEBUG.
+    - A failing service causes one `RuntimeWarning`. Later messages, such as the number of dropped calls, are logged at
+      the level WARNING.
+    - `drain` and `close` wait at most `patience_s` for the rest, and report how much is left. The thread is a daemon: a
+      service that hangs cannot keep the process alive.
 
-    Before `open` or `begin`, calls are kept and not made. After `close` it can be opened again.
+    Before `open` or `begin`, calls are queued but not made. After `close` it can be opened again.
 
     Args:
-        service: Who the warnings are about.
-        patience_s: See above.
-        capacity_bytes: The bound.
+        service: The name of the service in warnings.
+        patience_s: Seconds to wait in `open`, `drain` and `close`.
+        capacity_bytes: The bound of the queue.
     """
 
     def __init__(self, service: str, *, patience_s: float = PATIENCE_S, capacity_bytes: int = _CAPACITY_BYTES) -> None:
@@ -61,7 +60,7 @@ class Outbox:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a thread that makes the calls: after `open` or `begin`, until `close`."""
+        """Whether the thread runs: after `open` or `begin`, until `close`."""
         return self._line.thread is not None
 
     @property
@@ -71,39 +70,39 @@ class Outbox:
 
     @property
     def num_errors(self) -> int:
-        """How many calls have raised."""
+        """The number of calls that raised."""
         return self._line.num_errors
 
     @property
     def num_dropped(self) -> int:
-        """How many calls were dropped."""
+        """The number of calls that were dropped."""
         return self._line.num_dropped
 
     def begin(self) -> None:
-        """Begin with the calls that are kept, where the service needs no first one."""
+        """Start the thread for a service that needs no first call."""
         self._start(self._line)
         atexit.register(self.drain)
 
     def open(self, connect: Callable[[], TResult], *raised: type[Exception]) -> TResult | None:
-        """Make the first call, wait for it, and begin with those that are kept.
+        """Make the first call, wait for it, and start with the queued ones.
 
         Args:
             connect: The first call.
-            *raised: Errors that are the user's to mend, such as a wrong argument. They are raised here.
+            *raised: Errors that the user must fix, such as a wrong argument. They are raised here.
 
         Returns:
-            What `connect` returned. `None`, with a warning, if it raised, so that nothing will be sent; or if it takes
-            too long, so that all that follows waits for it.
+            The value of `connect`. `None`, with a warning, if it raised, and then nothing will be sent; or if it takes
+            too long, and then all later calls wait for it.
         """
         line, answer = self._line, Future[TResult]()
         line.waiting.appendleft((lambda: _connect(line, connect, answer), 0))
         self._start(line)
         wait([answer], self.patience_s)
-        # Registered after what the service's client has registered, hence called before that client goes.
+        # Exit handlers run in reverse order, so this drains before the service's client shuts down.
         atexit.register(self.drain)
         if not answer.done():
             self._warn(
-                line, f"has not answered within {self.patience_s:g} s. Training goes on, and what is logged waits."
+                line, f"has not answered within {self.patience_s:g} s. Training continues, and logged values wait."
             )
             return None
         error = answer.exception()
@@ -115,11 +114,11 @@ class Outbox:
         return None
 
     def post(self, call: Callable[[], Any], *, size_bytes: int = 0, is_kept: bool = False) -> None:
-        """Hand over a call, and return at once.
+        """Queue a call, and return at once.
 
         Args:
-            call: What to do. Nobody sees what it returns.
-            size_bytes: How much memory it takes while it waits, roughly.
+            call: The call. Its return value is ignored.
+            size_bytes: The memory it takes in the queue, roughly.
             is_kept: Whether it must not be dropped.
         """
         line = self._line
@@ -144,7 +143,7 @@ class Outbox:
         line = self._line
         if line.thread is None:
             return not line.waiting
-        patience_s = 0.0 if line.has_given_up else self.patience_s  # who has hung for so long does so still
+        patience_s = 0.0 if line.has_given_up else self.patience_s  # one timeout per hanging service is enough
         with line.changed:
             line.changed.wait_for(lambda: not line.num_left, patience_s)
             num_left = line.num_left
@@ -154,10 +153,10 @@ class Outbox:
         return not num_left
 
     def close(self, finish: Callable[[], Any] | None = None) -> None:
-        """Make the last call, wait until all are done, and let the thread end.
+        """Make the last call, wait until all are done, and end the thread.
 
         Args:
-            finish: The last call, made if the first one was made well.
+            finish: The last call, made only if the first one succeeded.
         """
         line = self._line
         if line.thread is None:
@@ -172,7 +171,7 @@ class Outbox:
         atexit.unregister(self.drain)
         if line.num_errors > 1 or line.num_dropped > 1:
             _log.info("%s: %d calls failed and %d were dropped.", self.service, line.num_errors, line.num_dropped)
-        self._line = _Line()  # a thread that hangs keeps the old one
+        self._line = _Line()  # a hanging thread keeps the old one
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("service", "patience_s", "capacity_bytes")}
@@ -194,6 +193,7 @@ class Outbox:
                 call, size_bytes = line.waiting.popleft()
                 line.is_busy = True
             try:
+                # Outside the lock, or `post` would wait for the service.
                 call()
             except Exception as error:
                 self._take_error(line, error)
@@ -205,7 +205,7 @@ class Outbox:
     def _take_error(self, line: "_Line", error: Exception) -> None:
         line.num_errors += 1
         if line.num_errors == 1:
-            self._warn(line, f"did not take what was logged, and training goes on: {_named(error)}")
+            self._warn(line, f"did not take what was logged; training continues: {_named(error)}")
         _log.debug("%s did not take what was logged.", self.service, exc_info=error)
 
     def _warn(self, line: "_Line", text: str) -> None:
@@ -219,7 +219,7 @@ class Outbox:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """What waits for a service, and how far its thread is. Changed under `changed` only."""
+    """State of the queue and its thread, changed only under `changed`."""
 
     waiting: deque[tuple[Callable[[], Any], int]] = field(default_factory=deque)
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -258,16 +258,16 @@ def _named(error: BaseException) -> str:
 def open_on_ranks(
     outbox: Outbox, connect: Callable[[], TResult], *raised: type[Exception], is_enabled: bool = True
 ) -> list[TResult | None]:
-    """Open an outbox where it is used, and return what each rank got. Every rank must call this.
+    """Open an outbox on the ranks that use it, and return the result of each rank. Every rank must call this.
 
     Args:
-        outbox: What to open.
+        outbox: The outbox.
         connect: The first call.
-        *raised: Errors that are the user's to mend. They are raised on all ranks.
+        *raised: Errors that the user must fix. They are raised on all ranks.
         is_enabled: Whether this rank opens it.
 
     Returns:
-        By rank: what `connect` returned; `None` where it was not called, raised or took too long.
+        By rank, the value of `connect`; `None` if it was not called, raised or took too long.
     """
     found, error = None, None
     if is_enabled:
@@ -287,7 +287,7 @@ def open_on_ranks(
 
 
 def require(module: str, *, extra: str) -> Any:
-    """Import a library that an extra of this distribution brings.
+    """Import a library of an optional extra of this distribution.
 
     Raises:
         MissingConditionalImportError: If it is not installed.
@@ -296,16 +296,16 @@ def require(module: str, *, extra: str) -> Any:
         return import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != module.partition(".")[0]:
-            raise  # it is installed, and something that it needs is not
+            raise  # the library is installed, but one of its own dependencies is not
         raise MissingConditionalImportError(extra, module.partition(".")[0].replace("_", "-")) from error
 
 
 class StagedFile:
-    """A copy, which is deleted by `remove`, or when nobody has it any more: a call that was to send it may be dropped.
+    """Temporary copy of a file, deleted by `remove` or with its last reference, since a queued upload may be dropped.
 
     Args:
-        file: What is copied.
-        service: For the name of the copy's folder.
+        file: The file.
+        service: Part of the name of the copy's folder.
 
     Attributes:
         path: The copy, under the file's own name.
@@ -323,7 +323,7 @@ class StagedFile:
     def __init__(self, file: Path, service: str) -> None:
         folder = Path(mkdtemp(prefix=f"composer-{service}-"))
         self._remove = weakref.finalize(self, rmtree, folder, ignore_errors=True)
-        self._remove.atexit = False  # when Python ends, services still take what is left
+        self._remove.atexit = False  # services may still upload at interpreter exit
         self.path = folder / file.name
         copyfile(file, self.path)
 
@@ -333,9 +333,9 @@ class StagedFile:
 
 
 class UncaughtErrors:
-    """Notice the exception that ends the process, between `watch` and `stop`.
+    """Detection of an exception that ends the process, between `watch` and `stop`.
 
-    `sys.excepthook` is called as before, and put back afterwards unless somebody else has hooked in meanwhile.
+    `sys.excepthook` is still called, and restored afterwards unless another hook was installed meanwhile.
     """
 
     def __init__(self) -> None:
@@ -344,16 +344,16 @@ class UncaughtErrors:
         self._has_seen = False
 
     def watch(self) -> None:
-        """Begin."""
+        """Install the hook."""
         self._before, self._hook, self._has_seen = sys.excepthook, self._notice, False
         sys.excepthook = self._hook
 
     def has_failed(self) -> bool:
-        """Answer whether an exception is on its way, or has ended the process."""
+        """Return whether an exception is being handled, or has ended the process."""
         return self._has_seen or sys.exc_info()[1] is not None
 
     def stop(self) -> None:
-        """End."""
+        """Remove the hook."""
         if self._hook is not None and sys.excepthook is self._hook:
             sys.excepthook = self._before
         self._hook = None
@@ -364,7 +364,7 @@ class UncaughtErrors:
 
 
 def warn_of_trouble(message: str) -> None:
-    """Warn, with a `RuntimeWarning`; where warnings are errors, in Python's log at the level WARNING instead."""
+    """Issue a `RuntimeWarning`, or log at the level WARNING if warnings are errors."""
     try:
         warnings.warn(message, RuntimeWarning, stacklevel=3)
     except RuntimeWarning:

@@ -1,4 +1,4 @@
-"""The settings of a run, as text for its console."""
+"""Text for the console: settings of a run, tables and captured streams."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from composer_events.logger_destination import format_log_data_value
 __all__ = ["format_config", "table_as_json", "table_as_text", "to_stream", "to_plain", "StreamCapture"]
 
 _RULE = "*" * 30
-# A text that YAML reads as it stands: it begins like a word or a path, and no comment and no key begins in it.
+# A string that YAML reads without quotes: no comment and no key may begin in it.
 _PLAIN = re.compile(r"[A-Za-z_/](?:[\w./()=,+<>*-]| (?! |#|$)|:(?! |$))*")
 _OF_OTHER_KINDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 
@@ -32,14 +32,14 @@ def format_config(hyperparameters: Mapping[str, Any]) -> str:
         ******************************
     """
     named = {str(name): value for name, value in hyperparameters.items()}
-    with suppress(ValueError):  # of a name that is also the beginning of others: then they are shown as they are
+    with suppress(ValueError):  # a name that is also the prefix of others cannot be nested
         named = convert_flat_dict_to_nested_dict(named)
     lines = _to_yaml(to_plain(named))
     return "\n".join([_RULE, "Config:", *lines, _RULE])
 
 
 def _to_yaml(values: Mapping[str, Any], indent: str = "") -> list[str]:
-    """Return nested settings as lines of YAML."""
+    """Convert nested settings to lines of YAML."""
     lines: list[str] = []
     for name, value in sorted(values.items()):
         if isinstance(value, Mapping) and value:
@@ -50,7 +50,7 @@ def _to_yaml(values: Mapping[str, Any], indent: str = "") -> list[str]:
 
 
 def _scalar(value: Any) -> str:
-    """Return a value as YAML reads it back: the texts, numbers and lists of JSON are YAML, too."""
+    """Convert a value to YAML, of which JSON's strings, numbers and lists are a part."""
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _OF_OTHER_KINDS:
         return value
     if isinstance(value, Mapping):
@@ -59,27 +59,27 @@ def _scalar(value: Any) -> str:
         return f"[{', '.join(map(_quoted, value))}]"
     if isinstance(value, float):
         return _float(value)
-    # Escaped where a reader of YAML, or the console, takes no such character.
+    # Characters that YAML readers or the console reject are escaped.
     return json.dumps(value, ensure_ascii=not (isinstance(value, str) and value.isprintable()))
 
 
 def _quoted(item: Any) -> str:
-    """Return an item of a list or of a mapping on one line, where a comma ends a text that stands as it is."""
+    """Convert an item of a list or mapping, where an unquoted string would end at a comma."""
     return json.dumps(item, ensure_ascii=not item.isprintable()) if isinstance(item, str) else _scalar(item)
 
 
 def _float(value: float) -> str:
     if math.isfinite(value):
         text = repr(float(value))
-        return text if "." in text or "e" not in text else text.replace("e", ".0e")  # a text to YAML 1.1 without a dot
+        return text if "." in text or "e" not in text else text.replace("e", ".0e")  # YAML 1.1 needs the dot
     return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
 
 
-_WIDEST = 60  # characters; one long text must not push all other columns off the screen
+_WIDEST = 60  # characters; longer text would push the other columns off the screen
 
 
 def table_as_json(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table as pandas writes it with `to_json(orient='split', index=False)`, other letters as they are.
+    """Return a table as pandas' `to_json(orient='split', index=False)`, without escapes of non-ASCII letters.
 
     Example:
         >>> table_as_json(["a", "b"], [[1, "x"]])
@@ -90,7 +90,7 @@ def table_as_json(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def table_as_text(columns: Sequence[str], rows: Sequence[Sequence[Any]], indent: str = "") -> str:
-    """Return a table with its columns below each other, numbers to the right.
+    """Return a table with aligned columns, numbers to the right.
 
     Example:
         >>> print(table_as_text(["name", "loss"], [["first", 0.51234], ["b", 12.0]]))
@@ -129,7 +129,7 @@ def _cell(value: Any) -> str:
 
 
 def _to_json(value: Any) -> Any:
-    """Turn what JSON does not know into what it does: numbers of NumPy and tensors, or text."""
+    """Convert NumPy numbers and tensors for JSON, and other objects to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -137,11 +137,11 @@ _NAMES = ("stdout", "stderr")
 
 
 def to_stream(stream: Any) -> str | TextIO:
-    """Return a stream, or the name of one of Python's, which is looked up when it is written to.
+    """Check a stream; the names `'stdout'` and `'stderr'` are kept and looked up at each write.
 
     Raises:
-        TypeError: If nothing can be written to it.
-        ValueError: If it is another word.
+        TypeError: If it is not writable.
+        ValueError: If it is another string.
     """
     if isinstance(stream, str) and stream.lower() in _NAMES:
         return stream.lower()
@@ -155,7 +155,7 @@ _DEEPEST = 50
 
 
 def to_plain(value: Any, outer: tuple[int, ...] = ()) -> Any:
-    """Return a value with texts in place of what JSON cannot have, such as keys and what contains itself."""
+    """Return a value for JSON, with text in place of unsupported keys, objects and recursive containers."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     within = (*outer, id(value))
@@ -169,16 +169,16 @@ def to_plain(value: Any, outer: tuple[int, ...] = ()) -> Any:
 def _text(value: Any) -> str:
     try:
         return str(value)
-    except Exception as error:  # whatever somebody else's object raises
+    except Exception as error:  # a foreign object's __str__ may raise anything
         return f"<{type(value).__name__}: {type(error).__name__}>"
 
 
 class StreamCapture:
-    """Hand what is written to `sys.stdout` or `sys.stderr` to a listener as well.
+    """Copy of the writes to `sys.stdout` or `sys.stderr` for a listener.
 
     Args:
         name: `'stdout'` or `'stderr'`; the stream that has this name now.
-        listen: Called with each text, after the stream has it.
+        listen: Called with each text, after the stream has written it.
     """
 
     def __init__(self, name: str, listen: Callable[[str], None]) -> None:
@@ -190,9 +190,9 @@ class StreamCapture:
         self._stream.write = self._hook
 
     def stop(self) -> None:
-        """Put back what was there, and listen no more."""
+        """Restore the stream, and stop listening."""
         self._listen = None
-        # Whoever has hooked in after this calls it still, and it only passes on.
+        # A hook installed on top of this one must keep working; this one then only passes the text on.
         if self._stream.write is not self._hook:
             return
         if self._was_own:

@@ -16,35 +16,35 @@ __all__ = ["CometMLLogger"]
 
 _OPACITY = 0.6  # of a mask over its image
 _COLOURS = 255 * np.array(
-    # those of the classes, which repeat: Okabe and Ito's, told apart by most people's eyes
+    # Colors of the classes, which repeat: Okabe and Ito's palette, safe for color blindness.
     [[0, 0, 0], [0.9, 0.6, 0], [0.35, 0.7, 0.9], [0, 0.6, 0.5], [0.95, 0.9, 0.25], [0, 0.45, 0.7], [0.8, 0.4, 0]]
 )
 
 
 class CometMLLogger(LoggerDestination):
-    """Logs to Comet: settings, values, tables, and images with masks.
+    """Logger for Comet: hyperparameters, metrics, tables, and images with masks.
 
-    All calls to Comet are made on a thread of their own, in order. Without a network, give
+    All calls to Comet are made on a thread of their own, in order. Without a network, pass
     `exp_kwargs={'online': False}` and upload the archive later with `comet upload`.
 
     Args:
         workspace: The workspace.
         project_name: The project.
-        log_code: Whether Comet keeps the source code.
-        log_graph: Whether Comet keeps the graph of the model.
-        name: What the experiment is called; by default the `run_name` of the Trainer. `-rank<r>` is added where every
-            rank has one.
+        log_code: Whether Comet stores the source code.
+        log_graph: Whether Comet stores the graph of the model.
+        name: The name of the experiment; by default the `run_name` of the Trainer. If every rank has an experiment,
+            `-rank<r>` is added.
         rank_zero_only: Whether only rank 0 logs. Otherwise each rank has an experiment.
         exp_kwargs: Further arguments of `comet_ml.Experiment`; `online=False` makes it an `OfflineExperiment`.
-        patience_s: How many seconds the beginning of the run, and its end, wait for Comet.
+        patience_s: Seconds that the start and the end of the run wait for Comet.
 
     Attributes:
-        experiment: The experiment; `None` on ranks that do not log, and where Comet cannot be reached.
-        name: What it is called, from INIT on.
+        experiment: The experiment; `None` on ranks that do not log, and if Comet cannot be reached.
+        name: The name of the experiment, from INIT on.
 
     Raises:
         MissingConditionalImportError: If comet-ml is not installed; the extra `comet` brings it.
-        ValueError, TypeError: If Comet cannot take the arguments, or knows no key of an account.
+        ValueError, TypeError: If Comet rejects the arguments, or has no API key.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class CometMLLogger(LoggerDestination):
             self._outbox.open(lambda: self._begin(comet_ml), ValueError, TypeError)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Log the settings of the run."""
+        """Log hyperparameters."""
         if self._enabled:
             snapshot = Snapshot(hyperparameters)
             self._outbox.post(lambda: self.experiment.log_parameters(snapshot.read()), is_kept=True)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log values at a step."""
+        """Log metrics at a step."""
         if self._enabled:
             snapshot = Snapshot(metrics)
             self._outbox.post(
@@ -112,10 +112,10 @@ class CometMLLogger(LoggerDestination):
         mask_class_labels: dict[int, str] | None = None,
         use_table: bool = True,
     ) -> None:
-        """Log each image as `<name>_<i>`, and for each of its masks the image with the mask over it, and the mask.
+        """Log each image as `<name>_<i>`, and for each of its masks the image with an overlay, and the mask.
 
         Raises:
-            ValueError: If something is no image, or masks do not fit them.
+            ValueError: If an item is not an image, or masks do not fit the images.
         """
         if not self._enabled:
             return
@@ -128,12 +128,12 @@ class CometMLLogger(LoggerDestination):
             self.name = self.name or state.run_name
             if not self.rank_zero_only:
                 self.name += f"-rank{get_global_rank()}"
-            if not self._outbox.is_open:  # another run, after an earlier one has ended
+            if not self._outbox.is_open:  # a second run after `post_close`
                 self._outbox.open(lambda: self._begin(require("comet_ml", extra="comet")), ValueError, TypeError)
             self._outbox.post(lambda: self.experiment.set_name(self.name), is_kept=True)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait until what was logged has been handed to Comet."""
+        """Wait until all calls to Comet are done."""
         self._outbox.drain()
 
     def post_close(self) -> None:
@@ -142,13 +142,13 @@ class CometMLLogger(LoggerDestination):
             self._outbox.close(lambda: self.experiment.end())
 
     def _begin(self, comet_ml: Any) -> None:
-        """Begin an experiment, on the outbox's thread: Comet's client takes minutes to give up on a server."""
+        """Start an experiment on the outbox's thread, since Comet's client takes minutes to give up on a server."""
         arguments = dict(self._arguments)
         kind = comet_ml.Experiment if arguments.pop("online", True) else comet_ml.OfflineExperiment
         experiment = kind(**arguments)
         if not experiment.alive:
             raise ConnectionError("the experiment was not begun, and Comet's own log says why.")
-        experiment.log_other("Created from", "mosaicml-composer")  # by which Comet knows such runs
+        experiment.log_other("Created from", "mosaicml-composer")  # the value by which Comet identifies such runs
         self.experiment = experiment
 
     def _send_images(self, logged: LoggedImages, name: str, step: int | None) -> None:

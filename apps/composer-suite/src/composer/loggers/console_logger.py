@@ -1,4 +1,4 @@
-"""What was measured, as lines of text: for runs whose output goes to a file."""
+"""Metrics as lines of text, for runs whose output goes to a file."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,31 +15,31 @@ from composer_time import Time, TimeUnit
 
 __all__ = ["NUM_EVAL_LOGGING_EVENTS", "ConsoleLogger"]
 
-_BATCH: Final = TimeUnit.BATCH  # looking it up on the class runs Python code in Python 3.11, and each batch asks
+_BATCH: Final = TimeUnit.BATCH  # an enum lookup runs Python code in Python 3.11, and this is needed in each batch
 
 NUM_EVAL_LOGGING_EVENTS = 11
-"""How many lines at most say how far one evaluation is."""
+"""The largest number of progress lines in one evaluation."""
 
 
 class ConsoleLogger(BufferedDestination):
-    """Writes the metrics of training at intervals and those of each evaluation at its end, as text.
+    """Logger that writes training metrics at intervals and evaluation metrics at the end of each evaluation, as text.
 
-    What was measured between two blocks appears in the next one, with its latest value. Tables have rows and columns on
-    a terminal and in a notebook; in a file or a pipe each is a line of JSON. Every rank writes; the settings of the run
-    are written once, by local rank 0.
+    Values logged between two blocks appear in the next one, with the latest value of each. Tables are laid out in
+    columns on a terminal and in a notebook; in a file or a pipe each is a line of JSON. Every rank writes; the settings
+    of the run are written once, by local rank 0.
 
     Args:
-        log_interval: How often: epochs (`'1ep'`, or a bare number) or batches (`'10ba'`). The first one is always
-            written, and what is left at the end.
+        log_interval: The interval in epochs (`'1ep'`, or a bare number) or batches (`'10ba'`). The first one is always
+            written, and the rest at the end.
         stream: `'stderr'`, `'stdout'` or a text stream.
-        log_traces: Whether to write which algorithms acted, too.
+        log_traces: Whether to write the actions of algorithms, too.
 
     Attributes:
-        tables: The tables that were logged, as JSON.
+        tables: The logged tables, as JSON.
 
     Raises:
-        TypeError: If an argument is of another kind.
-        ValueError: If the interval is in another unit, or the stream is another word.
+        TypeError: If an argument has the wrong type.
+        ValueError: If the interval is in another unit, or the stream is another string.
 
     Example:
         >>> from types import SimpleNamespace
@@ -73,17 +73,17 @@ class ConsoleLogger(BufferedDestination):
         self._last_batch: int | None = None  # of the latest block of training
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Keep the settings of the run, which are written when it begins."""
+        """Keep hyperparameters, which are written when the run starts."""
         self.hparams.update(hyperparameters)
 
     def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
-        """Keep the values for the next block."""
+        """Keep metrics for the next block."""
         for metrics, _, _, _ in logged:
             self._logged.update(metrics)
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """What the next block will have."""
+        """The values of the next block."""
         self.catch_up()
         return self._logged
 
@@ -95,12 +95,12 @@ class ConsoleLogger(BufferedDestination):
     def log_table(
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
     ) -> None:
-        """Keep the table, which is written with every block from now on."""
+        """Keep a table, which is written with every block from now on."""
         self.tables[name] = table_as_json(columns, rows)
         self._tables_as_text[name] = table_as_text(columns, rows, indent="\t   ")
 
     def log_traces(self, traces: dict[str, Any]) -> None:
-        """Write which algorithms acted, if that is wanted."""
+        """Write the actions of algorithms, if `log_traces` is set."""
         if self.should_log_traces:
             for name, trace in traces.items():
                 self._write(f"[trace]: {name}: {format_log_data_value(trace)}")
@@ -114,7 +114,7 @@ class ConsoleLogger(BufferedDestination):
         self._show_hparams()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Write a block if the interval counts batches and is over."""
+        """Write a block at the interval, if it counts batches."""
         interval = self.log_interval
         if interval.unit is not _BATCH:
             return
@@ -122,19 +122,19 @@ class ConsoleLogger(BufferedDestination):
             self._show_training(state)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Write a block if the interval counts epochs and is over."""
+        """Write a block at the interval, if it counts epochs."""
         unit, every = self.log_interval.unit, self.log_interval.value
         if unit is TimeUnit.EPOCH and (state.timestamp.num_epochs % every == 0 or self._last_batch is None):
             self._show_training(state)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Write what has not been written yet."""
+        """Write the remaining values."""
         if self._last_batch != state.timestamp.num_batches:
             self._show_training(state)
         self.logged_metrics.clear()
 
     def eval_start(self, state: State, logger: Logger) -> None:
-        """Choose the batches after which to say how far the evaluation is."""
+        """Choose the batches after which to write the progress."""
         self._show_hparams()
         self.logged_metrics.clear()
         length = 0 if state.dataloader_len is None else int(state.dataloader_len)
@@ -143,10 +143,10 @@ class ConsoleLogger(BufferedDestination):
         else:
             steps = NUM_EVAL_LOGGING_EVENTS - 1
             chosen = (round(1 + (length - 1) * step / steps) for step in range(steps))
-        self.eval_batch_idxs_to_log = list(chosen)  # without the last one, which the metrics follow
+        self.eval_batch_idxs_to_log = list(chosen)  # without the last batch, after which the metrics follow
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
-        """Say how far the evaluation is."""
+        """Write the progress of the evaluation."""
         if state.eval_timestamp.num_batches in self.eval_batch_idxs_to_log:
             self._write(_progress_of_evaluation(state))
 
@@ -160,13 +160,13 @@ class ConsoleLogger(BufferedDestination):
 
         Args:
             data: Values by name.
-            state: Says how far training or evaluation is.
-            prefix: Comes before each name.
-            is_train: Whether the block is about training.
+            state: Provides the progress of training or evaluation.
+            prefix: The prefix of each name.
+            is_train: Whether the block is for training.
         """
         progress = _progress_of_training(state) if is_train else _progress_of_evaluation(state)
         lines = [f"\n\t {prefix}{name}: {format_log_data_value(value)}" for name, value in data.items()]
-        # Where a person reads, a table has rows; elsewhere it is one line for programs.
+        # Columns are for people; files and pipes are read by programs.
         tables = {name: f"\n{text}" for name, text in self._tables_as_text.items()} if self._is_read() else self.tables
         lines += [f"\n\t {prefix}{name}: {table}" for name, table in tables.items()]
         self._write(progress + (":" if progress and data else "") + "".join(lines))
@@ -191,7 +191,7 @@ class ConsoleLogger(BufferedDestination):
         return is_notebook() or getattr(self._file(), "isatty", lambda: False)()
 
     def _file(self) -> TextIO:
-        # Looked up late, so that a stream that was redirected meanwhile is the one written to.
+        # Looked up at each write, so that a redirected stream is respected.
         return getattr(sys, self._stream) if isinstance(self._stream, str) else self._stream
 
 
@@ -204,7 +204,7 @@ def _progress_of_training(state: State) -> str:
         return f"[{duration.unit.name.lower()}={now}/{duration.value}]"
     stamp, length = state.timestamp, state.dataloader_len
     epoch, batch = stamp.num_epochs + 1, stamp.num_batches_in_epoch
-    if batch == 0 and epoch > 1:  # right after an epoch, which is the one to speak of
+    if batch == 0 and epoch > 1:  # EPOCH_END is logged for the epoch that has just ended
         before = state.previous_timestamp
         epoch, batch = epoch - 1, int(before.batch_in_epoch) if before is not None else 0
     return f"[epoch={epoch}][batch={batch}{'' if length is None else f'/{int(length)}'}]"

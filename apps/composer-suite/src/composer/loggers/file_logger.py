@@ -1,4 +1,4 @@
-"""Everything that is logged, and what the process writes to its console, in one file for each rank."""
+"""Log file per rank, with everything that is logged and the console output of the process."""
 
 import logging
 import os
@@ -28,32 +28,31 @@ _log = logging.getLogger(__name__)
 
 
 class FileLogger(LoggerDestination):
-    """Writes a line for each thing that is logged, and copies there what the process prints.
+    """Logger that writes one line per logged value to a file, and copies the console output there.
 
-    Each rank writes its own file. Lines stand in the order in which they were logged; one with a value that a device is
-    still computing is written as soon as it is there, without waiting for it, and those behind it with it. What a full
-    disk refuses is kept and written later, with one warning.
+    Each rank writes its own file, in the order of logging. A line with a tensor that a device is still computing, and
+    the lines behind it, are written when its value is there; the logger does not synchronize. Text that a full disk
+    rejects is kept and written later, with one warning.
 
     Args:
-        filename: Where to. `{run_name}`, `{rank}`, `{local_rank}`, `{node_rank}`, `{world_size}` and
-            `{local_world_size}` are known.
-        remote_file_name: What the file is called where a logger keeps files, such as a `RemoteUploaderDownloader`; the
-            same placeholders. By default as `filename`.
-        capture_stdout: Whether to copy what is written to `sys.stdout`, from now until the Trainer is closed.
+        filename: The path, with the placeholders `{run_name}`, `{rank}`, `{local_rank}`, `{node_rank}`, `{world_size}`
+            and `{local_world_size}`.
+        remote_file_name: The name of the file for loggers that upload it, such as a `RemoteUploaderDownloader`, with
+            the same placeholders. By default `filename`.
+        capture_stdout: Whether to copy `sys.stdout`, from now until the Trainer is closed.
         capture_stderr: The same for `sys.stderr`.
-        buffer_size: How many bytes are gathered before they go to the file: 1 for each line at once, 0 for each piece,
-            less than 0 for what is usual on this system.
-        log_traces: Whether to write which algorithms acted, too.
-        flush_interval: After how many batches, or epochs, the file is brought safely to the disk and uploaded. That
-            also happens before each epoch and each evaluation and at the end.
-        overwrite: Whether a file that is there may be replaced. A run that is resumed (`Trainer(autoresume=True)`)
-            goes on at its end.
+        buffer_size: The number of bytes to buffer: 1 for line buffering, 0 for none, less than 0 for the default of the
+            system.
+        log_traces: Whether to write the actions of algorithms, too.
+        flush_interval: The number of batches, or epochs, between syncs of the file to the disk and its uploads. They
+            also happen before each epoch and each evaluation and at the end.
+        overwrite: Whether an existing file may be replaced. A resumed run (`Trainer(autoresume=True)`) appends to it.
 
     Attributes:
-        is_resuming: Whether a file that is there is continued. The Trainer sets it.
+        is_resuming: Whether to append to an existing file. The Trainer sets it.
 
     Raises:
-        TypeError: If an argument is of another kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If `flush_interval` is less than 1.
     """
 
@@ -83,11 +82,11 @@ class FileLogger(LoggerDestination):
         self._run_name: str | None = None
         self._file: KeptFile | None = None
         self._pid = os.getpid()
-        self._lock = RLock()  # several threads print, and what is written may itself have something printed
+        self._lock = RLock()  # several threads print, and writing may itself print something in the same thread
         self._pending: deque[_Entry] = deque()
         self._is_writing = False
         self._is_at_line_start = True
-        self._state: State | None = None  # from `close` on
+        self._state: State | None = None  # set by `close`
         self._is_uploaded_whole = False
         self._captured = [name for name, wanted in (("stdout", capture_stdout), ("stderr", capture_stderr)) if wanted]
         self._captures: list[StreamCapture] = []
@@ -98,25 +97,25 @@ class FileLogger(LoggerDestination):
         """The path of this rank's file.
 
         Raises:
-            RuntimeError: Before `Event.INIT`, since the name of the run is not known.
+            RuntimeError: Before `Event.INIT`, since the run's name is unknown.
         """
         return self._formatted(self.filename_format)
 
     @property
     def remote_file_name(self) -> str:
-        """What the file is called where it is uploaded to.
+        """The name of the uploaded file.
 
         Raises:
-            RuntimeError: Before `Event.INIT`, since the name of the run is not known.
+            RuntimeError: Before `Event.INIT`, since the run's name is unknown.
         """
         return self._formatted(self.remote_file_name_format.replace("\\", "/")).lstrip("/")
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Write the settings of the run."""
+        """Write hyperparameters."""
         self._log(hyperparameters, lambda name, value: f"[hyperparameter]: {name}: {value} \n")
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Write values, with the batch that they belong to."""
+        """Write metrics, with their batch."""
         self._log(metrics, lambda name, value: f"[metric][batch={step}]: {name}: {value} \n")
 
     def log_table(
@@ -126,16 +125,16 @@ class FileLogger(LoggerDestination):
         self._add(_Entry(f"[table]: {name}: {table_as_json(columns, rows)}\n"))
 
     def log_traces(self, traces: dict[str, Any]) -> None:
-        """Write which algorithms acted, if that is wanted."""
+        """Write the actions of algorithms, if `log_traces` is set."""
         if self.should_log_traces:
             self._log(traces, lambda name, value: f"[trace]: {name}:{value}\n")
 
     def init(self, state: State, logger: Logger) -> None:
-        """Open the file, and write what has come until now.
+        """Open the file, and write the lines logged so far.
 
         Raises:
             RuntimeError: If it is open already.
-            FileExistsError: If there is such a file, and it is neither to be replaced nor to be continued.
+            FileExistsError: If it exists, and is neither replaced nor continued.
         """
         if self._file is not None:
             raise RuntimeError(f"The file {self.filename!r} is open already. Close that Trainer first.")
@@ -152,48 +151,48 @@ class FileLogger(LoggerDestination):
         self._write_pending()
 
     def epoch_start(self, state: State, logger: Logger) -> None:
-        """Bring the file to the disk."""
+        """Sync the file to the disk."""
         self._flush(logger)
 
     def eval_start(self, state: State, logger: Logger) -> None:
-        """Bring the file to the disk."""
+        """Sync the file to the disk."""
         self._flush(logger)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Write what has become known, and at the interval bring the file to the disk."""
+        """Write the lines whose values are known, and sync the file at the interval."""
         self._write_pending()
         if state.timestamp.num_batches % self.flush_interval == 0:
             self._flush(logger)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Bring the file to the disk, at the interval."""
+        """Sync the file at the interval."""
         if state.timestamp.num_epochs % self.flush_interval == 0:
             self._flush(logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Write everything, and bring the file to the disk."""
+        """Write everything, and sync the file."""
         self._write_pending(waits=True)
         self._flush(logger)
 
     def close(self, state: State, logger: Logger) -> None:
-        """Write and upload everything, and let go of the console."""
+        """Write and upload everything, and release the console."""
         error = sys.exc_info()[1]
-        if error is not None and "stderr" in self._captured:  # Python prints it when nobody listens any more
+        if error is not None and "stderr" in self._captured:  # Python prints it only after the capture has ended
             self._add(_Entry("".join(traceback.format_exception(error)), "[stderr]: "))
         for capture in self._captures:
             capture.stop()
         self._captures.clear()
         if self._file is not None:
             self._write_pending(waits=True)
-            self._is_uploaded_whole, self._state = True, state  # a line that comes during the upload says otherwise
+            self._is_uploaded_whole, self._state = True, state  # reset by a line that is logged during the upload
             try:
                 self._flush(logger)
-            except Exception:  # `post_close`, which tries once more, is not called after an error
+            except Exception:  # `post_close`, which retries, is not called if this raises
                 self._is_uploaded_whole = False
                 _log.exception("%s could not be uploaded.", self.filename)
 
     def post_close(self) -> None:
-        """Write what the others have logged while they closed, and let go of the file."""
+        """Write the lines that others have logged while they closed, and close the file."""
         if self._file is None:
             return
         try:
@@ -206,7 +205,7 @@ class FileLogger(LoggerDestination):
             self._file = self._state = None
 
     def _upload_once_more(self, state: State) -> None:
-        """Upload where files are still taken: by the destinations that close after this one."""
+        """Upload to the destinations that close after this one, which still accept files."""
         is_later = False
         for callback in tuple(state.callbacks):
             is_later |= callback is self
@@ -215,7 +214,7 @@ class FileLogger(LoggerDestination):
             if is_later:
                 try:
                     callback.upload_file(state, self.remote_file_name, Path(self.filename), overwrite=True)
-                except Exception:  # the others are to have it all the same
+                except Exception:  # one failing destination must not keep the file from the others
                     _log.exception("%s has not got the last lines of %s.", type(callback).__name__, self.filename)
             else:
                 _log.warning(
@@ -227,7 +226,7 @@ class FileLogger(LoggerDestination):
     def _capture(self) -> None:
         if self._captures:
             return
-        # Not to keep alive a logger that no Trainer has ever taken, and with it everything that is printed.
+        # A weak reference, or a logger without a Trainer would stay alive with everything that is printed.
         this = weakref.ref(self)
 
         def listen_to(name: str) -> Callable[[str], None]:
@@ -245,7 +244,7 @@ class FileLogger(LoggerDestination):
         def render() -> str:
             try:
                 known = snapshot.read()
-            except RuntimeError as error:  # of a device that has failed, which must not cost the lines behind this one
+            except RuntimeError as error:  # a failed device must not cost the lines behind this one
                 known = dict.fromkeys(snapshot.values, f"not known, since the device has failed: {error}")
             return "".join(line(name, format_log_data_value(value)) for name, value in known.items())
 
@@ -259,7 +258,7 @@ class FileLogger(LoggerDestination):
         self._write_pending()
 
     def _begin_in_child(self) -> None:
-        """Start afresh in a process that was forked, such as a dataloader's worker: what waits is its parent's."""
+        """Reset in a forked process, such as a dataloader's worker: pending lines belong to the parent."""
         self._pid = os.getpid()
         self._lock = RLock()  # another thread of the parent may have held it
         self._pending.clear()
@@ -268,7 +267,7 @@ class FileLogger(LoggerDestination):
             self._file.begin_in_child()
 
     def _write_pending(self, waits: bool = False) -> None:
-        """Write what is known, in order, or wait until it is."""
+        """Write the leading lines whose values are known, or all if it `waits`."""
         with self._lock:
             if self._file is None or self._is_writing:
                 return
@@ -282,7 +281,7 @@ class FileLogger(LoggerDestination):
                 self._is_writing = False
 
     def _with_prefix(self, entry: "_Entry") -> str:
-        """Put the prefix before each line, but not before one that is empty or goes on with what was there."""
+        """Return the text with the prefix before each line, except empty and continued lines."""
         text = entry.text if isinstance(entry.text, str) else entry.text()
         if entry.prefix:
             pieces: list[str] = []
@@ -313,7 +312,7 @@ def _keeps_files(destination: LoggerDestination) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What is to be written, or a function that says it."""
+    """Text to write, or a function that returns it."""
 
     text: str | Callable[[], str]
     prefix: str = ""
@@ -322,5 +321,5 @@ class _Entry:
     def is_known(self) -> bool:
         try:
             return self.snapshot is None or self.snapshot.is_ready()
-        except RuntimeError:  # there is nothing to wait for on a device that has failed
+        except RuntimeError:  # a failed device will never deliver the value
             return True

@@ -1,4 +1,4 @@
-"""Everything that was logged, kept in memory."""
+"""Logger that keeps everything in memory."""
 
 import datetime
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ __all__ = ["InMemoryLogger"]
 
 
 class InMemoryLogger(BufferedDestination):
-    """Keeps what is logged, with the time in training at which it was.
+    """Logger that keeps all values in memory, with the timestamp of each.
 
     Attributes:
         hyperparameters: The settings of the run.
@@ -29,7 +29,8 @@ class InMemoryLogger(BufferedDestination):
 
     def __init__(self) -> None:
         self._data: dict[str, list[tuple[Timestamp, Any]]] = {}
-        # What each call logged, and when: two lists, for a list of pairs would give the garbage collector more to do.
+        # The values and timestamps of each call: two lists, because a list of pairs would cost the garbage collector
+        # more.
         self._unsorted: list[dict[str, Any]] = []
         self._stamps: list[Timestamp] = []
         self.hyperparameters: dict[str, Any] = {}
@@ -37,26 +38,26 @@ class InMemoryLogger(BufferedDestination):
         self.state: State | None = None
 
     def init(self, state: State, logger: Logger) -> None:
-        """Find out where the time is."""
+        """Keep the state, whose timestamp dates the values."""
         self.state = state
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Keep the settings of the run."""
+        """Keep hyperparameters."""
         self.hyperparameters.update(hyperparameters)
 
     def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
-        """Keep values, with the timestamp of when they were logged; tensors stay on their device."""
+        """Keep metrics with their timestamp; tensors stay on their device."""
         for _, copies, timestamp, _ in logged:
             if timestamp is None:
                 assert self.state is not None, "Event.INIT comes first"
                 timestamp = self.state.timestamp.copy()
-            # They are sorted by metric when somebody looks, and training need not wait for that.
+            # Sorted by metric only when `data` is read, to save time in training.
             self._stamps.append(timestamp)
             self._unsorted.append(copies)
 
     @property
     def data(self) -> dict[str, list[tuple[Timestamp, Any]]]:
-        """For each metric, its values with the timestamps."""
+        """The values of each metric, with timestamps."""
         self.catch_up()
         for now, values in zip(self._stamps, self._unsorted, strict=True):
             for name, value in values.items():
@@ -72,7 +73,7 @@ class InMemoryLogger(BufferedDestination):
 
     @property
     def most_recent_timestamps(self) -> dict[str, Timestamp]:
-        """When that was."""
+        """The timestamp of the latest value of each metric."""
         return {name: entries[-1][0] for name, entries in self.data.items()}
 
     def log_table(
@@ -82,18 +83,18 @@ class InMemoryLogger(BufferedDestination):
         self.tables[name] = table_as_json(columns, rows)
 
     def get_timeseries(self, metric: str) -> "dict[str, NDArray[Any]]":
-        """Return the values of one metric, and beside them each field of their timestamps.
+        """Return the values of a metric, and each field of their timestamps.
 
         Args:
-            metric: Its name.
+            metric: The name of the metric.
 
         Returns:
-            Arrays of one length, the values under the metric's name; durations are in seconds.
+            Arrays of equal length, with the values under the metric's name; durations are in seconds.
 
         Raises:
-            ValueError: If it has not been logged.
+            ValueError: If the metric has not been logged.
         """
-        import numpy as np  # here, since nothing else of this module needs it
+        import numpy as np  # here, because nothing else in this module needs it
 
         if metric not in self.data:
             raise ValueError(f"metric={metric!r} has not been logged. Logged were: {', '.join(self.data) or 'none'}.")

@@ -32,15 +32,15 @@ _UNITY_CATALOG = "databricks-uc"
 
 
 class MLFlowModels:
-    """What an MLFlowLogger does with models.
+    """Registration and storage of models in MLflow.
 
     Args:
         mlflow: The module.
-        model_registry_prefix: Comes before the names of registered models, with a dot.
-        model_registry_uri: Where the registry is.
+        model_registry_prefix: Prefix of the names of registered models, before a dot.
+        model_registry_uri: The URI of the registry.
 
     Raises:
-        ValueError: If the registry is Unity Catalog, and the prefix is no `catalog.schema`.
+        ValueError: If the registry is Unity Catalog, and the prefix is not of the form `catalog.schema`.
     """
 
     def __init__(self, mlflow: Any, model_registry_prefix: str, model_registry_uri: str | None) -> None:
@@ -57,7 +57,7 @@ class MLFlowModels:
 
     @property
     def client(self) -> Any:
-        """The client of MLflow, an `MlflowClient`, made when it is first needed."""
+        """The `MlflowClient`, created on first use."""
         if self._client is None:
             self._client = self._mlflow.MlflowClient(self._mlflow.get_tracking_uri(), self.model_registry_uri)
         return self._client
@@ -68,9 +68,9 @@ class MLFlowModels:
         """Register a model that was logged, and return its version.
 
         Args:
-            model_uri: Where it is, such as what `log_model` returned.
-            name: What it is called, after the prefix.
-            await_registration_for: How many seconds to wait until it is ready.
+            model_uri: The URI of the model, as returned by `log_model`.
+            name: The name, after the prefix.
+            await_registration_for: Seconds to wait until it is ready.
             tags: Tags of the version.
         """
         return self._mlflow.register_model(
@@ -83,12 +83,12 @@ class MLFlowModels:
     def register_model_with_run_id(
         self, model_uri: str, name: str, await_creation_for: int = 300, tags: dict[str, Any] | None = None
     ) -> Any:
-        """Register a model as one of this run, and return its version.
+        """Register a model as a result of this run, and return its version.
 
         Args:
-            model_uri: Where its files are.
-            name: What it is called, after the prefix.
-            await_creation_for: How many seconds to wait until it is ready.
+            model_uri: The URI of its files.
+            name: The name, after the prefix.
+            await_creation_for: Seconds to wait until it is ready.
             tags: Tags of the version.
         """
         from mlflow.exceptions import MlflowException  # loaded already
@@ -109,7 +109,7 @@ class MLFlowModels:
         )
 
     def save_model(self, flavor: str, **kwargs: Any) -> None:
-        """Save a model in MLflow's form.
+        """Save a model in MLflow's format.
 
         Args:
             flavor: `'transformers'`.
@@ -121,7 +121,7 @@ class MLFlowModels:
         self._flavor(flavor).save_model(**kwargs)
 
     def log_model(self, flavor: str, **kwargs: Any) -> Any:
-        """Log a model with the run, and return what MLflow knows of it, such as its `model_uri`.
+        """Log a model with the run, and return MLflow's description of it, with its `model_uri`.
 
         Args:
             flavor: `'transformers'`.
@@ -134,26 +134,26 @@ class MLFlowModels:
 
     def _flavor(self, flavor: str) -> Any:
         if flavor != "transformers":
-            raise NotImplementedError(f"flavor={flavor!r} is none of those that can be saved: 'transformers'.")
+            raise NotImplementedError(f"flavor={flavor!r} cannot be saved. Use 'transformers'.")
         return self._mlflow.transformers
 
     def _registered_name(self, name: str) -> str:
         return f"{self.model_registry_prefix}.{name}" if self.model_registry_prefix else name
 
 
-# What MLflow takes in one request.
+# MLflow's limits for one request.
 _MOST_METRICS = 1000
 _MOST_PARAMS = 100
 
-_INVALID = "INVALID_PARAMETER_VALUE"  # what MLflow calls a name that it does not take
+_INVALID = "INVALID_PARAMETER_VALUE"  # MLflow's code for a metric name that it rejects
 
-# By environment variable: how MLflow's client asks once, and not for minutes.
+# Makes MLflow's client try once; by default it retries for minutes.
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What a run is called and where it belongs."""
+    """Names and tags of a run."""
 
     experiment_name: str
     run_name: str
@@ -162,12 +162,12 @@ class RunSettings:
 
 
 class Batch:
-    """Values that wait to be sent in one request.
+    """Buffered values that are sent in one request.
 
     Args:
         client: An `MlflowClient`.
         run_id: The run.
-        buffer_seconds: How old the oldest one gets.
+        buffer_seconds: The age of the oldest value at which the buffer is sent.
     """
 
     def __init__(self, client: Any, run_id: str, buffer_seconds: float) -> None:
@@ -177,7 +177,7 @@ class Batch:
         self._since = 0.0
 
     def add(self, name: str, value: float, timestamp_ms: int, step: int) -> None:
-        """Let a value wait."""
+        """Buffer a value."""
         from mlflow.entities import Metric  # loaded already, with the client
 
         if name in self._refused:
@@ -187,17 +187,17 @@ class Batch:
         self._metrics.append(Metric(name, value, timestamp_ms, step))
 
     def send_if_due(self) -> None:
-        """Send what waits if it has done so long enough, or fills a request."""
+        """Send the buffer if it is old enough, or fills a request."""
         is_old = bool(self._metrics) and time.monotonic() - self._since >= self._buffer_seconds
         if is_old or len(self._metrics) >= _MOST_METRICS:
             self.send()
 
     def send(self) -> None:
-        """Send what waits.
+        """Send the buffer.
 
         Raises:
-            MlflowException: The first error, after all others are sent: a metric whose name MLflow does not take must
-                not cost the others of its request. It is left out from then on.
+            MlflowException: The first error, after everything else is sent: MLflow rejects a whole request for one
+                invalid metric name. That metric is left out from then on.
         """
         from mlflow.exceptions import MlflowException  # loaded already, with the client
 
@@ -229,11 +229,11 @@ class Batch:
         return errors
 
     def send_params(self, params: Mapping[str, Any]) -> None:
-        """Send settings.
+        """Send hyperparameters.
 
         Raises:
-            MlflowException: The first error, after all others are sent: one that has another value in a run that goes
-                on must not take its neighbours with it.
+            MlflowException: The first error, after everything else is sent: in a resumed run MLflow rejects a whole
+                request for one changed parameter.
         """
         from mlflow.entities import Param  # loaded already, with the client
         from mlflow.exceptions import MlflowException
@@ -258,7 +258,7 @@ class Batch:
 
 
 def begin_run(client: Any, settings: RunSettings) -> tuple[str, str]:
-    """Return the numbers of the experiment and of the run, which are looked for and made if there are none."""
+    """Return the ids of the experiment and the run, which are created unless they exist."""
     experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
     if experiment_id is None:
         experiment = client.get_experiment_by_name(settings.experiment_name)
@@ -279,13 +279,13 @@ def begin_run(client: Any, settings: RunSettings) -> tuple[str, str]:
 
 
 def end_run(mlflow: Any, run_id: str, status: str, *, is_patient: bool) -> None:
-    """End the run, which is this thread's active one unless somebody has ended it already.
+    """End the run, if it is still the active one of this thread.
 
     Args:
         mlflow: The module.
         run_id: The run.
-        status: How it has ended, in MLflow's words.
-        is_patient: Whether to try again when MLflow does not answer.
+        status: The final status, in MLflow's terms.
+        is_patient: Whether to retry when MLflow does not answer.
     """
     active = mlflow.active_run()
     if active is None or active.info.run_id != run_id:
@@ -298,7 +298,7 @@ def end_run(mlflow: Any, run_id: str, status: str, *, is_patient: bool) -> None:
                 mlflow.end_run(status)
     except Exception as error:
         message = f"MLFlowLogger could not tell MLflow that run {run_id} has ended: {type(error).__name__}: {error}"
-        if is_patient:  # else there has been a warning
+        if is_patient:  # otherwise there was a warning before
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
@@ -307,7 +307,7 @@ def _create_experiment(client: Any, name: str) -> str:
 
     try:
         return client.create_experiment(name)
-    except MlflowException:  # somebody else was faster, or it cannot be made
+    except MlflowException:  # another process may have created it meanwhile
         experiment = client.get_experiment_by_name(name)
         if experiment is None:
             raise
@@ -337,45 +337,45 @@ _SYSTEM_METRICS = {
 
 
 class MLFlowLogger(MLFlowModels, LoggerDestination):
-    """Logs to MLflow: settings, values, tables and images; and registers models.
+    """Logger for MLflow: hyperparameters, metrics, tables and images; it also registers models.
 
-    Values are gathered and sent on a thread of their own, in order. While a Trainer is open, its run is the active run
-    of MLflow in the main thread, so that `mlflow.log_artifact` and the like go to it. Two more hyperparameters,
-    `mlflow_experiment_id` and `mlflow_run_id`, say where everything is.
+    Metrics are buffered and sent on a thread of their own, in order. While a Trainer is open, its run is the active run
+    of MLflow in the main thread, so that calls such as `mlflow.log_artifact` use it. The hyperparameters
+    `mlflow_experiment_id` and `mlflow_run_id` are added.
 
     Args:
-        experiment_name: The experiment, created if there is none of that name. By default `MLFLOW_EXPERIMENT_NAME` of
-            the environment, or `'my-mlflow-experiment'`. `MLFLOW_EXPERIMENT_ID` goes before it.
-        run_name: What the run is called; by default the `run_name` of the Trainer. `-rank<r>` is added where every rank
-            has a run. `MLFLOW_RUN_ID` of the environment is a run to go on with.
-        tags: Tags of the run. `run_name` is one that is always added: `RUN_NAME` of the environment or the Trainer's.
-        tracking_uri: Where the server or the database is, such as `'sqlite:///mlflow.db'`. By default `'databricks'` if
-            there is a `DATABRICKS_TOKEN`, else what MLflow has by default.
+        experiment_name: The experiment, created if it does not exist. By default the environment variable
+            `MLFLOW_EXPERIMENT_NAME`, or `'my-mlflow-experiment'`. `MLFLOW_EXPERIMENT_ID` takes precedence.
+        run_name: The name of the run; by default the `run_name` of the Trainer. If every rank has a run, `-rank<r>` is
+            added. The environment variable `MLFLOW_RUN_ID` selects a run to continue.
+        tags: Tags of the run. `run_name` is always added: the environment variable `RUN_NAME` or the Trainer's name.
+        tracking_uri: The URI of the server or database, such as `'sqlite:///mlflow.db'`. By default `'databricks'` if
+            `DATABRICKS_TOKEN` is set, else MLflow's default.
         rank_zero_only: Whether only rank 0 logs. Otherwise each rank has a run.
-        flush_interval: After how many batches what was gathered is sent, if it is old enough.
-        model_registry_prefix: Comes before the names of registered models, with a dot.
-        model_registry_uri: Where the registry of models is.
-        synchronous: Whether every value is sent by itself instead of gathered.
-        log_system_metrics: Whether MLflow measures the machine, too: every 5 s, and logs the mean of 6 readings, unless
-            its variables `MLFLOW_SYSTEM_METRICS_...` say otherwise.
+        flush_interval: The number of batches between checks whether the buffer is old enough to be sent.
+        model_registry_prefix: Prefix of the names of registered models, before a dot.
+        model_registry_uri: The URI of the model registry.
+        synchronous: Whether metrics are sent at once instead of buffered.
+        log_system_metrics: Whether MLflow logs system metrics, too: every 5 s a reading, and the mean of 6 readings,
+            unless the variables `MLFLOW_SYSTEM_METRICS_...` are set.
         rename_metrics: New names of metrics by old ones.
-        ignore_metrics: Patterns such as `'time/*'` of metrics that are not logged.
-        ignore_hyperparameters: Patterns of hyperparameters that are not logged.
-        run_group: A tag, `run_group`.
-        resume: Whether to go on with the newest run that has the tag `run_name` of this one.
-        logging_buffer_seconds: How long values are gathered.
-        log_duplicated_metric_every_n_steps: A value that has not changed is logged only after so many steps.
-        patience_s: How many seconds the beginning of the run, and its end, wait for MLflow.
+        ignore_metrics: Patterns of metrics to leave out, such as `'time/*'`.
+        ignore_hyperparameters: Patterns of hyperparameters to leave out.
+        run_group: The value of the tag `run_group`.
+        resume: Whether to continue the newest run with the same tag `run_name`.
+        logging_buffer_seconds: Seconds that metrics are buffered.
+        log_duplicated_metric_every_n_steps: An unchanged metric is logged again only after this many steps.
+        patience_s: Seconds that the start and the end of the run wait for MLflow.
 
     Attributes:
-        experiment_id: The experiment, from INIT on; on all ranks.
+        experiment_id: The experiment, from INIT on, on all ranks.
         run_id: The run, likewise. `None` if MLflow could not be reached.
-        run_url: Where to look at it on Databricks, from AFTER_LOAD on.
+        run_url: The URL of the run on Databricks, from AFTER_LOAD on.
 
     Raises:
         MissingConditionalImportError: If mlflow is not installed; the extra `mlflow` brings it.
-        TypeError: If an argument is of another kind.
-        ValueError: If models are to be registered in Unity Catalog, and the prefix is no `catalog.schema`.
+        TypeError: If an argument has the wrong type.
+        ValueError: If the registry is Unity Catalog, and the prefix is not of the form `catalog.schema`.
     """
 
     def __init__(
@@ -417,12 +417,12 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
             tracking_uri = "databricks"
         if tracking_uri is not None:
             mlflow.set_tracking_uri(str(tracking_uri))
-        # Its client draws by how much longer to wait before it asks again from Python's own generator, on the logger's
-        # thread, and a batch that is being augmented on that of training would draw other numbers.
+        # The client draws its retry delays from Python's global generator on the logger's thread, which would change
+        # the random numbers of data augmentation in training.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0")
         if log_system_metrics:
             for name, value in _SYSTEM_METRICS.items():
-                os.environ.setdefault(name, value)  # by which MLflow's own functions set it, too
+                os.environ.setdefault(name, value)  # MLflow's own setters use these variables, too
         self.tracking_uri: str = mlflow.get_tracking_uri()
         self.experiment_name = _on_databricks(
             experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or _DEFAULT_EXPERIMENT, self.tracking_uri
@@ -439,11 +439,11 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
         self._enabled = not rank_zero_only or get_global_rank() == 0
         self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
         self._uncaught = UncaughtErrors()
-        self._batch: Batch | None = None  # touched by the outbox's thread only, as is
+        self._batch: Batch | None = None  # this and the cache belong to the outbox's thread
         self._metrics_cache: dict[str, tuple[float, int]] = {}
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Log the settings of the run."""
+        """Log hyperparameters."""
         if not self._enabled:
             return
         flat = convert_nested_dict_to_flat_dict(hyperparameters)
@@ -452,7 +452,7 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
         self._outbox.post(lambda: self._in_batch().send_params(snapshot.read()), is_kept=True)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log values at a step; those that are no numbers are left out."""
+        """Log metrics at a step; values that are not numbers are left out."""
         if not self._enabled:
             return
         snapshot = Snapshot({name: value for name, value in metrics.items() if not _matches(name, self.ignore_metrics)})
@@ -486,7 +486,7 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
         """Log each image as `<name>_<i>`. MLflow has no masks.
 
         Raises:
-            ValueError: If something is no image, or has other than 1, 3 or 4 channels.
+            ValueError: If an item is not an image, or does not have 1, 3 or 4 channels.
         """
         if not self._enabled:
             return
@@ -511,7 +511,7 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
         self._outbox.post(send, size_bytes=logged.size_bytes)
 
     def init(self, state: State, logger: Logger) -> None:
-        """Begin the run, or go on with one. Every rank must call this."""
+        """Start or continue the run. Every rank must call this."""
         self.run_name = self.run_name or state.run_name
         if not self.rank_zero_only and not self.run_name.endswith(suffix := f"-rank{get_global_rank()}"):
             self.run_name += suffix
@@ -529,7 +529,7 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
             self._activate()
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Log where the run is."""
+        """Log the ids of the experiment and the run."""
         if self.run_id is None:
             return
         logger.log_hyperparameters({"mlflow_experiment_id": self.experiment_id, "mlflow_run_id": self.run_id})
@@ -537,25 +537,25 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
             self.run_url = f"{host.rstrip('/')}/ml/experiments/{self.experiment_id}/runs/{self.run_id}"
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Send what was gathered long enough, at the interval."""
+        """Send the buffer if it is old enough, at the interval."""
         if self._enabled and state.timestamp.num_batches % self.flush_interval == 0:
             self._outbox.post(lambda: self._in_batch().send_if_due(), is_kept=True)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Send what was gathered."""
+        """Send the buffer."""
         self._send()
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Send what was gathered."""
+        """Send the buffer."""
         self._send()
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Send what was gathered, and wait until it is there."""
+        """Send the buffer, and wait until it has arrived."""
         self._send()
         self._outbox.drain()
 
     def post_close(self) -> None:
-        """End the run, as failed if an exception is on its way, and wait until MLflow has everything."""
+        """End the run, as failed if an exception is being handled, and wait until MLflow has everything."""
         if not self._enabled:
             return
         status = "FAILED" if self._uncaught.has_failed() else "FINISHED"
@@ -567,7 +567,7 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
             end_run(self._mlflow, self.run_id, status, is_patient=is_well)
 
     def _activate(self) -> None:
-        """Make the run the active one, here and not on the outbox's thread, since each thread has its own."""
+        """Make the run the active one in this thread; MLflow has one active run per thread."""
         try:
             self._mlflow.start_run(run_id=self.run_id, tags=self.tags, log_system_metrics=self.log_system_metrics)
         except Exception as error:
@@ -611,7 +611,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _on_databricks(experiment_name: str, tracking_uri: str) -> str:
-    """Return the name with the user's folder before it, where names are paths."""
+    """Return the experiment's name, on Databricks below the user's folder, since names are paths there."""
     if tracking_uri != "databricks" or experiment_name.startswith(("/Users/", "/Shared/")):
         return experiment_name
     client = require("databricks.sdk", extra="mlflow").WorkspaceClient()

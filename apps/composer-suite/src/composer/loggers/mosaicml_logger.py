@@ -25,7 +25,7 @@ __all__ = [
     "format_data_to_json_serializable",
 ]
 
-# Scripts look into these environment variables to find out whether they run there.
+# Scripts read these environment variables to detect the platform.
 MOSAICML_PLATFORM_ENV_VAR: Final = "MOSAICML_PLATFORM"
 MOSAICML_ACCESS_TOKEN_ENV_VAR: Final = "MOSAICML_ACCESS_TOKEN_FILE"
 
@@ -35,14 +35,14 @@ _log = logging.getLogger("composer.loggers.mosaicml_logger")
 
 
 class MosaicMLLogger(LoggerDestination):
-    """Sends metrics, hyperparameters and progress to the metadata of a run on the MosaicML platform.
+    """Logger that sends metrics, hyperparameters and progress to the metadata of a run on the MosaicML platform.
 
-    The Trainer adds one where the environment variables `MOSAICML_PLATFORM` (`true`) and `MOSAICML_ACCESS_TOKEN_FILE`
-    are set. Only rank 0 sends, by the platform's client (`pip install mosaicml-cli`), and only where `RUN_NAME` names
-    the run. Elsewhere the logger warns and does nothing.
+    The Trainer adds one if the environment variables `MOSAICML_PLATFORM` (`true`) and `MOSAICML_ACCESS_TOKEN_FILE` are
+    set. Only rank 0 sends, through the platform's client (`pip install mosaicml-cli`), and only if `RUN_NAME` names the
+    run. Otherwise the logger warns and does nothing.
 
     Args:
-        log_interval: Seconds between two messages. The end of an evaluation or of training does not wait for it.
+        log_interval: Seconds between two messages. Messages at the end of an evaluation or of training ignore it.
         ignore_keys: Glob patterns of names to leave out, such as `'metrics/*'`.
         ignore_exceptions: Whether an error of the platform's client is logged instead of raised.
 
@@ -71,11 +71,11 @@ class MosaicMLLogger(LoggerDestination):
         self._enabled = self._client is not None
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Take hyperparameters into the next message."""
+        """Add hyperparameters to the next message."""
         self._log_metadata(hyperparameters)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Take metrics into the next message; of each name the latest value is sent."""
+        """Add metrics to the next message, which has the latest value of each."""
         del step
         self._log_metadata(metrics)
 
@@ -84,7 +84,7 @@ class MosaicMLLogger(LoggerDestination):
         self._log_metadata({"exception": exception_to_json_serializable_dict(exception)}, now=True)
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Send the path of the checkpoint and of other loggers' pages."""
+        """Send the path of the checkpoint and the URLs of other loggers."""
         pages = {
             "wandb/run_url": os.environ.get("WANDB_RUN_URL"),
             "mlflow/run_url": os.environ.get("MLFLOW_RUN_URL"),
@@ -94,16 +94,16 @@ class MosaicMLLogger(LoggerDestination):
         self._log_metadata({"model_initialized_time": time.time(), **known}, now=True)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Send when training began."""
+        """Send the start time of training."""
         self._log_metadata({"train_started_time": time.time(), **_progress(state)}, now=True)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Send the progress, at most once in an interval."""
+        """Send the progress, at most once per interval."""
         if self._enabled:
             self._log_metadata(_progress(state), now=time.time() - self._time_sent > self.log_interval)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Take the progress into the next message."""
+        """Add the progress to the next message."""
         self._log_metadata(_progress(state))
 
     def eval_end(self, state: State, logger: Logger) -> None:
@@ -111,11 +111,11 @@ class MosaicMLLogger(LoggerDestination):
         self._log_metadata({}, now=True)
 
     def predict_end(self, state: State, logger: Logger) -> None:
-        """Send what was logged in a prediction."""
+        """Send the values logged during a prediction."""
         self._log_metadata({}, now=True)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Send when training ended."""
+        """Send the end time of training."""
         self._log_metadata({"train_finished_time": time.time(), **_progress(state)}, now=True)
 
     def close(self, state: State, logger: Logger) -> None:
@@ -130,7 +130,7 @@ class MosaicMLLogger(LoggerDestination):
                 self.buffered_metadata[_PREFIX + name] = value
         if not now or not self.buffered_metadata:
             return
-        # Only now: to read a tensor is to wait for its device.
+        # Converted only now, because reading a tensor synchronizes with its device.
         data = {name: format_data_to_json_serializable(value) for name, value in self.buffered_metadata.items()}
         self.buffered_metadata, self._time_sent = {}, time.time()
         try:
@@ -142,7 +142,7 @@ class MosaicMLLogger(LoggerDestination):
 
 
 def format_data_to_json_serializable(data: Any) -> Any:
-    """Return data as JSON can write it: tensors as numbers or lists, other objects as their text."""
+    """Convert data for JSON: tensors to numbers or lists, other objects to text."""
     if data is None or isinstance(data, str | int | float | bool):
         return data
     try:
@@ -158,14 +158,14 @@ def format_data_to_json_serializable(data: Any) -> Any:
 
 
 def exception_to_json_serializable_dict(exc: BaseException) -> dict[str, Any]:
-    """Return the class, the message and the public attributes of an exception as JSON can write them."""
+    """Return the class, message and public attributes of an exception, converted for JSON."""
     names = [name for name in dir(exc) if not name.startswith("_") and not callable(getattr(exc, name, None))]
     attributes = {name: format_data_to_json_serializable(getattr(exc, name, None)) for name in names}
     return {"class": type(exc).__name__, "message": str(exc), "attributes": attributes}
 
 
 def _progress(state: State) -> dict[str, str]:
-    """Return how far training is, in the unit of its duration, and within an epoch in batches."""
+    """Return the progress in the unit of the training's duration, and within an epoch in batches."""
     duration, now = state.max_duration, state.timestamp
     assert duration is not None, "the Trainer sets it before FIT_START"
     if duration.unit in (TimeUnit.TOKEN, TimeUnit.BATCH):

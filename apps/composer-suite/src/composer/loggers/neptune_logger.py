@@ -1,4 +1,4 @@
-"""Runs in Neptune's format, for its servers of version 2 and for its offline files."""
+"""Runs in Neptune's format, for servers of version 2 and offline files."""
 
 import os
 import warnings
@@ -16,29 +16,29 @@ from composer_events.state import State
 
 __all__ = ["NeptuneLogger"]
 
-_INTEGRATION = "source_code/integrations/neptune-MosaicML"  # by which Neptune knows such runs
+_INTEGRATION = "source_code/integrations/neptune-MosaicML"  # the key by which Neptune identifies such runs
 
 
 class NeptuneLogger(LoggerDestination):
-    """Logs by Neptune's client: settings, values, traces, images, and files if that is wanted.
+    """Logger for Neptune's client: hyperparameters, metrics, traces, images, and optionally files.
 
-    Neptune's hosted service is closed to new users, and its client is not developed any more; who begins now takes
-    MLFlowLogger or WandBLogger. `mode='offline'` writes files, `mode='debug'` keeps everything in memory, and a server
-    of one's own is reached as before. All calls are made on a thread of their own, in order.
+    Neptune's hosted service is closed to new users, and its client is not developed any more; use MLFlowLogger or
+    WandBLogger for new projects. `mode='offline'` writes files, `mode='debug'` keeps everything in memory, and
+    self-hosted servers still work. All calls are made on a thread of their own, in order.
 
     Args:
-        project: The project; by default `NEPTUNE_PROJECT` of the environment.
-        api_token: By default `NEPTUNE_API_TOKEN` of the environment.
+        project: The project; by default the environment variable `NEPTUNE_PROJECT`.
+        api_token: By default the environment variable `NEPTUNE_API_TOKEN`.
         rank_zero_only: Whether only rank 0 logs. Otherwise each rank has a run.
-        upload_checkpoints: Whether files, such as checkpoints, are kept.
-        base_namespace: Under which name everything of the training is.
+        upload_checkpoints: Whether to upload files, such as checkpoints.
+        base_namespace: The namespace of everything that is logged.
         mode: `'async'`, `'sync'`, `'offline'`, `'debug'` or `'read-only'`.
-        patience_s: How many seconds the beginning of the run, and its end, wait for Neptune.
+        patience_s: Seconds that the start and the end of the run wait for Neptune.
         **neptune_kwargs: Further arguments of `neptune.init_run`.
 
     Raises:
         MissingConditionalImportError: If neptune is not installed; the extra `neptune` brings it.
-        TypeError: If an argument is of another kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If `base_namespace` is empty.
     """
 
@@ -61,7 +61,7 @@ class NeptuneLogger(LoggerDestination):
         _check_kind("upload_checkpoints", upload_checkpoints, bool)
         _check_kind("base_namespace", base_namespace, str)
         if not base_namespace:
-            raise ValueError("base_namespace='' is no name. Give one, such as 'training'.")
+            raise ValueError("base_namespace='' must not be empty. Give a name such as 'training'.")
         self._enabled = not rank_zero_only or get_global_rank() == 0
         self._upload_checkpoints, self._base_namespace = upload_checkpoints, base_namespace
         self._arguments = {
@@ -76,7 +76,7 @@ class NeptuneLogger(LoggerDestination):
 
     @property
     def neptune_run(self) -> Any:
-        """The run, begun when it is first needed."""
+        """The run, started on first use."""
         if self._run is None:
             neptune = require("neptune", extra="neptune")
             given = {name: value for name, value in self._arguments.items() if value is not None}
@@ -89,15 +89,15 @@ class NeptuneLogger(LoggerDestination):
         return self.neptune_run[self._base_namespace]
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Log the settings of the run."""
+        """Log hyperparameters."""
         self._assign("hyperparameters", hyperparameters)
 
     def log_traces(self, traces: dict[str, Any]) -> None:
-        """Log which algorithms acted."""
+        """Log the actions of algorithms."""
         self._assign("traces", traces)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log values at a step; one that is not later than the one before is left out, since Neptune refuses it."""
+        """Log metrics at a step; one that is not later than the previous step is left out, since Neptune rejects it."""
         if self._enabled:
             snapshot = Snapshot(metrics)
             self._outbox.post(lambda: self._send_metrics(snapshot, step), size_bytes=snapshot.size_bytes)
@@ -115,7 +115,7 @@ class NeptuneLogger(LoggerDestination):
         """Log images. Neptune has no masks.
 
         Raises:
-            ValueError: If something is no image.
+            ValueError: If an item is not an image.
         """
         if not self._enabled:
             return
@@ -130,7 +130,7 @@ class NeptuneLogger(LoggerDestination):
         self._outbox.post(send, size_bytes=logged.size_bytes)
 
     def init(self, state: State, logger: Logger) -> None:
-        """Begin the run."""
+        """Start the run."""
         if not self._enabled:
             return
 
@@ -144,15 +144,15 @@ class NeptuneLogger(LoggerDestination):
         self._outbox.open(begin, neptune_error.NeptuneMissingApiTokenException, TypeError, ValueError)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait until what was logged has been handed to Neptune."""
+        """Wait until all calls to Neptune are done."""
         self._outbox.drain()
 
     def can_upload_files(self) -> bool:
-        """Answer whether files are kept."""
+        """Return whether files are uploaded."""
         return self._enabled and self._upload_checkpoints
 
     def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
-        """Keep a file, if that is wanted. Links to other files are left out."""
+        """Upload a file, if `upload_checkpoints` is set. Symbolic links are left out."""
         if not self.can_upload_files() or file_path.is_symlink() or remote_file_name.endswith(".symlink"):
             return
         if self._outbox.is_down:
@@ -176,11 +176,11 @@ class NeptuneLogger(LoggerDestination):
     def download_file(
         self, remote_file_name: str, destination: str, overwrite: bool = False, progress_bar: bool = True
     ) -> None:
-        """Bring back a file.
+        """Download a file.
 
         Raises:
-            FileNotFoundError: If there is no such file.
-            FileExistsError: If there is something at `destination`, and `overwrite` is false.
+            FileNotFoundError: If the file does not exist.
+            FileExistsError: If `destination` exists, and `overwrite` is false.
         """
         if os.path.exists(destination) and not overwrite:
             raise FileExistsError(f"There is something at destination={destination!r}. Give overwrite=True.")

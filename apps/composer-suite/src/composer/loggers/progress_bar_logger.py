@@ -1,4 +1,4 @@
-"""A progress bar for training and one for each evaluation, by tqdm."""
+"""Progress bars of tqdm for training and for each evaluation."""
 
 import sys
 from collections.abc import Sequence
@@ -18,25 +18,25 @@ from composer_time import Time, Timestamp, TimeUnit
 
 __all__ = ["ProgressBarLogger"]
 
-_BATCH = TimeUnit.BATCH  # looking it up on the class runs Python code in Python 3.11, and each batch asks
+_BATCH = TimeUnit.BATCH  # an enum lookup runs Python code in Python 3.11, and this is needed in each batch
 _LABEL_WIDTH = 15
-_REDRAWN_S = 0.5  # nobody reads faster, and drawing takes as long as a hundred callbacks
-_FILE_WIDTH = 200  # characters; a file is as wide as it must be, and cut metrics would help nobody
+_REDRAWN_S = 0.5  # faster is not readable, and drawing takes as long as a hundred callbacks
+_FILE_WIDTH = 200  # characters; a file has no width to respect, and cut metrics would be useless
 
 
 class ProgressBarLogger(BufferedDestination):
-    """Shows how far training and evaluation are, with the loss and the evaluation's metrics beside it.
+    """Logger that shows the progress of training and evaluation, with the loss and the evaluation's metrics.
 
     The bars are lines of a terminal or widgets of a notebook. Only local rank 0 shows them, and the settings of the run
-    before the first one. A training counted in epochs has one bar for each epoch, any other one for all.
+    before the first one. Training counted in epochs has one bar per epoch, any other training a single one.
 
     Args:
         stream: `'stderr'`, `'stdout'` or a text stream.
-        log_traces: Whether to write which algorithms acted, above the bars.
+        log_traces: Whether to write the actions of algorithms, above the bars.
 
     Raises:
-        TypeError: If an argument is of another kind.
-        ValueError: If the stream is another word.
+        TypeError: If an argument has the wrong type.
+        ValueError: If the stream is another string.
     """
 
     def __init__(self, stream: str | TextIO = "stderr", log_traces: bool = False) -> None:
@@ -50,11 +50,11 @@ class ProgressBarLogger(BufferedDestination):
         self._eval: _Bar | None = None
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Keep the settings of the run, which are written when it begins."""
+        """Keep hyperparameters, which are written when the run starts."""
         self.hparams.update(hyperparameters)
 
     def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
-        """Keep the values that a bar shows; they are read when it is drawn anew."""
+        """Keep the values that a bar shows, without reading them; the bar reads them when it is redrawn."""
         latest: dict[str, Any] = {}
         for metrics, _, _, _ in logged:
             latest.update(metrics)
@@ -63,13 +63,13 @@ class ProgressBarLogger(BufferedDestination):
                 bar.keep(latest)
 
     def log_traces(self, traces: dict[str, Any]) -> None:
-        """Write which algorithms acted, if that is wanted."""
+        """Write the actions of algorithms, if `log_traces` is set."""
         if self.should_log_traces and self._shows:
             for name, trace in traces.items():
                 tqdm.auto.tqdm.write(f"[trace]: {name}: {format_log_data_value(trace)}", file=self._file())
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Write the settings of the run, and open the training bar where training goes on in the middle of an epoch."""
+        """Write the settings of the run, and open the training bar if training continues in the middle of an epoch."""
         self._show_hparams()
         if state.timestamp.num_batches_in_epoch:
             self.epoch_start(state, logger)
@@ -81,12 +81,12 @@ class ProgressBarLogger(BufferedDestination):
     def epoch_start(self, state: State, logger: Logger) -> None:
         """Open the training bar: of this epoch, or of the whole training."""
         if self._shows and self._train is None and state.max_duration is not None:
-            self.catch_up()  # what was logged before is none of its business
+            self.catch_up()  # values logged earlier must not appear in this bar
             self._train = self._open_training(state, state.max_duration)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Move the training bar."""
-        if self._train is None:  # a loop without epochs
+        """Advance the training bar."""
+        if self._train is None:  # custom loops may have no EPOCH_START
             self.epoch_start(state, logger)
         if self._train is not None and self._train.move(state.timestamp):
             self._show(self._train)
@@ -108,7 +108,7 @@ class ProgressBarLogger(BufferedDestination):
             self._eval = self._open_evaluation(state)
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
-        """Move the bar of the evaluation."""
+        """Advance the bar of the evaluation."""
         if self._eval is not None and self._eval.move(state.eval_timestamp):
             self._show(self._eval)
 
@@ -117,7 +117,7 @@ class ProgressBarLogger(BufferedDestination):
         self._eval = self._closed(self._eval)
 
     def close(self, state: State, logger: Logger) -> None:
-        """Close what is still open."""
+        """Close the open bars."""
         self._train = self._closed(self._train)
         self._eval = self._closed(self._eval)
 
@@ -126,7 +126,7 @@ class ProgressBarLogger(BufferedDestination):
         bar.show()
 
     def _closed(self, bar: "_Bar | None") -> None:
-        """Draw a bar a last time, with the final values, and leave it there."""
+        """Draw a bar a last time with the final values, and close it."""
         if bar is not None:
             self._show(bar)
             bar.close()
@@ -157,12 +157,12 @@ class ProgressBarLogger(BufferedDestination):
             tqdm.auto.tqdm.write(format_config(self.hparams), file=self._file())
 
     def _file(self) -> TextIO:
-        # Looked up late, so that a stream that was redirected meanwhile is the one written to.
+        # Looked up at each write, so that a redirected stream is respected.
         return getattr(sys, self._stream) if isinstance(self._stream, str) else self._stream
 
 
 class _Bar:
-    """One tqdm bar that follows a counter of a timestamp."""
+    """A tqdm bar that follows a counter of a timestamp."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class _Bar:
         self._values: dict[str, Any] = {}
         self._position = self._count(start)
         is_terminal = hasattr(stream, "isatty") and stream.isatty()
-        # In a notebook the bar is a widget, as wide as it likes; elsewhere it is 25 characters between the numbers.
+        # A notebook's widget sets its own width; elsewhere the bar has 25 characters between the numbers.
         is_widget = is_notebook()
         bar_format = " {l_bar}{bar}{r_bar}" if is_widget else " {l_bar}{bar:25}{r_bar}"
         self._bar = tqdm.auto.tqdm(
@@ -196,16 +196,16 @@ class _Bar:
         )
 
     def keep(self, metrics: dict[str, Any]) -> None:
-        """Take the values that belong to this bar."""
+        """Keep the values that belong to this bar."""
         for name, value in zip(map(str, metrics), metrics.values(), strict=True):
             if name.startswith(self._shown) and not name.startswith("metrics/train"):
-                # The bar's title says already what is evaluated, and a line has room for little.
+                # The bar's title names the evaluator already, and space is short.
                 self._values[name.split("/", 2)[-1] if name.startswith("metrics/") else name] = value
 
     def move(self, stamp: Timestamp) -> bool:
-        """Advance to where the timestamp is, and answer whether it was drawn.
+        """Advance to a timestamp, and return whether the bar was redrawn.
 
-        It is drawn now and then; only then is it worth waiting for numbers from the device.
+        Only then do its values have to be read from the device.
         """
         position = self._count(stamp)
         is_drawn = bool(self._bar.update(position - self._position))
@@ -213,12 +213,12 @@ class _Bar:
         return is_drawn
 
     def show(self) -> None:
-        """Put the values beside the bar; they are drawn with the next move, as drawing now would draw twice."""
+        """Set the values next to the bar; they appear with the next update, since a refresh here would draw twice."""
         values = {name: as_number(value) for name, value in self._values.items()}
         self._bar.set_postfix({name: value for name, value in values.items() if value is not None}, refresh=False)
 
     def close(self) -> None:
-        """Draw a last time and leave the bar there."""
+        """Draw the bar a last time, and leave it on the screen."""
         self._bar.close()
 
     def _count(self, stamp: Timestamp) -> int:

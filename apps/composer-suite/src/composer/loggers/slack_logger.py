@@ -1,4 +1,4 @@
-"""Messages of a run in a channel of Slack."""
+"""Messages of a run in a Slack channel."""
 
 import logging
 import os
@@ -17,36 +17,36 @@ from composer_time import Time, TimeUnit
 
 __all__ = ["SlackLogger"]
 
-_MOST_PER_MESSAGE = 50  # Slack takes no more blocks, of which a header is one,
-_LONGEST = 3000  # and no more characters in one
+_MOST_PER_MESSAGE = 50  # Slack's limit of blocks per message, with the header,
+_LONGEST = 3000  # and of characters per block
 
 _log = logging.getLogger("composer.loggers.slack_logger")
 
 
 class SlackLogger(LoggerDestination):
-    """Posts what is logged to a channel, some values to a message.
+    """Logger that posts values to a Slack channel, several per message.
 
-    Messages are sent on a thread of their own: a Slack that is slow or away costs a warning and no time.
+    Messages are sent on a thread of their own: a slow or unreachable Slack costs a warning and no time.
 
     Args:
-        include_keys: Regular expressions. A value is posted if one of them matches the beginning of its name. None
-            posts everything, and a line in Python's log says so.
-        formatter_func: Makes the blocks of a message out of values by name; it is also given `step`. By default a
-            header with the step and a line for each value.
-        log_interval: How often: epochs (`'1ep'`, or a bare number) or batches. The first one is always posted.
-        max_logs_per_message: How many values a message has at most; never more than 50, the most that Slack takes.
-        slack_logging_api_key: By default the variable of the environment `SLACK_LOGGING_API_KEY`.
-        channel_id: By default the variable of the environment `SLACK_LOGGING_CHANNEL_ID`.
-        patience_s: How long the end of the run waits for a Slack that does not answer.
+        include_keys: Regular expressions, matched against the beginning of the names of values. Without any, everything
+            is posted, with a warning in Python's log.
+        formatter_func: Returns the blocks of a message for values by name and the keyword `step`. By default a header
+            with the step and a line for each value.
+        log_interval: The interval in epochs (`'1ep'`, or a bare number) or batches. The first one is always posted.
+        max_logs_per_message: The largest number of values in a message, at most Slack's limit of 50.
+        slack_logging_api_key: By default the environment variable `SLACK_LOGGING_API_KEY`.
+        channel_id: By default the environment variable `SLACK_LOGGING_CHANNEL_ID`.
+        patience_s: Seconds that the end of the run waits for Slack.
 
     Attributes:
         client: The client of Slack, an `slack_sdk.WebClient`.
-        log_dict: What the next message will have.
+        log_dict: The values of the next message.
 
     Raises:
         MissingConditionalImportError: If slack-sdk is not installed; the extra `slack` brings it.
-        TypeError: If an argument is of another kind.
-        ValueError: If the interval is in another unit, or a pattern is no regular expression.
+        TypeError: If an argument has the wrong type.
+        ValueError: If the interval is in another unit, or a pattern is not a regular expression.
 
     Example:
         >>> from composer.loggers import SlackLogger
@@ -68,9 +68,7 @@ class SlackLogger(LoggerDestination):
         slack_sdk = require("slack_sdk", extra="slack")
         self.log_interval: Time[Any] = to_time("log_interval", log_interval, TimeUnit.EPOCH)
         if self.log_interval.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH) or self.log_interval.value < 1:
-            raise ValueError(
-                f"log_interval={log_interval!r} is no interval of messages. Give epochs ('1ep') or batches ('10ba')."
-            )
+            raise ValueError(f"log_interval={log_interval!r} must be in epochs ('1ep') or batches ('10ba').")
         check_counts(max_logs_per_message=max_logs_per_message)
         check_functions(formatter_func=formatter_func)
         check_texts(slack_logging_api_key=slack_logging_api_key, channel_id=channel_id, may_be_none=True)
@@ -85,19 +83,19 @@ class SlackLogger(LoggerDestination):
         self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Keep the settings of the run for the next message."""
+        """Keep hyperparameters for the next message."""
         self._keep(hyperparameters, None)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Keep values for the next message."""
+        """Keep metrics for the next message."""
         self._keep(metrics, step)
 
     def log_traces(self, traces: dict[str, Any]) -> None:
-        """Keep which algorithms acted for the next message."""
+        """Keep the actions of algorithms for the next message."""
         self._keep(traces, None)
 
     def init(self, state: State, logger: Logger) -> None:
-        """Begin to send, once there is something to send."""
+        """Start the sending thread."""
         self._outbox.begin()
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -109,15 +107,15 @@ class SlackLogger(LoggerDestination):
         self._post_at(TimeUnit.EPOCH, state.timestamp.num_epochs)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait until what was posted is there, so that nobody looks at the channel too early."""
+        """Wait until all messages are posted, since users look at the channel when training has ended."""
         self._outbox.drain()
 
     def close(self, state: State, logger: Logger) -> None:
-        """Post what is left."""
+        """Post the remaining values."""
         self._post()
 
     def post_close(self) -> None:
-        """Post what the others have logged while they closed, and wait until it is sent."""
+        """Post the values that others have logged while they closed, and wait until they are sent."""
         self._post()
         self._outbox.close()
 
@@ -174,7 +172,7 @@ def _patterns(include_keys: Any) -> list[re.Pattern[str]]:
         return [re.compile(pattern) for pattern in include_keys or ()]
     except re.error as error:
         raise ValueError(
-            f"include_keys={include_keys!r} has {error.pattern!r}, which is no regular expression: {error}."
+            f"include_keys={include_keys!r} has {error.pattern!r}, which is not a regular expression: {error}."
         ) from None
 
 
@@ -191,16 +189,16 @@ _MOST_WAITS = 5  # for one message
 
 
 def retry_handlers() -> list[Any]:
-    """Return handlers for Slack's client, for connections that break and for messages that come too fast.
+    """Return handlers for Slack's client that retry broken connections and rate-limited messages.
 
-    Those of the client itself draw by how much longer to wait from Python's own generator. They would do so on the
-    thread of the logger, and a batch that is being augmented on that of training would draw other numbers.
+    The client's own handlers draw their delays from Python's global generator. On the logger's thread, that would
+    change the random numbers of data augmentation in training.
     """
     builtin = require("slack_sdk.http_retry.builtin_handlers", extra="slack")
     intervals = require("slack_sdk.http_retry.builtin_interval_calculators", extra="slack")
 
     class WaitsAsAsked(builtin.RateLimitErrorRetryHandler):
-        """A channel takes about one message a second; what comes faster is sent when Slack says that it may be."""
+        """Retry of a rate-limited message after the delay that Slack requests; a channel takes about one per second."""
 
         def prepare_for_next_attempt(
             self, *, state: Any, request: Any, response: Any = None, error: Exception | None = None

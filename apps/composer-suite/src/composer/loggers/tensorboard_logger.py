@@ -18,28 +18,28 @@ from composer_events.state import State
 
 __all__ = ["TensorboardLogger"]
 
-_NEVER_S = 365 * 24 * 60 * 60  # the files are flushed when training says so
+_NEVER_S = 365 * 24 * 60 * 60  # seconds; the logger flushes the files itself
 
 
 class TensorboardLogger(LoggerDestination):
-    """Writes event files that TensorBoard shows: `tensorboard --logdir tensorboard_logs`.
+    """Logger that writes event files for TensorBoard: `tensorboard --logdir tensorboard_logs`.
 
-    Values, images and, at the end, the settings of the run with the final metrics, for TensorBoard's table of runs. The
-    files are written on a thread of their own. Where a logger keeps files, such as a `RemoteUploaderDownloader`, they
-    are uploaded as `tensorboard_logs/{run_name}/<name of the file>-<rank>` at each flush.
+    They contain metrics, images and, at the end, hyperparameters with the final metrics for TensorBoard's HParams page.
+    The files are written on a thread of their own. If a logger uploads files, such as a `RemoteUploaderDownloader`,
+    they are uploaded as `tensorboard_logs/{run_name}/<name of the file>-<rank>` at each flush.
 
     Args:
-        log_dir: The folder that has a folder for each run; `'tensorboard_logs'` by default.
-        flush_interval: After how many batches the file is flushed; it also is after each epoch and evaluation.
+        log_dir: The folder with a subfolder for each run; `'tensorboard_logs'` by default.
+        flush_interval: The number of batches between flushes; each epoch and evaluation ends with one, too.
         rank_zero_only: Whether only rank 0 writes.
-        patience_s: How long the end of the run waits for a disk that does not answer.
+        patience_s: Seconds that the end of the run waits for the disk.
 
     Attributes:
         run_name: The name of the run, from INIT on.
 
     Raises:
         MissingConditionalImportError: If tensorboard is not installed; the extra `tensorboard` brings it.
-        TypeError: If an argument is of another kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If `flush_interval` is less than 1.
 
     Example:
@@ -65,19 +65,19 @@ class TensorboardLogger(LoggerDestination):
         self.run_name: str | None = None
         self._enabled = not rank_zero_only or get_global_rank() == 0
         self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
-        self._writer: Any = None  # touched by the outbox's thread only
+        self._writer: Any = None  # this and `_latest` belong to the outbox's thread
         self._hparams: dict[str, Any] = {}
-        self._latest: dict[str, float] = {}  # so is this
-        self._written: SimpleQueue[Path] = SimpleQueue()  # files that the thread has ended and nobody has uploaded
+        self._latest: dict[str, float] = {}
+        self._written: SimpleQueue[Path] = SimpleQueue()  # closed by the thread, not uploaded yet
         self._ended: set[Path] = set()
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Keep the settings of the run, which are written at its end."""
+        """Keep hyperparameters, which are written at the end of the run."""
         flat = convert_nested_dict_to_flat_dict(hyperparameters)
         self._hparams.update({name: _typed(value) for name, value in flat.items()})
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Write values; text is left out, since TensorBoard draws curves."""
+        """Write metrics; text is left out, since TensorBoard draws curves."""
         if not self._enabled:
             return
         snapshot = Snapshot({name: value for name, value in metrics.items() if not isinstance(value, str)})
@@ -100,23 +100,23 @@ class TensorboardLogger(LoggerDestination):
         self._outbox.post(lambda: self._write_images(logged, name, step), size_bytes=logged.size_bytes)
 
     def init(self, state: State, logger: Logger) -> None:
-        """Begin a file for the run."""
+        """Open a file for the run."""
         self.run_name = state.run_name
         if self._enabled:
             self._outbox.open(lambda: self._begin(state.run_name))
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Flush at the interval, and upload what has been."""
+        """Flush at the interval, and upload finished files."""
         if state.timestamp.num_batches % self.flush_interval == 0:
             self._flush(logger)
         self._upload(logger)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Flush."""
+        """Flush the file."""
         self._flush(logger)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Flush."""
+        """Flush the file."""
         self._flush(logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -126,7 +126,7 @@ class TensorboardLogger(LoggerDestination):
         self._upload(logger)
 
     def close(self, state: State, logger: Logger) -> None:
-        """Write the settings of the run beside its final metrics, wait until all is written, and upload it."""
+        """Write hyperparameters with the final metrics, wait until all is written, and upload it."""
         if self._enabled:
             self._outbox.post(self._write_hparams, is_kept=True)
             self._flush(logger)
@@ -134,16 +134,16 @@ class TensorboardLogger(LoggerDestination):
             self._upload(logger)
 
     def post_close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._outbox.close(self._end)
 
     def _flush(self, logger: Logger) -> None:
         if self._enabled:
-            # A file that is uploaded is ended, so that no second copy of its beginning has to be sent.
+            # A flush closes a file that is uploaded; otherwise each upload would send its beginning again.
             self._outbox.post(self._end if logger.takes("upload_file") else self._writer_flush, is_kept=True)
 
     def _upload(self, logger: Logger) -> None:
-        """Hand over files that are ended; here and not on the thread, since other loggers do not expect one."""
+        """Upload closed files in the main thread, since other loggers are not called from threads."""
         while True:
             try:
                 path = self._written.get_nowait()
@@ -176,14 +176,14 @@ class TensorboardLogger(LoggerDestination):
 
     def _write_hparams(self) -> None:
         metrics = {f"hparams/{name}": value for name, value in self._latest.items()}
-        # The writer of this run itself, as TensorBoard sees it: another name makes it a run within the run.
+        # The run name "." adds them to this run; any other name would create a nested run.
         self._writer.add_hparams(self._hparams, metrics, run_name=".")
 
     def _writer_flush(self) -> None:
         self._writer.flush()
 
     def _end(self) -> None:
-        """Close the file. The next value begins another one."""
+        """Close the file; the next value opens another one."""
         folder = Path(self._writer.log_dir)
         self._writer.close()
         for path in sorted(folder.glob(f"events.out.tfevents.*.{os.getpid()}.*")):

@@ -22,37 +22,37 @@ from composer_events.state import State
 
 __all__ = ["WandBLogger"]
 
-_PATIENCE_S = 600.0  # at its end W&B uploads what is left, which are files, too
+_PATIENCE_S = 600.0  # at the end W&B also uploads files
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9\-_.]")
 
 
 class WandBLogger(LoggerDestination):
-    """Logs to Weights & Biases: settings, values, tables, images with masks, and files as artifacts.
+    """Logger for Weights & Biases: hyperparameters, metrics, tables, images with masks, and files as artifacts.
 
     All calls to W&B are made on a thread of their own, in order. Without a network, set `WANDB_MODE=offline` and run
     `wandb sync` later.
 
     Args:
-        project: The project. This and the four that follow go before the same ones in `init_kwargs`.
+        project: The project. This argument and the next four override those in `init_kwargs`.
         group: The group of the run.
-        name: What the run is called; by default the `run_name` of the Trainer. `-rank<r>` is added where every rank
-            has a run, and `group` is then this name by default.
+        name: The name of the run; by default the `run_name` of the Trainer. If every rank has a run, `-rank<r>` is
+            added, and the name without it is the default `group`.
         entity: The user or team.
         tags: Tags of the run.
-        log_artifacts: Whether files, such as checkpoints, are kept as artifacts.
+        log_artifacts: Whether to upload files, such as checkpoints, as artifacts.
         rank_zero_only: Whether only rank 0 logs. Otherwise each rank has a run.
         init_kwargs: Further arguments of `wandb.init`.
-        patience_s: How many seconds the beginning of the run, and its end, wait for W&B.
+        patience_s: Seconds that the start and the end of the run wait for W&B.
 
     Attributes:
-        entity: The user or team, from INIT on; `None` if W&B does not say.
+        entity: The user or team, from INIT on; `None` if W&B does not return it.
         project: The project, likewise.
         run_dir: The folder of the run's files, from INIT on.
-        run_url: Where to look at it, from INIT on; `None` offline.
+        run_url: The URL of the run, from INIT on; `None` offline.
 
     Raises:
         MissingConditionalImportError: If wandb is not installed; the extra `wandb` brings it.
-        TypeError: If an argument is of another kind.
+        TypeError: If an argument has the wrong type.
 
     Example:
         >>> from composer.loggers import WandBLogger
@@ -94,13 +94,13 @@ class WandBLogger(LoggerDestination):
         self.run_url: str | None = None
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Log the settings of the run."""
+        """Log hyperparameters."""
         if self._enabled:
             snapshot = Snapshot(hyperparameters)
             self._outbox.post(lambda: _wandb().config.update(snapshot.read(), allow_val_change=True), is_kept=True)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log values at a step."""
+        """Log metrics at a step."""
         if self._enabled:
             snapshot = Snapshot(metrics)
             self._outbox.post(lambda: _wandb().log(snapshot.read(), step), size_bytes=snapshot.size_bytes)
@@ -131,7 +131,7 @@ class WandBLogger(LoggerDestination):
         """Log images, with their masks, as a table or side by side.
 
         Raises:
-            ValueError: If something is no image, or masks do not fit them.
+            ValueError: If an item is not an image, or masks do not fit the images.
         """
         if not self._enabled:
             return
@@ -148,11 +148,11 @@ class WandBLogger(LoggerDestination):
         self._outbox.post(send, size_bytes=logged.size_bytes)
 
     def init(self, state: State, logger: Logger) -> None:
-        """Begin the run. Every rank must call this.
+        """Start the run. Every rank must call this.
 
         Raises:
-            ValueError, TypeError: If `wandb.init` cannot take `init_kwargs`.
-            wandb.errors.UsageError: If W&B has no key of an account, for example.
+            ValueError, TypeError: If `wandb.init` rejects `init_kwargs`.
+            wandb.errors.UsageError: If W&B rejects the use, for example without an API key.
         """
         arguments = self._arguments(state)
         usage_error = require("wandb.errors", extra="wandb").UsageError
@@ -164,21 +164,21 @@ class WandBLogger(LoggerDestination):
         )
         if (own := begun[get_global_rank()]) is not None:
             self.run_dir, self.run_url = own.dir, own.url
-        if begun[0] is not None:  # each rank downloads, and only rank 0 may know from where
+        if begun[0] is not None:  # downloads on every rank need the names, which only rank 0 may know
             self.entity, self.project = begun[0].entity, begun[0].project
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait until what was logged has been handed to W&B."""
+        """Wait until all calls to W&B are done."""
         self._outbox.drain()
 
     def can_upload_files(self) -> bool:
-        """Answer whether files are kept."""
+        """Return whether files are uploaded."""
         return self._enabled and self._log_artifacts
 
     def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
-        """Keep a file as an artifact, if that is wanted; a new version of it if there is one.
+        """Upload a file as a new version of an artifact, if `log_artifacts` is set.
 
-        The alias `latest` goes to it, and one such as `ep3-ba120` says when it was.
+        It has the alias `latest`, and one with its time such as `ep3-ba120`.
         """
         del overwrite  # W&B keeps all versions
         if not (self._enabled and self._log_artifacts) or self._outbox.is_down:
@@ -193,7 +193,7 @@ class WandBLogger(LoggerDestination):
             kind = file_path.suffix.removeprefix(".")
             try:
                 artifact = wandb.Artifact(name=name, type="model" if kind == "pt" else kind or "file", metadata=stamps)
-                artifact.add_file(str(staged.path), name=file_path.name)  # copies it once more
+                artifact.add_file(str(staged.path), name=file_path.name)  # W&B makes a copy of its own
                 wandb.log_artifact(artifact, aliases=aliases)
             finally:
                 staged.remove()
@@ -203,12 +203,12 @@ class WandBLogger(LoggerDestination):
     def download_file(
         self, remote_file_name: str, destination: str, overwrite: bool = False, progress_bar: bool = True
     ) -> None:
-        """Bring back a file that was kept as an artifact, its latest version or the one after a colon.
+        """Download a file that was uploaded as an artifact, its latest version or the one after a colon.
 
         Raises:
-            RuntimeError: If entity or project are not known, or the artifact has several files.
-            FileNotFoundError: If there is no such artifact.
-            FileExistsError: If there is something at `destination`, and `overwrite` is false.
+            RuntimeError: If entity or project are unknown, or the artifact has several files.
+            FileNotFoundError: If the artifact does not exist.
+            FileExistsError: If `destination` exists, and `overwrite` is false.
         """
         del progress_bar
         if not self.entity or not self.project:
@@ -235,7 +235,7 @@ class WandBLogger(LoggerDestination):
             files[0].replace(destination)
 
     def post_close(self) -> None:
-        """End the run, as failed if an exception is on its way, and wait until W&B has everything."""
+        """End the run, as failed if an exception is being handled, and wait until W&B has everything."""
         exit_code = int(sys.exc_info()[1] is not None)
         self._outbox.close(lambda: _finish(exit_code))
 
@@ -249,7 +249,7 @@ class WandBLogger(LoggerDestination):
 
 
 def _wandb() -> Any:
-    """Return the module, which knows the run: a logger that held the run itself could not be pickled."""
+    """Return the module, which holds the run; a logger with the run itself could not be pickled."""
     return require("wandb", extra="wandb")
 
 
@@ -270,7 +270,7 @@ def _begin(arguments: dict[str, Any]) -> _Run:
 
 def _finish(exit_code: int) -> None:
     wandb = _wandb()
-    if wandb.run is not None:  # when Python ends, W&B ends its run by itself, earlier than this
+    if wandb.run is not None:  # at interpreter exit, W&B has already ended it by itself
         wandb.finish(exit_code=exit_code)
 
 
@@ -291,7 +291,7 @@ def _artifact_name(remote_file_name: str) -> str:
 
 
 def _stamps(state: State) -> dict[str, Any]:
-    """Return when this is, as metadata of an artifact."""
+    """Return the timestamps, as metadata of an artifact."""
     stamps = {f"timestamp/{name}": _plain(value) for name, value in state.timestamp.state_dict().items()}
     if state.dataloader is not state.train_dataloader:
         stamps |= {f"eval_timestamp/{name}": _plain(value) for name, value in state.eval_timestamp.state_dict().items()}
