@@ -126,6 +126,7 @@ def save_file(
         >>> load_file(path)["state"]["model"]["weight"].sum()
         tensor(6.)
     """
+    # All of these checks come before the first byte is written.
     refuse_what_is_elsewhere(obj)
     target = os.fspath(path)
     name = final_name(target)
@@ -261,6 +262,7 @@ def safe_torch_load(
             obj = load()
         except Exception as error:  # any error must reach the other ranks, or they would block in the broadcast
             failure = error
+    # The weights are left out of the broadcast, which would pickle them.
     rest = [failure, _without_weights(obj)]
     dist.broadcast_object_list(rest, src=0)
     if rest[0] is not None:
@@ -484,6 +486,7 @@ def load_shards(path: str | os.PathLike[str], **options: Any) -> "dict[str, Tens
     """
     index = read_index(path)
     weights: dict[str, Any] = {}
+    # All headers are compared before the first file is loaded.
     for shard in _checked_shards(index):
         validate_file(index.path.parent / shard)
         with _opened(index, shard) as reader:
@@ -552,6 +555,7 @@ def _manifest_of(raw: Mapping[str, Any]) -> Manifest | None:
 def _check_name(index: Path, tensor: str, shard: object) -> None:
     if not isinstance(shard, str) or not shard.endswith(_SUFFIX):
         _refuse(index, f"it says that {tensor!r:.200} is in {shard!r:.200}, which is not a {_SUFFIX} file")
+    # A shard must be a plain file name.
     if "/" in shard or "\\" in shard or "\0" in shard or shard == _SUFFIX:
         raise UnsafeCheckpointError(
             f"{index} says that {tensor!r:.200} is in {shard!r:.200}, which is outside its folder; nothing was read. "

@@ -229,6 +229,7 @@ def find_kind(path: str | os.PathLike[str]) -> Kind:
         NoCheckpointError: If the path is not a known kind of checkpoint, with the files that were searched for.
     """
     place = os.fspath(path)
+    # A name with the placeholder stands for several files, and does not exist itself.
     if "{rank}" in place:
         return "local"
     if os.path.isfile(place):
@@ -334,6 +335,7 @@ def _open_modular(folder: Path) -> TensorSource:
     model = _modular_model(folder)
     if model is None:
         raise NoCheckpointError(f"{folder} has no model/model.pt and no model/.metadata, so it holds no weights.")
+    # The model part is a checkpoint of its own, of any format.
     source = open_checkpoint(model)
     weights = dict(source.weights)
     state: dict[str, Any] = {"model": weights}

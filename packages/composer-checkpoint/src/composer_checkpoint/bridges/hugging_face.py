@@ -140,6 +140,7 @@ def sealing_callback() -> "TrainerCallback":
         """Callback that seals a checkpoint once all ranks have written their parts."""
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            # Each rank has written its part only when the barrier is passed.
             if is_initialized():
                 barrier()
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")

@@ -206,6 +206,7 @@ def _whole(name: str, sources: Sequence[TensorSource], layouts: Sequence[Mapping
     shape = tuple(layouts[0]["tensors"][name]["global_shape"])
     for source, layout in zip(sources, layouts, strict=True):
         part = source.tensors.get(name)
+        # The files are not trusted to fit together.
         if part is None or part.sparse is not None or name not in layout["tensors"]:
             raise CorruptCheckpointError(f"a rank's file lacks {name!r:.200}. Bring together the files of one save.")
         if part.numel:

@@ -153,6 +153,7 @@ class StoredTensor:
             )
         if self.fetch_range is not None:
             return self.fetch_range(start, count)
+        # Without a way to read a part, read everything.
         return self.fetch().reshape(-1)[start : start + count]
 
     def to(self, dtype: torch.dtype) -> "StoredTensor":
@@ -160,6 +161,7 @@ class StoredTensor:
         if dtype == self.dtype:
             return self
         if self.sparse is not None:
+            # Indices remain integers.
             parts = {**self.sparse.parts, "values": self.sparse.parts["values"].to(dtype)}
             return sparse_stored(self.shape, SparseParts(self.sparse.layout, parts, self.sparse.is_coalesced))
         return StoredTensor(

@@ -61,6 +61,7 @@ def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list
 
     A parameter that is not of the model, such as a loss function's, is named by its position.
     """
+    # By identity, since tied parameters are one object.
     names: dict[int, str] = {}
     for name, parameter in parameters_by_name(model).items():
         names.setdefault(id(parameter), name)

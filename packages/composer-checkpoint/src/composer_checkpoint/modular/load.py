@@ -76,6 +76,7 @@ def load_checkpoint(
     """
     options = _as_options(load_options)
     model, optim = _targets(options, model, optim, state)
+    # Missing files must be found before anything is changed.
     sources = {
         part: find_source(_join(load_path, child or part), part, options.sharded_checkpoint)
         for part, child, wanted in (
@@ -203,6 +204,7 @@ def _targets(
     if options.load_resumption_state and state is None:
         raise ValueError("State must be provided if loading resumption state.")
     if state is not None:
+        # What is passed takes precedence over the state's own.
         model = state.model if model is None else model
         optim = state.optimizers[0] if optim is None and len(state.optimizers) == 1 else optim
     if options.load_optimizer and (model is None or optim is None):
@@ -220,6 +222,7 @@ def _shard_as_needed(
         return
     # Collected first: sharding replaces the parameters.
     before = parameters_by_name(model)
+    # The state has the shapes of parameters that sharding would replace.
     if optim is not None and optim.state:
         raise ValueError(
             "the optimizer has stepped, and its state would not fit the model that shard_as_needed_during_load=True "
@@ -284,6 +287,7 @@ def _as_state(content: Any, path: str) -> dict[str, Any]:
     saved = dict(content)
     if "timestamp" in saved:
         stopped = {name: saved.pop(name) for name in ("stopped_duration",) if name in saved}
+        # `State` keeps the two in one entry.
         saved["timestamp"] = {"Timestamp": saved["timestamp"], **stopped}
     if isinstance(saved.get("callbacks"), list):
         saved["callbacks"] = _by_class(saved["callbacks"])

@@ -450,6 +450,7 @@ def checkpoint_folder(
                 return ""
             return str(unfinished.enter_context(write_atomically(path, overwrite=overwrite, folder=True)))
 
+        # The temporary name is random, so the other ranks get it from rank 0.
         place = ranks.exchange(begin, lambda places: [places[0]] * len(places))
         yield place
 
@@ -477,6 +478,7 @@ def verify_modular_folder(folder: str | os.PathLike[str]) -> Manifest | None:
                 _verify_part(part)
         return None
     manifest = Manifest.from_json((root / MANIFEST_NAME).read_bytes())
+    # Files beyond those of the manifest do not matter.
     for name, entry in manifest.files.items():
         path = root / name
         if not path.exists():
@@ -505,6 +507,7 @@ def _seal(folder: Path, info: Mapping[str, Any]) -> None:
     for manifest in folder.glob(f"*/{MANIFEST_NAME}"):
         inside = manifest.parent.relative_to(folder)
         found = Manifest.from_json(manifest.read_bytes())
+        # A manifest has one kind of hash only.
         if found.hash_name == HASH_NAME:
             known |= {(inside / name).as_posix(): entry for name, entry in found.files.items()}
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

@@ -117,6 +117,7 @@ def get_optim_state_dict(
     dtype = as_dtype(precision)
     named = named_optimizer_state(model, optimizer)
     collected = _collected(named, sharded_state_dict, cpu_offload)
+    # Ranks without the result have an empty dict.
     if "state" in collected:
         collected["state"] = cast_state(collected["state"], dtype, keep_counts=True)
     return collected
@@ -184,6 +185,7 @@ def get_resumption_state_dict(state: "State") -> dict[str, Any]:
         "run_name": state.run_name,
         "rng": get_rng_state(),
     }
+    # Empty entries are left out.
     return {name: value for name, value in resumption.items() if value not in ({}, [])}
 
 
@@ -219,6 +221,7 @@ def _collected(state: dict[str, Any], sharded: bool, cpu_offload: bool | None) -
     if sharded:
         return offload(state) if cpu_offload else state
     # All ranks take part in the gathering, but only rank 0 keeps the result.
+    # The other ranks take part in gathering, but do not keep the result.
     keep = get_global_rank() == 0
     gathered = gather(state, keep=keep, cpu_offload=True if cpu_offload is None else cpu_offload)
     return gathered if keep else {}
@@ -287,6 +290,7 @@ def own_part(name: str, own: object, value: torch.Tensor) -> torch.Tensor:
         return value
     target = room_for(own, value.dtype)
     local = target.to_local()
+    # Either this rank's shard or the whole tensor, told apart by the shape.
     if value.shape == local.shape:
         local.copy_(value)
     elif value.shape == own.shape:

@@ -106,6 +106,7 @@ def _plan(state_dict: dict[str, Any], reader: VerifyingReader, planner: LoadPlan
 
     if not isinstance(planner, ComparingLoadPlanner):  # that one plans without the other ranks
         return ranks.exchange(plan_locally, lambda plans: reader.prepare_global_plan(planner.create_global_plan(plans)))
+    # All ranks raise if any of them fails, so that none begins to read.
     plans: list[LoadPlan] = []
     ranks.together(lambda: plans.append(plan_locally()))
     return plans[0]
@@ -290,6 +291,7 @@ def _difference(value: object, entry: object, strict: bool) -> str | None:
 
 def _unexpected(asked: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], metadata: Metadata) -> list[str]:
     """Return the saved tensors that are missing from dicts of which other entries are loaded."""
+    # Siblings only, since whole parts may be left out on purpose.
     parents = {paths[name][:-1] for name in asked}
     saved_paths = metadata.planner_data or {}
     return [

@@ -78,6 +78,7 @@ def find_elements(archive: FileSlice, dtype: torch.dtype, shape: torch.Size) -> 
     spec = rehearse(archive.read(pickled.offset, pickled.size_bytes)).tree
     if not isinstance(spec, TensorSpec) or spec.byte_range is None:
         return None
+    # Contradictions with `.metadata` are reported by the slower path that loads the tensor.
     if f"torch.{spec.dtype.name}" != str(dtype) or spec.shape != tuple(shape):
         return None
     elements = members.get(f"data/{spec.storage.key}")
@@ -243,6 +244,7 @@ class OpenShards:
         return os.path.join(self._source.folder, part.file)
 
     def _descriptor(self, file: str) -> int:
+        # Threads share the descriptors.
         with self._lock:
             if file not in self._descriptors:
                 self._descriptors[file] = os.open(self._source.local_path(file), os.O_RDONLY)
@@ -447,6 +449,7 @@ def read_manifest(source: Source) -> Manifest | None:
     Raises:
         CorruptCheckpointError: If a file is missing or has another size.
     """
+    # Written by another program.
     if source.size_bytes(MANIFEST_NAME) is None:
         return None
     where = os.path.join(source.folder, MANIFEST_NAME)
@@ -458,6 +461,7 @@ def read_manifest(source: Source) -> Manifest | None:
     if METADATA_NAME not in manifest.files:
         raise CorruptCheckpointError(f"{where} does not list {METADATA_NAME}. Load another checkpoint.")
     for name, entry in manifest.files.items():
+        # A manifest must not make the reader open files elsewhere.
         if os.path.basename(name) != name:
             raise CorruptCheckpointError(f"{where} lists {name!r:.80}, outside the folder. Load another checkpoint.")
         size = source.size_bytes(name)

@@ -142,6 +142,7 @@ def _spread(plan: SavePlan, num_files: int, planner: _StreamingPlanner) -> list[
     items: list[list[WriteItem]] = [[] for _ in range(num_files)]
     for item in plan.items:
         tensor = planner.stored(item)
+        # What cannot be split goes to the first file.
         if tensor is None or not tensor.shape or num_files == 1 or not tensor.numel:
             items[0].append(item)
             continue
