@@ -452,7 +452,7 @@ def _check_storages(view: memoryview, position: int, keys: Any, rehearsal: Rehea
             )
     if position != len(view):
         raise CorruptCheckpointError(
-            f"the file goes on for {len(view) - position} bytes after its last storage. Load another checkpoint."
+            f"the file has {len(view) - position} more bytes after its last storage. Load another checkpoint."
         )
 
 

@@ -248,7 +248,7 @@ def find_kind(path: str | os.PathLike[str]) -> Kind:
             return kind
     some = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8])
     raise NoCheckpointError(
-        f"{place!r} is no checkpoint that is known: it has neither .metadata (torch.distributed.checkpoint), "
+        f"{place!r} is not a known kind of checkpoint: it has neither .metadata (torch.distributed.checkpoint), "
         f"composer_metadata.json, mp_rank_00_model_states.pt or latest (DeepSpeed), nor {', '.join(_WEIGHTS)} (Hugging "
         f"Face), but {some or 'nothing'}. Name the checkpoint's own folder or file."
     )

@@ -172,8 +172,7 @@ def _end_of_argument(data: bytes | memoryview, position: int, code: int, start: 
         _refuse_instruction(data, position, start)
     if end > len(data):
         raise CorruptCheckpointError(
-            f"a pickle's instruction at byte {position - start} goes on for longer than the pickle. "
-            f"Load another checkpoint."
+            f"a pickle's instruction at byte {position - start} extends beyond the pickle. Load another checkpoint."
         )
     return end
 
@@ -188,7 +187,7 @@ def _refuse_instruction(data: bytes | memoryview, position: int, start: int) -> 
     # Not a valid instruction of any protocol: the file is damaged rather than hostile.
     if opcode is None:
         raise CorruptCheckpointError(
-            f"a pickle has {data[position]:#04x} at byte {position - start}, which is no instruction. "
+            f"a pickle has {data[position]:#04x} at byte {position - start}, which is not an instruction. "
             f"Load another checkpoint."
         )
     if data[position] in _FIXED_LENGTH_CODES:  # the pattern has matched those that are complete and within the limits

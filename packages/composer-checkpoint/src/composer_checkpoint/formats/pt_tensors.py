@@ -157,7 +157,7 @@ def _read(reader: FileReader, storage_offset: int, spec: TensorSpec, dtype: torc
 def _refuse_quantized(spec: TensorSpec) -> None:
     if spec.dtype.name.startswith("q"):
         raise IncompatibleCheckpointError(
-            f"a tensor is {spec.dtype.name}, and quantized tensors are not read one by one. Load the file with "
+            f"a tensor is {spec.dtype.name}, and quantized tensors cannot be read singly. Load the file with "
             f"load_file() and dequantize it."
         )
 

@@ -466,7 +466,7 @@ def verify_modular_folder(folder: str | os.PathLike[str]) -> Manifest | None:
     """Compare all files of a modular checkpoint with its manifest, or, without one, with the manifests of its parts.
 
     Returns:
-        The manifest, or `None` if there is none.
+        The manifest, or `None` if the folder has none.
 
     Raises:
         CorruptCheckpointError: If a file is missing or differs from what was written.

@@ -136,7 +136,7 @@ def get_metadata_state_dict(
         model: Model whose class name, and Hugging Face metadata if any, are included.
         sharded_state_dict: Whether the checkpoint is sharded.
         precision: Precision of the checkpoint; `'fp32'` when `None`.
-        device: Device whose communication backend is included if there is no process group.
+        device: Device whose communication backend is included if no process group exists.
         device_train_microbatch_size: Number of samples in a microbatch.
     """
     metadata: dict[str, Any] = {

@@ -51,7 +51,7 @@ def fsdp_state_dict_type_context(module: nn.Module, state_dict_type: str = "full
     """Set the type of a module's `state_dict()` and `load_state_dict()` inside the context.
 
     Names are those of the model without wrappers. Every rank must call the two together; a `'full'` state is that of
-    rank 0, which is loaded on all ranks, whatever the other ranks pass.
+    rank 0, which all ranks load; those of other ranks are ignored.
 
     Args:
         module: A plain model, one in `DistributedDataParallel`, or a compiled, FSDP2 or tensor parallel one.

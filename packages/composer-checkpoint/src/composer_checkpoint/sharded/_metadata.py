@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.filesystem import (
-    # torch's own reader understands only these entries, so there is no public way to write a readable file.
+    # torch's own reader understands only these entries, so no public way exists to write a readable file.
     _StorageInfo as StorageInfo,  # pyright: ignore[reportPrivateUsage]
 )
 from torch.distributed.checkpoint.metadata import (
@@ -44,7 +44,7 @@ def parse_metadata(data: bytes, folder: str, size_bytes: Callable[[str], int | N
     Args:
         data: The file's bytes.
         folder: Path of its folder, for messages.
-        size_bytes: Function that returns the size of a file in the folder, or `None` if there is no such file.
+        size_bytes: Function that returns the size of a file in the folder, or `None` if the file does not exist.
 
     Raises:
         UnsafeCheckpointError: If the pickle has anything that a `.metadata` does not need.

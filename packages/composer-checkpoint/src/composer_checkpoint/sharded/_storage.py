@@ -119,7 +119,7 @@ def _refuse_other_folder(folder: Path) -> None:
 
 
 class RemoteTarget:
-    """Folder of a remote store. Since there is no rename, the manifest is written last and makes it whole."""
+    """Folder of a remote store. Stores cannot rename, so the manifest is written last and makes it whole."""
 
     def __init__(self, folder: str, overwrite: bool, storage_options: dict[str, Any]) -> None:
         # Imported here so that local checkpoints do not load the stores.

@@ -89,7 +89,7 @@ class VerifiedWriter(StorageWriter):
         """Raise if DCP is to save without collectives, which would write no common `.metadata`."""
         if not kwargs.get("use_collectives", True):
             raise ValueError(
-                "use_collectives=False writes one `.metadata` for each rank, which is no checkpoint of the whole "
+                "use_collectives=False writes one `.metadata` for each rank, which is not a checkpoint of the whole "
                 "model. Leave it out."
             )
 
