@@ -1,4 +1,4 @@
-"""How fast training is: batches, samples, tokens and operations a second."""
+"""Training speed: batches, samples, tokens and floating point operations per second."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ SECONDS: Final = {"seconds": 1, "minutes": 60, "hours": 60 * 60, "days": 24 * 60
 
 
 def check_time_unit(time_unit: Any) -> None:
-    """Refuse what is none of the units in which times are logged.
+    """Validate the unit in which times are logged.
 
     Raises:
-        ValueError: If it is another word.
+        ValueError: If the unit is unknown.
     """
     if time_unit not in tuple(SECONDS):
         raise ValueError(f"time_unit={time_unit!r} must be one of {', '.join(map(repr, SECONDS))}.")
 
 
 class SpeedMonitor(Callback):
-    """Log how fast training is, over a window of the last batches.
+    """Log the training speed over a window of the last batches.
 
-    | metric | what it is |
+    | metric | meaning |
     |---|---|
     | `throughput/batches_per_sec`, `throughput/samples_per_sec` | of all ranks together |
     | `throughput/tokens_per_sec` | the same, if batches have tokens |
-    | `throughput/flops_per_sec` | if the model has `flops_per_batch(batch)`, which returns what one batch costs |
+    | `throughput/flops_per_sec` | if the model has `flops_per_batch(batch)`, which returns the cost of a batch |
     | `throughput/device/...` | each of these, divided by the number of ranks |
-    | `throughput/device/mfu` | model FLOPs utilization: the share of what the device can compute at most |
-    | `time/train`, `time/val`, `time/total` | time spent so far |
+    | `throughput/device/mfu` | model FLOPs utilization: the fraction of the device's peak performance |
+    | `time/train`, `time/val`, `time/total` | elapsed time |
 
     Args:
-        window_size: Over how many batches the speed is a mean; before so many there is nothing to log but the time.
-        gpu_flops_available: What one device can compute at most, in floating-point operations a second. By default
-            looked up in `GPU_AVAILABLE_FLOPS`.
-        time_unit: `'seconds'`, `'minutes'`, `'hours'` or `'days'`, for the metrics that begin with `time/`.
+        window_size: Number of batches to average over; until they have passed, only times are logged.
+        gpu_flops_available: Peak performance of one device, in floating point operations per second. Default: looked up
+            in `GPU_AVAILABLE_FLOPS`.
+        time_unit: `'seconds'`, `'minutes'`, `'hours'` or `'days'`, for the metrics that start with `time/`.
 
     Raises:
-        ValueError: If the window is no positive number or the unit is another word.
-        TypeError: If an argument is of another kind; at the first batch, if the model's `flops_per_batch` is no
-            function or returns no number.
+        ValueError: If the window is not positive or the unit is unknown.
+        TypeError: If an argument has the wrong type; at the first batch, if the model's `flops_per_batch` is not a
+            function or does not return a number.
 
     Example:
         >>> monitor = SpeedMonitor(window_size=100)
@@ -70,10 +70,11 @@ class SpeedMonitor(Callback):
         self, window_size: int = 100, gpu_flops_available: float | None = None, time_unit: str = "hours"
     ) -> None:
         check_counts(window_size=window_size)
-        window_size = int(window_size)  # NumPy's whole numbers are no length of a deque
+        window_size = int(window_size)  # `deque` rejects NumPy integers
         check_time_unit(time_unit)
         if gpu_flops_available is not None:
             check_numbers(0, gpu_flops_available=gpu_flops_available)
+        # A window of n batches needs n + 1 readings.
         self.history_samples: deque[int] = deque(maxlen=window_size + 1)
         self.history_tokens: deque[int] = deque(maxlen=window_size + 1)
         self.history_wct: deque[float] = deque(maxlen=window_size + 1)
@@ -87,31 +88,31 @@ class SpeedMonitor(Callback):
         self._flops_per_batch: Callable[[Any], float] | None = None
 
     def init(self, state: State, logger: Logger) -> None:
-        """Look up what the device can compute, and how many devices there are."""
+        """Look up the peak performance and the number of devices."""
         self._world_size = dist.get_world_size()
         if self.gpu_flops_available is None:
             self.gpu_flops_available = get_gpu_flops_available(state)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Look at the model, and begin anew where training does."""
+        """Release the model, and reset the history if the clock has gone back."""
         self._let_go()
         if self.history_wct and state.timestamp.total_wct.total_seconds() < self.history_wct[-1]:
             self._forget()
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Keep nothing of the model."""
+        """Release the model."""
         self._let_go()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the speed over the window that ends with this batch."""
         now, seconds = state.timestamp, self.history_wct
         train_s = now.total_wct.total_seconds()
-        if seconds and train_s < seconds[-1]:
+        if seconds and train_s < seconds[-1]:  # an earlier checkpoint was loaded
             self._forget()
         self.history_samples.append(now.num_samples)
         self.history_tokens.append(now.num_tokens)
         seconds.append(train_s)
-        if self._model is not state.model:  # a module takes long to say that it lacks something
+        if self._model is not state.model:  # cached, since a missing attribute of a module is slow to look up
             self._model, self._flops_per_batch = state.model, _flops_function(state.model)
         window = seconds[0], self.history_samples[0], self.history_tokens[0], len(seconds)
         if self._flops_per_batch is None:
@@ -121,22 +122,22 @@ class SpeedMonitor(Callback):
             logger.log_metrics(flops | self._speed(now, self.total_eval_wct, *window))
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Add up the time spent on evaluation."""
+        """Add the duration of the evaluation."""
         self.total_eval_wct += state.eval_timestamp.total_wct.total_seconds()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the time spent on evaluation so far, in seconds."""
+        """Return the time spent on evaluation, in seconds."""
         return {"total_eval_wct": self.total_eval_wct}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.total_eval_wct = state["total_eval_wct"]
 
     def _let_go(self) -> None:
         self._model = self._flops_per_batch = None
 
     def _forget(self) -> None:
-        """Begin anew where training has: its clock stands before that of the batch before."""
+        """Clear the history, after the clock of training has gone back."""
         for history in (self.history_samples, self.history_tokens, self.history_wct, self.history_flops):
             history.clear()
         self.total_eval_wct = 0.0
@@ -144,10 +145,10 @@ class SpeedMonitor(Callback):
     def _speed(
         self, now: Timestamp, eval_s: float, start_s: float, start_sample: int, start_token: int, length: int
     ) -> dict[str, float]:
-        """Return what is logged at a time, of a window that began with so many samples and tokens and has a length."""
+        """Return the metrics at a timestamp, for a window with the given start and length."""
         train_s = now.total_wct.total_seconds()
         metrics: dict[str, float] = {}
-        # A clock that did not move says nothing of the speed.
+        # Without elapsed time there is no speed.
         if length > self._window_size and train_s > start_s:
             metrics = self._throughput(train_s - start_s, now.num_samples - start_sample, now.num_tokens - start_token)
         metrics["time/train"] = train_s / self._seconds
@@ -176,7 +177,7 @@ class SpeedMonitor(Callback):
 
 
 def _flops_function(model: Any) -> Callable[[Any], float] | None:
-    """Return the function of the user's model that says what a batch costs, if it has one."""
+    """Return the model's function for the cost of a batch, or `None` if it has none."""
     model = unwrap_model(model)
     flops_per_batch: Any = getattr(model, "flops_per_batch", None)
     if flops_per_batch is not None and not callable(flops_per_batch):
@@ -201,4 +202,4 @@ def _over_all_ranks(flops: float, state: State) -> Any:
         return flops
     total = state.device.tensor_to_device(torch.tensor(flops, dtype=torch.float64))
     dist.all_reduce(total)
-    return total  # left on the device: whoever reads the log waits for it
+    return total  # on the device: only reading the log synchronizes

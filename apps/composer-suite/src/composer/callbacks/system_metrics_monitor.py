@@ -1,4 +1,4 @@
-"""What the machine does while it trains."""
+"""Logging of the machine's load."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
 
 __all__ = ["SystemMetricsMonitor"]
 
-_FRESH_S: Final = 1.0  # the drivers' own numbers are means over about as long
+_FRESH_S: Final = 1.0  # drivers average over about as long
 
 
 class SystemMetricsMonitor(Callback):
-    """Log what the machine is doing when a batch of training, evaluation or prediction begins.
+    """Log the load of the machine at the start of each batch of training, evaluation or prediction.
 
-    | metric | what it is |
+    | metric | meaning |
     |---|---|
-    | `cpu_percentage` | use of the processors |
+    | `cpu_percentage` | CPU utilization |
     | `cpu_memory_<field>`, `disk_memory_<field>` | bytes and percent of memory and of the disk with the root folder |
-    | `network_<field>` | bytes, packets and errors since the computer was started |
-    | `min_<key>_rank_<r>`, `max_<key>_rank_<r>` | the least and the most over all ranks, and whose it is |
+    | `network_<field>` | bytes, packets and errors since boot |
+    | `min_<key>_rank_<r>`, `max_<key>_rank_<r>` | minimum and maximum over all ranks, with the rank |
 
     The keys of the last line are `gpu_percentage`, `memory_percentage`, `gpu_temperature_C` and `gpu_power_usage_W`, of
-    NVIDIA's GPUs. The rest is of this rank's computer. The machine is asked once a second, on a thread of its own, and
-    its latest answer logged: no batch waits for a driver or a disk. With GPUs on several ranks there is a collective
-    for each batch, between the CPUs. It needs the extra `system`.
+    NVIDIA GPUs. The others are of this rank's machine. A separate thread reads the load once a second, and its latest
+    reading is logged, so no batch waits for a driver or a disk. With GPUs on several ranks there is a collective
+    between the CPUs for each batch. It needs the extra `system`.
 
     Args:
-        log_all_data: Whether to log the GPUs of all ranks, as `<key>_rank_<r>`, instead of the least and the most.
+        log_all_data: Whether to log the GPUs of all ranks, as `<key>_rank_<r>`, instead of minimum and maximum.
 
     Raises:
-        TypeError: If `log_all_data` is neither true nor false.
-        MissingConditionalImportError: If psutil is not installed, or nvidia-ml-py where there are GPUs.
+        TypeError: If `log_all_data` is not a bool.
+        MissingConditionalImportError: If psutil is not installed, or nvidia-ml-py if there are GPUs.
     """
 
     def __init__(self, log_all_data: bool = False) -> None:
@@ -57,27 +57,27 @@ class SystemMetricsMonitor(Callback):
         self._look_for_machine()
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Log, while training."""
+        """Log in training."""
         self._log(state, logger)
 
     def eval_batch_start(self, state: State, logger: Logger) -> None:
-        """Log, while evaluating."""
+        """Log in evaluation."""
         self._log(state, logger)
 
     def predict_batch_start(self, state: State, logger: Logger) -> None:
-        """Log, while predicting."""
+        """Log in prediction."""
         self._log(state, logger)
 
     def close(self, state: State, logger: Logger) -> None:
-        """Ask no more."""
+        """Stop reading."""
         self._machine.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what reads: its thread and the drivers' handles belong to this process and this machine."""
+        """Return the state without the readers: their thread and handles belong to this process and machine."""
         return {name: value for name, value in vars(self).items() if name not in ("_machine", "_has_gpu")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Read the machine that the copy is on."""
+        """Restore the state, with readers of the current machine."""
         vars(self).update(state)
         self._look_for_machine()
 
@@ -94,16 +94,17 @@ class SystemMetricsMonitor(Callback):
 
 
 def _copy(now: Timestamp, numbers: dict[str, float]) -> dict[str, float]:
-    del now
+    del now  # `log_lazily` passes the timestamp
     return dict(numbers)
 
 
 def _reading(host: HostReader, gpu: GPUReader | None) -> Callable[[], tuple[dict[str, float], dict[str, float]]]:
+    # Not a method: the reading thread must not keep the callback alive.
     return lambda: (host.read(), {} if gpu is None else gpu.read())
 
 
 def _named_by_rank(of_ranks: Sequence[dict[str, float]], log_all_data: bool) -> dict[str, float]:
-    """Return what each rank's GPU does, or the least and the most of it, under names that say the rank.
+    """Return each rank's GPU load, or its minimum and maximum, under names with the rank.
 
     >>> _named_by_rank([{"gpu_percentage": 80}, {"gpu_percentage": 30}], log_all_data=False)
     {'min_gpu_percentage_rank_1': 30, 'max_gpu_percentage_rank_0': 80}
@@ -123,7 +124,7 @@ GPU_KEYS: Final = ("gpu_percentage", "memory_percentage", "gpu_temperature_C", "
 
 
 class HostReader:
-    """Read what the whole computer is doing.
+    """Reader of the load of the whole machine.
 
     Raises:
         MissingConditionalImportError: If psutil is not installed.
@@ -131,10 +132,10 @@ class HostReader:
 
     def __init__(self) -> None:
         self._psutil = _import("psutil", "psutil")
-        self._psutil.cpu_percent()  # the next one is since this one
+        self._psutil.cpu_percent()  # the next call measures since this one
 
     def read(self) -> dict[str, float]:
-        """Return percentages, and bytes and counts since the computer was started."""
+        """Return percentages, and bytes and counts since boot."""
         psutil = self._psutil
         numbers: dict[str, float] = {"cpu_percentage": psutil.cpu_percent()}
         groups = {
@@ -143,13 +144,13 @@ class HostReader:
             "network": psutil.net_io_counters(),
         }
         for group, values in groups.items():
-            if values is not None:  # a computer without a network
+            if values is not None:  # a machine without a network
                 numbers |= {f"{group}_{name}": value for name, value in values._asdict().items()}
         return numbers
 
 
 class GPUReader:
-    """Read what this rank's GPU is doing, from its driver, which does not wait for what runs on it.
+    """Reader of the load of this rank's GPU, through its driver, which does not synchronize with it.
 
     Raises:
         MissingConditionalImportError: If nvidia-ml-py is not installed.
@@ -164,7 +165,7 @@ class GPUReader:
         """Return percentages, degrees Celsius and watts."""
         nvml = self._nvml
         if self._handle is None:
-            # By its unique name: numbers are those of the visible devices in torch, and of all of them in the driver.
+            # By UUID: torch numbers only the visible devices, the driver numbers all of them.
             uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
             self._handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         handle = self._handle
@@ -188,14 +189,14 @@ T = TypeVar("T")
 
 
 class SteadyReader(Generic[T]):
-    """Read at the first question, and from then on at an interval, until it is closed.
+    """Reader that reads once in the caller, and then at an interval in a thread until it is closed.
 
-    A reading that fails ends the thread with one warning, and the last one that did not is what is known from then on.
+    A failed reading ends the thread with one warning, and the last successful one is kept.
 
     Args:
-        what: What is read, for the warning.
-        read: Reads. The first call is made by whoever asks first, and raises there.
-        interval_s: How many seconds lie between two readings.
+        what: Name of the readings, for the warning.
+        read: Function to call. The first call is made by the first `latest`, and raises there.
+        interval_s: Time between two readings, in seconds.
 
     Example:
         >>> reader = SteadyReader("the answer", lambda: 42, interval_s=1.0)
@@ -209,18 +210,18 @@ class SteadyReader(Generic[T]):
         self._readings: _Readings[T] | None = None
 
     def latest(self) -> T:
-        """Return the latest reading; the thread begins with the first question."""
+        """Return the latest reading. The first call reads and starts the thread."""
         if self._readings is not None:
             return self._readings.latest
         first = self._read()
         self._readings = readings = _Readings(first)
-        # It knows nothing of this object, and so does not keep alive what nobody closes.
+        # The thread has no reference to this object, so that an unclosed reader is garbage collected and ends it.
         arguments = (self._what, self._read, self._interval_s, readings)
         threading.Thread(target=_keep_reading, args=arguments, name="composer-reader", daemon=True).start()
         return first
 
     def close(self) -> None:
-        """End the thread. The next question begins anew."""
+        """Stop the thread. The next `latest` starts another one."""
         if self._readings is not None:
             self._readings.ends.set()
             self._readings = None
@@ -237,9 +238,9 @@ class _Readings(Generic[T]):
 
 def _keep_reading(what: str, read: Callable[[], T], interval_s: float, readings: _Readings[T]) -> None:
     try:
-        read()  # some numbers are differences to what the same thread has read before
+        read()  # psutil measures some values since the last call in the same thread
         while not readings.ends.wait(interval_s):
             readings.latest = read()
-    except Exception as error:  # training is not about the machine it runs on
+    except Exception as error:  # a monitor must not end training
         if not readings.ends.is_set():
             warn_of_trouble(f"{what} can no longer be read, so the last reading stays: {type(error).__name__}: {error}")

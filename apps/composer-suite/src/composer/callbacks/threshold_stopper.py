@@ -1,4 +1,4 @@
-"""Stopping when a metric is good enough."""
+"""Stopping when a metric has reached a threshold."""
 
 from __future__ import annotations
 
@@ -27,25 +27,24 @@ class ThresholdStopper(Callback):
     """Stop training when a metric is better than a threshold.
 
     Args:
-        monitor: Name of the metric, such as `'MulticlassAccuracy'`, or of an entry of one with several numbers, such
-            as `'MAP/map_50'`.
-        dataloader_label: Whose: `'train'`, or the label of an evaluator.
-        threshold: What is good enough.
-        comp: Which of two values is better: `'greater'`, `'less'`, or a function of the value and the threshold. By
-            default as the metric's own `higher_is_better` says, or else its name: see
-            `composer_events.metric_entries`.
-        stop_on_batch: Whether to look after every batch, and not only after epochs and evaluations.
+        monitor: Name of the metric, such as `'MulticlassAccuracy'`, or of an entry of a metric with several numbers,
+            such as `'MAP/map_50'`.
+        dataloader_label: `'train'`, or the label of an evaluator.
+        threshold: The threshold.
+        comp: Comparison of two values: `'greater'`, `'less'`, or a function of the value and the threshold. Default: by
+            the metric's own `higher_is_better`, or else by its name; see `composer_events.metric_entries`.
+        stop_on_batch: Whether to check after every batch, and not only after epochs and evaluations.
 
     Attributes:
-        stop_reason: Why it has ended training, for the run report; `None` while it has not.
+        stop_reason: Why training was stopped, for the run report; `None` if it was not.
 
     Raises:
-        TypeError: If an argument is of another kind.
-        ValueError: If `comp` is another word; when training begins, if there is no such metric, or
-            it has several numbers.
+        TypeError: If an argument has the wrong type.
+        ValueError: If `comp` is an unknown name; at the start of training, if the metric does not exist or has several
+            numbers.
 
     Warns:
-        UserWarning: When training begins, if nothing says which values are better. Larger ones are taken to be.
+        UserWarning: At the start of training, if it is unknown which values are better. Larger is then assumed.
 
     Example:
         >>> stopper = ThresholdStopper('MulticlassAccuracy', 'eval', 0.99)
@@ -73,26 +72,27 @@ class ThresholdStopper(Callback):
         self.stop_reason: str | None = None
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Look whether there will be such a metric."""
+        """Check that the metric exists, and choose the comparison."""
         self.stop_reason = None
         check_watched(state, self.monitor, self.dataloader_label)
         if self._goes_by_metric:
             self.comp = comparison_for(state, self.monitor, self.dataloader_label)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Look at the metric of an evaluator."""
+        """Check the metric of an evaluator."""
         self._look_if_named(state)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Look at the metric of training."""
+        """Check the metric of training."""
         self._look_if_named(state)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Look at the metric of training, with `stop_on_batch`."""
+        """Check the metric of training, with `stop_on_batch`."""
         if self.stop_on_batch:
             self._look_if_named(state)
 
     def _look_if_named(self, state: State) -> None:
+        # The label in the state tells which dataloader the current event belongs to.
         if self.dataloader_label == state.dataloader_label:
             value = compute_metric(state, self.monitor, self.dataloader_label)
             if self.comp(value, torch.as_tensor(self.threshold, device=value.device)):

@@ -1,4 +1,4 @@
-"""The folders and files of traces, as both who writes spans and who writes torch's operators keep them."""
+"""Folders and files of traces, shared by the trace handlers and `TorchProfiler`."""
 
 import json
 import logging
@@ -31,37 +31,37 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-END = "\n]\n"  # of a list with one event a line
-RECORDING = (ProfilerAction.ACTIVE, ProfilerAction.ACTIVE_AND_SAVE)  # what is worth a file
+END = "\n]\n"  # end of a list with one event per line, which `append_events` overwrites
+RECORDING = (ProfilerAction.ACTIVE, ProfilerAction.ACTIVE_AND_SAVE)  # not warmup, whose events are discarded
 
 
 def prepare_folder(folder: Path, *, overwrite: bool) -> None:
-    """Make a folder, which must be empty unless files may be overwritten. Every rank must call this.
+    """Create a folder, which must be empty unless files may be overwritten. Every rank must call this.
 
     Raises:
-        FileExistsError: If it is not.
+        FileExistsError: If the folder is not empty and `overwrite` is false.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not overwrite:
         ensure_folder_is_empty(folder)
-    dist.barrier()  # no rank writes before all have looked
+    dist.barrier()  # all ranks have checked before one writes
 
 
 def prune(paths: list[str], num_to_keep: int) -> None:
-    """Delete the oldest files until so many are left; keep all if the number is negative."""
+    """Delete the oldest files until `num_to_keep` are left; keep all if it is negative."""
     while 0 <= num_to_keep < len(paths):
         Path(paths.pop(0)).unlink(missing_ok=True)
 
 
 def open_name(folder: Path, name: str) -> Path:
-    """Return a file's path in a folder, whose missing parts are made."""
+    """Return a file's path in a folder, and create its parents."""
     path = folder / name
     os.makedirs(path.parent, exist_ok=True)
     return path
 
 
 def warn_of_no_trace(folder: Path, state: "State") -> None:
-    """Say that training has failed too early for a trace."""
+    """Log a warning that training failed before the first trace."""
     _log.warning(
         "There is no trace in %s: training has failed at batch %d, before the schedule began to record. To see what "
         "led to it, give cyclic_schedule() fewer batches of skip_first, wait and warmup.",
@@ -71,17 +71,17 @@ def warn_of_no_trace(folder: Path, state: "State") -> None:
 
 
 def durations(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the begins and ends of spans in a list with one event a line, without having all of it in memory."""
+    """Yield the begin and end events in a list with one event per line, without loading all of it."""
     with open(path) as file:
         for line in file:
             if '"ph": "B"' in line or '"ph": "E"' in line:
                 event = json.loads(line.rstrip(",\n"))
-                if event["ph"] in "BE":  # and not the arguments of another event
+                if event["ph"] in "BE":  # the text above may be in the arguments of another event
                     yield event
 
 
 def append_events(path: str, events: Iterable[dict[str, Any]]) -> None:
-    """Put events at the end of a list of them, without reading it; until the longer one is complete, it is as it was.
+    """Append events to a list of them without parsing it; the file is replaced in one step.
 
     Raises:
         TypeError: If the file does not end as such a list.
@@ -89,10 +89,11 @@ def append_events(path: str, events: Iterable[dict[str, Any]]) -> None:
     unfinished = f"{path}.unfinished"
     shutil.copyfile(path, unfinished)
     with open(unfinished, "rb+") as file:
+        # Only the end is read, since a trace may be larger than memory.
         end = END.encode()
         file.seek(-min(len(end), file.seek(0, os.SEEK_END)), os.SEEK_END)
         if file.read() != end:
-            raise TypeError(f"{path!r} does not end as a merged trace. Merge the files anew with merge_traces.")
+            raise TypeError(f"{path!r} does not end as a merged trace. Merge the files again with merge_traces.")
         file.seek(-len(end), os.SEEK_END)
         for event in events:
             file.write(f",\n{json.dumps(event)}".encode())
@@ -104,7 +105,7 @@ _DESCRIPTIONS = frozenset({"process_name", "process_sort_index", "process_labels
 
 
 def process_facts(rank: int) -> dict[str, dict[str, Any]]:
-    """Return how the process of a rank is called and where it stands among the others, by the names of these facts."""
+    """Return the metadata events, by name, that give a rank's process its name and its order in viewers."""
     return {
         "process_name": {"name": f"Rank {rank} training loop process"},
         "process_sort_index": {"sort_index": rank},
@@ -112,7 +113,7 @@ def process_facts(rank: int) -> dict[str, dict[str, Any]]:
 
 
 def describes_process(event: dict[str, Any]) -> bool:
-    """Answer whether an event gives a process its name, its place or its labels.
+    """Return whether an event gives a process its name, order or labels.
 
     >>> describes_process({"name": "process_name", "ph": "M", "pid": 7, "args": {"name": "python"}})
     True
@@ -121,7 +122,7 @@ def describes_process(event: dict[str, Any]) -> bool:
 
 
 def describes_thread(event: dict[str, Any], tid: int) -> bool:
-    """Answer whether an event gives a certain thread its name or its place.
+    """Return whether an event gives the thread `tid` its name or order.
 
     >>> describes_thread({"name": "thread_name", "ph": "M", "pid": 7, "tid": 7, "args": {"name": "thread 7"}}, 7)
     True

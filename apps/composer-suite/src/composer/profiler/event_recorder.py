@@ -1,4 +1,4 @@
-"""What each event, algorithm and callback takes, added up: the table, and the latest spans one by one."""
+"""Total time of each event, algorithm and callback, as a table, and the latest spans."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["EventRecorder", "Span", "TimeOfName"]
 
 _NUM_LATEST: Final = 1_000
-# A training step is these and, between them, the algorithms and callbacks of the events that begin and end them.
+# A training step consists of these, and of the algorithms and callbacks on the events that surround them.
 _PARTS_OF_STEP: Final = ("event/dataloader", "event/batch")
 _BETWEEN_PARTS: Final = frozenset({"before_dataloader", "after_dataloader", "batch_start", "batch_end"})
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One piece of work: what it was, when it began in nanoseconds since 1970, how long it took, and in which batch."""
+    """One recorded piece of work: its name, begin in nanoseconds since 1970, duration, and batch."""
 
     name: str
     begin_ns: int
@@ -33,16 +33,16 @@ class Span:
 
 @dataclass(slots=True)
 class TimeOfName:
-    """What all spans of one name took together.
+    """Statistics of all spans with one name.
 
     Attributes:
-        name: The spans' name, such as `'algorithm/MixUp/event/after_dataloader'`.
-        count: How many there were.
-        total_ns: What they took together, in nanoseconds.
-        longest_ns: What the longest took.
-        in_steps_ns: What those took together that lie in a training step. What surrounds steps, as an epoch does, or
-            comes between them, as an evaluation does, lies in none.
-        latest_ns: What the latest thousand took, oldest first.
+        name: Name of the spans, such as `'algorithm/MixUp/event/after_dataloader'`.
+        count: Number of spans.
+        total_ns: Total duration, in nanoseconds.
+        longest_ns: Longest duration, in nanoseconds.
+        in_steps_ns: Total duration of the spans within training steps. Spans around steps, such as epochs, or between
+            steps, such as evaluations, do not count.
+        latest_ns: Durations of the latest thousand spans, oldest first.
     """
 
     name: str
@@ -54,13 +54,11 @@ class TimeOfName:
 
     @property
     def mean_ns(self) -> float:
-        """What one takes on average, in nanoseconds."""
+        """The mean duration, in nanoseconds."""
         return self.total_ns / self.count if self.count else 0.0
 
     def quantile_ns(self, share: float) -> float:
-        """Return the time in nanoseconds that a share of the latest thousand spans do not exceed.
-
-        Between two of them it lies on the line from one to the other.
+        """Return a quantile of the latest thousand durations, in nanoseconds, with linear interpolation.
 
         Args:
             share: In [0, 1], such as 0.5 for the median.
@@ -79,14 +77,14 @@ class TimeOfName:
 
 
 class EventRecorder(TraceHandler):
-    """Adds up what a `Profiler` records, in memory of a fixed size however long the run is.
+    """Trace handler that accumulates the spans of a `Profiler` in constant memory.
 
     Args:
-        num_spans: How many of the latest spans are kept one by one.
+        num_spans: Number of the latest spans to keep individually.
 
     Attributes:
         spans: The latest spans, oldest first.
-        times: What the spans of each name took together.
+        times: Statistics of the spans of each name.
 
     Example:
         >>> from composer_time import Timestamp
@@ -105,13 +103,13 @@ class EventRecorder(TraceHandler):
         self._begun_ns: dict[str, int] = {}
 
     def shares_of_steps(self) -> dict[str, float]:
-        """Return, by name, which part in [0, 1] of the training steps' time its spans took.
+        """Return, by name, the fraction in [0, 1] of the training steps' time that the spans took.
 
-        A step is the wait for its data, the batch, and the algorithms and callbacks around these two. Names whose spans
-        lie in no step are left out.
+        A step consists of the wait for its data, the batch, and the algorithms and callbacks around both. Names without
+        spans in steps are left out.
         """
         steps_ns = sum(time.total_ns for time in self.times.values() if _is_part_of_step(time.name))
-        if not steps_ns:  # the first one is not over yet
+        if not steps_ns:  # no step has finished
             return {}
         return {name: time.in_steps_ns / steps_ns for name, time in self.times.items() if time.in_steps_ns}
 
@@ -123,12 +121,12 @@ class EventRecorder(TraceHandler):
         timestamp: Timestamp,
         wall_clock_time_ns: int,
     ) -> None:
-        """Take the begin or the end of a span."""
+        """Record the begin or the end of a span."""
         if is_start:
             self._begun_ns[name] = wall_clock_time_ns
             return
         begin_ns = self._begun_ns.pop(name, None)
-        if begin_ns is None:
+        if begin_ns is None:  # begun before recording
             return
         duration_ns = wall_clock_time_ns - begin_ns
         self.spans.append(Span(name, begin_ns, duration_ns, timestamp.num_batches))
@@ -139,11 +137,12 @@ class EventRecorder(TraceHandler):
         time.total_ns += duration_ns
         time.longest_ns = max(time.longest_ns, duration_ns)
         time.latest_ns.append(duration_ns)
+        # An enclosing part of a step is still open when its inner spans end.
         if any(part in self._begun_ns for part in _PARTS_OF_STEP) or _is_part_of_step(name):
             time.in_steps_ns += duration_ns
 
     def table(self) -> str:
-        """Return a table for people: names by what they took together, and their share in that of the steps."""
+        """Return a table of the names by total time, with their share of the training steps."""
         shares = self.shares_of_steps()
         rows: list[tuple[str, ...]] = [
             ("name", "count", "total s", "mean ms", "median ms", "p95 ms", "longest ms", "of steps")

@@ -48,35 +48,35 @@ _log = logging.getLogger(__name__)
 
 
 class JSONTraceHandler(TraceHandler):
-    """Writes what a `Profiler` records as JSON: a file for each rank and cycle, and one for all of a node's together.
+    """Write what a `Profiler` records as JSON: a file for each rank and cycle, and a merged file for each node.
 
-    A file is written at the end of its cycle's last batch. Spans around it, such as `event/epoch`, end later: in the
-    next cycle's file or, when `fit` is over, in the last one. Loggers that keep files get each when nothing more comes
-    into it, and the merged one, which has all ends, each time that it has grown.
+    A file is written at the end of the last batch of its cycle. Spans around it, such as `event/epoch`, end later: in
+    the file of the next cycle or, at the end of `fit`, in the last one. Loggers that keep files get each file when it
+    is complete, and the merged file, which has all ends, each time it has grown.
 
-    Where an exception ends training, what is open in the last files ends then, and a cycle that was not finished leaves
-    none. If it was the first one, there is a file of what was recorded all the same, or a line in the log that says why
-    not. It is merged where a node has one rank; of several, each writes its own, without waiting for the others.
+    If an exception ends training, open spans in the last files end there, and an unfinished cycle leaves no file. If it
+    was the first cycle, a file of the recorded events is written nevertheless, or the log says why there is none. It is
+    merged if the node has one rank; with several, each rank writes its own file without waiting for the others.
 
     Args:
-        folder: Where to, with the placeholders of `format_name_with_dist`.
-        filename: What each rank's file is called there, also with those of the time.
-        remote_file_name: Its name where a logger keeps files; `None` keeps it here only.
-        merged_trace_filename: What the file with all ranks and cycles is called; `None` for none.
-        merged_trace_remote_file_name: Its name where a logger keeps files.
-        overwrite: Whether the folder may hold files of an earlier run.
-        num_traces_to_keep: How many of the latest cycles' files stay on the disk; -1 for all. The merged one has
-            all cycles anyway.
+        folder: Folder of the files, with the placeholders of `format_name_with_dist`.
+        filename: Name of each rank's file, also with placeholders of time.
+        remote_file_name: Its name for loggers that keep files; `None` keeps it locally only.
+        merged_trace_filename: Name of the file with all ranks and cycles; `None` for none.
+        merged_trace_remote_file_name: Its name for loggers that keep files.
+        overwrite: Whether the folder may contain files of an earlier run.
+        num_traces_to_keep: Number of the latest cycles whose files are kept on disk; -1 for all. The merged file
+            always has all cycles.
 
     Attributes:
-        saved_traces: This rank's files, oldest first.
-        merged_trace: The file of this node's ranks together, where this rank has written one.
+        saved_traces: Files of this rank, oldest first.
+        merged_trace: Merged file of this node's ranks, if this rank has written it.
 
     Raises:
-        FileExistsError: If the folder is not empty, when training begins.
-        RuntimeError: If there is no profiler to hear from.
-        TypeError: If an argument is of another kind.
-        ValueError: If `num_traces_to_keep` is less than -1, or if the files of the ranks are called as the merged one.
+        FileExistsError: If the folder is not empty at the start of training.
+        RuntimeError: If there is no profiler.
+        TypeError: If an argument has the wrong type.
+        ValueError: If `num_traces_to_keep` is less than -1, or the files of the ranks have the name of the merged one.
     """
 
     def __init__(
@@ -120,29 +120,29 @@ class JSONTraceHandler(TraceHandler):
         self.num_traces_to_keep = num_traces_to_keep
         self.saved_traces: list[str] = []
         self.merged_trace: str | None = None
-        self._queue: SimpleQueue[dict[str, Any]] = SimpleQueue()  # other threads record, too
+        self._queue: SimpleQueue[dict[str, Any]] = SimpleQueue()  # thread-safe: the system profiler records, too
         self._spans = OpenSpans()
         self._facts: list[dict[str, Any]] = []
-        self._unfinished: Path | None = None  # the last cycle's file, while ends may come
-        self._remote: str | None = None  # what it is going to be called elsewhere
+        self._unfinished: Path | None = None  # the file of the last cycle, until open spans have ended
+        self._remote: str | None = None  # its name for loggers
         self._is_described = False
         self._saves = self._has_saved = False
         self._is_training = self._has_recorded = False
 
     def init(self, state: State, logger: Logger) -> None:
-        """Make the folder. Every rank must call this."""
+        """Create the folder, and delete an old merged file. Every rank must call this."""
         folder = self._folder(state)
         prepare_folder(folder, overwrite=self.overwrite)
         if self.merged_trace_filename is not None and dist.get_local_rank() == 0:
             self._merged(state).unlink(missing_ok=True)
-        dist.barrier()
+        dist.barrier()  # no rank may merge before the old file is deleted
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Note that training begins, which says at the end whether it was cut off."""
+        """Note the start of training, so that `close` knows whether it failed."""
         self._is_training = True
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Note what is done with the batch. Every rank must call this."""
+        """Record the action for this batch. Every rank must call this."""
         if state.profiler is None:
             raise RuntimeError(
                 "A JSONTraceHandler hears from a profiler, and there is none. Give it to one: "
@@ -156,19 +156,19 @@ class JSONTraceHandler(TraceHandler):
         self._has_recorded = self._has_recorded or action in RECORDING
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Write what was recorded, if a cycle ends. Every rank must call this."""
+        """Write the recorded events, if a cycle ends. Every rank must call this."""
         if not self._saves:
             return
         self._saves = False
-        self._is_described = False  # each file says whose it is, also where no pause comes before
+        self._is_described = False  # each file has its own description, also if cycles follow without a pause
         self._hand_over(logger)
         path = self._save(state)
         if self.merged_trace_filename is not None:
             self._merge(path, state, logger)
-        prune(self.saved_traces, self.num_traces_to_keep or 1)  # this one stays until it is complete
+        prune(self.saved_traces, self.num_traces_to_keep or 1)  # the latest file is still needed for its ends
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Write the ends of what has begun in a cycle; say so if there was none. Every rank must call this."""
+        """Write the ends of open spans, or warn if no cycle has finished. Every rank must call this."""
         self._is_training = False
         if self._unfinished is not None:
             self._write_ends(self._unfinished, state, logger)
@@ -181,7 +181,7 @@ class JSONTraceHandler(TraceHandler):
             )
 
     def close(self, state: State, logger: Logger) -> None:
-        """Write the ends of what an exception has cut off, without the other ranks, which may be gone."""
+        """Write the ends of spans after an exception, without collectives, since other ranks may be gone."""
         is_first = self._is_training and not self._has_saved
         self._is_training = False
         if is_first and self._has_recorded:
@@ -200,7 +200,7 @@ class JSONTraceHandler(TraceHandler):
         self._hand_over(logger)
         if self.merged_trace is None:
             return
-        spans = OpenSpans()  # the other ranks' too: none of them writes to this file
+        spans = OpenSpans()  # also of other ranks, which do not write to this file
         for event in durations(self.merged_trace):
             spans.note(event)
         own, _ = spans.take_ends(ends)
@@ -215,14 +215,14 @@ class JSONTraceHandler(TraceHandler):
         timestamp: Timestamp,
         wall_clock_time_ns: int,
     ) -> None:
-        """Take the begin or the end of a span."""
+        """Record the begin or the end of a span."""
         when = {"epoch": timestamp.num_epochs, "batch": timestamp.num_batches}
         self._record(name, categories, "B" if is_start else "E", wall_clock_time_ns, args=when)
 
     def process_instant_event(
         self, name: str, categories: Sequence[str], timestamp: Timestamp, wall_clock_time_ns: int
     ) -> None:
-        """Take what has no duration."""
+        """Record an event without duration."""
         when = {"epoch": timestamp.num_epochs, "batch": timestamp.num_batches}
         self._record(name, categories, "i", wall_clock_time_ns, args=when, s="p")
 
@@ -234,22 +234,22 @@ class JSONTraceHandler(TraceHandler):
         wall_clock_time_ns: int,
         values: Mapping[str, int | float],
     ) -> None:
-        """Take numbers that change over time; JSON has none that are not finite, and viewers draw nothing else."""
+        """Record values over time; non-finite ones are dropped, since JSON cannot represent them."""
         finite = {key: number for key, value in values.items() if (number := _finite(value)) is not None}
         if finite:
             self._record(name, categories, "C", wall_clock_time_ns, args=finite)
 
     def process_chrome_json_trace_file(self, filepath: str) -> None:
-        """Add the events of a trace that somebody else wrote to this rank's own.
+        """Add the events of a trace file to this rank's own.
 
         Raises:
-            TypeError: If the file holds no trace.
+            TypeError: If the file is not a trace.
         """
         rank, tid = dist.get_global_rank(), os.getpid()
         for event in read_trace(filepath):
-            # The rank and its thread have better names already than those of the program.
+            # This rank and its thread already have better names than those in the file.
             if not describes_process(event) and not describes_thread(event, tid):
-                event["pid"] = rank  # where all that belongs to a rank is shown together
+                event["pid"] = rank  # viewers group events by process
                 self._queue.put(event)
 
     def _record(self, name: str, categories: Sequence[str], phase: str, time_ns: int, **more: Any) -> None:
@@ -266,12 +266,12 @@ class JSONTraceHandler(TraceHandler):
         )
 
     def _describe_process(self) -> None:
-        """Record who this is, and a moment that all ranks have in common, by which their clocks are compared."""
+        """Record the rank, and a time common to all ranks, by which their clocks are aligned."""
         rank = dist.get_global_rank()
         dist.barrier()
         begin_ns = time.time_ns()
         dist.barrier()
-        end_ns = time.time_ns()  # somewhere between the two, the last rank came to the second barrier
+        end_ns = time.time_ns()  # the last rank arrived at the second barrier between the two readings
         facts: dict[str, dict[str, Any]] = {
             **process_facts(rank),
             "thread_name": {"name": "Training Loop"},
@@ -287,14 +287,14 @@ class JSONTraceHandler(TraceHandler):
             self._queue.put(fact)
 
     def _save(self, state: State) -> Path:
-        """Write what was recorded into a file of its own, to which ends may come, and return where it is."""
+        """Write the recorded events to a file of their own, and return its path; ends may be added later."""
         stamp = state.timestamp
         path = self._folder(state) / format_name_with_dist_and_time(self.filename, state.run_name, stamp)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._write(path)
         if self.remote_file_name is not None:
             self._remote = format_name_with_dist_and_time(self.remote_file_name, state.run_name, stamp)
-        if os.fspath(path) in self.saved_traces:  # a name without the time, which is written each time
+        if os.fspath(path) in self.saved_traces:  # a name without time is reused
             self.saved_traces.remove(os.fspath(path))
         self.saved_traces.append(os.fspath(path))
         self._has_saved = True
@@ -305,15 +305,15 @@ class JSONTraceHandler(TraceHandler):
         with open(path, "w") as file:
             separator = "[\n"
             for event in self._queued():
-                if self._spans.note(event):
+                if self._spans.note(event):  # an end without a begin would confuse viewers
                     file.write(separator + json.dumps(event))
                     separator = ",\n"
             file.write("[]\n" if separator == "[\n" else "\n]\n")
 
     def _write_ends(self, path: Path, state: State, logger: Logger) -> None:
-        """Add the ends of spans that have begun in the files, and nothing else, to the last one and the merged one."""
+        """Add the ends of spans that began in the files, and nothing else, to the last and the merged file."""
         ends, others = self._spans.take_ends(self._queued())
-        for event in others:  # a further `fit` may save them
+        for event in others:  # another `fit` may save them
             self._queue.put(event)
         if path.exists():
             append_events(os.fspath(path), ends)
@@ -324,7 +324,7 @@ class JSONTraceHandler(TraceHandler):
                 os.unlink(name)
 
     def _hand_over(self, logger: Logger) -> None:
-        """Give the last cycle's file, into which nothing more comes, to the loggers that keep files."""
+        """Upload the now complete file of the last cycle, and prune old files."""
         if self._remote is not None and self._unfinished is not None and self._unfinished.exists():
             logger.upload_file(self._remote, self._unfinished, overwrite=self.overwrite)
         self._unfinished = self._remote = None
@@ -336,9 +336,9 @@ class JSONTraceHandler(TraceHandler):
                 yield self._queue.get_nowait()
 
     def _merge(self, path: Path, state: State, logger: Logger) -> list[str]:
-        """Put the node's ranks' files together with those before, and return them on the rank that has done so."""
+        """Merge the files of the node's ranks, and return them on the rank that did. Every rank must call this."""
         nodes_and_paths = dist.all_gather_object((dist.get_node_rank(), os.fspath(path)))
-        dist.barrier()
+        dist.barrier()  # all files are written
         if dist.get_local_rank() != 0:
             return []
         inputs = [name for node, name in nodes_and_paths if node == dist.get_node_rank()]
@@ -351,6 +351,7 @@ class JSONTraceHandler(TraceHandler):
         if merged.exists():
             extend_trace(os.fspath(merged), *inputs)
         else:
+            # Renamed when complete, so a reader never sees a part.
             unfinished = merged.with_name(f".{merged.name}.unfinished")
             merge_traces(os.fspath(unfinished), *inputs)
             unfinished.replace(merged)
@@ -376,7 +377,7 @@ def _finite(value: Any) -> float | None:
 
 
 class OpenSpans:
-    """Follows the begins and ends of what is written, so that ends that come later find their begins.
+    """Tracker of spans that have begun in a file, to find the begins of later ends.
 
     Example:
         >>> spans = OpenSpans()
@@ -392,7 +393,7 @@ class OpenSpans:
         self._open: list[dict[str, Any]] = []  # the begins, outermost first
 
     def note(self, event: dict[str, Any]) -> bool:
-        """Take what is about to be written; false if it ends what has not begun, or was ended for it."""
+        """Track an event to be written; return false for an end without an open begin."""
         if event.get("ph") == "B":
             self._open.append(event)
         elif event.get("ph") == "E":
@@ -403,15 +404,16 @@ class OpenSpans:
         return True
 
     def take_ends(self, events: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Part the ends of open spans from all other events.
+        """Separate the ends of open spans from all other events.
 
-        What is open inside of a span that ends, and has no end of its own, as an epoch that training left in its
-        middle, ends with it.
+        Spans inside of an ending one that have no end of their own, such as an epoch interrupted by the end of
+        training, end with it.
         """
         ends: list[dict[str, Any]] = []
         others: list[dict[str, Any]] = []
         begun: list[dict[str, Any]] = []
         for event in events:
+            # An end belongs to the latest begin of its name, which may not be written yet.
             unwritten = _begin_of(event, begun) if event.get("ph") == "E" else None
             if event.get("ph") == "E" and unwritten is None and _begin_of(event, self._open) is not None:
                 ends.append(event)
@@ -424,10 +426,10 @@ class OpenSpans:
         return list(self._with_inner(ends)), others
 
     def end_all(self, time_us: int) -> list[dict[str, Any]]:
-        """Return the ends of what is open, the innermost first; then nothing is.
+        """Close all open spans, and return their ends, innermost first.
 
         Args:
-            time_us: When all of it ends, in microseconds since 1970.
+            time_us: Time of the ends, in microseconds since 1970.
         """
         ends = [
             {key: begin[key] for key in ("name", "cat", "pid", "tid") if key in begin} | {"ph": "E", "ts": time_us}
@@ -437,7 +439,7 @@ class OpenSpans:
         return ends
 
     def _with_inner(self, ends: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-        """Yield ends, and before each those of spans inside of it that have none; then all of them are closed."""
+        """Yield the ends, each after those of inner spans without an end of their own, and close all of them."""
         for position, end in enumerate(ends):
             begin = _begin_of(end, self._open)
             if begin is None:
@@ -453,7 +455,7 @@ class OpenSpans:
 
 
 def _begin_of(event: dict[str, Any], events: list[dict[str, Any]]) -> int | None:
-    """Return the place of the latest event of the same span, if there is one."""
+    """Return the index of the latest event of the same span, or `None`."""
     for place in reversed(range(len(events))):
         if events[place].get("name") == event.get("name") and _is_same_thread(events[place], event):
             return place

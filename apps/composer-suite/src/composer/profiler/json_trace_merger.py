@@ -1,4 +1,4 @@
-"""Put the traces of several ranks into one file, with their clocks made equal.
+"""Merge the traces of several ranks into one file, with aligned clocks.
 
 python -m composer.profiler.json_trace_merger -o merged.json rank0.json rank1.json
 """
@@ -15,25 +15,25 @@ from composer.profiler._trace_files import END, append_events, describes_process
 __all__ = ["extend_trace", "main", "merge_traces", "parse_trace", "read_trace"]
 
 _LAST = 99_999
-_BACKWARD = "MulBackward0"  # an operator that only the thread of the backward pass runs
-_MERGED = "merged_trace"  # a fact that a file has whose clocks are equal already
+_BACKWARD = "MulBackward0"  # an operator that runs only in the thread of the backward pass
+_MERGED = "merged_trace"  # metadata of a file whose clocks are aligned already
 
 
 def merge_traces(output_file: str, *trace_files: str, object_form: bool = False) -> None:
     """Merge traces in Chrome's format.
 
-    A file says of itself which rank it is of, and when, by its own clock, a moment was that all ranks have in common;
-    the clock of the lowest rank counts. Of several files of a rank, the first goes with the first of the lowest rank,
-    and so on. A file that was merged before goes in as it is. A file of torch's own profiler, which says its rank but
-    no such moment, goes with the file of that rank in whose time it lies. Each rank is one process with one name.
+    A file names its rank and the time, by its own clock, of an instant common to all ranks; the clock of the lowest
+    rank is the reference. Of several files of a rank, the first is aligned with the first of the lowest rank, and so
+    on. A merged file is added unchanged. A file of torch's profiler has a rank but no common time, so it is aligned
+    with the file of that rank that covers its time. Each rank becomes one process with one name.
 
     Args:
-        output_file: Where the events go, one a line.
+        output_file: File to write, with one event per line.
         *trace_files: The files; names that end in `.gz` are compressed by gzip.
-        object_form: Write an object with the list inside, as some viewers demand, instead of a list.
+        object_form: Write an object that contains the list, as some viewers require, instead of a list.
 
     Raises:
-        TypeError: If a file holds no trace.
+        TypeError: If a file is not a trace.
     """
     with open(output_file, "w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": ' if object_form else "")
@@ -45,21 +45,21 @@ def merge_traces(output_file: str, *trace_files: str, object_form: bool = False)
 
 
 def extend_trace(merged_file: str, *trace_files: str) -> None:
-    """Put the events of further traces at the end of what `merge_traces` has written, without reading it again.
+    """Append the events of further traces to a file written by `merge_traces`, without reading it.
 
     Args:
-        merged_file: A list. Until the longer one is complete, this is there as it was.
+        merged_file: A list. It is replaced in one step when the longer one is complete.
         *trace_files: As for `merge_traces`.
 
     Raises:
-        TypeError: If a file holds no trace, or the first one was not written by `merge_traces`.
+        TypeError: If a file is not a trace, or `merged_file` was not written by `merge_traces`.
     """
     append_events(merged_file, _merged(trace_files))
 
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """The events of a file, and what it says of itself."""
+    """The events of a file, and its metadata."""
 
     events: list[dict[str, Any]]
     rank: int | None
@@ -69,11 +69,11 @@ class _Trace:
 
     @property
     def process(self) -> int | None:
-        """The rank that its events belong to, if it says which."""
+        """The rank that its events belong to, if known."""
         return self.torch_rank if self.rank is None else self.rank
 
     def own_events(self) -> list[dict[str, Any]]:
-        """Return the events; torch's call every rank "python", and a GPU by the number that another rank has."""
+        """Return the events; those of torch name every process "python", and number GPUs differently on each rank."""
         if self.rank is not None or self.torch_rank is None:
             return self.events
         facts = process_facts(self.torch_rank).items()
@@ -96,13 +96,14 @@ class _Trace:
 
 
 def _merged(trace_files: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the events of traces by the clock of the lowest rank, after one that says so."""
+    """Yield the events of traces by the clock of the lowest rank, after one that marks them as merged."""
     traces = [_Trace.read(path) for path in trace_files]
     clocks: dict[int, list[int]] = {}
     for trace in traces:
         if trace.rank is not None and trace.clock_us is not None and not trace.is_merged:
             clocks.setdefault(trace.rank, []).append(trace.clock_us)
     common = clocks[min(clocks)] if clocks else []
+    # Later cycles have their own offsets, since clocks drift.
     shifts = {
         rank: [common[min(turn, len(common) - 1)] - clock for turn, clock in enumerate(own)]
         for rank, own in clocks.items()
@@ -127,8 +128,8 @@ def _merged(trace_files: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _shift_at(when_us: float, clocks_us: list[int], shifts_us: list[int]) -> int:
-    """Return the shift of the cycle that has begun last before a moment."""
-    cycles = sorted(zip(clocks_us, shifts_us, strict=True))
+    """Return the shift of the last cycle that began before the given time."""
+    cycles = sorted(zip(clocks_us, shifts_us, strict=True))  # files may be given in any order
     return max((cycle for cycle in cycles if cycle[0] <= when_us), default=cycles[0])[1]
 
 
@@ -137,18 +138,18 @@ def _last_us(events: list[dict[str, Any]]) -> float:
 
 
 def parse_trace(text: str, name: str) -> list[dict[str, Any]]:
-    """Return the events of a trace: a list, also one that was cut off, or an object with the list inside.
+    """Return the events of a trace: a list, possibly truncated, or an object that contains it.
 
-    Times count from 1970, also where the object says, as torch's does, that its own count from `baseTimeNanoseconds`.
-    The latter's begins and ends go to the nearest half of a microsecond, which floats so far from zero still hold and
-    print as they are: what lay inside of another event or behind it does so for every reader.
+    Times are since 1970; those of torch are relative to `baseTimeNanoseconds` and are converted. Their begins and ends
+    are rounded to half a microsecond, which floats of this size represent exactly, so that the order and nesting of
+    events are the same for every reader.
 
     Args:
-        text: What the file holds.
-        name: What it is called, for errors.
+        text: Content of the file.
+        name: Name of the file, for errors.
 
     Raises:
-        TypeError: If it is no trace.
+        TypeError: If it is not a trace.
 
     Example:
         >>> parse_trace('[{"name": "a"},', "trace.json")
@@ -164,7 +165,7 @@ def _parse(text: str) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        # A list may lack its end, and may have a comma instead: whoever writes one never knows that it is over.
+        # The format allows a list without its end, or with a trailing comma, since writers may be interrupted.
         try:
             return json.loads(text.rstrip(",") + "]")
         except json.JSONDecodeError:
@@ -188,7 +189,7 @@ def _events(parsed: object, text: str, name: str) -> list[dict[str, Any]]:
 
 
 def _from_1970(event: dict[str, Any], base_ns: int) -> None:
-    """Move an event's time; its fractions of microseconds are whole nanoseconds."""
+    """Convert an event's relative time, whose fractions of microseconds are whole nanoseconds."""
     begin_us, duration_us = event.get("ts"), event.get("dur")
     if not isinstance(begin_us, int | float):
         return
@@ -203,20 +204,20 @@ def _to_halves_us(time_ns: int) -> float:
 
 
 def main() -> None:
-    """Merge the files that the command line names."""
+    """Merge the files given on the command line."""
     parser = argparse.ArgumentParser(prog="composer.profiler.json_trace_merger", description=merge_traces.__doc__)
-    parser.add_argument("-o", "--output", required=True, help="where the merged trace goes")
+    parser.add_argument("-o", "--output", required=True, help="the merged file to write")
     parser.add_argument("--object-form", action="store_true", help="write an object instead of a list")
-    parser.add_argument("traces", nargs="+", help="what is merged")
+    parser.add_argument("traces", nargs="+", help="the files to merge")
     asked = parser.parse_args()
     merge_traces(asked.output, *asked.traces, object_form=asked.object_form)
 
 
 def read_trace(path: str) -> list[dict[str, Any]]:
-    """Return the events of a file; one whose name ends in `.gz` is compressed by gzip.
+    """Return the events of a file; names that end in `.gz` are compressed by gzip.
 
     Raises:
-        TypeError: If it holds no trace.
+        TypeError: If the file is not a trace.
     """
     return parse_trace(_text(path), path)
 
@@ -227,12 +228,14 @@ def _text(path: str) -> str:
 
 
 def _fact(trace: list[dict[str, Any]], name: str) -> int | None:
-    """Return the latest value that a trace says of itself."""
+    """Return the latest value of a metadata event."""
     found = None
     for event in trace:
         if event.get("ph") == "M" and event.get("name") == name:
             found = event["args"]["value"]
     return found
+
+    # The backward thread is shown below the main thread, all other threads at the end.
 
 
 def _adjusted(trace: list[dict[str, Any]], rank: int | None, shift_us: float) -> Iterator[dict[str, Any]]:
@@ -241,6 +244,7 @@ def _adjusted(trace: list[dict[str, Any]], rank: int | None, shift_us: float) ->
         (event.get("pid"), event.get("tid")) for event in trace if event.get("name") == "thread_sort_index"
     }
     for event in trace:
+        # Rows of the profiler itself do not belong to a thread.
         if "pid" not in event or "tid" not in event or "PyTorch Profiler" in str(event["tid"]):
             continue
         if event.get("name") == _MERGED:

@@ -1,4 +1,4 @@
-"""A marker: the name of a piece of work, to be started and finished each time it is done."""
+"""Marker of a named piece of work, started and finished each time it is done."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from composer_events.event import ProfilerAction
 
 if TYPE_CHECKING:
     from composer.profiler.profiler import Profiler
-else:  # for typing.get_type_hints: a profiler makes markers
+else:  # for typing.get_type_hints, without a circular import
     Profiler = Any
 
 __all__ = ["Marker"]
@@ -21,21 +21,21 @@ TFunction = TypeVar("TFunction", bound=Callable[..., Any])
 
 
 class Marker:
-    """Records how long something takes, each time it is done; made by `Profiler.marker`.
+    """Record the duration of a piece of work each time it is done; created by `Profiler.marker`.
 
-    It is a context manager and a decorator, with and without parentheses, and has `start` and `finish` for what is
-    neither a block nor a function. What begins while the profiler skips is recorded neither then nor at its end.
+    It is a context manager and a decorator, with or without parentheses, and has `start` and `finish` for work that is
+    neither a block nor a function. If the profiler skips when the work begins, neither begin nor end is recorded.
 
     Args:
-        profiler: Knows the time in training, what it does now, and whom to tell.
-        name: The name in the trace.
-        actions: What the profiler has to be doing for the marker to record.
+        profiler: The profiler, which has the timestamp, the current action and the trace handlers.
+        name: Name in the trace.
+        actions: Actions of the profiler in which the marker records.
         record_instant_on_start: Whether to record an instant, too, when the work begins.
-        record_instant_on_finish: Whether to record one when it ends.
-        categories: What it belongs to.
+        record_instant_on_finish: Whether to record an instant, too, when it ends.
+        categories: Categories in the trace.
 
     Attributes:
-        begin_ns: When it was recorded last that the work begins, in nanoseconds since 1970.
+        begin_ns: Time of the last recorded begin, in nanoseconds since 1970.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class Marker:
         self.begin_ns = 0
 
     def start(self) -> None:
-        """Begin.
+        """Start the work.
 
         Raises:
-            RuntimeError: If it has begun already and not ended.
+            RuntimeError: If it is already started.
         """
         if self._is_started:
             raise RuntimeError(f"The marker {self.name!r} is already started. Call its finish() first.")
         self._is_started = True
-        self._is_recording = self._profiler.action in self.actions
+        self._is_recording = self._profiler.action in self.actions  # kept for `finish`: the action may change
         if self._is_recording:
             self.begin_ns = time.time_ns()
             self._record_duration(is_start=True, time_ns=self.begin_ns)
@@ -75,10 +75,10 @@ class Marker:
                 self._record_instant()
 
     def finish(self) -> None:
-        """End.
+        """Finish the work.
 
         Raises:
-            RuntimeError: If it has not begun.
+            RuntimeError: If it is not started.
         """
         if not self._is_started:
             raise RuntimeError(f"The marker {self.name!r} is not started. Call its start() before finish().")
@@ -90,29 +90,29 @@ class Marker:
 
     @property
     def is_open(self) -> bool:
-        """Whether it was recorded that the work begins, and not that it ends."""
+        """Whether a begin was recorded without its end."""
         return self._is_started and self._is_recording
 
     def cut_off(self, time_ns: int) -> None:
-        """Record the end of work that an exception has cut off; `finish` then records none.
+        """Record the end of work interrupted by an exception; `finish` then records none.
 
         Args:
-            time_ns: When that was, in nanoseconds since 1970.
+            time_ns: Time of the exception, in nanoseconds since 1970.
         """
         if self.is_open:
             self._is_recording = False
             self._record_duration(is_start=False, time_ns=time_ns)
 
     def instant(self) -> None:
-        """Record that something has happened, without a duration."""
+        """Record an event without duration."""
         if self._profiler.action in self.actions:
             self._record_instant()
 
     def counter(self, values: Mapping[str, int | float]) -> None:
-        """Record numbers that change over time.
+        """Record values that change over time.
 
         Args:
-            values: The numbers by their names.
+            values: Values by name.
         """
         if self._profiler.action in self.actions:
             now = time.time_ns()
@@ -142,7 +142,7 @@ class Marker:
     @overload
     def __call__(self, function: TFunction) -> TFunction: ...
     def __call__(self, function: Any = None) -> Any:
-        """Decorate a function, so that each of its calls is recorded."""
+        """Decorate a function, so that each call is recorded."""
         if function is None:
             return self
 

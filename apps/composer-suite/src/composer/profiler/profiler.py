@@ -1,4 +1,4 @@
-"""The profiler: which batches are looked at, by whom, and who is told."""
+"""The profiler, which combines a schedule, sources of events and trace handlers."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from composer_time import Timestamp
 
 __all__ = ["Profiler"]
 
-_EVENTS = "event/"  # what the engine's markers of events begin with
+_EVENTS = "event/"  # prefix of the engine's markers
 _RECORDED = (ProfilerAction.WARMUP, ProfilerAction.ACTIVE, ProfilerAction.ACTIVE_AND_SAVE)
 
 
 class Profiler(Callback):
-    """Records where the time of a training goes, for `Trainer(profiler=...)`.
+    """Record how training spends its time, for `Trainer(profiler=...)`.
 
-    The engine's events, and what each algorithm and callback takes on each of them, are spans without further ado. A
-    `TorchProfiler` adds the operators that PyTorch runs, a `SystemProfiler` the machine's load. Whoever reads it, such
-    as a `JSONTraceHandler`, whose files https://ui.perfetto.dev shows, or an `EventRecorder`, which adds up a table,
-    is a trace handler.
+    The engine's events, and each algorithm and callback on each of them, are recorded as spans by default. A
+    `TorchProfiler` adds the operators of PyTorch, a `SystemProfiler` the load of the machine. Trace handlers receive
+    the records, such as a `JSONTraceHandler`, whose files https://ui.perfetto.dev shows, or an `EventRecorder`, which
+    accumulates a table.
 
     Args:
-        schedule: From the state to what is done with the batch, or its name; see `cyclic_schedule`.
-        trace_handlers: One or several of those who read.
-        sys_prof_cpu: Record how busy the processors are.
-        sys_prof_memory: Record how much memory is used.
-        sys_prof_disk: Record what goes to the disks and comes from them.
-        sys_prof_net: Record what goes over the network.
-        sys_prof_stats_thread_interval_seconds: How often these four are read, in seconds.
-        torch_prof_folder: See `TorchProfiler`, as for all that begin with `torch_prof_`.
+        schedule: Function from the state to the action for a batch, or the action's name; see `cyclic_schedule`.
+        trace_handlers: One or several trace handlers.
+        sys_prof_cpu: Record CPU utilization.
+        sys_prof_memory: Record memory usage.
+        sys_prof_disk: Record disk reads and writes.
+        sys_prof_net: Record network traffic.
+        sys_prof_stats_thread_interval_seconds: Interval between readings of these four, in seconds.
+        torch_prof_folder: See `TorchProfiler`, as for all that start with `torch_prof_`.
         torch_prof_filename: See `TorchProfiler`.
         torch_prof_remote_file_name: See `TorchProfiler`.
         torch_prof_memory_filename: See `TorchProfiler`.
@@ -57,12 +57,12 @@ class Profiler(Callback):
 
     Attributes:
         schedule: As given.
-        remote_filenames: The names, or addresses, under which files are going to be kept elsewhere.
-        resumption_batch_idx: The batch of its epoch at which a checkpoint was gone on from; schedules begin there.
+        remote_filenames: Remote names or URIs of the files.
+        resumption_batch_idx: Batch of the epoch at which training was resumed; schedules start there.
 
     Raises:
-        TypeError: If an argument is of another kind.
-        ValueError: If a timeline of memory is asked for without all that it is made of.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a memory timeline is requested without all the records that it needs.
 
     Example:
         >>> from composer.profiler import EventRecorder, cyclic_schedule
@@ -152,7 +152,7 @@ class Profiler(Callback):
 
     @property
     def trace_handlers(self) -> list[TraceHandler]:
-        """Those who are told."""
+        """The trace handlers."""
         return self._trace_handlers
 
     @trace_handlers.setter
@@ -166,7 +166,7 @@ class Profiler(Callback):
 
     @property
     def state(self) -> State:
-        """Where training stands.
+        """The state of training.
 
         Raises:
             RuntimeError: If the profiler has not been given to a Trainer yet.
@@ -184,11 +184,11 @@ class Profiler(Callback):
 
     @property
     def action(self) -> ProfilerAction:
-        """What is done with the batch of now.
+        """The action for the current batch.
 
         Raises:
-            TypeError: If the schedule returned something that names no action, such as `None`.
-            ValueError: If it returned a text that names none.
+            TypeError: If the schedule returned neither an action nor its name, such as `None`.
+            ValueError: If it returned an unknown name.
         """
         answer = self.schedule(self.state)
         try:
@@ -197,16 +197,17 @@ class Profiler(Callback):
             raise type(error)(f"The schedule of the Profiler has returned {answer!r}: {error}") from None
 
     def bind_to_state(self, state: State) -> None:
-        """Let training be profiled: put the profiler, what it made and its handlers among the state's callbacks."""
+        """Add the profiler, its own callbacks and its trace handlers to the state's callbacks."""
         self._state = state
+        # Handlers come last, so that they see what the others record on the same event.
         state.callbacks.extend([self, *self._callbacks, *self._trace_handlers])
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Note at which batch training goes on."""
+        """Note the batch at which training resumes."""
         self.resumption_batch_idx = state.timestamp.num_batches_in_epoch
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Let the epochs that follow begin at their first batch."""
+        """Start the schedules of later epochs at their first batch."""
         self.resumption_batch_idx = 0
 
     def marker(
@@ -217,21 +218,21 @@ class Profiler(Callback):
         record_instant_on_finish: bool = False,
         categories: Sequence[str] = (),
     ) -> Marker:
-        """Return the marker of a name; it is made once.
+        """Return the marker with a name, which is created on first use.
 
         Args:
-            name: The name in the trace.
-            actions: What the profiler has to be doing for the marker to record.
+            name: Name in the trace.
+            actions: Actions of the profiler in which the marker records.
             record_instant_on_start: Whether to record an instant, too, when the work begins.
-            record_instant_on_finish: Whether to record one when it ends.
-            categories: What it belongs to.
+            record_instant_on_finish: Whether to record an instant, too, when it ends.
+            categories: Categories in the trace.
 
         Raises:
             RuntimeError: If the profiler has not been given to a Trainer yet.
         """
         marker = self._markers.get(name)
         if marker is None:
-            _ = self.state
+            _ = self.state  # raises early, where the missing Trainer is easy to see
             marker = self._markers[name] = Marker(
                 self,
                 name,
@@ -243,10 +244,10 @@ class Profiler(Callback):
         return marker
 
     def end_open_spans(self) -> None:
-        """Record now, from the innermost outwards, the ends of spans that an exception has cut off.
+        """Record the ends of spans interrupted by an exception, from the innermost outwards.
 
-        The Trainer calls it when training, an evaluation or a prediction fails: the events that would end the spans do
-        not happen any more. A marker of the user's own that is around all of them goes on.
+        The Trainer calls it when training, an evaluation or a prediction fails, since the events that would end the
+        spans no longer run. A marker of the user that encloses all of them stays open.
         """
         now_ns = time.time_ns()
         is_open = [marker for marker in self._markers.values() if marker.is_open]
@@ -256,10 +257,10 @@ class Profiler(Callback):
                 marker.cut_off(now_ns)
 
     def record_chrome_json_trace_file(self, filepath: str) -> None:
-        """Hand a trace that somebody else wrote to the handlers.
+        """Pass a trace file to the handlers.
 
         Args:
-            filepath: A file in Chrome's format; it may be compressed by gzip.
+            filepath: A file in Chrome's format, possibly compressed by gzip.
         """
         for handler in self._trace_handlers:
             handler.process_chrome_json_trace_file(filepath)
@@ -271,7 +272,7 @@ class Profiler(Callback):
                 handler.merged_trace_remote_file_name = self._note_remote(handler.merged_trace_remote_file_name)
 
     def _note_remote(self, name: Any) -> Any:
-        """Remember where a file is going to be kept, and return its name there."""
+        """Record the remote location of a file, and return its name there."""
         if name is None:
             return None
         self.remote_filenames.append(name)

@@ -1,4 +1,4 @@
-"""Which batches a profiler looks at."""
+"""Schedules that select the batches to profile."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ __all__ = ["cyclic_schedule"]
 def cyclic_schedule(
     skip_first: int = 0, wait: int = 0, warmup: int = 1, active: int = 4, repeat: int = 1
 ) -> Callable[[State], ProfilerAction]:
-    """Return a schedule for `Profiler` that goes through waiting, warming up and recording, in every epoch anew.
+    """Return a schedule for `Profiler` that cycles through waiting, warming up and recording in every epoch.
 
-    The last batch of a cycle, or of an epoch inside one, saves what was recorded.
+    The last batch of a cycle, or of an epoch inside one, saves the record.
 
     Args:
-        skip_first: How many batches at the begin of an epoch, or after a checkpoint from inside of it was loaded, are
-            skipped.
-        wait: How many batches of each cycle are skipped.
-        warmup: How many batches are then recorded and thrown away, so that the start's own cost is over.
-        active: How many batches are then recorded.
-        repeat: How many cycles there are in an epoch; 0 for as many as fit.
+        skip_first: Number of batches skipped at the start of an epoch, or after resuming inside one.
+        wait: Number of batches skipped in each cycle.
+        warmup: Number of batches then recorded and discarded, to exclude the profiler's startup cost.
+        active: Number of batches then recorded.
+        repeat: Number of cycles in an epoch; 0 for as many as fit.
 
     Raises:
-        TypeError: If one is no whole number.
+        TypeError: If a number is not an integer.
         ValueError: If a number is negative, or there are no batches to record.
 
     Example:
@@ -57,6 +56,7 @@ def cyclic_schedule(
         if position < wait + warmup:
             return ProfilerAction.WARMUP
         length = state.dataloader_len
+        # The last batch of an epoch saves as well, since the next epoch starts another cycle.
         if position == cycle - 1 or (length is not None and batch + 1 >= int(length)):
             return ProfilerAction.ACTIVE_AND_SAVE
         return ProfilerAction.ACTIVE

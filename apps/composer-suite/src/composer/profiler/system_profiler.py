@@ -1,4 +1,4 @@
-"""How busy the machine is while it trains: processors, memory, disks, network."""
+"""Recording of the machine's load: processors, memory, disks and network."""
 
 from __future__ import annotations
 
@@ -24,24 +24,23 @@ _KIB = 1 << 10
 
 
 class SystemProfiler(Callback):
-    """Reads the machine's load in a thread of its own, and adds it to the trace as counters.
+    """Read the load of the machine in a thread, and add it to the trace as counters.
 
-    The package psutil does the reading: `pip install 'composer-suite[system]'`. What cannot be read is left out, with
-    one warning.
+    It reads with the package psutil: `pip install 'composer-suite[system]'`. What cannot be read is left out, with one
+    warning.
 
     Args:
-        profile_cpu: Record how busy the processors are: counter `cpu`, in percent.
-        profile_memory: Record how much memory is used: `memory/virtual` and `memory/swap`, and of each GPU
-            `memory/cuda/...`, in GiB.
-        profile_disk: Record what goes to the disks and comes from them: `disk/<device>/<what>`, in operations,
-            KiB or ms since the machine began.
-        profile_net: Record what goes over the network: `network/<interface>/...`, in KiB since the last reading.
-        stats_thread_interval_seconds: How often, in seconds.
+        profile_cpu: Record CPU utilization: counter `cpu`, in percent.
+        profile_memory: Record memory usage: `memory/virtual` and `memory/swap`, and for each GPU `memory/cuda/...`, in
+            GiB.
+        profile_disk: Record disk reads and writes: `disk/<device>/<what>`, in operations, KiB or ms since boot.
+        profile_net: Record network traffic: `network/<interface>/...`, in KiB since the last reading.
+        stats_thread_interval_seconds: Interval between readings, in seconds.
 
     Raises:
-        ImportError: If psutil is not installed, when training begins.
-        RuntimeError: If there is no profiler to tell.
-        TypeError: If an argument is of another kind.
+        ImportError: If psutil is not installed, at the start of training.
+        RuntimeError: If there is no profiler.
+        TypeError: If an argument has the wrong type.
         ValueError: If the interval is not positive.
     """
 
@@ -59,8 +58,8 @@ class SystemProfiler(Callback):
         check_seconds(stats_thread_interval_seconds=stats_thread_interval_seconds)
         if stats_thread_interval_seconds == 0:
             raise ValueError(
-                f"stats_thread_interval_seconds={stats_thread_interval_seconds!r} is no time to wait between two "
-                "readings. Pass a positive number of seconds."
+                f"stats_thread_interval_seconds={stats_thread_interval_seconds!r} must be positive. Pass a positive "
+                "number of seconds."
             )
         self.profile_cpu = profile_cpu
         self.profile_memory = profile_memory
@@ -71,7 +70,7 @@ class SystemProfiler(Callback):
         self._thread: threading.Thread | None = None
 
     def init(self, state: State, logger: Logger) -> None:
-        """Begin to read."""
+        """Start reading."""
         if state.profiler is None:
             raise RuntimeError(
                 "A SystemProfiler tells a profiler what it reads, and there is none. Give it a schedule: "
@@ -91,7 +90,7 @@ class SystemProfiler(Callback):
         self._thread.start()
 
     def close(self, state: State, logger: Logger) -> None:
-        """End reading."""
+        """Stop reading."""
         self._ends.set()
         if self._thread is not None:
             self._thread.join()
@@ -100,24 +99,24 @@ class SystemProfiler(Callback):
     def _read(self, psutil: Any, profiler: Profiler) -> None:
         readers: list[Callable[[], None]] = []
         if self.profile_cpu:
-            psutil.cpu_percent()  # the first reading is of no time
+            psutil.cpu_percent()  # the next call measures since this one
             readers.append(lambda: _read_processors(psutil, profiler))
         if self.profile_memory:
             readers.append(lambda: _read_memory(psutil, profiler))
         if self.profile_disk:
             readers.append(lambda: _read_disks(psutil, profiler))
         if self.profile_net:
-            before: dict[str, Any] = {}  # the first reading is of no time, too
+            before: dict[str, Any] = {}  # counters of the last reading
             readers.append(lambda: _read_network(psutil, profiler, before))
         while readers and not self._ends.wait(self.stats_thread_interval_seconds):
             readers = [read for read in readers if _succeeds(read)]
 
 
 def _succeeds(read: Callable[[], None]) -> bool:
-    """Read, and return whether that is worth another try: what a machine hides, it hides the next time, too."""
+    """Return whether a reader succeeds; one that fails is not called again, since it would most likely fail again."""
     try:
         read()
-    except Exception as error:  # training is not about the machine it runs on
+    except Exception as error:  # profiling must not end training
         warn_of_trouble(f"The SystemProfiler leaves out what cannot be read: {type(error).__name__}: {error}")
         return False
     return True
@@ -134,16 +133,16 @@ def _read_memory(psutil: Any, profiler: Profiler) -> None:
     count("memory/virtual", categories=["memory"]).counter(
         {"used_gib": virtual.used / _GIB, "available_gib": virtual.available / _GIB}
     )
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # reading must not initialize CUDA
         for name, value in torch.cuda.memory_stats().items():
             if "bytes" in name and name.endswith(("current", "peak")):
                 count(f"memory/cuda/{name}", categories=["memory"]).counter({"gib": value / _GIB})
 
 
 def _read_disks(psutil: Any, profiler: Profiler) -> None:
-    disks = psutil.disk_io_counters(perdisk=True) or {}  # which a container may hide
+    disks = psutil.disk_io_counters(perdisk=True) or {}  # containers may hide disks
     for device, counters in disks.items():
-        for field, value in counters._asdict().items():  # psutil gives named tuples
+        for field, value in counters._asdict().items():  # named tuples, whose fields depend on the platform
             number = value / _KIB if field.endswith("bytes") else value
             unit = field.replace("bytes", "kib")
             profiler.marker(f"disk/{device}/{field}", categories=["disk"]).counter({unit: number})
@@ -152,7 +151,7 @@ def _read_disks(psutil: Any, profiler: Profiler) -> None:
 def _read_network(psutil: Any, profiler: Profiler, before: dict[str, Any]) -> None:
     now = psutil.net_io_counters(pernic=True)
     for nic, counters in now.items():
-        last = before.get(nic, counters)
+        last = before.get(nic, counters)  # a new interface starts at zero
         for name, sent in (("kb_sent", "bytes_sent"), ("kb_recv", "bytes_recv")):
             since = (getattr(counters, sent) - getattr(last, sent)) / _KIB
             profiler.marker(f"network/{nic}/{name}", categories=["net"]).counter({name: since})

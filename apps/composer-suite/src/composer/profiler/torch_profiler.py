@@ -1,4 +1,4 @@
-"""PyTorch's own profiler, which sees the operators, on the processor and on the accelerator."""
+"""Integration of PyTorch's profiler, which records operators on CPU and accelerator."""
 
 from __future__ import annotations
 
@@ -45,34 +45,33 @@ _RECORDING = (TorchAction.RECORD, TorchAction.RECORD_AND_SAVE)
 
 
 class TorchProfiler(Callback):
-    """Runs `torch.profiler` as the `Profiler`'s schedule says, and adds what it sees to the trace.
+    """Run `torch.profiler` by the `Profiler`'s schedule, and add its events to the trace.
 
-    A cycle that is not finished leaves nothing. Only if an exception ends training in the first one, what was recorded
-    until then is saved. Where there is nothing, a line in the log says why; of several who would write it, one does.
+    An unfinished cycle leaves no file. Only if an exception ends training in the first cycle, the events recorded until
+    then are saved. If there are none, the log says why, in one line even if there are several handlers.
 
     Args:
-        folder: Where torch's own files go, with the placeholders of `format_name_with_dist`.
-        filename: What each is called there, also with those of the time.
-        remote_file_name: Its name where a logger keeps files; `None` keeps it here only.
-        memory_filename: What a page is called that shows what the memory was used for over time; it must end in
-            `.html`, and needs `record_shapes`, `profile_memory`, `with_stack` and the package matplotlib. `None` for
-            none.
-        memory_remote_file_name: Its name where a logger keeps files.
-        overwrite: Whether the folder may hold files of an earlier run.
+        folder: Folder of torch's own files, with the placeholders of `format_name_with_dist`.
+        filename: Name of each file, also with placeholders of time.
+        remote_file_name: Its name for loggers that keep files; `None` keeps it locally only.
+        memory_filename: Name of a page with the memory usage over time; it must end in `.html`, and needs
+            `record_shapes`, `profile_memory`, `with_stack` and the package matplotlib. `None` for none.
+        memory_remote_file_name: Its name for loggers that keep files.
+        overwrite: Whether the folder may contain files of an earlier run.
         use_gzip: Whether to compress the files, whose names then end in `.gz`.
         record_shapes: Record the shapes of operators' inputs.
-        profile_memory: Record what is allocated and freed.
-        with_stack: Record from which line of Python an operator was called.
-        with_flops: Estimate the floating-point operations of matrix products and convolutions.
-        num_traces_to_keep: How many of the latest files stay on the disk; -1 for all.
+        profile_memory: Record allocations and frees.
+        with_stack: Record the Python line that called each operator.
+        with_flops: Estimate the floating point operations of matrix products and convolutions.
+        num_traces_to_keep: Number of the latest files kept on disk; -1 for all.
 
     Attributes:
         saved_traces: The files, oldest first.
 
     Raises:
-        FileExistsError: If the folder is not empty, when training begins.
-        RuntimeError: If there is no profiler whose schedule it could follow.
-        TypeError: If an argument is of another kind.
+        FileExistsError: If the folder is not empty at the start of training.
+        RuntimeError: If there is no profiler with a schedule.
+        TypeError: If an argument has the wrong type.
         ValueError: If the page's name does not end in `.html`.
     """
 
@@ -133,7 +132,7 @@ class TorchProfiler(Callback):
         self._is_training = self._has_recorded = self._has_saved = False
 
     def init(self, state: State, logger: Logger) -> None:
-        """Begin. Every rank must call this."""
+        """Start torch's profiler. Every rank must call this."""
         if state.profiler is None:
             raise RuntimeError(
                 "A TorchProfiler follows the schedule of a profiler, and there is none. Give it a schedule: "
@@ -142,7 +141,7 @@ class TorchProfiler(Callback):
         prepare_folder(self._folder(state), overwrite=self.overwrite)
 
         def follow(step: int) -> TorchAction:
-            del step  # it counts what torch has seen; the schedule knows the batch of the epoch
+            del step  # counts the steps of torch's profiler; the schedule uses the batch of the epoch
             # The trace handlers write the saved trace next. Recorded with stacks, their own work would make the next
             # trace many times as large, so recording resumes at the next batch.
             if self.profiler is not None and self.profiler.current_action is TorchAction.RECORD_AND_SAVE:
@@ -158,18 +157,18 @@ class TorchProfiler(Callback):
             with_flops=self.with_flops,
         )
         profiler.__enter__()
-        self.profiler = profiler  # one that failed to begin cannot be ended: torch 2.11 crashes
+        self.profiler = profiler  # only if it has started: torch 2.11 crashes on ending a profiler that has not
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Note that training begins, which says at the end whether it was cut off."""
+        """Note the start of training, so that `close` knows whether it failed."""
         self._is_training = True
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Note that training was not cut off."""
+        """Note that training has finished."""
         self._is_training = False
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Follow the schedule where the last batch's step could not: after a save, and in a new epoch."""
+        """Step again if the last batch's step could not follow the schedule: after a save, and in a new epoch."""
         assert self.profiler is not None
         if self.profiler.current_action is not _ACTIONS[state.profiler.action]:
             self._step()
@@ -177,13 +176,13 @@ class TorchProfiler(Callback):
         logger.log_traces({"profiler/state": self.profiler.current_action.name})
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Go on to the next batch; what was recorded is saved if a cycle ends."""
+        """Step to the next batch, which saves the record if a cycle ends."""
         assert self.profiler is not None
         self._note_rank()
         self._step()
 
     def close(self, state: State, logger: Logger) -> None:
-        """End, and write to the log which operators of the last cycle took longest and which most memory."""
+        """Stop torch's profiler, and log the operators of the last cycle by time and by memory."""
         if self.profiler is None:
             return
         profiler = self.profiler
@@ -197,14 +196,14 @@ class TorchProfiler(Callback):
             _log.info("By %s:\n%s", order, averages.table(sort_by=order, row_limit=_NUM_ROWS))
 
     def _end(self, state: State) -> None:
-        """End torch's profiler, which saves what it has recorded if that is the first cycle and training failed."""
+        """Stop torch's profiler, and save its record if training failed in the first cycle."""
         profiler = self.profiler
         is_first = self._is_training and not self._has_saved
         self._is_training = False
         if is_first and self._has_recorded and profiler.current_action in _RECORDING:
             self._note_rank()
         else:
-            profiler.on_trace_ready = None  # a cycle that was not finished is not one
+            profiler.on_trace_ready = None  # do not save an unfinished cycle
             handlers: Sequence[object] = getattr(state.profiler, "trace_handlers", ())
             if is_first and not any(isinstance(handler, JSONTraceHandler) for handler in handlers):
                 warn_of_no_trace(self._folder(state), state)
@@ -214,17 +213,19 @@ class TorchProfiler(Callback):
             self.profiler = None
 
     def _note_rank(self) -> None:
+        # The merger assigns torch's events to a rank by this.
         if self.profiler.current_action in _RECORDING:
             self.profiler.add_metadata_json("global_rank", json.dumps(dist.get_global_rank()))
 
     def _step(self) -> None:
-        with warnings.catch_warnings():  # that a cycle's events go when they are saved is what is wanted
+        with warnings.catch_warnings():  # each cycle is saved before its events are cleared
             warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
             self.profiler.step()
 
     def _save(self, state: State, logger: Logger) -> None:
         path = open_name(self._folder(state), self._name(self.filename, state))
         self.profiler.export_chrome_trace(os.fspath(path))
+        # Handlers read the file now, since `prune` below may delete it.
         state.profiler.record_chrome_json_trace_file(os.fspath(path))
         if self.remote_file_name is not None:
             logger.upload_file(self._name(self.remote_file_name, state), path, overwrite=self.overwrite)

@@ -1,4 +1,4 @@
-"""What a trace handler is: a callback that is told of every span, instant and counter that a profiler records."""
+"""Base class of trace handlers, the callbacks that receive what a profiler records."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["TraceHandler"]
 
 
 class TraceHandler(Callback):
-    """Receive what a `Profiler` records: each method does nothing until a subclass says otherwise.
+    """Receiver of the spans, instants and counters of a `Profiler`. All methods do nothing by default.
 
-    The methods may be called by other threads than the training's, such as that of the `SystemProfiler`.
+    The methods may be called in other threads than that of training, such as that of the `SystemProfiler`.
     """
 
     def process_duration_event(
@@ -27,20 +27,20 @@ class TraceHandler(Callback):
         timestamp: Timestamp,
         wall_clock_time_ns: int,
     ) -> None:
-        """Take the begin or the end of a span.
+        """Process the begin or the end of a span.
 
         Args:
-            name: The span's name, such as `'event/epoch'`. Spans of one thread lie one inside the other.
-            categories: What it belongs to.
+            name: Name of the span, such as `'event/epoch'`. Spans of one thread are nested.
+            categories: Categories of the span.
             is_start: Whether it begins.
-            timestamp: The time in training.
+            timestamp: Timestamp of training.
             wall_clock_time_ns: Nanoseconds since 1970.
         """
 
     def process_instant_event(
         self, name: str, categories: Sequence[str], timestamp: Timestamp, wall_clock_time_ns: int
     ) -> None:
-        """Take what has no duration; the arguments are those of `process_duration_event`."""
+        """Process an event without duration; the arguments are those of `process_duration_event`."""
 
     def process_counter_event(
         self,
@@ -50,19 +50,19 @@ class TraceHandler(Callback):
         wall_clock_time_ns: int,
         values: Mapping[str, int | float],
     ) -> None:
-        """Take numbers that change over time; the other arguments are those of `process_duration_event`.
+        """Process values that change over time.
 
         Args:
-            name: What they describe, such as `'cpu'`.
-            categories: What it belongs to.
-            timestamp: The time in training.
+            name: Name of the counter, such as `'cpu'`.
+            categories: Categories of the counter.
+            timestamp: Timestamp of training.
             wall_clock_time_ns: Nanoseconds since 1970.
-            values: The numbers by their names.
+            values: Values by name.
         """
 
     def process_chrome_json_trace_file(self, filepath: str) -> None:
-        """Take a trace that somebody else wrote, in Chrome's format; it may be compressed by gzip.
+        """Process a trace file in Chrome's format, possibly compressed by gzip.
 
         Args:
-            filepath: The file, which stays where it is.
+            filepath: The file, which must be left in place.
         """

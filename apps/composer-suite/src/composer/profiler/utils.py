@@ -1,4 +1,4 @@
-"""What torch's profiler has seen of the memory, as a page."""
+"""The memory timeline of PyTorch's profiler as an HTML page."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ def export_memory_timeline_html(
     yxis_step_size: float = 1.0,
     return_fig: bool = False,
 ) -> Any:
-    """Write a page that shows what the memory was used for over time: weights, gradients, activations and more.
+    """Write a page with the memory usage over time by category: weights, gradients, activations and more.
 
     Args:
         prof: A `torch.profiler.profile` that has recorded shapes, memory and stacks.
-        path: Where the page goes.
-        device: Whose memory. By default that of the accelerator, or of the host if there is none.
+        path: Path of the page.
+        device: Device whose memory is shown. Default: the accelerator, or the host without one.
         figsize: Width and height in inches.
-        title: Stands above the picture.
-        yxis_step_size: How far apart the marks of the memory's axis are, in GiB.
-        return_fig: Whether to return the picture.
+        title: Title above the plot.
+        yxis_step_size: Distance of the ticks of the memory axis, in GiB.
+        return_fig: Whether to return the figure.
 
     Returns:
-        The `matplotlib.figure.Figure`, if it is asked for.
+        The `matplotlib.figure.Figure` with `return_fig`, else `None`.
 
     Raises:
         ImportError: If matplotlib is not installed.
-        ValueError: If the profiler has not recorded what is needed.
+        ValueError: If the profiler has no record of the device's memory.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("The timeline of memory is drawn by matplotlib: pip install matplotlib") from error
-    # torch has no other way to the categories of memory; its own page of them asks CUDA also where there is none.
+    # torch has no public access to the memory categories; its own page calls CUDA even without a CUDA device.
     from torch.profiler import _memory_profiler as categories
 
     timeline = categories.MemoryProfileTimeline(prof._memory_profile())
@@ -74,6 +74,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
     device = torch.device(device)
+    # torch's timeline has an index in each device's name, except for the CPU.
     return torch.device(device.type, 0) if device.type != "cpu" and device.index is None else device
 
 
