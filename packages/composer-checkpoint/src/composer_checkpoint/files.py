@@ -554,7 +554,7 @@ def _manifest_of(raw: Mapping[str, Any]) -> Manifest | None:
 
 def _check_name(index: Path, tensor: str, shard: object) -> None:
     if not isinstance(shard, str) or not shard.endswith(_SUFFIX):
-        _refuse(index, f"it says that {tensor!r:.200} is in {shard!r:.200}, which is not a {_SUFFIX} file")
+        _refuse(index, f"it says that {tensor!r:.200} is in {shard!r:.200}, which is no {_SUFFIX} file")
     # A shard must be a plain file name.
     if "/" in shard or "\\" in shard or "\0" in shard or shard == _SUFFIX:
         raise UnsafeCheckpointError(
