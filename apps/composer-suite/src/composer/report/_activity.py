@@ -1,4 +1,4 @@
-"""Which algorithm acted on which event in which batches, in little memory however long the run is."""
+"""Activity of algorithms by event and batch, and durations of the parts of a step, in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_RANGES = 500
 
 
 class Acting:
-    """Stretches of batches, for each algorithm and event.
+    """Ranges of batches in which each algorithm has acted, by event.
 
-    Batches that follow one another are one stretch. Where there would be too many of them, neighbours that are close
-    to each other become one, and the picture is as sharp as a screen can show.
+    Consecutive batches form one range. When there are too many ranges, close neighbors are merged, at a resolution that
+    a screen can show.
 
     Example:
         >>> acting = Acting()
@@ -33,12 +33,12 @@ class Acting:
         self._gaps: dict[str, int] = {}
 
     def restore(self, acting: Mapping[str, Any]) -> None:
-        """Go on with what `as_dict` has returned in an earlier part of the run."""
+        """Continue from the `as_dict` of an earlier part of the run."""
         self._ranges = {name: [list(batches) for batches in acted["batches"]] for name, acted in acting.items()}
         self._counts = {name: acted["count"] for name, acted in acting.items()}
 
     def add(self, name: str, batch: int) -> None:
-        """Note that somebody acted in a batch."""
+        """Add a batch in which `name` has acted."""
         ranges = self._ranges.setdefault(name, [])
         self._counts[name] = self._counts.get(name, 0) + 1
         gap = self._gaps.setdefault(name, 1)
@@ -51,7 +51,7 @@ class Acting:
             ranges[:] = _joined(ranges, gap)
 
     def as_dict(self) -> dict[str, dict[str, object]]:
-        """Return, by name, how often it was and the stretches, each with its first and its last batch."""
+        """Return, by name, the number of batches and the ranges, each with its first and last batch."""
         return {name: {"count": self._counts[name], "batches": ranges} for name, ranges in self._ranges.items()}
 
 
@@ -65,8 +65,8 @@ def _joined(ranges: Iterable[list[int]], gap: int) -> list[list[int]]:
     return joined
 
 
-# What has just ended when an event fires. Whoever stands beside the loop is called last, so that the algorithms and
-# callbacks of the event count as well; the page says so.
+# The part of a step that ends with an event. The recorder is called last, so a part includes the algorithms and
+# callbacks of its event; the page explains this.
 _ENDS: Final = {
     Event.BATCH_START: "waiting for data",
     Event.BEFORE_FORWARD: "preparing the batch",
@@ -83,12 +83,12 @@ _BEGINS: Final = frozenset({Event.FIT_START, Event.EPOCH_START, Event.EPOCH_END,
 
 
 class StepTime:
-    """Adds up, by the host's clock, how long each part of a step takes.
+    """Total duration of each part of a step, by the host's clock.
 
-    A device that works on its own is still at it when the host goes on; what it owes shows where the host waits.
+    An asynchronous device may still be working when the host continues; its time appears where the host synchronizes.
 
     Attributes:
-        seconds: What each part has taken so far.
+        seconds: The total of each part so far.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class StepTime:
         self._since: float | None = None
 
     def see(self, event: Event) -> None:
-        """Look at the clock."""
+        """Take the time of an event."""
         part = _ENDS.get(event)
         if part is None and event not in _BEGINS:
             return

@@ -1,4 +1,4 @@
-"""What a run can say about itself: what it runs on, what it has saved, what its profiler has measured."""
+"""Facts about a run: its environment, settings, checkpoints, traces and profiler times."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ __all__ = ["fit_settings", "typed_settings", "environment", "profiler_times", "s
 
 
 def saved_checkpoints(state: State) -> list[str]:
-    """Return where the checkpoints of this run are: paths, or addresses in a store."""
+    """Return the paths or URIs of this run's checkpoints."""
     places: list[str] = []
     for callback in state.callbacks:
-        # By what it has, since the saver's own module takes long to load and may never be needed.
+        # By attribute, because the saver's module is slow to import and may not be needed.
         for path in getattr(callback, "saved_checkpoints", ()):
             places.append(path if getattr(callback, "remote_uploader", None) is not None else os.path.abspath(path))
     return places
 
 
 def saved_traces(state: State) -> list[str]:
-    """Return where the traces of this run are that its profiler has written and not deleted since."""
+    """Return the paths of the traces that this run's profiler has written and not deleted."""
     paths: list[str] = []
     for callback in state.callbacks:
         merged = getattr(callback, "merged_trace", None)
@@ -45,7 +45,7 @@ def saved_traces(state: State) -> list[str]:
 
 
 def environment(state: State) -> dict[str, Any]:
-    """Return what the run runs on."""
+    """Return the versions, the device and the command of the run."""
     return {
         "composer": _version.__version__,
         "torch": str(torch.__version__),
@@ -58,8 +58,8 @@ def environment(state: State) -> dict[str, Any]:
 
 
 def profiler_times(state: State) -> list[dict[str, Any]]:
-    """Return what the recorders of a profiler have added up, if there are any."""
-    # By what it has, since the recorder's own module loads that of all traces, and few runs are profiled.
+    """Return the durations from the recorders of a profiler, if there are any."""
+    # By attribute, because few runs are profiled, and the recorder's module imports those of all traces.
     handlers: list[Any] = getattr(state.profiler, "trace_handlers", [])
     return [
         {
@@ -81,17 +81,17 @@ def profiler_times(state: State) -> list[dict[str, Any]]:
 T = TypeVar("T")
 
 _NOT_PLAIN: Final = object()
-_LONGEST: Final = 100  # of a tuple, and what is longer is data
+_LONGEST: Final = 100  # items; a longer tuple is data, not a setting
 _DEEPEST: Final = 3
-_MOST_BITS: Final = 1024  # JSON's readers, and Python itself, have no more digits than these for a number
+_MOST_BITS: Final = 1024  # larger integers exceed the limits of JSON readers and of Python's own conversion
 _WEIGHTS: Final = frozenset({"params", "param_names"})
 
 
 def typed_settings(state: State) -> dict[str, Any]:
     """Return the settings of the optimizers and the algorithms, by names such as `optimizer/lr`.
 
-    Before training begins they are as the script has them: schedulers and checkpoints have changed no learning rate.
-    What is not plain is left out, and so is a value that a device has and the host would have to wait for.
+    Before training starts, they are the script's own: schedulers and checkpoints have not changed them yet. Values that
+    are not plain, or are on a device and would need synchronization, are left out.
     """
     found: dict[str, Any] = {}
     for name, optimizer in _numbered(("optimizer", each) for each in _attribute(state, "optimizers")):
@@ -103,7 +103,7 @@ def typed_settings(state: State) -> dict[str, Any]:
 
 
 def fit_settings(state: State) -> dict[str, Any]:
-    """Return what a call of `fit` is set to: the batch size of each rank's dataloader, the duration, the precision."""
+    """Return the settings of a call of `fit`: the dataloader's batch size per rank, the duration, the precision."""
     return _plain_items(
         {
             "train_dataloader/batch_size": _or(_batch_size, _NOT_PLAIN, state),
@@ -114,7 +114,7 @@ def fit_settings(state: State) -> dict[str, Any]:
 
 
 def _or(function: Callable[[Any], T], otherwise: T, argument: Any) -> T:
-    """Call a function that looks into somebody else's object, which may raise whatever it likes."""
+    """Call a function on a foreign object, which may raise anything; return `otherwise` if it does."""
     try:
         return function(argument)
     except Exception:
@@ -126,7 +126,7 @@ def _attribute(state: State, name: str) -> list[Any]:
 
 
 def _numbered(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Add a number to a name that comes again."""
+    """Number repeated names."""
     counts: Counter[str] = Counter()
     for name, value in named:
         counts[name] += 1
@@ -134,7 +134,7 @@ def _numbered(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _settings_of_groups(name: str, optimizer: Any) -> dict[str, Any]:
-    """Return what all parameter groups have in common, and what not for each of them."""
+    """Return the settings that all parameter groups share, and the rest for each group."""
     groups = _or(lambda optimizer: [_plain_items(group, _WEIGHTS) for group in optimizer.param_groups], [], optimizer)
     if not groups:
         return {}
@@ -155,10 +155,10 @@ def _below(prefix: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(algorithm: Any) -> dict[str, Any]:
-    """Return the attributes that are called like the constructor's parameters.
+    """Return the attributes that are named like the constructor's parameters.
 
-    Other public ones come and go with the batches, such as the weight that MixUp has drawn; they are taken where a
-    parameter has no attribute of its name, since one of them is likely to have its value. Properties are not asked.
+    Other public attributes may change with each batch, such as the weight drawn by MixUp. They are included only if a
+    parameter has no attribute of its name, since one of them is likely to have its value. Properties are not read.
     """
     kept: dict[str, Any] = vars(algorithm)
     parameters = inspect.signature(type(algorithm)).parameters.values()
@@ -176,7 +176,7 @@ def _batch_size(state: Any) -> Any:
 
 
 def _plain_items(settings: Mapping[Any, Any], without: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return the entries that are plain, as JSON has them."""
+    """Return the plain entries, converted for JSON."""
     plain = {
         name: _or(_plain, _NOT_PLAIN, value)
         for name, value in settings.items()
@@ -186,7 +186,7 @@ def _plain_items(settings: Mapping[Any, Any], without: frozenset[str] = frozense
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    if isinstance(value, Enum):  # before texts and numbers: a member may be one of them as well
+    if isinstance(value, Enum):  # first, because a member may also be a string or a number
         return _plain(value.value, depth)
     if value is None or isinstance(value, (bool, str)):
         return value

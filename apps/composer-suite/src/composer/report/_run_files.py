@@ -1,4 +1,4 @@
-"""The values of a run as lines of JSON, which are written when they are known and not waited for."""
+"""Files of a run, written without waiting for values that a device is still computing."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _PLAIN = frozenset({bool, int, float})
 
 
 class MetricLines:
-    """A file with a line for what is logged at one time in training.
+    """File with one line per time in training.
 
     Args:
         path: The file.
-        is_continued: Whether what is there already stays.
+        is_continued: Whether to append to an existing file.
 
     Attributes:
-        num_lines: How many lines were written.
+        num_lines: The number of lines written.
     """
 
     def __init__(self, path: Path, *, is_continued: bool) -> None:
@@ -43,18 +43,18 @@ class MetricLines:
 
     @property
     def num_pending(self) -> int:
-        """How many lines are not written yet."""
+        """The number of pending lines."""
         return len(self._pending)
 
     def add(self, stamp: Timestamp, step: int | None, metrics: Mapping[str, Any]) -> None:
-        """Keep values, those of a device until they are known."""
+        """Add values; those on a device are kept until they are known."""
         if step is not None and type(step) is not int:
             step = _as_count(step)
         last = self._pending[-1] if self._pending else None
         if last is None or not last.has_room(stamp, step, metrics):
             last = _Line(stamp, step)
             self._pending.append(last)
-        if _PLAIN.issuperset(map(type, metrics.values())):  # most are, and many lines are made at once
+        if _PLAIN.issuperset(map(type, metrics.values())):  # fast path for the most common case
             last.known |= metrics
             return
         on_devices: dict[str, Any] = {}
@@ -67,7 +67,7 @@ class MetricLines:
             last.coming.append(Snapshot(on_devices))
 
     def write(self, *, waits: bool) -> None:
-        """Write what is known, in order, or wait until it is."""
+        """Write the leading lines whose values are known, or all if it `waits`."""
         while self._pending and (waits or self._pending[0].is_known()):
             line = self._pending.popleft().as_json()
             if line["metrics"]:
@@ -75,26 +75,26 @@ class MetricLines:
                 self.num_lines += 1
 
     def flush(self) -> None:
-        """Write what is known, for whoever reads the file now."""
+        """Write all known lines, for readers of the file."""
         self.write(waits=False)
         self._file.flush()
 
     def sync(self) -> None:
-        """Write everything, and wait until it is on the disk."""
+        """Write everything, and sync the file to the disk."""
         self.write(waits=True)
         self._file.sync()
 
     def keep(self, num_lines: int) -> None:
-        """Take back all but the first lines."""
+        """Drop all but the first lines."""
         self._file.close()
         try:
             self.num_lines = keep_lines(self._file.path, num_lines)
-        except OSError as error:  # a full disk ends no training
+        except OSError as error:  # a full disk must not end the training
             _log.warning("%s keeps what is done again: %s", self._file.path, error)
         self._file = KeptFile(self._file.path, -1, is_continued=True)
 
     def close(self) -> None:
-        """Write everything, and let go of the file."""
+        """Write everything, and close the file."""
         self.sync()
         self._file.close()
 
@@ -107,7 +107,7 @@ class _Line:
     coming: list[Snapshot] = field(default_factory=list[Snapshot])
 
     def has_room(self, stamp: Timestamp, step: int | None, metrics: Mapping[str, Any]) -> bool:
-        # The loop makes a new timestamp whenever the time has changed.
+        # The loop creates a new timestamp whenever the time changes.
         if self.stamp is not stamp or self.step != step or not self.known.keys().isdisjoint(metrics):
             return False
         return all(snapshot.values.keys().isdisjoint(metrics) for snapshot in self.coming)
@@ -115,7 +115,7 @@ class _Line:
     def is_known(self) -> bool:
         try:
             return all(snapshot.is_ready() for snapshot in self.coming)
-        except RuntimeError:  # there is nothing to wait for on a device that has failed
+        except RuntimeError:  # a failed device will never deliver the value
             return True
 
     def as_json(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class _Line:
         for snapshot in self.coming:
             try:
                 arrived = snapshot.read()
-            except RuntimeError:  # of a device that has failed, which must not cost the other values
+            except RuntimeError:  # a failed device must not cost the other values
                 continue
             known |= arrived
         values = {str(name): number for name, value in known.items() if (number := _plain(value)) is not None}
@@ -138,16 +138,16 @@ class _Line:
 
 
 def _plain(value: Any) -> float | str | None:
-    """Return a number as JSON can have it, `None` for what is no number."""
+    """Return a number for JSON, or `None` for other values."""
     number = as_number(value)
     return number if number is None or math.isfinite(number) else str(number)
 
 
 def _as_count(step: Any) -> int | None:
-    """Return a step as JSON can have it, such as one of numpy or a `Time`; `None`, for now, if it is no number."""
+    """Convert a step for JSON, such as a NumPy number or a `Time`; `None` if it is not a number."""
     try:
         return int(step)
-    except Exception:  # whatever somebody else's object raises
+    except Exception:  # a foreign object may raise anything
         return None
 
 
@@ -155,10 +155,10 @@ _log = getLogger(__name__)
 
 
 class FactFiles:
-    """Files of JSON in a folder. One that cannot be written is a line of the log, the first time as a warning.
+    """JSON files in a folder. A failed write is logged, the first time as a warning.
 
     Args:
-        folder: Where they are.
+        folder: The folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -167,7 +167,7 @@ class FactFiles:
         self._has_warned = False
 
     def write(self, name: str, value: Any) -> None:
-        """Replace a file, unless it says so already."""
+        """Replace a file if its content has changed."""
         text = _as_json(value)
         if self._texts.get(name) == text:
             return
@@ -176,7 +176,7 @@ class FactFiles:
             unfinished.write_text(text)
             unfinished.replace(path)
             self._texts[name] = text
-        except OSError as error:  # a full disk ends no training, and is full for longer than anybody wants to read
+        except OSError as error:  # a full disk must not end the training, nor fill the log with warnings
             _log.log(DEBUG if self._has_warned else WARNING, "%s could not be written: %s", path, error)
             self._has_warned = True
 
@@ -184,12 +184,12 @@ class FactFiles:
 def _as_json(value: Any) -> str:
     try:
         return json.dumps(value, indent=1, default=str)
-    except Exception:  # settings may be any objects, with keys that JSON has not, or in each other
+    except Exception:  # settings may have unsupported keys or contain themselves
         return json.dumps(to_plain(value), indent=1)
 
 
 def keep_lines(path: Path, num_lines: int) -> int:
-    """Keep the first lines of a file, without one in which a killed run broke off, and return how many there are.
+    """Truncate a file to its first complete lines, and return their number.
 
     The file is replaced when the new one is complete.
     """

@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page about the runs that the command line names, and return the exit status."""
+    """Write the page about the runs on the command line, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="composer report", description="Write one page, which needs no network, about one or several runs."
     )
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _print_json(described)
     output = Path(asked.output or Path(asked.folders[0]) / "report.html")
     try:
-        from composer.report.page import write_described  # the data can be had without plotly
+        from composer.report.page import write_described  # needs plotly, which --json does not
 
         path = write_described(described, output)
     except (ImportError, OSError, ValueError) as error:
@@ -57,7 +57,7 @@ def _fail(text: str) -> int:
 
 
 def _told(error: Exception, what: str, advice: str) -> str:
-    """Return what went wrong; the few words of the system become a sentence that says of what, and what to do."""
+    """Return the message of an error; a bare message of the system is completed with its context and advice."""
     if not isinstance(error, OSError) or error.errno is None:
         return str(error)
     where = "" if error.filename is None else f": {error.filename}"
@@ -65,7 +65,7 @@ def _told(error: Exception, what: str, advice: str) -> str:
 
 
 def _tell_bad_lines(folder: Path, count: int) -> None:
-    """Say how much of a run's metrics the page does not have."""
+    """Report the number of unreadable lines in a run's metrics."""
     if count:
         lines, are = ("1 line", "is") if count == 1 else (f"{count} lines", "are")
         path = folder / "metrics.jsonl"
@@ -73,7 +73,7 @@ def _tell_bad_lines(folder: Path, count: int) -> None:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """Return the folder, or those inside it that hold a run if it holds none itself."""
+    """Return the folder if it holds a run, otherwise all folders below it that do."""
     if (folder / "metrics.jsonl").exists():
         return [folder]
     return sorted(path.parent for path in folder.glob("**/metrics.jsonl")) or [folder]

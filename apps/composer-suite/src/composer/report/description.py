@@ -1,4 +1,4 @@
-"""What a page about runs shows, as data."""
+"""Data of the page about runs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["describe_runs", "largest_triangles"]
 def describe_runs(
     folders: Sequence[str | os.PathLike[str]], *, max_points: int = 4000, verify: bool = False
 ) -> dict[str, Any]:
-    """Return what the page shows, as JSON can have it.
+    """Return the data of the page, ready for JSON.
 
     Args:
-        folders: What `RunRecorder`s have written.
-        max_points: How many points of a curve are kept at most.
+        folders: Folders written by `RunRecorder`s.
+        max_points: The largest number of points kept per curve.
         verify: Whether to compare every byte of the checkpoints with their hashes.
 
     Raises:
@@ -62,7 +62,7 @@ def _describe(run: Run, max_points: int) -> dict[str, Any]:
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the runs, with their folders where several have one name."""
+    """Return the names of the runs, with their folders where names are equal."""
     labels = [run.name for run in runs]
     folders = [Path(os.path.abspath(run.folder)) for run in runs]
     for shown in ([folder.name for folder in folders], folders):
@@ -96,8 +96,8 @@ def _text(value: Any) -> str:
 
 _SECONDS: Final = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
 _OF_TIME: Final = ("time/train", "time/val", "time/total")
-_TOLERANCE: Final = 1e-3  # of the ratio of two readings of one clock, which are rounded
-# The first that a whole name matches counts. Of names that anybody may have chosen no unit is guessed.
+_TOLERANCE: Final = 1e-3  # relative, between two rounded readings of one clock
+# The first pattern that matches a full name counts. No unit is guessed for names that users choose.
 _KNOWN: Final = tuple(
     (re.compile(pattern), unit)
     for pattern, unit in (
@@ -122,11 +122,11 @@ _KNOWN: Final = tuple(
 
 
 def units_of(curves: Mapping[str, Curve], config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the units of a run's metrics by their names; those whose unit is not known are left out.
+    """Return the units of a run's metrics by name; unknown ones are left out.
 
     Args:
-        curves: What was logged.
-        config: The settings, by names with slashes: the estimate of what remains has its unit there.
+        curves: The logged metrics.
+        config: The settings by names with slashes, with the unit of the remaining-time estimate.
 
     Example:
         >>> units_of({"throughput/device/samples_per_sec": ..., "loss/train/total": ...}, {})
@@ -149,7 +149,7 @@ def _known_unit(name: str) -> str | None:
 
 
 def _unit_of_time(curves: Mapping[str, Curve]) -> str | None:
-    """Return what a `SpeedMonitor` counts time in: it logs the clock by which the log itself has seconds."""
+    """Return the time unit of a `SpeedMonitor`, by comparison with the log's own clock, which counts seconds."""
     curve = curves.get("time/train")
     if curve is None:
         return None
@@ -161,15 +161,15 @@ def _unit_of_time(curves: Mapping[str, Curve]) -> str | None:
 
 
 def largest_triangles(x: Sequence[float], y: Sequence[float], num_points: int) -> list[int]:
-    """Choose points of a curve so that its shape stays, peaks included.
+    """Choose points of a curve so that its shape with its peaks is preserved.
 
-    The first and the last point stay; of each stretch between, the one that spans the largest triangle with its
-    neighbours. Points that are not finite stay as well where there are few of them: they are what is looked for.
+    The first and the last point are kept, and from each stretch between them the one that spans the largest triangle
+    with its neighbors. Up to `num_points` points that are not finite are kept as well, since users look for them.
 
     Args:
-        x: Where the points are, in rising order.
-        y: The points.
-        num_points: How many to choose, 3 or more.
+        x: The positions, in rising order.
+        y: The values.
+        num_points: The number of points, 3 or more.
 
     Returns:
         Their indices, in order.

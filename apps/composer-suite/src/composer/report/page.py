@@ -1,4 +1,4 @@
-"""One page about one or several runs: a file of its own that opens without a network."""
+"""Self-contained HTML page about one or several runs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ except ImportError as error:
 
 __all__ = ["write_described", "write_page"]
 
-_DIGITS: Final = 8  # significant ones, more than a screen has dots
+_DIGITS: Final = 8  # significant digits, more than a screen can show
 
-_SCRIPTS = ("page_parts.js", "page_curves.js", "page.js")  # each uses what those before it define
+_SCRIPTS = ("page_parts.js", "page_curves.js", "page.js")  # in the order of their dependencies
 _TEMPLATE = """<!doctype html>
 <html lang="en">
 <head>
@@ -53,9 +53,9 @@ def write_page(
     """Write the page about runs.
 
     Args:
-        folders: What `RunRecorder`s have written; several runs lie one over the other.
-        path: Where the page goes. One that is there is replaced when the new one is complete.
-        max_points: How many points of a curve are drawn at most.
+        folders: Folders written by `RunRecorder`s; the curves of several runs share their plots.
+        path: The file. An existing one is replaced when the new one is complete.
+        max_points: The largest number of points drawn per curve.
         verify: Whether to compare every byte of the checkpoints with their hashes.
 
     Returns:
@@ -69,7 +69,7 @@ def write_page(
 
 
 def write_described(described: dict[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write the page about what `describe_runs` has returned, and return the path."""
+    """Write the page for the result of `describe_runs`, and return the path."""
     shown = {**described, "runs": [{**run, "curves": _short_curves(run["curves"])} for run in described["runs"]]}
     data = json.dumps(shown, allow_nan=False, separators=(",", ":"))
     here = files("composer.report")
@@ -77,7 +77,7 @@ def write_described(described: dict[str, Any], path: str | os.PathLike[str]) -> 
         style=here.joinpath("page.css").read_text(),
         script="".join(here.joinpath(name).read_text() for name in _SCRIPTS),
         plotly=get_plotlyjs(),
-        # Names and messages come from anywhere: no tag of theirs may end this one.
+        # Names and messages are untrusted: no tag in them may end the script element.
         data=data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),
     )
     path = Path(path)
@@ -93,7 +93,7 @@ def write_described(described: dict[str, Any], path: str | os.PathLike[str]) -> 
 
 
 def _short_curves(curves: dict[str, Any]) -> dict[str, Any]:
-    """Return curves with shorter numbers, which are most of a page."""
+    """Shorten the numbers of curves, which are most of a page."""
     return {
         name: {key: [_short(each) for each in part] if isinstance(part, list) else part for key, part in curve.items()}
         for name, curve in curves.items()

@@ -1,4 +1,4 @@
-"""Reading what runs have left behind."""
+"""Reader for the folders of recorded runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Curve:
     """One metric over the time in training.
 
     Attributes:
-        at: For each axis (`batch`, `epoch`, `sample`, `token`, `time_s`) where the points are.
+        at: The positions of the points on each axis (`batch`, `epoch`, `sample`, `token`, `time_s`).
         values: The points; NaN and infinities are as they were logged.
     """
 
@@ -44,7 +44,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that a run has saved, and what is known of it: `verification` says it in words."""
+    """A checkpoint of a run; `verification` describes its condition in words."""
 
     path: str
     size_bytes: int | None
@@ -53,7 +53,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run has left behind."""
+    """Content of a recorded run."""
 
     name: str
     folder: str
@@ -68,14 +68,14 @@ class Run:
 
 
 def read_run(folder: str | os.PathLike[str], *, verify: bool = False) -> Run:
-    """Read the folder of a run, also of one that is still running or was killed.
+    """Read the folder of a run, even if it is still running or was killed.
 
     Args:
-        folder: What a `RunRecorder` writes to.
+        folder: The folder of a `RunRecorder`.
         verify: Whether to compare every byte of the checkpoints with their hashes, which reads them whole.
 
     Raises:
-        FileNotFoundError: If there is no such folder, or nothing of a run in it.
+        FileNotFoundError: If the folder does not exist, or holds no run.
     """
     folder = Path(folder)
     if not (folder / METRICS).exists():
@@ -103,7 +103,7 @@ def read_run(folder: str | os.PathLike[str], *, verify: bool = False) -> Run:
 
 
 def _traces(folder: Path, status: Mapping[str, Any]) -> list[str]:
-    """Return the traces in the folder, and those elsewhere that are still there."""
+    """Return the traces in the folder, and those elsewhere that still exist."""
     inside = sorted(str(path) for path in folder.glob("traces/*.json*"))
     told = [now_at(path, status.get("folder"), folder) for path in _texts(status.get("traces"))]
     known = {os.path.abspath(path) for path in inside}
@@ -115,18 +115,18 @@ def _texts(value: Any) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return an object of JSON from a file; an empty one if there is none."""
+    """Read a JSON object from a file; return an empty one if it is missing or damaged."""
     try:
         value: Any = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):  # a run that was killed may lack it
+    except (OSError, ValueError, RecursionError):  # a killed run may have left no complete file
         return {}
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _read_curves(path: Path) -> tuple[dict[str, Curve], int]:
-    """Return the curves, and how many lines are none, as the last one of a run that was killed."""
-    times: dict[str, list[float]] = {axis: [] for axis in AXES}  # of all lines
-    seen: dict[str, tuple[list[int], list[float]]] = {}  # of each name the lines, among them, and the values
+    """Return the curves, and the number of unreadable lines, such as the last one of a killed run."""
+    times: dict[str, list[float]] = {axis: [] for axis in AXES}  # one entry per line
+    seen: dict[str, tuple[list[int], list[float]]] = {}  # by name: line numbers and values
     num_lines = num_bad = 0
     with path.open(errors="replace") as file:
         for line in file:
@@ -155,14 +155,14 @@ def _read_curves(path: Path) -> tuple[dict[str, Curve], int]:
 
 
 def now_at(path: str, folder_then: Any, folder: Path) -> str:
-    """Return where a file of a run is, should the run's folder have been moved or copied with the file in it.
+    """Return the current path of a run's file, in case its folder was moved or copied together with the file.
 
-    The file in the folder comes first: that of a copied run's original may be a different one by now.
+    The file in the folder takes precedence, because the original of a copied run may have changed since.
 
     Args:
-        path: Where it was when the run wrote its status.
-        folder_then: Where the folder was, as the status says.
-        folder: Where it is.
+        path: The path when the run wrote its status.
+        folder_then: The folder at that time, from the status.
+        folder: The folder now.
     """
     if not isinstance(folder_then, str) or not path.startswith(os.path.join(folder_then, "")):
         return path
@@ -171,7 +171,7 @@ def now_at(path: str, folder_then: Any, folder: Path) -> str:
 
 
 def _checkpoint(path: str, *, verify: bool) -> Checkpoint:
-    from composer_checkpoint import inspect_file  # both load torch
+    from composer_checkpoint import inspect_file  # here, because it imports torch
     from composer_checkpoint import verify as verify_checkpoint
     from composer_checkpoint.errors import CheckpointError
 
