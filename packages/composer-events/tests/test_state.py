@@ -462,7 +462,7 @@ def test_a_state_without_parallelism_says_so():
 
 
 def test_what_is_read_the_short_way_is_explained_all_the_same():
-    assert State.max_duration.__doc__.startswith("How long to train.")
+    assert State.max_duration.__doc__.startswith("Length of training.")
     assert Timestamp.total_wct.__doc__ == "Wall-clock time trained."
 
 

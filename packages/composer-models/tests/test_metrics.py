@@ -175,7 +175,7 @@ def test_miou_refuses_a_label_that_is_no_class(label):
     logits, labels = random_batch(0, 3)
     labels[0, 0, 0] = label
     with pytest.raises(
-        ValueError, match=rf"the label {label}, which is no class.*num_classes=3.*ignore_index={label} "
+        ValueError, match=rf"the label {label}, which is not a class.*num_classes=3.*ignore_index={label} "
     ):
         MIoU(num_classes=3, ignore_index=17).update(logits, labels)
 

@@ -98,5 +98,5 @@ def test_two_nameless_metrics_of_one_class_are_refused():
 
 
 def test_what_is_no_metric_is_refused():
-    with pytest.raises(TypeError, match=r"under 'mse', which is no torchmetrics\.Metric"):
+    with pytest.raises(TypeError, match=r"under 'mse', which is not a torchmetrics\.Metric"):
         ComposerModel.from_module(nn.Identity(), F.mse_loss, {"mse": F.mse_loss})

@@ -78,7 +78,7 @@ def test_bad_arguments_are_refused_before_anything_is_loaded(arguments, message)
 
 
 def test_groups_in_the_place_of_pretrained_are_refused_before_weights_are_loaded():
-    with pytest.raises(TypeError, match=r"pretrained=32 is no bool.*groups and what follows by name"):
+    with pytest.raises(TypeError, match=r"pretrained=32 must be a bool.*groups and what follows by name"):
         composer_resnet("resnet50", 1000, None, 32, 4)
 
 

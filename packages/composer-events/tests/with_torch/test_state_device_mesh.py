@@ -105,7 +105,7 @@ def test_two_ranks_build_the_same_mesh_and_refuse_alike(run_two_ranks):
     assert "World size 2 does not equal the product of the specified parallelism degrees, 4" in first["too many"]
     assert first["sum"] == 1 + 2
     assert first["own"]
-    assert "nobody knows which ranks hold one tensor together" in first["own, split"]
+    assert "the ranks that share a tensor are unknown" in first["own, split"]
     assert first["good"] is None
     assert "needs real weights on rank 0" in first["bad"]
     assert "needs sync_module_states=True" in first["without sync"]

@@ -1,4 +1,4 @@
-"""What the training loop asks of a model: the interface, losses, metrics and small reference models."""
+"""Models for the training loop: the interface, losses, metrics and small reference models."""
 
 import warnings
 from importlib import import_module
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Everything here needs torch and some of it torchmetrics, so a name loads its module on first use.
+# All modules need torch and some torchmetrics, so each name imports its module on first use.
 _HOME = {
     "ComposerModel": "base",
     "ModuleAdapter": "base",
@@ -72,7 +72,7 @@ _HOME = {
     "MissingConditionalImportError": "optional",
 }
 
-# Names of early releases and what they are called now.
+# Names of early releases and their current names.
 _RENAMED = {
     "Perplexity": "LanguagePerplexity",
     "HFCrossEntropy": "LanguageCrossEntropy",
@@ -85,20 +85,20 @@ __all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 def __getattr__(name: str) -> object:
     if name in _RENAMED:
         warnings.warn(
-            f"{__name__}.{name} is now called {_RENAMED[name]}; the old name goes away in 1.0.",
+            f"{__name__}.{name} is now called {_RENAMED[name]}; the old name will be removed in 1.0.",
             DeprecationWarning,
             stacklevel=2,
         )
         return __getattr__(_RENAMED[name])
     if name == "__version__":
-        from importlib.metadata import version  # reading the metadata is slow, and few ask for it
+        from importlib.metadata import version  # reading the metadata is slow
 
         value = version("composer-models")
     elif name in _HOME:
         value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
+    globals()[name] = value  # found directly from now on, without this function
     return value
 
 

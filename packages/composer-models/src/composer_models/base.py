@@ -19,21 +19,21 @@ __all__ = ["ComposerModel", "ModuleAdapter", "model_eval_mode"]
 
 
 class ComposerModel(torch.nn.Module, abc.ABC):
-    """A model that takes whole batches and knows its loss and its metrics.
+    """Base class of models that accept whole batches and define their loss and metrics.
 
     Subclasses define `forward` and `loss`; `get_metrics` and `update_metric` add metrics, `eval_forward` an evaluation
     that differs from training. A plain module needs no subclass: see `from_module`.
 
-    Two optional methods and two optional attributes of any submodule say how a model is spread over devices:
-    `fsdp_wrap_fn(module)` or `_fsdp_wrap` choose what is sharded as one unit, `activation_checkpointing_fn(module)` or
-    `_activation_checkpointing` what is computed anew in the backward pass. `param_init_fn(module)` fills parameters
-    that were created on the meta device.
+    Two optional methods and two optional attributes of any submodule control how a model is distributed over devices:
+    `fsdp_wrap_fn(module)` or `_fsdp_wrap` select the units of sharding, `activation_checkpointing_fn(module)` or
+    `_activation_checkpointing` the modules with activation checkpointing. `param_init_fn(module)` initializes
+    parameters that were created on the meta device.
 
     The attribute `logger` is set by the trainer before the `INIT` event and is `None` before that. Copies of the model
-    share it, and a pickle leaves it out.
+    share it, and pickles do not include it.
 
     Subclasses that define `validate(batch)` and `metrics(train)`, the evaluation protocol of early releases, are
-    translated when the class is created, with a `DeprecationWarning`.
+    adapted when the class is created, with a `DeprecationWarning`.
 
     Example:
         >>> class LinearRegression(ComposerModel):
@@ -67,10 +67,10 @@ class ComposerModel(torch.nn.Module, abc.ABC):
         """Compute the outputs for a batch.
 
         Args:
-            batch: What the dataloader gives, or a microbatch of it.
+            batch: A batch of the dataloader, or a microbatch of it.
 
         Returns:
-            Whatever `loss` and `update_metric` take as `outputs`.
+            The outputs, which `loss` and `update_metric` receive.
         """
 
     @abc.abstractmethod
@@ -80,22 +80,22 @@ class ComposerModel(torch.nn.Module, abc.ABC):
         """Compute the loss of a batch from its outputs.
 
         Args:
-            outputs: What `forward` returned.
-            batch: The batch that `forward` took.
+            outputs: The result of `forward`.
+            batch: The argument of `forward`.
             *args: For subclasses.
             **kwargs: For subclasses.
 
         Returns:
-            One tensor; several, whose sum of means is minimised; or a dict of them, whose entry `'total'` is
-            minimised if there is one and the sum of means otherwise.
+            One tensor; several, whose sum of means is minimized; or a dict of them, whose entry `'total'` is minimized
+            if it exists and the sum of means otherwise.
         """
 
     def eval_forward(self, batch: Any, outputs: Any | None = None) -> Any:
-        """Compute the outputs that the metrics see.
+        """Compute the outputs for the metrics.
 
         Args:
             batch: The batch.
-            outputs: The outputs of `forward` where the loop has them already, as it does for training metrics.
+            outputs: The outputs of `forward` if they are already computed, as for training metrics.
 
         Returns:
             `outputs` if given, else `self.forward(batch)`.
@@ -103,18 +103,18 @@ class ComposerModel(torch.nn.Module, abc.ABC):
         return outputs if outputs is not None else self.forward(batch)
 
     def update_metric(self, batch: Any, outputs: Any, metric: "Metric") -> dict[str, Any] | None:
-        """Update one metric with a batch.
+        """Update one metric with the outputs of a batch.
 
         Args:
             batch: The batch.
-            outputs: What `eval_forward` returned.
+            outputs: The result of `eval_forward`.
             metric: One of the metrics of `get_metrics`, or a copy of it.
 
         Returns:
-            `None`, or results for this batch, which the trainer keeps in `state.metric_outputs`.
+            `None`, or results for this batch, which the trainer stores in `state.metric_outputs`.
 
         Raises:
-            NotImplementedError: If the subclass has metrics and does not say how to update them.
+            NotImplementedError: If the subclass has metrics but does not override this method.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has metrics and no update_metric: define update_metric(batch, outputs, metric), "
@@ -122,13 +122,13 @@ class ComposerModel(torch.nn.Module, abc.ABC):
         )
 
     def get_metrics(self, is_train: bool) -> "dict[str, Metric]":
-        """Name the metrics to compute.
+        """Return the metrics to compute.
 
         Args:
             is_train: True for the metrics of training, False for those of evaluation.
 
         Returns:
-            Metrics by name, in the order in which they are logged; the loop works on a copy of them.
+            Metrics by name, in logging order; the training loop uses copies of them.
         """
         return {}
 
@@ -142,24 +142,24 @@ class ComposerModel(torch.nn.Module, abc.ABC):
         input_key: Any = 0,
         target_key: Any = 1,
     ) -> "ModuleAdapter":
-        """Make a `ComposerModel` of a plain module and a loss function.
+        """Create a `ComposerModel` from a plain module and a loss function.
 
         Args:
-            module: The module, called with the inputs of a batch. A mapping is passed as keywords, a tuple as
-                positional arguments, and anything else as the one argument.
+            module: The module, called with the inputs of a batch. A mapping is passed as keyword arguments, a tuple as
+                positional arguments, and anything else as the only argument.
             loss_fn: Called with the outputs and the targets.
-            metrics: What to compute in evaluation: a torchmetrics metric, a collection, a sequence, or a mapping or
+            metrics: The metrics for evaluation: a torchmetrics metric, a collection, a sequence, or a mapping or
                 `ModuleDict` of names to metrics. Names may be any strings.
-            train_metrics: The same for training.
-            input_key: Where a batch has the inputs: an index, a key, several of them, or a function of the batch.
-            target_key: Where a batch has the targets.
+            train_metrics: The metrics for training, in the same forms.
+            input_key: The key of the inputs in a batch: an index, a key, several of these, or a function of the batch.
+            target_key: The key of the targets in a batch.
 
         Returns:
             The model. Its parameters are those of `module`, under the prefix `module.`.
 
         Raises:
-            TypeError: If `module` is no module or already a `ComposerModel`, or if `loss_fn` cannot be called or is a
-                class, such as `torch.nn.MSELoss` without brackets.
+            TypeError: If `module` is not a module or already a `ComposerModel`, or if `loss_fn` is not callable or is
+                a class, such as `torch.nn.MSELoss` without parentheses.
 
         Example:
             >>> model = ComposerModel.from_module(torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy)
@@ -167,13 +167,12 @@ class ComposerModel(torch.nn.Module, abc.ABC):
             >>> model.loss(model(batch), batch).ndim
             0
         """
-        # The adapter is a subclass of this class, so its module cannot be imported above.
-
         return ModuleAdapter(
             module, loss_fn, metrics, train_metrics=train_metrics, input_key=input_key, target_key=target_key
         )
 
     def __getstate__(self) -> dict[str, Any]:
+        # A logger has open files and connections, which cannot be pickled.
         return {**super().__getstate__(), "logger": None}
 
     def __copy__(self) -> Self:
@@ -186,7 +185,7 @@ class ComposerModel(torch.nn.Module, abc.ABC):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         if self.logger is not None:
-            memo[id(self.logger)] = self.logger  # so that submodules which hold the logger share it too
+            memo[id(self.logger)] = self.logger  # so that submodules with the logger also share it
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         copied.logger = self.logger
         return copied
@@ -196,12 +195,12 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
     from composer_models.metrics import Metrics
-else:  # for typing.get_type_hints, without torchmetrics, which takes longer to import than torch
+else:  # for typing.get_type_hints; importing torchmetrics takes longer than torch
     Metric = Metrics = Any
 
 
 class ModuleAdapter(ComposerModel):
-    """What `ComposerModel.from_module` makes; its parameters are described there."""
+    """Model created by `ComposerModel.from_module`, which describes the parameters."""
 
     def __init__(
         self,
@@ -224,8 +223,8 @@ class ModuleAdapter(ComposerModel):
             )
         self.module = module
         self.loss_fn = loss_fn
-        # Modules, so that they follow the model to its device where no trainer takes care of them. A ModuleDict could
-        # not hold every name: none with a dot in it, nor that of one of its own methods.
+        # In a ModuleList, so that they move with the model to its device even without a trainer. A ModuleDict rejects
+        # some names: those with a dot and those of its own methods.
         self._train_names, self.train_metrics = _names_and_modules(train_metrics)
         self._val_names, self.val_metrics = _names_and_modules(metrics)
         self.input_key = input_key
@@ -234,7 +233,7 @@ class ModuleAdapter(ComposerModel):
     def forward(self, batch: Any) -> Any:
         """Call the module with the inputs of a batch."""
         inputs = batch_get(batch, self.input_key)
-        if isinstance(inputs, torch.Tensor):  # found out sooner than that it is no mapping
+        if isinstance(inputs, torch.Tensor):  # first, because the check for a mapping is slow
             return self.module(inputs)
         if isinstance(inputs, Mapping):
             return self.module(**cast("Mapping[str, Any]", inputs))
@@ -243,15 +242,15 @@ class ModuleAdapter(ComposerModel):
         return self.module(inputs)
 
     def loss(self, outputs: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compare outputs with the targets of a batch; further arguments go to the loss function."""
+        """Compute the loss of outputs and the targets of a batch; further arguments go to the loss function."""
         return self.loss_fn(outputs, batch_get(batch, self.target_key), *args, **kwargs)
 
     def update_metric(self, batch: Any, outputs: Any, metric: "Metric") -> None:
-        """Update one metric with outputs and the targets of a batch."""
+        """Update one metric with the outputs and the targets of a batch."""
         metric.update(outputs, batch_get(batch, self.target_key))
 
     def get_metrics(self, is_train: bool = False) -> "dict[str, Metric]":
-        """Name the metrics of training or of evaluation."""
+        """Return the metrics of training or of evaluation by name."""
         names, metrics = (self._train_names, self.train_metrics) if is_train else (self._val_names, self.val_metrics)
         return cast("dict[str, Metric]", dict(zip(names, metrics, strict=True)))
 
@@ -267,17 +266,17 @@ def _names_and_modules(metrics: "Metrics | None") -> tuple[list[str], torch.nn.M
 
 def _check_module(module: object) -> None:
     if isinstance(module, ComposerModel):
-        raise TypeError(f"module is a {type(module).__name__}, which is a ComposerModel already: use it as it is.")
+        raise TypeError(f"module is a {type(module).__name__}, which is a ComposerModel already: use it directly.")
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"module={module!r} is no torch.nn.Module: pass the module, not its class or its output.")
+        raise TypeError(f"module={module!r} must be a torch.nn.Module: pass the module, not its class or its output.")
 
 
 @contextmanager
 def model_eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put a model in eval mode inside a `with` block and give every module its own mode back afterwards.
+    """Set a model to evaluation mode inside a `with` block and restore the mode of every module afterwards.
 
-    The root goes back through `model.train(mode)`, so that a model with its own `train` is told. Submodules that
-    were in another mode than the root, such as frozen batch norms, are then set back one by one.
+    The root is restored by `model.train(mode)`, so that a model may override `train`. Submodules whose mode differed
+    from that of the root, such as frozen batch norms, are restored individually.
 
     Args:
         model: The model, changed in place.
@@ -298,7 +297,8 @@ def model_eval_mode(model: torch.nn.Module) -> Iterator[None]:
         model.eval()
         yield
     finally:
-        # The root comes first in modules().
+        # `modules()` yields the root first.
+
         model.train(modes[0][1])
         for module, mode in modes:
             module.training = mode

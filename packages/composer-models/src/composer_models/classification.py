@@ -1,4 +1,4 @@
-"""A classifier made of any module that turns inputs into logits."""
+"""Classifiers from modules that compute logits."""
 
 import warnings
 from collections.abc import Callable
@@ -18,18 +18,18 @@ __all__ = ["ComposerClassifier", "composer_timm"]
 
 
 class ComposerClassifier(ComposerModel):
-    """A model for batches of the form `(inputs, targets)`, with cross entropy as loss and accuracy as metric.
+    """Model for batches of the form `(inputs, targets)`, with cross entropy as loss and accuracy as metric.
 
     Args:
-        module: Turns inputs into logits of shape `(batch, classes, ...)`. If it has an attribute `num_classes`, that
-            one counts.
-        num_classes: How many classes there are, for the metrics that are not given.
-        train_metrics: The metrics of training. Accuracy when `None`.
-        val_metrics: The metrics of evaluation. Cross entropy and accuracy when `None`.
+        module: Maps inputs to logits of shape `(batch, classes, ...)`. Its attribute `num_classes`, if any, takes
+            precedence.
+        num_classes: The number of classes, for the default metrics.
+        train_metrics: The metrics of training. Accuracy if `None`.
+        val_metrics: The metrics of evaluation. Cross entropy and accuracy if `None`.
         loss_fn: Called with logits and targets.
 
     Raises:
-        ValueError: If metrics are missing and the number of classes is not known.
+        ValueError: If default metrics are needed and the number of classes is unknown.
 
     Warns:
         UserWarning: If `num_classes` differs from `module.num_classes`.
@@ -57,6 +57,7 @@ class ComposerClassifier(ComposerModel):
         self.num_classes = _resolve_num_classes(module, num_classes)
         self.module = module
         self._loss_fn = loss_fn
+        # Default metrics need values even if the model is built on the meta device.
         with counting_from_zero():
             if train_metrics is None:
                 train_metrics = self._accuracy("train_metrics")
@@ -65,24 +66,24 @@ class ComposerClassifier(ComposerModel):
         self.train_metrics = train_metrics
         self.val_metrics = val_metrics
 
-    # The annotations are what torch.jit.script compiles by.
+    # torch.jit.script compiles by these annotations.
     def forward(self, batch: tuple[Tensor, Any]) -> Tensor:
         """Compute the logits of the inputs of a batch."""
         inputs, _ = batch
         return self.module(inputs)
 
     def loss(self, outputs: Any, batch: tuple[Any, Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Compare logits with the targets of a batch; further arguments go to `loss_fn`."""
+        """Compute the loss of logits and the targets of a batch; further arguments go to `loss_fn`."""
         _, targets = batch
         return self._loss_fn(outputs, targets, *args, **kwargs)
 
     def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> None:
-        """Update one metric with logits and the targets of a batch."""
+        """Update one metric with the logits and the targets of a batch."""
         _, targets = batch
         metric.update(outputs, targets)
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
-        """Name the metrics of training or of evaluation by their class."""
+        """Return the metrics of training or of evaluation by class name."""
         return metrics_by_name(self.train_metrics if is_train else self.val_metrics)
 
     def _accuracy(self, missing: str) -> Metric:
@@ -106,25 +107,25 @@ def composer_timm(
     bn_eps: float | None = None,
     **settings: Any,
 ) -> ComposerClassifier:
-    """Make a classifier of one of timm's image models.
+    """Create a classifier from an image model of timm.
 
     Args:
-        model_name: A name of `timm.list_models()`, such as `'resnet50'` or `'vit_small_patch16_224'`.
+        model_name: A name in `timm.list_models()`, such as `'resnet50'` or `'vit_small_patch16_224'`.
         pretrained: Whether to download trained weights.
-        num_classes: How many classes there are.
-        drop_rate: The probability of dropout before the classifier.
-        drop_path_rate: The probability with which residual blocks are dropped.
-        drop_block_rate: The probability with which regions of activations are dropped.
-        global_pool: How features are pooled, such as `'avg'`.
-        bn_momentum: The momentum of batch norms.
-        bn_eps: The epsilon of batch norms.
-        settings: Further arguments of the model, such as `img_size` or `in_chans`. Arguments that are `None` are left
-            to the model, and each model takes only those that it has a use for.
+        num_classes: The number of classes.
+        drop_rate: Dropout rate before the classifier.
+        drop_path_rate: Drop rate of residual blocks.
+        drop_block_rate: Drop rate of regions of activations.
+        global_pool: Pooling of the features, such as `'avg'`.
+        bn_momentum: Momentum of batch norms.
+        bn_eps: Epsilon of batch norms.
+        settings: Further arguments of the model, such as `img_size` or `in_chans`. Arguments that are `None` are not
+            passed to the model, and each model accepts only those that it uses.
 
     Raises:
-        RuntimeError: If timm has no model of that name.
-        TypeError: If the model does not take one of the arguments.
-        MissingConditionalImportError: If timm is not installed; the extra `timm` brings it.
+        RuntimeError: If timm has no model with this name.
+        TypeError: If the model does not accept an argument.
+        MissingConditionalImportError: If timm is not installed; the extra `timm` provides it.
     """
     try:
         from timm import create_model  # the extra `timm`

@@ -1,4 +1,4 @@
-"""Mean average precision of object detection, by COCO's rules."""
+"""Mean average precision of object detection, by the rules of COCO."""
 
 import contextlib
 import io
@@ -26,13 +26,13 @@ class MAP(Metric):
     """Mean average precision and recall of bounding boxes.
 
     Args:
-        class_metrics: Compute both for each class too, which takes no second evaluation.
-        dist_sync_on_step: Synchronise over ranks at every `forward` of the metric.
-        process_group: The ranks to synchronise over. All when `None`.
-        dist_sync_fn: What gathers a tensor from them. torchmetrics' own when `None`.
+        class_metrics: Compute both also per class, from the same evaluation.
+        dist_sync_on_step: Synchronize over ranks at every `forward` of the metric.
+        process_group: The ranks to synchronize over. All if `None`.
+        dist_sync_fn: Function that gathers a tensor from these ranks. That of torchmetrics if `None`.
 
     Raises:
-        MissingConditionalImportError: If pycocotools is not installed; the extra `coco` brings it.
+        MissingConditionalImportError: If pycocotools is not installed; the extra `coco` provides it.
 
     Reference:
         Lin et al., "Microsoft COCO: Common Objects in Context", ECCV 2014, arXiv:1405.0312.
@@ -42,8 +42,8 @@ class MAP(Metric):
     is_differentiable = False
     higher_is_better = True
 
-    # One entry for each image. Ranks concatenate what they gather, so the counts say where an image ends. All states
-    # are flat and of the metric's dtype, since that is what torchmetrics makes up for a rank that saw no image.
+    # One entry per image. Gathered states are concatenated, so the counts mark where each image ends. All states are
+    # flat and have the metric's dtype, as the empty tensors that torchmetrics creates for a rank without images.
     detection_boxes: list[Tensor]
     detection_scores: list[Tensor]
     detection_labels: list[Tensor]
@@ -60,7 +60,7 @@ class MAP(Metric):
         dist_sync_fn: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(dist_sync_on_step=dist_sync_on_step, process_group=process_group, dist_sync_fn=dist_sync_fn)
-        _coco_evaluation()  # so that a missing package shows before anything was evaluated
+        _coco_evaluation()  # so that a missing package is an error before any evaluation
         self.class_metrics = class_metrics
         for kind, keys in (("detection", _PREDICTION_KEYS), ("groundtruth", _TARGET_KEYS)):
             for key in (*keys, "counts"):
@@ -70,17 +70,18 @@ class MAP(Metric):
         """Add the boxes of a batch of images.
 
         Args:
-            preds: For each image a mapping with `'boxes'` of shape `(detections, 4)` as `x_min, y_min, x_max, y_max`
-                in pixels, and `'scores'` and `'labels'` of shape `(detections,)`.
-            target: For each image a mapping with `'boxes'` and `'labels'`.
+            preds: One mapping per image with `'boxes'` of shape `(detections, 4)` as `x_min, y_min, x_max, y_max` in
+                pixels, and `'scores'` and `'labels'` of shape `(detections,)`.
+            target: One mapping per image with `'boxes'` and `'labels'`.
 
         Raises:
-            ValueError: If an entry is missing, is no tensor, has another shape, or differs in length from another one.
+            ValueError: If an entry is missing, is not a tensor, has another shape, or differs in length from others.
         """
         if len(preds) != len(target):
             raise ValueError(
                 f"preds has {len(preds)} images and target {len(target)}: give both for the same images, in order."
             )
+        # All images are checked before the first is added, so that an error leaves the metric unchanged.
         for name, images, keys in (("preds", preds, _PREDICTION_KEYS), ("target", target, _TARGET_KEYS)):
             for index, image in enumerate(images):
                 _check_image(f"{name}[{index}]", image, keys)
@@ -94,16 +95,16 @@ class MAP(Metric):
 
         Returns:
             Scalars under `map`, `map_50`, `map_75`, `map_small`, `map_medium`, `map_large`, `mar_1`, `mar_10`,
-            `mar_100`, `mar_small`, `mar_medium` and `mar_large`, -1 where there is nothing to average; and under
-            `map_per_class` and `mar_100_per_class` one value for each class in ascending order, or -1 if
-            `class_metrics` is off.
+            `mar_100`, `mar_small`, `mar_medium` and `mar_large`, -1 if there is nothing to average; and under
+            `map_per_class` and `mar_100_per_class` one value per class in ascending order, or -1 without
+            `class_metrics`.
         """
         coco_class, coco_eval_class = _coco_evaluation()
         detections = self._annotations("detection", _PREDICTION_KEYS)
         groundtruths = self._annotations("groundtruth", _TARGET_KEYS)
         image_ids = list(range(len(_values(self.groundtruth_counts))))
         class_ids = sorted({annotation["category_id"] for annotation in (*detections, *groundtruths)})
-        with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress and its table
+        with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress and results
             evaluation = coco_eval_class(
                 _coco(coco_class, groundtruths, image_ids, class_ids),
                 _coco(coco_class, detections, image_ids, class_ids),
@@ -119,12 +120,12 @@ class MAP(Metric):
         for key in keys:
             getattr(self, f"{kind}_{key}").append(image[key].detach().to(self.dtype).flatten())
         labels = image["labels"]
-        # full() is a kernel on the device, tensor() a copy that waits for it.
+        # torch.full runs on the device, whereas torch.tensor copies from the host and synchronizes.
         count = torch.full((1,), len(labels), dtype=self.dtype, device=labels.device)
         getattr(self, f"{kind}_counts").append(count)
 
     def _annotations(self, kind: str, keys: Sequence[str]) -> list[dict[str, Any]]:
-        """Describe all boxes of one kind in COCO's form."""
+        """Return all boxes of one kind in the format of COCO."""
         coordinates, *columns = (_values(getattr(self, f"{kind}_{key}")) for key in keys)
         boxes = [coordinates[i : i + 4] for i in range(0, len(coordinates), 4)]
         counts = _values(getattr(self, f"{kind}_counts"))
@@ -134,8 +135,8 @@ class MAP(Metric):
     def _per_class(self, evaluated: Mapping[str, Any], num_classes: int) -> dict[str, Tensor]:
         if not self.class_metrics:
             return {"map_per_class": torch.tensor(-1.0), "mar_100_per_class": torch.tensor(-1.0)}
-        # precision: thresholds, recalls, classes, areas, limits; recall: the same without recalls. Area 0 is "all",
-        # limit -1 the 100 detections of an image with the highest scores.
+        # Axes of precision: thresholds, recalls, classes, areas, limits; of recall the same without recalls. Area 0 is
+        # "all", limit -1 the 100 detections per image with the highest scores.
         precision = torch.as_tensor(evaluated["precision"][:, :, :, 0, -1]).flatten(0, 1)
         recall = torch.as_tensor(evaluated["recall"][:, :, 0, -1])
         return {
@@ -166,7 +167,7 @@ def _check_image(name: str, image: Mapping[str, Tensor], keys: Sequence[str]) ->
 
 
 def _check_shape(name: str, entry: Tensor, of_a_box: tuple[int, ...]) -> None:
-    """Refuse what is not one row for each box; an image without boxes needs no second dim."""
+    """Check that an entry has one row per box; an image without boxes needs no second dim."""
     if entry.ndim and (entry.shape[1:] == of_a_box or entry.shape == (0,)):
         return
     accepted = ", ".join(["n", *map(str, of_a_box)]) if of_a_box else "n,"
@@ -176,7 +177,7 @@ def _check_shape(name: str, entry: Tensor, of_a_box: tuple[int, ...]) -> None:
 
 
 def _values(state: list[Tensor] | Tensor) -> list[float]:
-    # After ranks have gathered it a state is one tensor; before the first update it is an empty list.
+    # After synchronization a state is one tensor; before the first update it is an empty list.
     return dim_zero_cat(state).tolist() if len(state) else []
 
 
@@ -198,7 +199,7 @@ def _coco(coco_class: Any, annotations: list[dict[str, Any]], image_ids: list[in
     coco.dataset = {
         "images": [{"id": image} for image in image_ids],
         "categories": [{"id": category} for category in class_ids],
-        # Ids count from 1: pycocotools takes a match with id 0 for no match.
+        # Ids start at 1: pycocotools treats a match with id 0 as no match.
         "annotations": [{**annotation, "id": number} for number, annotation in enumerate(annotations, start=1)],
     }
     coco.createIndex()
@@ -206,5 +207,5 @@ def _coco(coco_class: Any, annotations: list[dict[str, Any]], image_ids: list[in
 
 
 def _mean_of_valid(values: Tensor) -> float:
-    valid = values[values > -1]
+    valid = values[values > -1]  # pycocotools marks missing values with -1
     return valid.mean().item() if len(valid) else -1.0

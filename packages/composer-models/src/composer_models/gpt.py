@@ -1,4 +1,4 @@
-"""A small GPT: a causal transformer with layer norms before each part and tied embeddings."""
+"""Small GPT: a causal transformer with pre-layer normalization and tied embeddings."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from composer_models.nlp_metrics import LanguageCrossEntropy, LanguagePerplexity
 
 __all__ = ["GPTBlock", "GPT", "ComposerGPT", "GPTConfig"]
 
-# What a recipe's model section holds beside the settings of the model itself.
+# Entries of a recipe's model section that are not settings of the model.
 _COMPANIONS = frozenset({"name", "tokenizer_name"})
 
 _SIZES = ("d_model", "n_heads", "n_layers", "vocab_size", "max_seq_len")
@@ -28,26 +28,26 @@ _SCALES = ("mlp_ratio", "init_std")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """The settings of a GPT.
+    """Settings of a GPT.
 
     Args:
         d_model: The width of the residual stream; a multiple of `n_heads`.
-        n_heads: Attention heads in each block.
-        n_layers: Blocks.
-        vocab_size: Tokens in the vocabulary. A multiple of 64 is fastest on GPUs.
-        max_seq_len: The longest sequence, in tokens.
+        n_heads: Attention heads per block.
+        n_layers: Number of blocks.
+        vocab_size: Size of the vocabulary. A multiple of 64 is fastest on GPUs.
+        max_seq_len: The maximum sequence length, in tokens.
         mlp_ratio: The width of an MLP's hidden layer, as a multiple of `d_model`.
         init_std: The standard deviation of the initial weights.
-        attn_pdrop: The rate in [0, 1) at which attention weights are dropped.
-        resid_pdrop: The rate in [0, 1) at which what a block adds to the residual stream is dropped.
-        emb_pdrop: The rate in [0, 1) at which embeddings are dropped.
-        attn_impl: `'torch'` heeds any attention mask. `'flash'` leaves the mask out, which PyTorch's flash kernels
-            need: sequences must be padded on the right, where causal attention never looks back from a real token.
-        device: Where parameters are created; `'meta'` for sizes without values.
+        attn_pdrop: Dropout rate of attention weights, in [0, 1).
+        resid_pdrop: Dropout rate of the residual updates of each block, in [0, 1).
+        emb_pdrop: Dropout rate of embeddings, in [0, 1).
+        attn_impl: `'torch'` applies any attention mask. `'flash'` omits the mask, as PyTorch's flash kernels require:
+            sequences must be padded on the right, where causal attention of real tokens never sees the padding.
+        device: The device on which parameters are created; `'meta'` for shapes without values.
 
     Raises:
         TypeError: If a number is given as a string or a bool.
-        ValueError: If a setting is out of its range, or `d_model` is no multiple of `n_heads`.
+        ValueError: If a setting is out of its range, or `d_model` is not a multiple of `n_heads`.
 
     Example:
         >>> GPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=256, max_seq_len=128).mlp_ratio
@@ -73,14 +73,14 @@ class GPTConfig:
         for name in _SIZES:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} is no size: give a whole number of 1 or more.")
+                raise ValueError(f"{name}={value!r} must be a whole number of 1 or more.")
         if self.d_model % self.n_heads:
             raise ValueError(
                 f"d_model={self.d_model} cannot be split over n_heads={self.n_heads}: make it a multiple of n_heads."
             )
         for name in _RATES:
             if not 0 <= (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name}={value!r} is no rate of dropout: give a number in [0, 1).")
+                raise ValueError(f"{name}={value!r} must be a rate of dropout in [0, 1).")
         for name in _SCALES:
             if not 0 < (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name}={value!r} is not positive and finite: give a number above 0.")
@@ -89,18 +89,18 @@ class GPTConfig:
 
     @classmethod
     def from_any(cls, cfg: "GPTConfig | Mapping[str, Any] | object") -> Self:
-        """Read settings from a mapping, or from an object that has them as attributes.
+        """Convert a mapping, or an object with attributes, to settings.
 
         Args:
-            cfg: A `GPTConfig`, which comes back as it is; a mapping, which may also have the entries `name` and
-                `tokenizer_name`; or any object, such as a parsed command line.
+            cfg: A `GPTConfig`, which is returned unchanged; a mapping, which may also have the entries `name` and
+                `tokenizer_name`; or any object, such as parsed command line arguments.
 
         Returns:
             The settings.
 
         Raises:
             TypeError: If a number is given as a string or a bool.
-            ValueError: If a setting without default is missing, or a mapping has an entry that is none.
+            ValueError: If a setting without default is missing, or a mapping has an unknown entry.
         """
         if isinstance(cfg, cls):
             return cfg
@@ -118,11 +118,11 @@ class GPTConfig:
 
 
 def _check_number(name: str, value: object) -> None:
-    # A bool is an int to Python, and d_model=True would make a model of width 1.
+    # bool is a subclass of int, so d_model=True would create a model of width 1.
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__} and no number: give it without quotes, as in {name}=1 or "
-            f"{name}=0.1 where a fraction makes sense."
+            f"{name}={value!r} must be a number; got a {type(value).__name__}. Give it without quotes, as in {name}=1 "
+            f"or {name}=0.1 where a fraction makes sense."
         )
 
 
@@ -131,19 +131,19 @@ def _check_known(given: Mapping[str, Any], names: list[str]) -> None:
         if key not in names:
             near = get_close_matches(key, names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(names)}."
-            raise ValueError(f"cfg has the entry {key!r}={given[key]!r}, which is no setting of a GPT: {hint}")
+            raise ValueError(f"cfg has the entry {key!r}={given[key]!r}, which is not a setting of a GPT: {hint}")
 
 
-# The target of tokens that have no next one, or none that counts.
+# The target of tokens without a next one, or that are ignored.
 _IGNORE_INDEX = -100
 
 
 class ResidualProjection(nn.Linear):
-    """A linear layer whose output is added to the residual stream, and which therefore starts smaller."""
+    """Linear layer whose output is added to the residual stream, and whose initial weights are therefore smaller."""
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention of each token to itself and those before it.
+    """Causal self-attention: each token attends to itself and the tokens before it.
 
     Args:
         config: The settings of the model.
@@ -157,22 +157,23 @@ class CausalSelfAttention(nn.Module):
         self.out = ResidualProjection(config.d_model, config.d_model, device=config.device)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Mix the tokens of each sequence.
+        """Compute the attention output of each token.
 
         Args:
             x: Shape `(batch, tokens, d_model)`.
-            mask: Which token may look at which, shape `(batch, 1, tokens, tokens)`; causal when `None`.
+            mask: True where a token may attend to another, shape `(batch, 1, tokens, tokens)`; causal if `None`.
 
         Returns:
             The shape of `x`.
         """
-        # b batch, l tokens, h heads, d depth of a head
+        # Dimensions: b batch, l tokens, h heads, d width of a head.
         q_bhld, k_bhld, v_bhld = self.qkv(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
         mixed_bhld = F.scaled_dot_product_attention(
             q_bhld,
             k_bhld,
             v_bhld,
             attn_mask=mask,
+            # A function, not a module, so evaluation mode must be applied here.
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=mask is None,
         )
@@ -180,7 +181,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """Attention and an MLP, each behind a layer norm and added to the residual stream.
+    """Transformer block: attention and an MLP, each after a layer norm and with a residual connection.
 
     Args:
         config: The settings of the model.
@@ -200,11 +201,11 @@ class GPTBlock(nn.Module):
         self.dropout = nn.Dropout(config.resid_pdrop)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Add to each token what attention and the MLP make of it.
+        """Add the outputs of attention and the MLP to each token.
 
         Args:
             x: Shape `(batch, tokens, d_model)`.
-            mask: Which token may look at which, shape `(batch, 1, tokens, tokens)`; causal when `None`.
+            mask: True where a token may attend to another, shape `(batch, 1, tokens, tokens)`; causal if `None`.
 
         Returns:
             The shape of `x`.
@@ -214,10 +215,11 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids in, logits of the next token out.
+    """Transformer that computes logits of the next token from token ids.
 
-    The matrix of the token embeddings is that of the output layer too. Weights start normal with standard deviation
-    `init_std`, those of projections into the residual stream with `init_std / sqrt(2 * n_layers)`, biases at 0.
+    The token embeddings and the output layer share their weights. Weights are initialized from a normal distribution
+    with standard deviation `init_std`, those of projections into the residual stream with
+    `init_std / sqrt(2 * n_layers)`, biases with 0.
 
     Args:
         config: The settings.
@@ -234,16 +236,17 @@ class GPT(nn.Module):
         self.emb_drop = nn.Dropout(config.emb_pdrop)
         self.blocks = nn.ModuleList([GPTBlock(config) for _ in range(config.n_layers)])
         self.ln_f = nn.LayerNorm(config.d_model, device=config.device)
+        # On the meta device there are no values yet; `param_init_fn` is called after materialization.
         if not self.wte.weight.is_meta:
             self.apply(self.param_init_fn)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Compute logits of the token after each one.
+        """Compute the logits of the token after each token.
 
         Args:
             input_ids: Shape `(batch, tokens)`.
-            attention_mask: The same shape, true or 1 for real tokens, 0 for padding. All are real when `None`. Where
-                it is heeded, positions count real tokens only, so that padding on the left changes nothing for them.
+            attention_mask: The same shape, true or 1 for real tokens, 0 for padding. If `None`, all tokens are real. If
+                it is applied, positions count only real tokens, so that padding on the left has no effect on them.
 
         Returns:
             Shape `(batch, tokens, vocab_size)`.
@@ -269,21 +272,21 @@ class GPT(nn.Module):
         return F.linear(self.ln_f(x), self.wte.weight)
 
     def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        """Choose the blocks as units of sharding."""
+        """Select the blocks as units of sharding."""
         return isinstance(module, GPTBlock)
 
     def activation_checkpointing_fn(self, module: nn.Module) -> bool:
-        """Choose the blocks as what is computed anew in the backward pass."""
+        """Select the blocks for activation checkpointing."""
         return isinstance(module, GPTBlock)
 
     def param_init_fn(self, module: nn.Module) -> None:
-        """Give the parameters that one module holds itself their initial values.
+        """Initialize the parameters that a module itself owns.
 
         Args:
             module: A module of this model, changed in place.
         """
         if isinstance(module, nn.Linear):
-            # Each of n_layers blocks adds to the residual stream twice, and its spread should not grow with depth.
+            # Each of n_layers blocks adds to the residual stream twice; its variance should not grow with depth.
             scale = 1 / math.sqrt(2 * self.config.n_layers) if isinstance(module, ResidualProjection) else 1.0
             nn.init.normal_(module.weight, std=self.config.init_std * scale)
             nn.init.zeros_(module.bias)
@@ -294,10 +297,10 @@ class GPT(nn.Module):
 
 
 class ComposerGPT(ComposerModel):
-    """A GPT for causal language modelling, with cross entropy and perplexity as metrics.
+    """GPT for causal language modeling, with cross entropy and perplexity as metrics.
 
     Batches are mappings with `input_ids` and `labels` of shape `(batch, tokens)`, and an optional `attention_mask` of
-    that shape. The target of a token is the label of the next one; -100 marks labels that do not count.
+    that shape. The target of a token is the label of the next one; the label -100 is ignored.
 
     Args:
         cfg: A `GPTConfig`, or a mapping or an object with the same settings.
@@ -322,29 +325,29 @@ class ComposerGPT(ComposerModel):
             self.val_metrics = MetricCollection([LanguageCrossEntropy(), LanguagePerplexity()])
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Compute the logits of the token after each one."""
+        """Compute the logits of the token after each token."""
         return self.model(batch["input_ids"], batch.get("attention_mask"))
 
     def loss(self, outputs: Tensor, batch: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the mean cross entropy of the tokens that count."""
+        """Compute the mean cross entropy of the tokens that are not ignored."""
         return F.cross_entropy(outputs.flatten(0, 1), _targets(batch).flatten(), ignore_index=_IGNORE_INDEX)
 
     def update_metric(self, batch: Mapping[str, Tensor], outputs: Tensor, metric: Metric) -> None:
-        """Update one metric with logits and the next tokens."""
+        """Update one metric with the logits and the next tokens."""
         metric.update(outputs, _targets(batch))
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
-        """Name the metrics of training or of evaluation by their class."""
+        """Return the metrics of training or of evaluation by class name."""
         return metrics_by_name(self.train_metrics if is_train else self.val_metrics)
 
     def flops_per_batch(self, batch: Mapping[str, Tensor]) -> int:
-        """Count the floating point operations that training on a batch needs, forward and backward.
+        """Return the number of floating point operations to train on a batch, forward and backward.
 
-        Six for each parameter and token, and `12 * n_layers * d_model * tokens` for the attention of each token. What
-        activation checkpointing computes anew and what causal kernels leave out are not considered.
+        Six per parameter and token, and `12 * n_layers * d_model * tokens` for the attention of each token. The
+        recomputation of activation checkpointing and the savings of causal kernels are not considered.
 
         Args:
-            batch: The batch; only the shape of `input_ids` matters.
+            batch: The batch; only the shape of `input_ids` is used.
 
         Returns:
             The number of operations.
@@ -360,9 +363,9 @@ class ComposerGPT(ComposerModel):
 
 
 def _causal_mask(is_real: Tensor) -> Tensor:
-    """Combine the causal order with which tokens are real, to shape `(batch, 1, tokens, tokens)`.
+    """Combine the causal mask with the mask of real tokens, to shape `(batch, 1, tokens, tokens)`.
 
-    Every token may look at itself, padding too: not every kernel answers a softmax over nothing with a number.
+    Every token may attend to itself, even padding: a softmax over no tokens is NaN in some kernels.
     """
     num_tokens = is_real.shape[1]
     causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=is_real.device).tril()
@@ -371,6 +374,6 @@ def _causal_mask(is_real: Tensor) -> Tensor:
 
 
 def _targets(batch: Mapping[str, Tensor]) -> Tensor:
-    targets = batch["labels"].roll(-1, dims=1)
+    targets = batch["labels"].roll(-1, dims=1)  # a copy, so the next line does not change the batch
     targets[:, -1] = _IGNORE_INDEX
     return targets

@@ -1,4 +1,4 @@
-"""Ways to fill a model's weights before training, chosen by name."""
+"""Initializations of a model's weights, selected by name."""
 
 import math
 from collections.abc import Callable
@@ -12,15 +12,15 @@ __all__ = ["Initializer"]
 
 
 class Initializer(StringEnum):
-    """An initialization of one kind of layer, for `torch.nn.Module.apply`.
+    """Initialization of one kind of layer, for `torch.nn.Module.apply`.
 
-    | member | what it fills |
+    | member | effect |
     |---|---|
     | `KAIMING_NORMAL`, `KAIMING_UNIFORM`, `XAVIER_NORMAL`, `XAVIER_UNIFORM` | weights of `Linear` and `Conv2d` |
     | `BN_ONES`, `BN_UNIFORM` | `BatchNorm2d`: weights 1, or uniform in [0, 1); biases 0 |
     | `LINEAR_LOG_CONSTANT_BIAS` | biases of `Linear` with `-log(out_features)` |
 
-    The last is for binary cross entropy: every class starts at a probability near `1 / out_features`.
+    The last is for binary cross entropy: the initial probability of every class is near `1 / out_features`.
 
     Example:
         >>> head = torch.nn.Linear(8, 4)
@@ -38,7 +38,7 @@ class Initializer(StringEnum):
     LINEAR_LOG_CONSTANT_BIAS = "linear_log_constant_bias"
 
     def get_initializer(self) -> Callable[[nn.Module], None]:
-        """Give the function that initializes a single module and leaves other kinds of modules alone.
+        """Return a function that initializes a single module and ignores other kinds of modules.
 
         Returns:
             A function for `model.apply`.

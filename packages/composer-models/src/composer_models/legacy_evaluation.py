@@ -1,7 +1,7 @@
-"""The evaluation protocol of early releases, translated into today's.
+"""Adapter for the evaluation protocol of early releases.
 
-Models of that time define `validate(batch) -> (outputs, targets)` and `metrics(train) -> Metric | MetricCollection |
-dict`, where today's define `eval_forward`, `update_metric` and `get_metrics`.
+Models of early releases define `validate(batch) -> (outputs, targets)` and `metrics(train) -> Metric |
+MetricCollection | dict`, instead of `eval_forward`, `update_metric` and `get_metrics`.
 """
 
 import contextlib
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 __all__ = ["translate_legacy_evaluation"]
 
-# The targets that validate() returned last, by model, and by which outputs they are known. Kept outside the model, so
-# that no copy or pickle of it carries tensors, and only for as long as somebody has the outputs.
+# The last targets of validate() by model, with a reference to their outputs. Outside the model, so that copies and
+# pickles of it contain no tensors; weakly referenced, so that targets are freed together with the outputs.
 _last_targets: "WeakKeyDictionary[torch.nn.Module, tuple[ReferenceType[Any], Any]]" = WeakKeyDictionary()
 
 
 def translate_legacy_evaluation(cls: type) -> None:
-    """Give a class that speaks the old protocol the methods of the new one, and warn about it.
+    """Add the methods of the current protocol to a class with the old protocol, and warn about it.
 
-    Of an old method and the new one in its place, the one defined lower in the class hierarchy counts, and the new one
-    if a class defines both.
+    Of an old method and the new one that replaces it, the one in the more derived class is used, and the new one if a
+    class defines both.
 
     Args:
-        cls: A subclass of `ComposerModel` that is being created; changed in place.
+        cls: The subclass of `ComposerModel` that is being created; changed in place.
     """
     spoken: list[str] = []
     if _is_closer(cls, "validate", than="eval_forward"):
@@ -53,7 +53,7 @@ def translate_legacy_evaluation(cls: type) -> None:
 
 def _is_closer(cls: type, legacy: str, *, than: str) -> bool:
     if getattr(cls, than) in (_eval_forward, _update_metric, _get_metrics):
-        return False  # a base class was translated already, and calls whatever this class defines
+        return False  # a base class was adapted already, and calls the methods of this class
     for owner in cls.__mro__:
         if than in vars(owner):
             return False
@@ -64,18 +64,18 @@ def _is_closer(cls: type, legacy: str, *, than: str) -> bool:
 
 def _takes_one_argument(method: object) -> bool:
     if not inspect.isfunction(method):
-        return False  # an attribute that happens to have the name
+        return False  # an unrelated attribute of this name
     try:
         inspect.signature(method).bind(None, None)
     except TypeError:
-        return False  # somebody's own helper of that name
+        return False  # an unrelated method of this name
     return True
 
 
 def _eval_forward(self: Any, batch: Any, outputs: Any | None = None) -> Any:
-    """Call `validate`, and keep its targets for `update_metric`.
+    """Call `validate`, and store its targets for `update_metric`.
 
-    Runs for training metrics too, as it did then: outputs of the training forward come without targets.
+    Called for training metrics too, as in early releases: outputs of the training forward have no targets.
     """
     outputs, targets = self.validate(batch)
     _remember(self, outputs, targets)
@@ -83,16 +83,17 @@ def _eval_forward(self: Any, batch: Any, outputs: Any | None = None) -> Any:
 
 
 def _update_metric(self: Any, batch: Any, outputs: Any, metric: "Metric") -> None:
-    """Update a metric with the outputs and the targets that `validate` made of the same batch."""
+    """Update a metric with the outputs and the targets that `validate` returned for the same batch."""
     validated, targets = _last_targets.get(self, (None, None))
     if validated is None or validated() is not _identity(outputs):
-        # Another batch than the last one, or somebody put other outputs in place: the targets must be found again.
+        # A different batch, or replaced outputs: the targets must be computed again.
         _, targets = self.validate(batch)
     metric.update(outputs, targets)
 
 
 def _remember(model: torch.nn.Module, outputs: Any, targets: Any) -> None:
-    """Keep targets until the outputs of the same batch are gone."""
+    """Store targets until the outputs of the same batch are freed."""
+    # A weak reference, because `forget` is stored in _last_targets and would keep the model alive.
     model_reference = ref(model)
 
     def forget(validated: "ReferenceType[Any]") -> None:
@@ -101,12 +102,12 @@ def _remember(model: torch.nn.Module, outputs: Any, targets: Any) -> None:
             del _last_targets[model]
 
     _last_targets.pop(model, None)
-    with contextlib.suppress(TypeError):  # a number, say, has no weak references: validate() runs again for each metric
+    with contextlib.suppress(TypeError):  # no weak references to a number, for example; validate() runs again then
         _last_targets[model] = ref(_identity(outputs), forget), targets
 
 
 def _identity(outputs: Any) -> Any:
-    """Find what outputs are recognised by: their first tensor, since tuples and dicts have no weak references."""
+    """Return the object that identifies outputs: their first tensor, as tuples and dicts have no weak references."""
     if isinstance(outputs, Mapping):
         outputs = tuple(cast("Mapping[Any, Any]", outputs).values())
     if isinstance(outputs, tuple | list):
@@ -115,7 +116,7 @@ def _identity(outputs: Any) -> Any:
 
 
 def _get_metrics(self: Any, is_train: bool = False) -> "dict[str, Metric]":
-    """Name the metrics that `metrics(train)` gives."""
+    """Return the metrics of `metrics(train)` by name."""
     from composer_models.metrics import metrics_by_name  # torchmetrics takes longer to import than torch
 
     return metrics_by_name(self.metrics(is_train))

@@ -1,4 +1,4 @@
-"""Loss functions that take class indices as well as one value for each class."""
+"""Loss functions for targets that are class indices or have one value per class."""
 
 import warnings
 from collections.abc import Callable
@@ -28,29 +28,29 @@ def soft_cross_entropy(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Compute the cross entropy against class indices or against one probability for each class.
+    """Compute the cross entropy with class indices or class probabilities.
 
-    Indices, of any integer dtype, go to `torch.nn.functional.cross_entropy`. For dense targets the loss of an example
-    is `-sum(target * log_softmax(input, dim=1) * weight, dim=1)`, and `reduction='mean'` divides the sum by the total
-    probability in `target`, so that an all-zero row counts as little as an ignored index does.
+    Indices, of any integer dtype, are passed to `torch.nn.functional.cross_entropy`. For dense targets the loss of an
+    example is `-sum(target * log_softmax(input, dim=1) * weight, dim=1)`, and `reduction='mean'` divides the sum by the
+    total probability in `target`, so that an all-zero row has as little weight as an ignored index.
 
-    A total of zero or less is an error, and less than one for each example a warning. Both need the total's value and
-    so are noticed only where that is free, on the CPU: elsewhere nothing waits for the device, and a total of zero
-    shows as NaN, as it does for indices which are all ignored.
+    A total of zero or less is an error, and less than one per example a warning. Both are checked only on the CPU,
+    because reading the total would synchronize other devices: there a total of zero results in NaN, as it does for
+    indices that are all ignored.
 
     Args:
         input: Logits of shape `(batch, classes, ...)`.
         target: Class indices of shape `(batch, ...)`, or probabilities in the shape of `input`.
         weight: A factor for each class, shape `(classes,)`. For dense targets the mean is not divided by it.
-        ignore_index: The class index that adds nothing to the loss. Has no effect on dense targets.
+        ignore_index: The class index that is ignored. Has no effect on dense targets.
         reduction: `'none'`, `'sum'` or `'mean'`.
 
     Returns:
-        A scalar, or the loss of each example for `'none'`. For dense targets the scalar is at least float32, since a
-        sum over many examples passes what 16 bits can hold.
+        A scalar, or the loss of each example for `'none'`. For dense targets the scalar is at least float32, because a
+        sum over many examples exceeds the range of 16 bits.
 
     Raises:
-        ValueError: If `reduction` is none of the three, or the total probability of dense targets is not positive.
+        ValueError: If `reduction` is unknown, or the total probability of dense targets is not positive.
         RuntimeError: If the shape of `target` does not fit `input`.
 
     Example:
@@ -60,11 +60,11 @@ def soft_cross_entropy(
         True
     """
     _check_reduction(reduction)
-    if has_torch_function_unary(target):  # such as labels that an algorithm has smoothed, which has its own way
+    if has_torch_function_unary(target):  # such as smoothed labels of an algorithm, a tensor subclass
         arguments = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
         return handle_torch_function(soft_cross_entropy, (target,), input, target, **arguments)
     if infer_target_type(input, target) == "indices":
-        indices = target.long() if check_for_index_targets(target) else target  # torch refuses what are no indices
+        indices = target.long() if check_for_index_targets(target) else target  # torch rejects other dtypes
         return F.cross_entropy(input, indices, weight=weight, ignore_index=ignore_index, reduction=reduction)
     if ignore_index != -100:
         warnings.warn(
@@ -94,22 +94,22 @@ def binary_cross_entropy_with_logits(
     pos_weight: Tensor | None = None,
     scale_by_batch_size: bool | None = True,
 ) -> Tensor:
-    """Compute the binary cross entropy of each class against the rest.
+    """Compute the binary cross entropy of each class.
 
     Args:
         input: Logits of shape `(batch, classes, ...)`.
-        target: Class indices, or one value in [0, 1] for each class in the shape of `input`.
+        target: Class indices, or one value in [0, 1] per class in the shape of `input`.
         weight: A factor for each element, of a shape that broadcasts to `input`.
         reduction: `'none'`, `'sum'` or `'mean'`.
         pos_weight: A factor for the positive term of each class.
-        scale_by_batch_size: Divide the reduced loss by `input.shape[0]`; with `'sum'` that makes it a mean over the
-            examples and a sum over the classes.
+        scale_by_batch_size: Divide the reduced loss by `input.shape[0]`; with `'sum'` the result is the mean over
+            examples of the sum over classes.
 
     Returns:
         A scalar, or the loss of each element for `'none'`.
 
     Raises:
-        ValueError: If `reduction` is none of the three.
+        ValueError: If `reduction` is unknown.
         RuntimeError: If the shape of `target` does not fit `input`.
 
     Example:
@@ -129,15 +129,15 @@ loss_registry: dict[str, Callable[..., Tensor]] = {
     "binary_cross_entropy_with_logits": binary_cross_entropy_with_logits,
     "soft_cross_entropy": soft_cross_entropy,
 }
-"""The losses of this module by their names."""
+"""The losses of this module by name."""
 
 
 class DiceLoss(torch.nn.Module):
-    """One minus the overlap of predicted and true regions, for segmentation.
+    """Dice loss for segmentation: one minus the overlap of predicted and true regions.
 
     With `I = sum(target * input)` and `U = sum(target) + sum(input)` over the pixels of a class, the loss of the class
-    is `1 - (2 I + 1e-5) / (U + 1e-5)`: exactly 0 for a perfect prediction. Pixels without any target, which is what
-    an ignored (negative) label becomes, count neither in `I` nor in `U`.
+    is `1 - (2 I + 1e-5) / (U + 1e-5)`: exactly 0 for a perfect prediction. Pixels without a target, such as those with
+    an ignored (negative) label, count neither in `I` nor in `U`.
 
     Args:
         sigmoid: Apply a sigmoid to the input.
@@ -145,11 +145,11 @@ class DiceLoss(torch.nn.Module):
         squared_pred: Square input and target in `U`.
         jaccard: Compute the loss from intersection over union: `U` becomes `2 (U - I)`.
         batch: Sum over the batch as well as over the pixels before dividing.
-        ignore_absent_classes: Leave out classes that the target does not have.
-        reduction: `'mean'`, `'sum'` or `'none'` over what is left: classes, and examples unless `batch`.
+        ignore_absent_classes: Leave out classes that are not in the target.
+        reduction: `'mean'`, `'sum'` or `'none'` over the remaining dimensions: classes, and examples unless `batch`.
 
     Raises:
-        ValueError: If both activations are asked for, or `reduction` is none of the three.
+        ValueError: If both activations are set, or `reduction` is unknown.
 
     Example:
         >>> target = torch.tensor([[[0, 1], [1, 1]]])
@@ -190,17 +190,17 @@ class DiceLoss(torch.nn.Module):
         """Compute the loss.
 
         Args:
-            input: Shape `(batch, classes, ...)`: probabilities, or logits if an activation was asked for.
-            target: Class indices of shape `(batch, ...)` or one value for each class in the shape of `input`.
+            input: Shape `(batch, classes, ...)`: probabilities, or logits with `sigmoid` or `softmax`.
+            target: Class indices of shape `(batch, ...)` or one value per class in the shape of `input`.
 
         Returns:
-            A scalar. For `'none'` the shape is `(batch, classes)`, `(classes,)` with `batch`, and one dim of whatever
-            is present with `ignore_absent_classes`.
+            A scalar. For `'none'` the shape is `(batch, classes)`, `(classes,)` with `batch`, and one-dimensional with
+            `ignore_absent_classes`.
         """
         target = ensure_targets_one_hot(input, target)
         has_target = target.any(dim=1, keepdim=True)
         pred = self._activate(input)
-        # Dim 1 holds the classes, so it always stays.
+        # Dim 1 holds the classes and is never reduced.
         reduced_dims = [*([0] if self.batch else []), *range(2, input.ndim)]
         target_size = _sum(target, reduced_dims)
         intersection = _sum(target * pred, reduced_dims)
@@ -229,19 +229,20 @@ class DiceLoss(torch.nn.Module):
 
 
 def _sum(tensor: Tensor, dims: list[int]) -> Tensor:
-    # Tensor.sum takes an empty list of dims for all of them, but here nothing to reduce means exactly that.
+    # Tensor.sum reduces all dims for an empty list, but here an empty list means no reduction.
     return tensor.sum(dim=dims) if dims else tensor
 
 
 def _reduce_present(loss: Tensor, present: Tensor, reduction: Reduction) -> Tensor:
     if reduction == "none":
         return loss[present]
+    # Not `loss[present]`: a mask of unknown size would synchronize with the device.
     total = torch.where(present, loss, 0.0).sum()
     return total if reduction == "sum" else total / present.sum().clamp(min=1)
 
 
 def _wide_sum(tensor: Tensor) -> Tensor:
-    # The largest float16 is 65504, and a bfloat16 of 256 does not change when 1 is added.
+    # The largest float16 is 65504, and adding 1 to a bfloat16 of 256 does not change it.
     return tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -258,6 +259,6 @@ def _check_total_probability(total: float, target: Tensor) -> None:
             f"to average over: at least one example needs a row with a positive sum."
         )
     num_examples = target.numel() // target.shape[1]
-    # Rows that sum to 1 up to rounding, as smoothed targets do, are whole ones.
+    # Rows that sum to 1 up to rounding, such as smoothed targets, are complete.
     if total < num_examples * (1 - 8 * torch.finfo(target.dtype).eps):
         warnings.warn("Some targets have less than 1 total probability.", UserWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""Metrics of classification and segmentation, and of any loss function."""
+"""Metrics for classification and segmentation, and a metric for any loss function."""
 
 from collections.abc import Callable, Iterable, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
@@ -17,18 +17,18 @@ Metrics = Metric | MetricCollection | torch.nn.ModuleDict | Mapping[str, Metric]
 
 
 def metrics_by_name(metrics: Metrics | None) -> dict[str, Metric]:
-    """Bring the forms in which metrics come into one: a dict of metrics by name.
+    """Convert metrics in any accepted form to a dict of metrics by name.
 
     Args:
         metrics: One metric or several without names, which are named after their classes; a collection, a mapping or
-            a `ModuleDict`, whose names and order stay; or `None` for no metrics.
+            a `ModuleDict`, with names and order kept; or `None` for no metrics.
 
     Returns:
         The same metrics by name.
 
     Raises:
-        ValueError: If two metrics without names are of one class.
-        TypeError: If something else than a torchmetrics metric is among them.
+        ValueError: If two metrics without names have the same class.
+        TypeError: If an item is not a torchmetrics metric.
 
     Example:
         >>> list(metrics_by_name(CrossEntropy()))
@@ -45,7 +45,7 @@ def metrics_by_name(metrics: Metrics | None) -> dict[str, Metric]:
     by_name: dict[str, Metric] = {}
     for name, metric in named:
         if not isinstance(metric, Metric):
-            raise TypeError(f"metrics has {metric!r} under {name!r}, which is no torchmetrics.Metric.")
+            raise TypeError(f"metrics has {metric!r} under {name!r}, which is not a torchmetrics.Metric.")
         if name in by_name:
             raise ValueError(f"metrics has two of class {name}: give them names, as in {{'top1': ..., 'top5': ...}}.")
         by_name[name] = metric
@@ -53,9 +53,9 @@ def metrics_by_name(metrics: Metrics | None) -> dict[str, Metric]:
 
 
 def counting_from_zero() -> AbstractContextManager[Any]:
-    """Return the context in which a model makes its metrics, which need values where its weights have none yet.
+    """Return the context in which a model creates its metrics, so that they have values even on the meta device.
 
-    On the meta device they would have nothing to begin with, and nothing could give it to them later.
+    Metric states on the meta device would have no initial values, and none could be set later.
 
     Example:
         >>> with torch.device("meta"), counting_from_zero():
@@ -67,21 +67,21 @@ def counting_from_zero() -> AbstractContextManager[Any]:
 
 
 class LossMetric(Metric):
-    """The mean of a loss function over samples, or over the targets that count where some are ignored.
+    """Mean of a loss function over samples, or over the targets that are not ignored.
 
-    The loss of each batch weighs as much as its targets have elements, apart from those of `ignore_index`. Targets in
-    a mapping or a tuple weigh as much as the first of them, those in a list as much as the list is long.
+    The loss of each batch is weighted by the number of elements in its targets, without those equal to `ignore_index`.
+    For targets in a mapping or a tuple the first one is counted, for a list its length.
 
     Args:
-        loss_function: Called with the predictions and the targets of a batch; returns the batch's mean loss. Those of
-            16 bits arrive as float32, so that the loss has digits to average.
-        dist_sync_on_step: Synchronise over ranks at every `forward` of the metric.
+        loss_function: Called with the predictions and the targets of a batch; returns the batch's mean loss. 16-bit
+            arguments are converted to float32, because a 16-bit loss has too few digits to average.
+        dist_sync_on_step: Synchronize over ranks at every `forward` of the metric.
         ignore_index: The integer target that the loss function leaves out of its mean. By default the loss function's
-            own `ignore_index`, as modules and partial functions have it, or -100, as in PyTorch.
+            own `ignore_index`, as in modules and partial functions, or -100, as in PyTorch.
 
     Attributes:
         sum_loss: The sum of the losses so far.
-        total_batches: What it is divided by, the number of targets. The name is Composer's, in checkpoints too.
+        total_batches: The divisor, the number of targets. The name is Composer's, also in checkpoints.
 
     Example:
         >>> metric = LossMetric(torch.nn.functional.mse_loss)
@@ -113,7 +113,7 @@ class LossMetric(Metric):
         """Add the loss of a batch."""
         loss = torch.as_tensor(self.loss_function(_at_least_float32(preds), _at_least_float32(target)))
         num_targets = _num_targets(target, self.ignore_index)
-        # The mean over no targets is NaN, which times 0 would still be.
+        # The mean over no targets is NaN, and NaN times 0 is NaN too.
         self.sum_loss += (loss * num_targets).masked_fill(loss.isnan() & (num_targets == 0), 0.0)
         self.total_batches += num_targets
 
@@ -123,16 +123,16 @@ class LossMetric(Metric):
 
 
 class CrossEntropy(Metric):
-    """The mean of `soft_cross_entropy` over samples, or over the labels that count where some are ignored.
+    """Mean of `soft_cross_entropy` over samples, or over the labels that are not ignored.
 
     Args:
-        ignore_index: The class index that adds nothing.
-        dist_sync_on_step: Synchronise over ranks at every `forward` of the metric.
+        ignore_index: The class index that is ignored.
+        dist_sync_on_step: Synchronize over ranks at every `forward` of the metric.
 
     Attributes:
         sum_loss: The sum of the losses so far.
-        total_batches: What it is divided by: the number of labels, or the total probability where targets have one for
-            each class. The name is Composer's, in checkpoints too.
+        total_batches: The divisor: the number of labels, or the total probability of targets with one per class. The
+            name is Composer's, also in checkpoints.
 
     Example:
         >>> metric = CrossEntropy()
@@ -157,7 +157,7 @@ class CrossEntropy(Metric):
 
         Args:
             preds: Logits of shape `(batch, classes, ...)`.
-            target: Class indices, or one probability for each class.
+            target: Class indices, or one probability per class.
         """
         preds = _at_least_float32(preds)
         is_dense = infer_target_type(preds, target) == "one_hot"
@@ -170,7 +170,7 @@ class CrossEntropy(Metric):
 
 
 def _at_least_float32(tensor: Any) -> Any:
-    """Widen 16-bit floating point; leave indices, wider numbers and whatever is no tensor as they are."""
+    """Convert 16-bit floating point tensors to float32; return anything else unchanged."""
     is_16_bit = isinstance(tensor, Tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
     return tensor.float() if is_16_bit else tensor
 
@@ -184,11 +184,11 @@ def _num_targets(target: Any, ignore_index: int) -> Any:
 
 
 class MIoU(Metric):
-    """The mean over classes of intersection over union, in percent, for segmentation.
+    """Mean intersection over union of the classes, in percent, for segmentation.
 
     Args:
-        num_classes: How many classes there are.
-        ignore_index: The target of pixels that do not count.
+        num_classes: The number of classes.
+        ignore_index: The target of ignored pixels.
 
     Example:
         >>> metric = MIoU(num_classes=2)
@@ -207,7 +207,7 @@ class MIoU(Metric):
         super().__init__(dist_sync_on_step=True)
         self.num_classes = num_classes
         self.ignore_index = ignore_index
-        # float64 counts pixels exactly far beyond what float32 can.
+        # float64 counts pixels exactly far beyond the limit of float32.
         for name in ("total_intersect", "total_union"):
             self.add_state(name, default=torch.zeros(num_classes, dtype=torch.float64), dist_reduce_fx="sum")
 
@@ -219,8 +219,8 @@ class MIoU(Metric):
             targets: Class indices of shape `(batch, ...)`.
 
         Raises:
-            ValueError: If `logits` do not have one channel for each class, or a label is neither a class nor
-                `ignore_index` (checked where the targets lie on the CPU).
+            ValueError: If `logits` do not have one channel per class, or a label is neither a class nor `ignore_index`
+                (checked only if the targets are on the CPU).
         """
         if logits.shape[1] != self.num_classes:
             raise ValueError(
@@ -236,7 +236,7 @@ class MIoU(Metric):
         self.total_union += self._count(preds, counts) + self._count(targets, counts) - intersect
 
     def compute(self) -> Tensor:
-        """Average over the classes that were seen or predicted."""
+        """Average over the classes that are in the targets or the predictions."""
         seen = self.total_union != 0
         return 100 * (self.total_intersect[seen] / self.total_union[seen]).mean()
 
@@ -247,26 +247,26 @@ class MIoU(Metric):
         for label in (int(extreme) for extreme in torch.aminmax(counted)):
             if not 0 <= label < self.num_classes:
                 raise ValueError(
-                    f"targets have the label {label}, which is no class: with num_classes={self.num_classes} labels "
+                    f"targets have the label {label}, which is not a class: with num_classes={self.num_classes} labels "
                     f"are 0 to {self.num_classes - 1}, and ignore_index={self.ignore_index} for pixels that do not "
                     f"count. Pass ignore_index={label} if that is what it means, or raise num_classes."
                 )
 
     def _count(self, classes: Tensor, where: Tensor) -> Tensor:
-        # What does not count goes to a bin past the last class: selecting it by a mask would wait for the device.
+        # Ignored pixels go to an extra bin after the last class: selecting by a mask would synchronize with the device.
         binned = torch.where(where, classes, self.num_classes).flatten().long()
         bins = torch.zeros(self.num_classes + 1, dtype=torch.int64, device=classes.device)
         return bins.scatter_add_(0, binned, torch.ones_like(binned))[:-1]
 
 
 class Dice(Metric):
-    """The Dice score of each foreground class, in percent, averaged over samples and classes.
+    """Dice score of each foreground class, in percent, averaged over samples and classes.
 
-    A class which the targets of a sample do not have scores 1 there if it is not predicted either, else 0.
+    A class that is not in the targets of a sample scores 1 there if it is not predicted either, else 0.
 
     Args:
-        num_classes: How many foreground classes there are. Predictions have one channel more, the background, which
-            is channel 0.
+        num_classes: The number of foreground classes. Predictions have one more channel, the background, which is
+            channel 0.
 
     Example:
         >>> metric = Dice(num_classes=1)
@@ -294,14 +294,14 @@ class Dice(Metric):
 
         Args:
             pred: Shape `(batch, 1 + num_classes, ...)`.
-            target: Class indices of shape `(batch, ...)`, or one value for each class in the shape of `pred`.
+            target: Class indices of shape `(batch, ...)`, or one value per class in the shape of `pred`.
         """
         if infer_target_type(pred, target) == "one_hot":
             target = target.argmax(dim=1)
         foreground = torch.arange(1, self.num_classes + 1, device=pred.device).view(-1, 1, 1)
         predicted = pred.argmax(dim=1).unsqueeze(-1).flatten(1) == foreground  # classes, samples, pixels
         actual = target.unsqueeze(-1).flatten(1) == foreground
-        # 2 tp + fp + fn is the size of both regions together.
+        # The denominator 2 tp + fp + fn is the sum of the sizes of both regions.
         both = predicted.sum(dim=-1) + actual.sum(dim=-1)
         self.dice += torch.where(both == 0, 1.0, 2 * (predicted & actual).sum(dim=-1) / both).sum(dim=1)
         self.n_updates += len(pred)

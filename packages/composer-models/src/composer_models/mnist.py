@@ -1,4 +1,4 @@
-"""A small convolutional network for handwritten digits."""
+"""Small convolutional network for handwritten digits."""
 
 from collections.abc import Sequence
 
@@ -11,17 +11,17 @@ __all__ = ["mnist_model"]
 
 
 def mnist_model(num_classes: int = 10, initializers: Sequence[Initializer | str] | None = None) -> ComposerClassifier:
-    """Make a small classifier for images with one channel, such as MNIST's.
+    """Create a small classifier for images with one channel, such as MNIST's.
 
     Args:
-        num_classes: How many classes there are.
+        num_classes: The number of classes.
         initializers: Applied to all layers, in order.
 
     Returns:
-        A classifier for inputs of shape `(batch, 1, height, width)` with at least 5 pixels a side.
+        A classifier for inputs of shape `(batch, 1, height, width)` with at least 5 pixels per side.
 
     Raises:
-        ValueError: If an initializer is not known.
+        ValueError: If an initializer is unknown.
 
     Example:
         >>> import torch

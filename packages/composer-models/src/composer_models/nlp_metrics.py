@@ -25,11 +25,11 @@ __all__ = [
 
 
 class MaskedAccuracy(Metric):
-    """The share of right predictions among the targets that count.
+    """Accuracy over the targets that are not ignored.
 
     Args:
-        ignore_index: The target that does not count.
-        dist_sync_on_step: Synchronise over ranks at every `forward` of the metric.
+        ignore_index: The target that is ignored.
+        dist_sync_on_step: Synchronize over ranks at every `forward` of the metric.
 
     Example:
         >>> metric = MaskedAccuracy(ignore_index=-100)
@@ -50,7 +50,7 @@ class MaskedAccuracy(Metric):
         self.add_state("total", default=torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Count the right predictions of a batch.
+        """Count the correct predictions of a batch.
 
         Args:
             preds: Logits of shape `(batch, ..., classes)`.
@@ -61,17 +61,17 @@ class MaskedAccuracy(Metric):
         self.total += counts.sum()
 
     def compute(self) -> Tensor:
-        """Divide the right predictions by all that count."""
+        """Divide the number of correct predictions by the number of targets."""
         return self.correct / self.total
 
 
 class LanguageCrossEntropy(Metric):
-    """The cross entropy of each token, averaged over all tokens that count.
+    """Cross entropy per token, averaged over all tokens that are not ignored.
 
     Args:
-        dist_sync_on_step: Synchronise over ranks at every `forward` of the metric.
-        ignore_index: The target of tokens that do not count.
-        vocab_size: Ignored with a `DeprecationWarning`; the logits have it.
+        dist_sync_on_step: Synchronize over ranks at every `forward` of the metric.
+        ignore_index: The target of ignored tokens.
+        vocab_size: Ignored with a `DeprecationWarning`; it is read from the logits.
 
     Example:
         >>> metric = LanguageCrossEntropy()
@@ -104,16 +104,16 @@ class LanguageCrossEntropy(Metric):
         """Add the tokens of a batch.
 
         Args:
-            output: Logits of shape `(batch, ..., vocabulary)`, or a mapping that has them under `'logits'`.
+            output: Logits of shape `(batch, ..., vocabulary)`, or a mapping with the entry `'logits'`.
             target: Token indices of shape `(batch, ...)`.
 
         Raises:
-            TypeError: If `output` is neither.
+            TypeError: If `output` has another type.
         """
         logits = _logits_of(output)
         logits, target = logits.flatten(0, -2), target.flatten().long()
         losses = F.cross_entropy(logits, target, ignore_index=self.ignore_index, reduction="none")
-        # Summed in the dtype of the state: a sum in that of 16-bit logits would lose digits, or overflow.
+        # Summed in the dtype of the state: a sum of 16-bit losses would lose digits or overflow.
         self.sum_loss += losses.sum(dtype=self.sum_loss.dtype)
         self.total_items += (target != self.ignore_index).sum()
 
@@ -123,7 +123,7 @@ class LanguageCrossEntropy(Metric):
 
 
 class LanguagePerplexity(LanguageCrossEntropy):
-    """The exponential of the cross entropy of each token: among how many tokens the model is undecided.
+    """Perplexity: the exponential of the mean cross entropy per token.
 
     Example:
         >>> metric = LanguagePerplexity()
@@ -138,10 +138,10 @@ class LanguagePerplexity(LanguageCrossEntropy):
 
 
 class BinaryF1Score(Metric):
-    """The harmonic mean of precision and recall for class 1 of two.
+    """F1 score, the harmonic mean of precision and recall, of class 1 of two.
 
     Args:
-        dist_sync_on_step: Synchronise over ranks at every `forward` of the metric.
+        dist_sync_on_step: Synchronize over ranks at every `forward` of the metric.
 
     Example:
         >>> metric = BinaryF1Score()
@@ -165,11 +165,11 @@ class BinaryF1Score(Metric):
         """Count the predictions of a batch.
 
         Args:
-            output: Logits of shape `(batch, 2)`, or a mapping that has them under `'logits'`.
+            output: Logits of shape `(batch, 2)`, or a mapping with the entry `'logits'`.
             target: 0 or 1, shape `(batch,)`.
 
         Raises:
-            TypeError: If `output` is neither.
+            TypeError: If `output` has another type.
         """
         predicted = _logits_of(output).argmax(dim=1) == 1
         actual = target == 1
@@ -183,7 +183,7 @@ class BinaryF1Score(Metric):
 
 
 class InContextLearningMetric(Metric):
-    """What old pickles of a removed metric resolve to; it cannot be constructed."""
+    """Placeholder of removed metrics, so that old pickles can be read; it cannot be constructed."""
 
     full_state_update = False
 
@@ -194,11 +194,11 @@ class InContextLearningMetric(Metric):
         )
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse: the metric was removed."""
+        """Raise `RuntimeError`, because the metric was removed."""
         raise RuntimeError(f"{type(self).__name__} was removed and can no longer be updated.")
 
     def compute(self) -> Any:
-        """Refuse: the metric was removed."""
+        """Raise `RuntimeError`, because the metric was removed."""
         raise RuntimeError(f"{type(self).__name__} was removed and can no longer be computed.")
 
 

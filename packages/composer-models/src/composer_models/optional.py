@@ -1,16 +1,16 @@
-"""The error for an optional dependency that is not installed."""
+"""Error for optional dependencies that are not installed."""
 
 __all__ = ["MissingConditionalImportError"]
 
 
 class MissingConditionalImportError(ImportError):
-    """A feature needs a package that is not installed, and the message says which extra brings it.
+    """A required package is not installed; the message names the extra that provides it.
 
     Args:
-        extra_deps_group: The extra that brings the package, such as `'vision'`.
+        extra_deps_group: The extra that provides the package, such as `'vision'`.
         conda_package: The package's name, on conda and in the message.
-        conda_channel: The conda channel that has it.
-        distribution: The distribution whose extra it is.
+        conda_channel: The conda channel of the package.
+        distribution: The distribution that has the extra.
 
     Example:
         >>> raise MissingConditionalImportError("coco", "pycocotools", distribution="composer-models")
@@ -39,7 +39,7 @@ class MissingConditionalImportError(ImportError):
         self.distribution = distribution
 
     def __reduce__(self) -> tuple[object, ...]:
-        # An exception pickles as its class called with `args`, here the message; a rank's error must arrive whole.
+        # By default an exception is pickled as its class with `args`, here only the message; other ranks need all.
         return _rebuild, (self.extra_deps_group, self.conda_package, self.conda_channel, self.distribution)
 
 

@@ -1,4 +1,4 @@
-"""The two forms of classification targets: class indices, or one value for each class."""
+"""Classification targets as class indices or with one value per class."""
 
 import warnings
 from typing import Literal
@@ -12,15 +12,15 @@ _INDEX_DTYPES = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, to
 
 
 def infer_target_type(input: Tensor, targets: Tensor) -> Literal["indices", "one_hot"]:
-    """Tell from the shapes whether targets are class indices or hold one value for each class.
+    """Infer from the shapes whether targets are class indices or have one value per class.
 
     Args:
         input: Logits of shape `(batch, classes, ...)`.
         targets: Shape `(batch, ...)` for class indices, or the shape of `input`.
 
     Returns:
-        `'one_hot'` if both have the same shape, which also covers smoothed and mixed targets; `'indices'` if
-        `targets` has one dim less.
+        `'one_hot'` if both have the same shape, which includes smoothed and mixed targets; `'indices'` if `targets` has
+        one dimension less.
 
     Raises:
         RuntimeError: If the shapes fit neither form.
@@ -40,20 +40,20 @@ def infer_target_type(input: Tensor, targets: Tensor) -> Literal["indices", "one
 
 
 def ensure_targets_one_hot(input: Tensor, targets: Tensor, num_classes: int | None = None) -> Tensor:
-    """Give targets one value for each class, along dim 1 as the logits have it.
+    """Convert targets to one value per class, along dim 1 like the logits.
 
     Args:
         input: Logits of shape `(batch, classes, ...)`.
-        targets: Class indices or targets that already have the shape of `input`. Negative indices are ignored
-            labels: their rows become all zero.
-        num_classes: How many classes to encode. `input.shape[1]` when `None`.
+        targets: Class indices, or targets with the shape of `input`. Negative indices are ignored labels: their rows
+            become all zero.
+        num_classes: The number of classes. `input.shape[1]` if `None`.
 
     Returns:
         float32 of shape `(batch, num_classes, ...)`.
 
     Raises:
         RuntimeError: If the shape of `targets` does not fit `input`.
-        ValueError: If an index is `num_classes` or larger (checked where the targets lie on the CPU).
+        ValueError: If an index is `num_classes` or larger (checked only if the targets are on the CPU).
 
     Example:
         >>> ensure_targets_one_hot(torch.zeros(2, 3), torch.tensor([2, 0]))
@@ -67,7 +67,7 @@ def ensure_targets_one_hot(input: Tensor, targets: Tensor, num_classes: int | No
 
 
 def check_for_index_targets(targets: Tensor) -> bool:
-    """Tell whether targets have an integer dtype, as class indices do.
+    """Return whether targets have an integer dtype, as class indices do.
 
     Args:
         targets: Targets of any shape.
@@ -83,15 +83,15 @@ def check_for_index_targets(targets: Tensor) -> bool:
 
 
 def can_read_values(tensor: Tensor) -> bool:
-    """Tell whether looking at a tensor's values is free: no wait for a device, no break in a compiled graph."""
+    """Return whether reading a tensor's values is free: no device synchronization, no graph break when compiling."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1, dim: int = -1, dtype: torch.dtype = torch.int64) -> Tensor:
     """Encode integer labels one-hot along `dim`; negative labels get all-zero rows.
 
-    Labels that the CPU holds are checked. On a device nothing waits for them: a label too large ends in the error
-    of the scatter kernel.
+    Labels on the CPU are checked. On other devices the check would synchronize: there a label that is too large causes
+    an error in the scatter kernel.
     """
     if not check_for_index_targets(tensor):
         raise ValueError(
@@ -103,7 +103,8 @@ def _one_hot(tensor: Tensor, num_classes: int = -1, dim: int = -1, dtype: torch.
     dim = dim % index.ndim
     shape = [*index.shape[:dim], num_classes, *index.shape[dim + 1 :]]
     encoded = torch.zeros(shape, dtype=dtype, device=tensor.device)
-    # A negative label writes its 0 into class 0, so one kernel serves both kinds of label.
+    # Negative labels write 0 into class 0, so one kernel handles both kinds of labels.
+
     return encoded.scatter_(dim, index.clamp(min=0), (index >= 0).to(dtype))
 
 

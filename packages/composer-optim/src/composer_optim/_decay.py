@@ -101,7 +101,7 @@ def check_group(options: Mapping[str, Any]) -> None:
     if options.get("nesterov") and (options.get("momentum", 0) <= 0 or options.get("dampening", 0) != 0):
         raise ValueError(
             f"nesterov=True needs momentum above 0 and no dampening; got momentum={options.get('momentum', 0)!r}, "
-            f"dampening={options.get('dampening', 0)!r}. Change these, or use nesterov=False."
+            f"dampening={options.get('dampening', 0)!r}. Use a momentum above 0, and no dampening."
         )
 
 

@@ -240,8 +240,8 @@ def compile_composer_scheduler(scheduler: Callable[..., float], state: Optimized
     """
     if isinstance(scheduler, LRScheduler):
         raise ValueError(
-            f"scheduler={type(scheduler).__name__} is a PyTorch scheduler and need not be compiled. Step it directly, "
-            f"or pass it to compile_composer_schedulers together with Composer's."
+            f"scheduler={type(scheduler).__name__} is PyTorch's own, which need not be compiled. Step it directly, or pass "
+            f"it to compile_composer_schedulers together with Composer's."
         )
     optimizer = _only_optimizer(state)
     return LambdaLR(optimizer, _product([(scheduler, ratio_argument(scheduler, ssr))], state))
@@ -376,7 +376,7 @@ def ratio_argument(scheduler: Callable[..., float], ssr: float) -> "tuple[()] | 
         return (ssr,)
     if ssr != 1.0:
         raise ValueError(
-            f"scale_schedule_ratio={ssr!r} cannot be passed to {scheduler!r}, which has only one positional "
-            f"parameter, the state. Add a second one, ssr, or leave the ratio at 1.0."
+            f"scale_schedule_ratio={ssr!r} cannot be given to {scheduler!r}, which takes the state and nothing else "
+            f"by position. Add a second positional parameter, ssr, or leave the ratio at 1.0."
         )
     return ()

@@ -237,7 +237,7 @@ class Time(_Subscriptable["TValue"]):
         factor = Time.from_input(other)
         if TimeUnit.DURATION not in (self._unit, factor._unit):
             raise RuntimeError(
-                f"{self!r} * {factor!r} is undefined: one operand must be a number or a 'dur'. Multiply by a number, "
+                f"{self!r} * {factor!r} is undefined: one side has to be a number or a 'dur'. Multiply by a number, "
                 "or by a fraction of training such as '0.5dur'."
             )
         return _truncated(self._value * factor._value, factor._unit if self._unit is TimeUnit.DURATION else self._unit)
@@ -307,8 +307,8 @@ def _checked_value(value: Any, unit: TimeUnit) -> Any:
         return fraction
     if not isinstance(value, int):
         raise TypeError(
-            f"Time value {value!r} is of type {type(value).__name__}, but {unit.value!r} requires an int. Convert the "
-            f"value with int(...), or use 'dur'. {GRAMMAR}"
+            f"Time value {value!r} is of type {type(value).__name__}, and {unit.value!r} has whole values only: it "
+            f"takes an int. Convert the value with int(...), or use 'dur'. {GRAMMAR}"
         )
     return int(value)  # converts a bool, whose text would not be a time string
 
