@@ -236,7 +236,7 @@ class GPT(nn.Module):
         self.emb_drop = nn.Dropout(config.emb_pdrop)
         self.blocks = nn.ModuleList([GPTBlock(config) for _ in range(config.n_layers)])
         self.ln_f = nn.LayerNorm(config.d_model, device=config.device)
-        # On the meta device there are no values yet; `param_init_fn` is called after materialization.
+        # Parameters on the meta device have no values yet; `param_init_fn` is called after materialization.
         if not self.wte.weight.is_meta:
             self.apply(self.param_init_fn)
 

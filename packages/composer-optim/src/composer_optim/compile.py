@@ -240,8 +240,8 @@ def compile_composer_scheduler(scheduler: Callable[..., float], state: Optimized
     """
     if isinstance(scheduler, LRScheduler):
         raise ValueError(
-            f"scheduler={type(scheduler).__name__} is PyTorch's own, which need not be compiled. Step it directly, or pass "
-            f"it to compile_composer_schedulers together with Composer's."
+            f"scheduler={type(scheduler).__name__} is PyTorch's own, which need not be compiled. Step it directly, "
+            f"or pass it to compile_composer_schedulers together with Composer's."
         )
     optimizer = _only_optimizer(state)
     return LambdaLR(optimizer, _product([(scheduler, ratio_argument(scheduler, ssr))], state))

@@ -152,7 +152,7 @@ class Time(_Subscriptable["TValue"]):
             default_int_unit: The unit of a plain number.
 
         Raises:
-            RuntimeError: If `i` has another type, or is a number and there is no default unit.
+            RuntimeError: If `i` has another type, or is a number without a default unit.
             ValueError: If a string is not a time string.
             TypeError: If a number is a fraction of a unit that has only whole values.
         """
