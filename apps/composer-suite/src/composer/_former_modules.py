@@ -113,7 +113,7 @@ class FormerModules:
 
 
 def _is_import(search: FrameType) -> bool:
-    """Say whether the search that has called a finder is part of an import, and not `importlib.util.find_spec`."""
+    """Return whether a finder was called by an import, not by `importlib.util.find_spec`."""
     begun_by = search.f_back
     return begun_by is not None and begun_by.f_globals.get("__name__") == "importlib._bootstrap"
 
@@ -128,7 +128,7 @@ class _Forwarding:
         """Leave it to the import system."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Let the module look its names up in the other one, and warn of its address."""
+        """Forward the module's names to the new module, and warn about the old address."""
         if module.__name__.rpartition(".")[0] not in _MOVED:  # one warning for an import is enough
             message = f"{module.__name__} is now {self._target}; the old address goes away in 1.0."
             warnings.warn(message, DeprecationWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Names that load on first use: a face's `__init__` says where each one lives, and nothing is imported until then."""
+"""Modules whose names are imported on first use."""
 
 import sys
 import warnings
@@ -32,9 +32,9 @@ def lazy_face(
         submodules: The face's own modules that are reachable without an import of their own, as in
             `import composer; composer.utils.dist.get_world_size()`.
         renamed: From an old name to the new one with its module, `'composer.loss.DiceLoss'`. Using it warns.
-        removed: From a name that is gone to the sentence that says what takes its place. `from face import name`
-            raises `ImportError`, since it would lose that sentence of an `AttributeError`, which is raised where
-            somebody looks for the name in another way. Modules that are gone need no mention here.
+        removed: From a removed name to a sentence about its replacement. `from face import name` raises `ImportError`,
+            because Python drops the message of an `AttributeError` there; any other access raises `AttributeError`.
+            Removed modules need not be listed here.
 
     Returns:
         The two functions, in this order.
@@ -98,7 +98,7 @@ def replace_module(alias: str, target: str) -> None:
 
 
 def share_patches(face: str, owner: str, names: Iterable[str]) -> None:
-    """Let what is set under some names of a face be set in the module that uses them, too.
+    """Forward assignments to some names of a module to the module that uses them.
 
     For names that users patch in a face with other names beside them, so that it cannot be replaced as a whole.
 
@@ -119,7 +119,7 @@ def share_patches(face: str, owner: str, names: Iterable[str]) -> None:
 
 
 def _is_imported(asker: FrameType | None) -> bool:
-    """Say whether it is `from module import name` that looks for a name, and not `hasattr` or a dot."""
+    """Return whether a name is requested by `from module import name`, not by `hasattr` or attribute access."""
     while asker is not None and asker.f_code.co_name == "__getattr__":  # of a module whose names are another's
         asker = asker.f_back
     if asker is None:
@@ -130,8 +130,8 @@ def _is_imported(asker: FrameType | None) -> bool:
 
 def _raise_unknown(face: str, name: str, known: Iterable[str]) -> NoReturn:
     message = f"module {face!r} has no attribute {name!r}"
-    if not name.startswith("_"):  # those are probes, by inspect, pickle and the like, and nobody's typing errors
-        from difflib import get_close_matches  # needed by nobody who spells well
+    if not name.startswith("_"):  # private names are probes, by inspect, pickle and others
+        from difflib import get_close_matches  # needed for misspelled names only
 
         nearest = get_close_matches(name, known, n=1)
         if nearest:

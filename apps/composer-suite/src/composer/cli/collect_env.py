@@ -1,4 +1,4 @@
-"""The `composer_collect_env` command: what a report of a fault should say about the machine and its versions."""
+"""The `composer_collect_env` command: a description of the environment for bug reports."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Says what there is below an address of a store, to find out about typing errors before a run does."""
+"""Check of a URI in an object store, so that a misspelled one is found before a run needs it."""
 
 import argparse
 import sys

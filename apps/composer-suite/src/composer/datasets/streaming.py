@@ -25,6 +25,6 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:
         if error.name != "streaming":
             raise
-        from composer_models import MissingConditionalImportError  # needed by nobody who has the package
+        from composer_models import MissingConditionalImportError  # needed only without the package
 
         raise MissingConditionalImportError("streaming", "mosaicml-streaming", distribution="composer-suite") from error

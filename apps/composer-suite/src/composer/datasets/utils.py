@@ -1,4 +1,4 @@
-"""What datasets of images are given besides."""
+"""Transforms of image datasets."""
 
 from composer._lazy import lazy_face
 from composer_algorithms.dataset_transforms import add_vision_dataset_transform

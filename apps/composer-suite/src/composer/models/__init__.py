@@ -1,4 +1,4 @@
-"""What the training loop asks of a model, and small reference models."""
+"""Interface between the training loop and models, and small reference models."""
 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What `composer.loss` was called in the first releases."""
+"""Former address of `composer.loss`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What a report of a fault should say about this machine: on request, or after each exception that ends a process."""
+"""Description of the environment for bug reports, on request or after an uncaught exception."""
 
 import argparse
 import sys
@@ -43,11 +43,11 @@ def print_env(file: TextIO | None = None) -> None:
 
 
 def configure_excepthook() -> None:
-    """Let each exception that ends the process be followed by the description of the environment, on standard error.
+    """Print the environment to standard error after each exception that ends the process.
 
-    The exception itself is shown as before. In IPython and notebooks, where none ends the process, it is each one that
-    a cell raises. A Ctrl-C is no fault and brings no report. A second call changes nothing, except where somebody else
-    has put a hook in place of this one: that hook goes on, and each exception is reported once, after it.
+    The exception itself is shown as before. In IPython and notebooks, the report follows each exception of a cell.
+    Ctrl-C causes no report. A second call has no effect, unless another hook was installed meanwhile: that hook is
+    still called, and each exception is reported once, after it.
     """
     shell = _ipython()
     if shell is not None:
@@ -57,12 +57,12 @@ def configure_excepthook() -> None:
 
 
 def enable_env_report() -> None:
-    """Let the hook of `configure_excepthook` report the environment, as it does unless it is told otherwise."""
+    """Enable the report of `configure_excepthook`, which is the default."""
     _ReportingHook.is_reporting = True
 
 
 def disable_env_report() -> None:
-    """Let the hook of `configure_excepthook` show exceptions only."""
+    """Disable the report of `configure_excepthook`; exceptions are still shown."""
     _ReportingHook.is_reporting = False
 
 
@@ -74,10 +74,10 @@ def main() -> int:
 
 
 class _ReportingHook:
-    """Shows an exception as the hook before it does, and then the environment."""
+    """Hook that shows an exception with the previous hook, and then the environment."""
 
     is_reporting = True
-    _is_around = False  # one that somebody else's hook calls leaves the report to the one that calls that hook
+    _is_around = False  # set while an outer hook runs, so that nested hooks do not report the exception twice
 
     def __init__(self, before: Callable[[type[BaseException], BaseException, TracebackType | None], Any]) -> None:
         self._before = before
@@ -97,7 +97,7 @@ class _ReportingHook:
 
 def _ipython() -> Any:
     """Return the running shell of IPython, or `None`."""
-    ipython: Any = sys.modules.get("IPython")  # whoever runs in it has loaded it
+    ipython: Any = sys.modules.get("IPython")  # not imported, so not running
     return None if ipython is None else ipython.get_ipython()
 
 

@@ -18,7 +18,7 @@ def import_object(name: str) -> Any:
 
     Raises:
         ValueError: If the name is not of that form.
-        ImportError: If there is no such module.
+        ImportError: If the module does not exist.
         AttributeError: If the module has no such attribute.
 
     Example:

@@ -33,13 +33,13 @@ __all__ = ["ExportFormat", "Transform", "export_for_inference", "export_with_log
 _log = logging.getLogger(__name__)
 
 Transform = Callable[[nn.Module], nn.Module]
-"""What changes a model before it is written, such as `quantize_dynamic`."""
+"""Function that changes a model before it is written, such as `quantize_dynamic`."""
 
 _SUFFIXES = {"torchscript": ".pt", "onnx": ".onnx", "export": ".pt2", "safetensors": ".safetensors"}
 
 
 class ExportFormat(StringEnum):
-    """What an exported model is written as.
+    """Format of an exported model.
 
     - `TORCHSCRIPT`: for `torch.jit.load`, also from C++.
     - `ONNX`: for other runtimes. Needs a sample of the input.
@@ -230,7 +230,7 @@ def _load(model: nn.Module, path: str, store: Any, strict: bool) -> None:
 
 
 def _deliver(write: Callable[[str], None], save_format: ExportFormat, save_path: str, store: Any) -> None:
-    """Write to a file beside, and bring it where it belongs when it is whole."""
+    """Write to a temporary file, and move or upload it when it is complete."""
     name = save_path
     if store is None:
         from composer_checkpoint.stores.base import parse_uri  # here, since loggers' exports are often local
@@ -241,7 +241,7 @@ def _deliver(write: Callable[[str], None], save_format: ExportFormat, save_path:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as beside:
-        # Some writers want to see the suffix of their format, whatever the file is called in the end.
+        # Some writers require the suffix of their format, whatever the name of the final file.
         path = os.path.join(beside, f"model{_SUFFIXES[save_format.value]}")
         write(path)
         if store is None:
@@ -337,14 +337,14 @@ def write_onnx(
             output_names=["output"] if output_names is None else list(output_names),
             dynamic_axes=dynamic_axes,
             opset_version=opset_version,
-            # PyTorch's newer exporter keeps inputs that are not used, under names that nobody gave.
+            # PyTorch's newer exporter keeps unused inputs, under generated names.
             dynamo=False,
         )
 
 
 @contextmanager
 def _without_deprecations() -> Iterator[None]:
-    """Leave out the advice to use other formats, and what is said of attributes that only the compiler looks at."""
+    """Suppress deprecation warnings of these formats, and warnings about attributes that only the compiler reads."""
     with warnings.catch_warnings():
         for category in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)

@@ -1,4 +1,4 @@
-"""Whether somebody is watching in a notebook."""
+"""Detection of notebooks."""
 
 import sys
 from typing import Any
@@ -7,9 +7,9 @@ __all__ = ["is_notebook"]
 
 
 def is_notebook() -> bool:
-    """Answer whether this process is the kernel of a notebook, such as Jupyter's or Colab's.
+    """Return whether this process is the kernel of a notebook, such as Jupyter's or Colab's.
 
-    An IPython in a terminal is none.
+    IPython in a terminal does not count.
     """
     ipython: Any = sys.modules.get("IPython")  # a kernel has imported it
     shell = None if ipython is None else ipython.get_ipython()
