@@ -1,4 +1,4 @@
-"""The folder that a run leaves: configuration, metrics, what acted when, how it ended."""
+"""Recorder of a run: a folder with its configuration, metrics, activity of algorithms and outcome."""
 
 from __future__ import annotations
 
@@ -44,55 +44,54 @@ _log = getLogger(__name__)
 _TRACES: Final = "algorithm_traces/"
 _ALL_LINES: Final = 2**62
 _ENDED: Final = ("finished", "stopped early", "failed")
-_REST_S: Final = 1.0  # between two flushes: short epochs would spend their time on them
-_LONGEST_REST_S: Final = 10.0  # so much of a killed run is lost, and whoever looks on sees it so late
-# Lines are made many at a time: one alone, between two batches, takes several times as long.
+_REST_S: Final = 1.0  # at least, between two flushes; with short epochs they would dominate
+_LONGEST_REST_S: Final = 10.0  # at most; a killed run loses this much
+# Lines are converted in groups: a single one, between two batches, takes several times as long.
 _MOST_PENDING: Final = 256
-# What it acts on; of others the time is noted.
+# Events with a method below; of all others only the time is taken.
 _HEARD: Final = frozenset(
     {Event.INIT, Event.AFTER_LOAD, Event.FIT_START, Event.BATCH_END, Event.EPOCH_END, Event.FIT_END}
     | {Event.EVAL_STANDALONE_END, Event.PREDICT_END}
 )
-# When these happen, the timestamp counts the batch that they belong to.
+# At these events, the timestamp already counts their batch.
 _AFTER_BATCH: Final = frozenset(
     event.value for event in Event if event.is_eval or event.is_predict or event.value.endswith(("_end", "_checkpoint"))
 )
 
 
 class RunRecorder(LoggerDestination):
-    """Leaves a folder that says all about a run, for `composer report` and for other programs.
+    """Logger that records a run in a folder, for `composer report` and other programs.
 
-    | File | What it holds |
+    | File | Content |
     |---|---|
-    | `config.json` | the settings and hyperparameters, and what the run ran on |
-    | `metrics.jsonl` | a line for what was logged at one time in training: that time and the values |
+    | `config.json` | settings, hyperparameters and the environment |
+    | `metrics.jsonl` | one line per time in training, with the values logged at it |
     | `acting.json` | which algorithm acted on which event, in which batches |
-    | `times.json` | how long the parts of a step took, and the table of a profiler's `EventRecorder` |
-    | `status.json` | whether it is running, finished, stopped early or failed, and why; its checkpoints and traces |
+    | `times.json` | durations of the parts of a step, and the table of a profiler's `EventRecorder` |
+    | `status.json` | running, finished, stopped early or failed, and why; checkpoints and traces |
     | `report.html` | the page, at the end |
 
-    Rank 0 writes. Values that a device is still computing are written when they are there, and nobody waits for them;
-    all is written when a run ends, also by an exception. A run that is killed loses what it had not flushed.
+    Rank 0 writes. Values that a device is still computing are written once they are known, without synchronization. All
+    is written when a run ends, even by an exception. A killed run loses the lines since the last flush.
 
     Args:
-        folder: Where to, with the placeholders of `format_name_with_dist`.
-        flush_interval: After how many batches the files are brought up to date; also at the end of each epoch. Once a
-            second at most, and every ten seconds at least, where batches are no longer than that.
-        overwrite: Whether a folder of an earlier run may be replaced. A run that is resumed
-            (`Trainer(autoresume=True)`) goes on with its folder; what was after the checkpoint is done again.
+        folder: The folder, with the placeholders of `format_name_with_dist`.
+        flush_interval: The number of batches between flushes; each epoch ends with one, too. Flushes are at least a
+            second apart, and at most ten seconds if batches are no longer than that.
+        overwrite: Whether the folder of an earlier run may be replaced. A resumed run (`Trainer(autoresume=True)`)
+            continues its folder, and repeats what came after the checkpoint.
         page: Whether to write the page at the end, which needs plotly (`pip install 'composer-suite[report]'`);
-            without it, the log says so.
-        is_optional: Whether training goes on without a folder where none can be written, with one warning, and goes
-            beside that of an earlier run (`plum-2`) instead of refusing to begin. So are recorders that
-            `COMPOSER_RUNS` asks for.
+            without it, there is a warning in the log.
+        is_optional: Whether to train without a record, after one warning, if the folder cannot be written, and to add
+            a number (`plum-2`) if it holds an earlier run. Recorders from `COMPOSER_RUNS` are optional.
 
     Attributes:
-        is_resuming: Whether a folder that is there is continued. The Trainer sets it.
+        is_resuming: Whether an existing folder is continued. The Trainer sets it.
 
     Raises:
-        FileExistsError: If there is such a folder, when training begins, or a run that goes on writes to it.
-        OSError: If it cannot be written, likewise.
-        TypeError: If an argument is of another kind.
+        FileExistsError: At the start of training, if the folder holds a run, or another process writes to it.
+        OSError: At the start of training, if the folder cannot be written.
+        TypeError: If an argument has the wrong type.
         ValueError: If `flush_interval` is less than 1.
 
     Example:
@@ -131,9 +130,9 @@ class RunRecorder(LoggerDestination):
         self._time = StepTime()
         self._started = datetime.datetime.now(datetime.UTC).isoformat()
         self._saved_earlier: list[str] = []
-        self._earlier: dict[str, Any] = {}  # what the record of a run that is resumed says of how it has ended
+        self._earlier: dict[str, Any] = {}  # the status file of the run that is resumed
         self._num_lines_saved = 0
-        self._num_batches_before = 0  # this process began
+        self._num_batches_before = 0  # the batches before this process started
         self._flushed_at_s = 0.0
         self._is_writer = False
         self._is_fitting = False
@@ -142,13 +141,13 @@ class RunRecorder(LoggerDestination):
         self._failure: str | None = None
         self._cause: str | None = None
         self._has_fit_failed = False
-        self._has_worked = False  # a training, an evaluation or a prediction, to its end
+        self._has_worked = False  # whether a training, an evaluation or a prediction has finished
         self._id_of_uncaught = id_of_uncaught()
         self._ending = "finished"
 
     @property
     def folder(self) -> Path:
-        """Where the files are.
+        """The folder of the files.
 
         Raises:
             RuntimeError: Before `Event.INIT`, since the name of the run is not known.
@@ -160,8 +159,8 @@ class RunRecorder(LoggerDestination):
         return self._folder
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far this run's files are, for one that is resumed from the checkpoint that is being written."""
-        if self._lines is None:  # what an earlier run has left here is none of this one's business
+        """Return the extent of the files, for a run that resumes from this checkpoint."""
+        if self._lines is None:  # without a record there is no extent
             return {}
         self._lines.sync()
         return {
@@ -171,7 +170,7 @@ class RunRecorder(LoggerDestination):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there if this is a resumed run, and not another one that begins with a checkpoint's weights."""
+        """Restore the extent in a resumed run; a new run that only starts from the weights ignores it."""
         if not self.is_resuming or not state:
             return
         self._num_lines_saved = state["num_lines"]
@@ -179,7 +178,7 @@ class RunRecorder(LoggerDestination):
         self._time.seconds |= state["step_s"]
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        """Look at the clock, and do what there is to do on the event."""
+        """Take the time, and handle the event."""
         if event is Event.INIT:
             self._is_writer = get_global_rank() == 0
         if not self._is_writer:
@@ -189,13 +188,13 @@ class RunRecorder(LoggerDestination):
             super().run_event(event, state, logger)
 
     def note_failure(self, error: BaseException, cause: str | None = None) -> None:
-        """Write down what has ended training or an evaluation: nobody knows whether there will be time to close.
+        """Record the failure of training or of an evaluation at once, since the process may not reach `close`.
 
-        It is forgotten when training begins again, that of an evaluation also when a later one ends well.
+        A new training clears it. The failure of an evaluation is also cleared by a later evaluation that succeeds.
 
         Args:
             error: The exception.
-            cause: What has led to it elsewhere, such as the traceback of another rank.
+            cause: Its cause elsewhere, such as the traceback of another rank.
         """
         self._cause = cause
         self._note(error)
@@ -207,20 +206,20 @@ class RunRecorder(LoggerDestination):
             self._failure += f"\n{self._cause}"
         try:
             self._flush("failed")
-        except Exception as trouble:  # what training has failed of may keep values from being read, too
+        except Exception as trouble:  # the failure may also prevent values from being read
             _log.warning("The record in %s could not be brought up to date after a failure: %s", self._folder, trouble)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Keep the settings of the run."""
+        """Keep hyperparameters."""
         self._config.update(hyperparameters)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Keep values, with the time that they belong to."""
+        """Keep metrics with their time in training."""
         if self._state is not None and self._lines is not None:
             self._lines.add(self._state.timestamp, step, metrics)
 
     def log_traces(self, traces: dict[str, Any]) -> None:
-        """Keep which algorithms acted."""
+        """Keep the activity of algorithms."""
         if self._state is None:
             return
         for name in map(str, traces):
@@ -232,7 +231,7 @@ class RunRecorder(LoggerDestination):
                 self._acting.add(f"{algorithm} on {event}", batch)
 
     def init(self, state: State, logger: Logger) -> None:
-        """Make the folder."""
+        """Create the folder."""
         self._num_batches_before = state.timestamp.num_batches
         try:
             self._begin(state)
@@ -246,16 +245,16 @@ class RunRecorder(LoggerDestination):
             )
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Take back what a resumed run does again."""
+        """Drop the lines that a resumed run repeats."""
         self._num_batches_before = state.timestamp.num_batches
         if self.is_resuming and self._lines is not None:
-            # Without a batch behind it there was no checkpoint to go on with.
+            # At batch 0 there was no checkpoint to resume.
             self._lines.keep(self._num_lines_saved if state.timestamp.num_batches else 0)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Bring the files up to date."""
+        """Reset the outcome, and flush the files."""
         self._is_fitting, self._has_fit_failed = True, False
-        # A run that was stopped before trains nothing, and ends as it has ended then.
+        # A run whose duration is over trains nothing, and its recorded outcome must stay.
         has_time = state.max_duration is None or state.timestamp < state.max_duration
         self._plan = Plan(state) if has_time else None
         self._reason = self._failure = self._cause = None
@@ -263,7 +262,7 @@ class RunRecorder(LoggerDestination):
         self._flush("running")
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Bring the files up to date at the interval, and let no more wait than memory has room for."""
+        """Flush the files at the interval, and bound the memory of pending lines."""
         if self._lines is not None and self._lines.num_pending >= _MOST_PENDING:
             self._lines.write(waits=False)
         rested_s = time.monotonic() - self._flushed_at_s
@@ -273,31 +272,31 @@ class RunRecorder(LoggerDestination):
             self._flush("running")
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Bring the files up to date."""
+        """Flush the files."""
         if time.monotonic() - self._flushed_at_s >= _REST_S:
             self._flush("running")
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Write the metrics, and note why training has ended if it was before its time."""
+        """Write the metrics, and record the reason if training has ended early."""
         self._is_fitting, self._has_worked = False, True
         self._reason = None if self._plan is None else self._plan.reason_of_stop(state)
         if self._lines is not None:
             self._lines.write(waits=True)
 
     def eval_standalone_end(self, state: State, logger: Logger) -> None:
-        """Forget an evaluation that failed before."""
+        """Clear the failure of an earlier evaluation."""
         self._has_worked = True
         if not self._has_fit_failed:
             self._failure = None
 
     def predict_end(self, state: State, logger: Logger) -> None:
-        """Forget a prediction that failed before."""
+        """Clear the failure of an earlier prediction."""
         self._has_worked = True
         if not self._has_fit_failed:
             self._failure = None
 
     def close(self, state: State, logger: Logger) -> None:
-        """Write what is left, and how the run has ended."""
+        """Write the remaining lines and the outcome of the run."""
         if self._lines is None:
             return
         is_undone = self._is_fitting or not self._has_worked
@@ -307,19 +306,19 @@ class RunRecorder(LoggerDestination):
                 self._note(error)
             self._ending = self._find_ending(state)
             self._flush(self._ending)
-        except BaseException:  # `post_close` is not called then
+        except BaseException:  # `post_close` is not called after an error
             self._release()
             raise
 
     def _find_ending(self, state: State) -> str:
-        """Return how the run has ended, and put the reason in its place."""
+        """Return the outcome of the run, and store its reason."""
         if self._failure is not None:
             return "failed"
         if self._is_fitting or self._reason is not None:
             return "stopped early"
-        # A loop of the user's own may train without the events that begin and end it.
+        # A custom loop may train without the events FIT_START and FIT_END.
         has_trained = self._plan is not None or state.timestamp.num_batches != self._num_batches_before
-        if self._earlier and not has_trained:  # whoever only looks at a run does not change how it has ended
+        if self._earlier and not has_trained:  # opening a run without training must not change its outcome
             status = self._earlier.get("status")
             if status in _ENDED:
                 self._reason, self._failure = self._earlier.get("reason"), self._earlier.get("error")
@@ -330,7 +329,7 @@ class RunRecorder(LoggerDestination):
         return "finished" if self._reason is None else "stopped early"
 
     def post_close(self) -> None:
-        """Write what the others have logged while they closed, and the page."""
+        """Write what others have logged while they closed, and the page."""
         if self._lines is None:
             return
         try:
@@ -357,7 +356,7 @@ class RunRecorder(LoggerDestination):
         self._lines = MetricLines(folder / METRICS, is_continued=self.is_resuming)
         self._state, self._folder, self._facts = state, folder, FactFiles(folder)
         if self.is_resuming:
-            self._num_lines_saved = _ALL_LINES  # unless the checkpoint says how many
+            self._num_lines_saved = _ALL_LINES  # until a checkpoint provides the number
             status = read_json(folder / STATUS)
             self._started = status.get("started", self._started)
             self._earlier, self._has_worked = status, status.get("status") == "finished"
@@ -379,7 +378,7 @@ class RunRecorder(LoggerDestination):
         write = self._facts.write
         state, now = self._state, datetime.datetime.now(datetime.UTC)
         paths = dict.fromkeys([*self._saved_earlier, *saved_checkpoints(state)])
-        write(CONFIG, self._settings | self._config)  # what the script logs under such a name itself comes first
+        write(CONFIG, self._settings | self._config)  # hyperparameters logged by the script take precedence
         write(ACTING, self._acting.as_dict())
         write(TIMES, {"step": self._time.seconds, "profiler": profiler_times(state)})
         write(
@@ -416,7 +415,7 @@ class RunRecorder(LoggerDestination):
 
 
 def _locked(folder: Path) -> FolderLock:
-    """Return the lock of a folder, so that a second run of the same name takes no line away from the first."""
+    """Lock a folder, so that a second run of the same name cannot truncate its files."""
     try:
         return FolderLock(folder).acquire()
     except FolderInUseError as error:
@@ -424,18 +423,18 @@ def _locked(folder: Path) -> FolderLock:
 
 
 def id_of_uncaught() -> int | None:
-    """Return which exception nobody caught; the exception itself would keep alive what its frames hold."""
+    """Return the id of the last uncaught exception; a reference would keep its frames alive."""
     return None if getattr(sys, "last_value", None) is None else id(sys.last_value)
 
 
 def fatal_error(*, was_busy: bool, id_of_earlier: int | None) -> BaseException | None:
-    """Return the exception that is on its way or, where work was left undone, has ended the process.
+    """Return the exception being handled or, if work was left undone, the one that has ended the process.
 
-    Python forgets the latter as the exception on its way, and closes what is still open.
+    In the latter case Python no longer handles the exception while it closes the remaining objects.
 
     Args:
         was_busy: Whether work was left undone.
-        id_of_earlier: Of what nobody had caught before the run began, as in an earlier cell of a notebook.
+        id_of_earlier: The id of an exception from before the run, as in an earlier cell of a notebook.
     """
     error = sys.exc_info()[1]
     if error is None and was_busy and id_of_uncaught() not in (None, id_of_earlier):
@@ -444,10 +443,10 @@ def fatal_error(*, was_busy: bool, id_of_earlier: int | None) -> BaseException |
 
 
 class Plan:
-    """What is known when training begins of how it is to end.
+    """Planned end of a training, taken at its start.
 
     Args:
-        state: The state then.
+        state: The state at the start.
     """
 
     def __init__(self, state: State) -> None:
@@ -455,7 +454,7 @@ class Plan:
         self._reasons = frozenset(_reasons(state))
 
     def reason_of_stop(self, state: State) -> str | None:
-        """Return who has ended training before its time and why, `None` if it was as long as planned."""
+        """Return why training has ended early, or `None` if it was as long as planned."""
         if self._duration is None or state.timestamp >= self._duration:
             return None
         told = [reason for reason in _reasons(state) if reason not in self._reasons]
@@ -464,34 +463,34 @@ class Plan:
 
 
 def _reasons(state: State) -> Iterator[str]:
-    """Yield what callbacks and algorithms say of why they have stopped training."""
+    """Yield the `stop_reason` of callbacks and algorithms."""
     for each in (*state.callbacks, *state.algorithms):
         try:
             reason = getattr(each, "stop_reason", None)
-        except Exception:  # whatever somebody else's property raises
+        except Exception:  # a foreign property may raise anything
             continue
         if isinstance(reason, str):
             yield f"{type(each).__name__}: {reason}"
 
 
 def make_folder(template: str, run_name: str, *, may_hold_a_run: bool, goes_beside_others: bool) -> Path:
-    """Make the folder of a run and return it, as a path that holds wherever the process goes.
+    """Create the folder of a run, and return its absolute path, which holds after a change of directory.
 
     Args:
-        template: Its name, with the placeholders of `format_name_with_dist`.
-        run_name: The run's.
-        may_hold_a_run: Whether there may be a run in it, to be replaced or continued.
-        goes_beside_others: Whether, where there is one, a number is added to the name.
+        template: The folder, with the placeholders of `format_name_with_dist`.
+        run_name: The name of the run.
+        may_hold_a_run: Whether it may hold a run, to be replaced or continued.
+        goes_beside_others: Whether to add a number to the name if it holds a run.
 
     Raises:
-        FileExistsError: If there is a run in it and neither is wanted.
-        OSError: If it cannot be made.
+        FileExistsError: If it holds a run, and neither is allowed.
+        OSError: If it cannot be created.
     """
     folder = wanted = Path(format_name_with_dist(template, run_name)).absolute()
     for number in itertools.count(2):
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            (folder / METRICS).touch(exist_ok=may_hold_a_run)  # one of two runs that begin at once gets it
+            (folder / METRICS).touch(exist_ok=may_hold_a_run)  # atomic, so only one of two starting runs gets it
         except FileExistsError:
             if not goes_beside_others:
                 raise FileExistsError(
@@ -505,13 +504,13 @@ def make_folder(template: str, run_name: str, *, may_hold_a_run: bool, goes_besi
 
 
 VARIABLE = "COMPOSER_RUNS"
-"""The folder that gets a folder for each run. Not set, or empty: none."""
+"""Environment variable: the parent folder for recorded runs. Unset or empty, none are recorded."""
 
 
 def recorder_of_environment() -> list[RunRecorder]:
-    """Return what the Trainer adds to the loggers: a recorder, or nothing.
+    """Return the recorder for `COMPOSER_RUNS`, if it is set.
 
-    It is one that no training fails for, and that leaves the page to `composer report`.
+    It is optional, and leaves the page to `composer report`.
     """
     folder = os.environ.get(VARIABLE)
     if not folder:
