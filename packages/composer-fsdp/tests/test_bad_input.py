@@ -128,7 +128,7 @@ def test_an_answer_that_is_neither_yes_nor_no_nor_a_dict_is_refused(answer, as_o
 def test_a_wrap_function_that_is_none_is_refused(as_one_of_four):
     model = Model()
     model.net.fsdp_wrap_fn = True
-    refusal(TypeError, "net.fsdp_wrap_fn=True is no function", model)
+    refusal(TypeError, "net.fsdp_wrap_fn=True is not a function", model)
 
 
 OPTIONS = [

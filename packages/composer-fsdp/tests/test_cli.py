@@ -117,7 +117,7 @@ def test_a_batch_may_come_with_the_model(folder):
         (("explain", "model.py:make", "--config", '{"sharding_strategy": "HALF"}'), "'HALF'"),
         (("explain", "model.py:make", "--world-size", "0"), "world_size=0 is not a number of ranks"),
         (("estimate", "model.py:make"), "nothing says what a batch is"),
-        (("estimate", "model.py:make_with_batch", "--gpu-memory", "80 goats"), "'80 goats' is no amount of memory"),
+        (("estimate", "model.py:make_with_batch", "--gpu-memory", "80 goats"), "'80 goats' is not an amount of memory"),
         (("estimate", "model.py:make_with_batch", "--optimizer", "AdamV"), "Did you mean 'Adam"),
         (("estimate", "model.py:make", "--input-shape", "64", "--input-dtype", "integer"), "--input-dtype='integer'"),
         (

@@ -1,14 +1,14 @@
-"""How a model is sharded over devices: FSDP2, hybrid sharding and tensor parallelism.
+"""Sharded training with FSDP2, hybrid sharding and tensor parallelism.
 
-- `config`: `FSDPConfig`, `FSDP2Config`, `TPConfig` and `ParallelismConfig`, the settings as users write them; `parse`
-  reads a Trainer's arguments.
-- `plan`: `ShardingPlan`, the one form of all settings, checked against each other.
+- `config`: `FSDPConfig`, `FSDP2Config`, `TPConfig` and `ParallelismConfig`; `parse` reads a Trainer's arguments.
+- `plan`, `checks`: `ShardingPlan`, all settings in one form, checked against each other.
 - `strategy`: `FSDP`, for a training loop.
-- `parallelize`: one function for a plain module.
-- `wrap_rules`, `activation`, `mixed_precision`, `groups`, `meta_init`, `tied`, `prefetch`: what the settings mean.
-- `summon`: whole parameters for a while.
-- `explain`, `estimate`: what settings would make of a model and how much memory and traffic a step would take; `cli` is
-  the command `composer-fsdp`.
+- `sharding`: functions that shard a plain module.
+- `wrap_rules`, `choice`, `activation`, `mixed_precision`, `groups`, `meshes`, `meta_init`, `tensor_parallel`: the
+  implementation of the settings.
+- `summon`, `gradients`, `state_dicts`: temporary access to full parameters, full gradients, and checkpoints.
+- `estimation`, `fake_run`, `memory_log`: memory and traffic of a step without a GPU; `cli` is the command
+  `composer-fsdp`.
 """
 
 from importlib import import_module
@@ -82,7 +82,7 @@ __version__: str
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        from importlib.metadata import version  # reading metadata takes longer than importing this package
+        from importlib.metadata import version  # slower than the import of this package
 
         return version("composer-fsdp")
     if name not in _HOME:

@@ -1,4 +1,4 @@
-"""What of a model is going to be sharded, chosen and compared before any rank waits for another."""
+"""Choice of the modules to shard, checked on all ranks before any collective."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,12 +36,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What becomes of the modules of a model.
+    """The chosen modules of a model.
 
     Attributes:
-        units: What is sharded as one, descendants first.
-        recomputed: The modules whose activations are computed again, or wait on the host.
-        names: The parameters, and their names.
+        units: The modules that are sharded as one, descendants first.
+        recomputed: The modules with activation checkpointing or offloading.
+        names: The names of the parameters.
     """
 
     units: Sequence[Unit]
@@ -58,21 +58,21 @@ def choose(
     wrap_fn: WrapFunction | None = None,
     check_fn: Callable[[nn.Module], bool] | None = None,
 ) -> Choice:
-    """Return what the rules choose, having refused what does not go together. Every rank must call this.
+    """Choose the units and validate model, plan and optimizers together. Every rank must call this.
 
-    Nothing is changed. What one rank refuses, all of them do, and so they do where their choices are not the same.
+    The model is not changed. If one rank raises, or if the ranks choose differently, all ranks raise.
 
     Args:
-        model: As it was built.
-        plan: How it is going to be sharded.
-        optimizers: Made for the model.
-        wraps_itself: Whether the model itself is the root, in place of its children.
-        wrap_fn: In place of the `fsdp_wrap_fn` of the roots.
-        check_fn: In place of the `activation_checkpointing_fn` of the children.
+        model: The model as built.
+        plan: The plan of the sharding.
+        optimizers: The model's optimizers.
+        wraps_itself: Whether the model itself is the root, instead of its children.
+        wrap_fn: Replacement for the `fsdp_wrap_fn` of the roots.
+        check_fn: Replacement for the `activation_checkpointing_fn` of the children.
 
     Raises:
-        ValueError, KeyError, TypeError, NotImplementedError, RuntimeError: If model, optimizers and plan do not go
-            together, and on the other ranks a ValueError that says so.
+        ValueError, KeyError, TypeError, NotImplementedError, RuntimeError: If model, optimizers and plan do not fit
+            together; a ValueError on the other ranks.
     """
     by_rules = partial(_by_rules, model, plan, optimizers, wraps_itself, wrap_fn, check_fn)
     return agreed(by_rules, partial(_facts, model, plan))
@@ -81,16 +81,16 @@ def choose(
 def units_of(
     model: nn.Module, plan: ShardingPlan, *, wraps_itself: bool, wrap_fn: WrapFunction | None = None
 ) -> list[Unit]:
-    """Return the units that a plan makes of a model, each of which can be sharded. Nothing is changed.
+    """Return the units of a model under a plan, after checking that each can be sharded. The model is not changed.
 
     Args:
-        model: As it was built.
-        plan: How it is going to be sharded.
-        wraps_itself: Whether the model itself is the root, in place of its children.
-        wrap_fn: In place of the `fsdp_wrap_fn` of the roots.
+        model: The model as built.
+        plan: The plan of the sharding.
+        wraps_itself: Whether the model itself is the root, instead of its children.
+        wrap_fn: Replacement for the `fsdp_wrap_fn` of the roots.
 
     Raises:
-        ValueError, KeyError, TypeError, RuntimeError: If model and plan do not go together.
+        ValueError, KeyError, TypeError, RuntimeError: If model and plan do not fit together.
     """
     units = choose_units(model, plan, wraps_itself=wraps_itself, wrap_fn=wrap_fn)
     units = resolve_ties(model, units, plan.tie_policy, left_whole(model, plan))
@@ -138,7 +138,7 @@ def _refuse_duplicates(model: nn.Module) -> None:
 
 
 def _facts(model: nn.Module, plan: ShardingPlan, choice: Choice) -> dict[str, Any]:
-    """Return what the ranks must have alike, as values whose `repr` has no addresses."""
+    """Return the facts that must be equal on all ranks, as values without addresses in their `repr`."""
     names = {module: canonical_name(name) for name, module in model.named_modules()}
     return {
         "settings": _settings(plan),
@@ -156,7 +156,7 @@ def _facts(model: nn.Module, plan: ShardingPlan, choice: Choice) -> dict[str, An
 
 def _settings(plan: ShardingPlan) -> dict[str, Any]:
     settings = plan.to_dict()
-    # Ranks may belong to different parts of one mesh, and give different lists of ranks, which are compared later.
+    # Ranks may belong to different parts of one mesh or give different lists of ranks, which are compared later.
     if plan.device_mesh is not None:
         settings["device_mesh"] = (plan.device_mesh.mesh_dim_names, tuple(plan.device_mesh.shape))
     settings["process_group"] = _fact("process_group", plan.process_group, plan)
@@ -166,26 +166,26 @@ def _settings(plan: ShardingPlan) -> dict[str, Any]:
 def _fact(key: str, value: Any, plan: ShardingPlan) -> Any:
     if key == "mixed_precision":
         return resolve_dtypes(value, plan.precision)
-    # Lists of ranks, groups and functions are each rank's own.
+    # Lists of ranks, groups and functions differ between ranks.
     return value if isinstance(value, str | int | None) else type(value).__name__
 
 
 def left_whole(model: nn.Module, plan: ShardingPlan) -> set[nn.Parameter]:
-    """Return the parameters that stay whole wherever they are: of ignored modules, and those without rows to share."""
+    """Return the parameters that are never sharded: of ignored modules, and those without rows to share."""
     ignored = {p for module in plan.ignored_modules for p in module.parameters()}
     return ignored | {p for p in model.parameters() if stays_whole(p)}
 
 
 def check_units(model: nn.Module, units: Sequence[Unit], plan: ShardingPlan) -> None:
-    """Refuse units with weights that cannot be sharded together, and warn of those whose weights nobody would gather.
+    """Raise for units whose weights cannot be sharded together, and warn of units that would never be gathered.
 
     Args:
-        model: Whose units they are.
-        units: Descendants first.
-        plan: How they are going to be sharded.
+        model: The model.
+        units: Its units, descendants first.
+        plan: The plan of the sharding.
 
     Raises:
-        ValueError: With the names of the unit and of the weight.
+        ValueError: Names the unit and the weight.
     """
     names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
     taken = left_whole(model, plan)
@@ -249,7 +249,7 @@ def _refuse_sparse(unit: Unit, modules: Sequence[nn.Module], own: set[nn.Paramet
 
 
 def _refuse_formats(unit: Unit, own: Sequence[nn.Parameter], names: dict[nn.Parameter, str]) -> None:
-    """Refuse trainable weights of several formats in one unit, which FSDP2 reduces together."""
+    """Raise for trainable weights of several dtypes in one unit, which FSDP2 reduces together."""
     by_format: dict[torch.dtype, str] = {}
     for parameter in own:
         if parameter.requires_grad:
@@ -264,9 +264,9 @@ def _refuse_formats(unit: Unit, own: Sequence[nn.Parameter], names: dict[nn.Para
 
 
 def get_standalone_and_tied_modules(modules: Sequence[nn.Module]) -> tuple[list[nn.Module], set[nn.Module]]:
-    """Return those modules that share no weights with another of them, in their order, and those that do.
+    """Return the modules that share no weights with another one of the list, and the set of those that do.
 
-    A module inside another one shares its weights with it. Modules without parameters are in neither.
+    A nested module shares its weights with the outer one. Modules without parameters are in neither result.
     """
     owners: dict[int, list[nn.Module]] = {}
     for module in modules:
@@ -280,15 +280,15 @@ def get_standalone_and_tied_modules(modules: Sequence[nn.Module]) -> tuple[list[
 def legalize_param_sharing_between_modules(
     model: nn.Module, modules_to_shard: Sequence[nn.Module], whole: Collection[nn.Parameter] = ()
 ) -> None:
-    """Refuse modules that share weights with a part of the model which is sharded otherwise, or not at all.
+    """Raise if modules share weights with a part of the model that is not sharded together with them.
 
     Args:
-        model: With all of them.
-        modules_to_shard: Each by itself.
-        whole: Parameters that are not sharded wherever they are, which anybody may share.
+        model: The model with all the modules.
+        modules_to_shard: Modules that are sharded separately.
+        whole: Parameters that are never sharded, which any module may share.
 
     Raises:
-        ValueError: If a module outside of those to be sharded has one of their weights.
+        ValueError: If a module outside the list has one of their weights.
     """
     names = {id(module): name for name, module in model.named_modules()}
     spared = set(map(id, whole))
@@ -306,10 +306,10 @@ def legalize_param_sharing_between_modules(
 
 @contextmanager
 def check_param_tying(model: nn.Module) -> Iterator[None]:
-    """Refuse to let anything inside the context tie weights or tear tied ones apart.
+    """Check that the body neither ties weights nor separates tied ones.
 
     Raises:
-        RuntimeError: On leaving, if the groups of names that belong to one parameter are others than before.
+        RuntimeError: On leaving, if the groups of names of one parameter have changed.
     """
     before = _name_groups(model)
     yield
@@ -318,26 +318,27 @@ def check_param_tying(model: nn.Module) -> Iterator[None]:
         changed = sorted(", ".join(sorted(names)) for names in before ^ after if len(names) > 1)
         raise RuntimeError(
             f"Parameter tying relationship changed during the context: of {'; '.join(changed)}. Assign the shared "
-            f"weight to all its names again where it is made anew."
+            f"weight to all its names again where it is replaced."
         )
 
 
 def resolve_ties(
     model: nn.Module, units: Sequence[Unit], policy: str, whole: Collection[nn.Parameter] = ()
 ) -> list[Unit]:
-    """Return units of which no two share weights, each after those inside it.
+    """Return units that share no weights with each other, descendants first.
 
     Args:
-        model: Whose units they are.
-        units: As they were chosen.
-        policy: What becomes of units that do: `'error'`, or `'group'` to make them one.
-        whole: Parameters that are not sharded wherever they are, which anybody may share.
+        model: The model.
+        units: The chosen units.
+        policy: Treatment of units that share weights: `'error'`, or `'group'` to shard them together.
+        whole: Parameters that are never sharded, which any module may share.
 
     Raises:
-        ValueError: If units share weights and may not be made one, or if they share them with what is no unit.
+        ValueError: If units share weights and cannot be grouped, or share them with modules outside of all units.
     """
     resolved, spared = list(units), set(map(id, whole))
     inner = {id(unit.module): {id(m) for m in unit.module.modules()} for unit in resolved}
+    # Few enough units for a comparison of all pairs.
     for unit in units:
         for other in units:
             nested = id(other.module) in inner[id(unit.module)] or id(unit.module) in inner[id(other.module)]
@@ -370,7 +371,7 @@ def _share(unit: Unit, other: Unit, spared: set[int]) -> bool:
 
 
 def _refuse_ties_outwards(root: nn.Module, below: Sequence[nn.Module], whole: Collection[nn.Parameter]) -> None:
-    """Refuse units that share weights with a part of the root's own unit, at any depth of units."""
+    """Raise if units share weights with a part of the root's own unit, at any depth."""
     legalize_param_sharing_between_modules(root, below, whole)
     for module in below:
         inside = {id(m) for m in module.modules()} - {id(module)}
@@ -380,7 +381,7 @@ def _refuse_ties_outwards(root: nn.Module, below: Sequence[nn.Module], whole: Co
 
 
 def _outside(module: nn.Module, listed: set[int], seen: set[int]) -> Iterator[nn.Module]:
-    """Yield a module and its descendants, without entering those that are listed."""
+    """Yield a module and its descendants, except the listed modules and theirs."""
     if id(module) in seen or id(module) in listed:
         return
     seen.add(id(module))

@@ -1,6 +1,6 @@
-"""The settings as users write them: `FSDPConfig`, `FSDP2Config`, `TPConfig` and `ParallelismConfig`.
+"""Settings of parallelism: `FSDPConfig`, `FSDP2Config`, `TPConfig` and `ParallelismConfig`.
 
-Nothing here needs torch. What the settings mean together is in `composer_fsdp.plan`.
+This module does not import torch. `composer_fsdp.plan` checks the settings against each other.
 """
 
 import difflib
@@ -33,7 +33,7 @@ _PREFIX_DIR = "ep{epoch}-ba{batch}"
 
 
 class _Checked:
-    """Refuses keywords that are no fields before the dataclass does, which would not say what was meant."""
+    """Rejects unknown keywords with a hint, before the dataclass raises a plain TypeError."""
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
         check_keys(cls.__name__, settings, _names(cls))
@@ -42,55 +42,54 @@ class _Checked:
 
 @dataclass
 class FSDPConfig(_Checked):
-    """How a model is sharded: all settings, those of older releases among them.
+    """All settings of FSDP, including those of older releases.
 
-    Strings may be in any case. In the place of `'FULL_SHARD'` and the like, torch's own `ShardingStrategy.FULL_SHARD`
-    will do.
+    Case does not matter in strings. Instead of `'FULL_SHARD'` and the like, torch's own `ShardingStrategy.FULL_SHARD`
+    is accepted as well.
 
     Args:
-        activation_checkpointing: Compute again in the backward pass what the chosen modules computed in the forward
-            pass, instead of keeping it; `'selective'` keeps the results of matrix products all the same, if
-            nothing changes them in place. Which modules: see `composer_fsdp.activation`.
-        activation_checkpointing_reentrant: Which of torch's implementations does it: `True`, if said so, the reentrant
-            one, which gives no gradients to a module whose inputs need none.
-        activation_cpu_offload: Keep the activations of the chosen modules on the host.
+        activation_checkpointing: Whether to recompute the activations of the chosen modules in the backward pass
+            instead of keeping them. `'selective'` keeps the results of matrix products, unless they are changed in
+            place. `composer_fsdp.activation` describes the choice of modules.
+        activation_checkpointing_reentrant: Whether to use torch's reentrant implementation; only an explicit `True`
+            does. It computes no gradients for a module whose inputs need none.
+        activation_cpu_offload: Whether to keep the activations of the chosen modules on the host.
         auto_wrap: Whether to shard the model; `False` if it is sharded already.
-        te_checkpoint_wrapper: Checkpoint activations by way of TransformerEngine.
-        te_shard_fp8_weight: Gather TransformerEngine's weights in float8.
-        backward_prefetch: When the next module's weights are gathered in the backward pass: `'BACKWARD_PRE'` or
-            `'BACKWARD_POST'` its turn, or `'NONE'` ahead, for which `None` will do.
-        backward_prefetch_limit: How many modules ahead.
-        cpu_offload: Keep weights, gradients and optimizer state on the host between uses.
-        data_parallel_shard_degree: Over how many ranks the weights are sharded; -1 for all that the others leave.
-        data_parallel_replicate_degree: How many copies of the sharded model there are.
-        forward_prefetch: Gather the next module's weights ahead in the forward pass, too.
-        forward_prefetch_limit: How many modules ahead.
-        ignored_modules: Modules that stay whole on each rank. Their gradients are averaged all the same.
-        keep_low_precision_grads: Without effect; gradients are in float32 once they are reduced.
-        limit_all_gathers: Without effect; gathers are always limited.
-        load_monolith_rank0_only: Whether only rank 0 reads a checkpoint, and hands the weights on.
-        load_planner: A `LoadPlanner` of `torch.distributed.checkpoint`, for whoever loads a sharded checkpoint. `None`
-            lets it choose one that refuses the checkpoint of another model.
-        save_planner: A `SavePlanner`, for whoever saves one.
+        te_checkpoint_wrapper: Whether to checkpoint activations with TransformerEngine.
+        te_shard_fp8_weight: Whether to gather TransformerEngine's weights in float8.
+        backward_prefetch: When to gather the next module's weights in the backward pass: `'BACKWARD_PRE'` before or
+            `'BACKWARD_POST'` after the current module's computation, `'NONE'` or `None` not ahead of time.
+        backward_prefetch_limit: Number of modules to prefetch.
+        cpu_offload: Whether to keep weights, gradients and optimizer state on the host between uses.
+        data_parallel_shard_degree: Number of ranks that share the weights; -1 for all that the other degrees leave.
+        data_parallel_replicate_degree: Number of copies of the sharded model.
+        forward_prefetch: Whether to prefetch in the forward pass, too.
+        forward_prefetch_limit: Number of modules to prefetch there.
+        ignored_modules: Modules that are not sharded. Their gradients are averaged nevertheless.
+        keep_low_precision_grads: No effect; gradients are in float32 after their reduction.
+        limit_all_gathers: No effect; gathers are always limited.
+        load_monolith_rank0_only: Whether only rank 0 reads a checkpoint and broadcasts the weights.
+        load_planner: A `LoadPlanner` of `torch.distributed.checkpoint` for sharded checkpoints. `None` selects one that
+            rejects the checkpoint of another model.
+        save_planner: A `SavePlanner` of `torch.distributed.checkpoint` for sharded checkpoints.
         mixed_precision: `'FULL'`, `'DEFAULT'`, `'PURE'`, or a dict of `param_dtype`, `reduce_dtype` and
-            `buffer_dtype`; see `composer_fsdp.mixed_precision`. Torch's own `MixedPrecision` will do, too.
-        process_group: Which ranks share the weights, if not all: `'self'`, `'node'`, `'local_rank_across_nodes'`,
-            `'setK'`, `'modK'`, a list of ranks, a group, or a pair of these that share and that replicate.
-        sharded_ckpt_prefix_dir: What the folder of a sharded checkpoint is called.
+            `buffer_dtype`; see `composer_fsdp.mixed_precision`. Torch's own `MixedPrecision` is accepted, too.
+        process_group: Ranks that share the weights, if not all: `'self'`, `'node'`, `'local_rank_across_nodes'`,
+            `'setK'`, `'modK'`, a list of ranks, a group, or a pair of these for sharding and for replication.
+        sharded_ckpt_prefix_dir: Name of the folder of a sharded checkpoint.
         sharding_strategy: `'FULL_SHARD'`, `'SHARD_GRAD_OP'`, `'NO_SHARD'`, `'HYBRID_SHARD'` or `'_HYBRID_SHARD_ZERO2'`.
-        state_dict_type: How checkpoints are saved: `'full'`, `'sharded'` or `'local'`.
-        sync_module_states: Whether all ranks begin with rank 0's weights.
-        use_orig_params: Whether an optimizer may have several groups, or a part of the parameters.
-        verbose: Print the model and the settings, once it is sharded.
-        min_params: From how many parameters on a module is sharded by itself. `None` or 0 for none.
-        tie_policy: What becomes of modules that are to be sharded separately and share weights: `'error'`, or
-            `'group'` to shard them together.
+        state_dict_type: Format of checkpoints: `'full'`, `'sharded'` or `'local'`.
+        sync_module_states: Whether all ranks start with rank 0's weights.
+        use_orig_params: Whether an optimizer may have several groups, or only some of the parameters.
+        verbose: Whether to print the model and the settings after sharding.
+        min_params: Number of parameters from which a module is sharded as a unit. `None` or 0 disables this rule.
+        tie_policy: Treatment of units that share weights: `'error'`, or `'group'` to shard them together.
         grad_sync_every_microbatch: Whether gradients are reduced after each microbatch, which saves memory, or after
             the last one, which saves communication.
 
     Raises:
-        TypeError: If there is no such setting: with what replaced it, or the nearest names.
-        ValueError: If a device mesh is given, which follows from the degrees.
+        TypeError: If a setting is unknown; names its replacement, or similar names.
+        ValueError: If a device mesh is given, which the degrees determine.
 
     Example:
         >>> FSDPConfig(sharding_strategy="hybrid_shard", data_parallel_replicate_degree=2).sharding_strategy
@@ -128,11 +127,11 @@ class FSDPConfig(_Checked):
     tie_policy: str = "error"
     grad_sync_every_microbatch: bool = True
     _device_mesh: Any = field(default=None, init=False, repr=False, compare=False)
-    # The default that Composer documents is not what it is good to do: who did not ask gets the newer implementation.
+    # Composer documents True as the default, but the newer implementation is better unless the user chose otherwise.
     _asks_for_reentrant: bool = field(init=False, repr=False, compare=False)
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
-        """Refuse a mesh before anything else."""
+        """Reject a device mesh, and record an explicit choice of the reentrant implementation."""
         for key in ("device_mesh", "_device_mesh"):
             if key in settings:
                 raise ValueError(
@@ -147,7 +146,7 @@ class FSDPConfig(_Checked):
     def __post_init__(self) -> None:
         for name in ("sharding_strategy", "backward_prefetch", "mixed_precision"):
             setattr(self, name, _in_case(getattr(self, name), str.upper))
-        if self.backward_prefetch is None:  # as PyTorch's first version of FSDP says it
+        if self.backward_prefetch is None:  # PyTorch's FSDP1 uses None for no prefetching
             self.backward_prefetch = "NONE"
         for name in ("state_dict_type", "tie_policy", "activation_checkpointing"):
             setattr(self, name, _in_case(getattr(self, name), str.lower))
@@ -159,21 +158,21 @@ class FSDPConfig(_Checked):
         Args:
             settings: Fields of this class, and `flatten_parameters`, `min_params` and `load_fsdp_monolith_rank0_only`,
                 each with a `DeprecationWarning`.
-            stacklevel: To whose line the warnings point; 1 is the caller's.
+            stacklevel: Stack level of the warnings; 1 is the caller's line.
 
         Raises:
-            TypeError, ValueError: As the constructor.
+            TypeError, ValueError: See the constructor.
         """
         return cls(**take_legacy_keys(settings, stacklevel=stacklevel + 1))
 
     @property
     def asks_for_reentrant(self) -> bool:
-        """Whether somebody chose the reentrant implementation of activation checkpointing."""
+        """Return whether the reentrant implementation of activation checkpointing was set explicitly."""
         return self._asks_for_reentrant
 
     @property
     def device_mesh(self) -> Any:
-        """The ranks that share and replicate the weights, once the model is sharded."""
+        """The mesh of ranks that shard and replicate the weights, once the model is sharded."""
         return self._device_mesh
 
     @device_mesh.setter
@@ -186,26 +185,26 @@ def _read_only(name: str, value: Any) -> property:
         return value
 
     answer.__name__ = name
-    return property(answer, doc=f"Always {value!r}; an `FSDPConfig` lets one choose.")
+    return property(answer, doc=f"Always {value!r}; set it with an `FSDPConfig`.")
 
 
 @dataclass
 class FSDP2Config(_Checked):
-    """How a model is sharded, in the few settings of FSDP2's own function.
+    """Settings of FSDP in the few terms of torch's `fully_shard`.
 
     Args:
         device_mesh: The ranks: 1-D shards over all of them, 2-D replicates over the first axis. All ranks when `None`.
-        reshard_after_forward: Whether weights are freed after the forward pass; a number keeps them sharded over
-            groups of so many ranks.
-        activation_checkpointing: As in `FSDPConfig`.
-        activation_cpu_offload: As in `FSDPConfig`.
-        state_dict_type: As in `FSDPConfig`.
-        load_monolith_rank0_only: As in `FSDPConfig`.
-        mixed_precision: As in `FSDPConfig`.
-        verbose: Log the model and the settings, once it is sharded.
+        reshard_after_forward: Whether to free weights after the forward pass; a number keeps them sharded over groups
+            of that many ranks.
+        activation_checkpointing: See `FSDPConfig`.
+        activation_cpu_offload: See `FSDPConfig`.
+        state_dict_type: See `FSDPConfig`.
+        load_monolith_rank0_only: See `FSDPConfig`.
+        mixed_precision: See `FSDPConfig`.
+        verbose: Whether to log the model and the settings after sharding.
 
     Raises:
-        TypeError: If there is no such setting: with what replaced it, or the nearest names.
+        TypeError: If a setting is unknown; names its replacement, or similar names.
     """
 
     device_mesh: Any = None
@@ -229,12 +228,12 @@ class FSDP2Config(_Checked):
         self.mixed_precision = _in_case(self.mixed_precision, str.upper)
         for name in ("state_dict_type", "activation_checkpointing"):
             setattr(self, name, _in_case(getattr(self, name), str.lower))
-        # The text is Composer's, whose users filter it.
+        # Composer's text, which users' warning filters match.
         warnings.warn("FSDP2 Config/APIs are experimental and subject to heavy changes", UserWarning, stacklevel=3)
 
     @property
     def sync_module_states(self) -> bool:
-        """Whether the ranks were given rank 0's weights; set when the model is sharded."""
+        """Whether the ranks received rank 0's weights; set when the model is sharded."""
         return self._sync_module_states
 
     @sync_module_states.setter
@@ -243,15 +242,12 @@ class FSDP2Config(_Checked):
 
     @classmethod
     def settable_attrs(cls) -> set[str]:
-        """Return the names of the settings."""
+        """Return the names of all settings."""
         return _names(cls)
 
     @classmethod
     def from_compatible_attrs(cls, attrs: Mapping[str, Any]) -> Self:
-        """Build a configuration from a dict that may have settings of `FSDPConfig`, too, which are passed over.
-
-        Each of those gives a `UserWarning`.
-        """
+        """Build a configuration from a dict, ignoring settings of `FSDPConfig` with a `UserWarning` each."""
         known = cls.settable_attrs()
         for name, value in attrs.items():
             if name not in known:
@@ -266,17 +262,17 @@ class FSDP2Config(_Checked):
 
 @dataclass
 class TPConfig(_Checked):
-    """How single tensors are split over ranks.
+    """Settings of tensor parallelism.
 
     Args:
-        device_mesh: The ranks that hold one tensor together. Made from the degree when `None`.
-        tensor_parallel_degree: How many ranks hold one tensor together.
-        layer_plan: From patterns of module names to torch's `ParallelStyle`, such as
-            `{'blocks.*.up': ColwiseParallel(), 'blocks.*.down': RowwiseParallel()}`. Without one no tensor is split,
-            unless the model comes with tensors that are, and there is a `UserWarning`.
+        device_mesh: The ranks that share each tensor. Built from the degree when `None`.
+        tensor_parallel_degree: Number of ranks that share each tensor.
+        layer_plan: A torch `ParallelStyle` by pattern of module names, such as
+            `{'blocks.*.up': ColwiseParallel(), 'blocks.*.down': RowwiseParallel()}`. Without it only tensors that
+            the model has split itself are, with a `UserWarning` if there are none.
 
     Raises:
-        TypeError: If there is no such setting: with the nearest names.
+        TypeError: If a setting is unknown; names similar ones.
     """
 
     device_mesh: Any = None
@@ -286,15 +282,15 @@ class TPConfig(_Checked):
 
 @dataclass
 class ParallelismConfig(_Checked):
-    """How a model is spread over ranks.
+    """Settings of data and tensor parallelism.
 
     Args:
         fsdp: Settings of sharding.
         tp: Settings of tensor parallelism, which needs one of the other two.
-        fsdp2: Settings of sharding, in the narrower form.
+        fsdp2: Settings of sharding in their shorter form.
 
     Raises:
-        TypeError: If there is no such part: with the nearest names.
+        TypeError: If a key is unknown; names similar ones.
     """
 
     fsdp: FSDPConfig | None = None
@@ -322,10 +318,10 @@ _BY_NAME = {name.lower(): size for name, size in _UNITS.items()}
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return how many bytes a text such as `'80GiB'` means. `'80G'` is gibibytes, as the names of devices mean it.
+    """Return the number of bytes in a text such as `'80GiB'`. `'80G'` means gibibytes, as in the names of devices.
 
     Raises:
-        ValueError: If it is no number with a unit, or not more than 0.
+        ValueError: If the text is not a positive number with a unit.
 
     Example:
         >>> parse_bytes("1.5KiB"), parse_bytes("2 kB"), parse_bytes("1k")
@@ -337,13 +333,14 @@ def parse_bytes(text: str | int) -> int:
     size = 0 if match is None or factor is None else int(float(match[1]) * factor)
     if size <= 0:
         raise ValueError(
-            f"{text!r} is no amount of memory. Give a number above 0 and one of {', '.join(_UNITS)}, such as '80GiB'."
+            f"{text!r} is not an amount of memory. Give a number above 0 and one of {', '.join(_UNITS)}, "
+            f"such as '80GiB'."
         )
     return size
 
 
 def format_bytes(size: float) -> str:
-    """Return a number of bytes in the largest binary unit that it fills.
+    """Format a number of bytes in the largest binary unit that is not larger than it.
 
     Example:
         >>> format_bytes(1536), format_bytes(80 * 2**30)
@@ -356,17 +353,17 @@ def format_bytes(size: float) -> str:
 
 
 AXES = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
-"""The names of a mesh's axes, in their order."""
+"""The names of a mesh's axes, in order."""
 
 FILLS_UP = -1
-"""The degree of an axis that takes what the others leave."""
+"""The degree of the axis that takes the remaining ranks."""
 
 
 def fill_degrees(config: FSDPConfig | FSDP2Config, tp: TPConfig | None, world_size: int) -> dict[str, int]:
-    """Return how long each axis is, with the one that takes what the others leave filled in.
+    """Return the length of each axis, with a degree of -1 replaced by the remaining ranks.
 
     Raises:
-        ValueError: If the degrees do not multiply to the number of ranks, or two of them are -1.
+        ValueError: If the degrees do not multiply to the number of ranks, or several are -1.
 
     Example:
         >>> fill_degrees(FSDPConfig(data_parallel_replicate_degree=2), None, world_size=8)
@@ -407,10 +404,10 @@ def _listed(degrees: Mapping[str, int]) -> str:
 
 
 def check_degree(axis: str, degree: object) -> int:
-    """Return a degree if it is one.
+    """Return a degree if it is valid.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If it is neither -1 nor 1 or more.
     """
     if isinstance(degree, int) and not isinstance(degree, bool) and (degree >= 1 or degree == FILLS_UP):
         return degree
@@ -445,12 +442,12 @@ _UNDERSTOOD_LATER = {
 
 
 def by_name(value: Any) -> Any:
-    """Return the name of an enumeration's member, such as torch's `ShardingStrategy.FULL_SHARD`; else the value."""
+    """Return an enumeration member's name, such as for torch's `ShardingStrategy.FULL_SHARD`; else the value itself."""
     return value.name if isinstance(value, Enum) else value
 
 
 def explain_key(key: object, known: Iterable[str]) -> str:
-    """Return a sentence on an unknown key: what replaced it, or the names that are nearest."""
+    """Return a hint about an unknown key: its replacement, or similar keys."""
     known = frozenset(known)
     if key in _RENAMED and key not in known:
         return f"Instead of it, {_RENAMED[str(key)]}."
@@ -462,10 +459,10 @@ def explain_key(key: object, known: Iterable[str]) -> str:
 
 
 def check_keys(where: str, keys: Iterable[object], known: Iterable[str]) -> None:
-    """Refuse keys that are no settings.
+    """Raise for unknown keys.
 
     Raises:
-        TypeError: With what replaced the key, or the nearest names.
+        TypeError: Names the key's replacement, or similar keys.
     """
     known = frozenset(known)
     for key in keys:
@@ -474,7 +471,7 @@ def check_keys(where: str, keys: Iterable[object], known: Iterable[str]) -> None
 
 
 def take_legacy_keys(settings: Mapping[str, Any], *, stacklevel: int) -> dict[str, Any]:
-    """Return FSDP settings under today's names, with a `DeprecationWarning` for each that is not.
+    """Return FSDP settings under their current names, with a `DeprecationWarning` for each older name.
 
     Raises:
         ValueError: If a setting is given under both names.

@@ -1,15 +1,15 @@
-"""Which ranks belong together: the values of `process_group`.
+"""Process groups by the values of `process_group`.
 
-| value | ranks of the group that has rank g, of W ranks with L on each node |
+| value | ranks of the group of rank g, of W ranks with L on each node |
 |---|---|
 | `'self'`, `'set1'` | g alone |
 | `'node'` | as `'setL'` |
 | `'local_rank_across_nodes'` | as `'modL'` |
 | `'setK'` | K consecutive ranks |
 | `'modK'` | every K-th rank |
-| a list of ranks | those; each rank gives its own list |
-| a pair of these | the ranks that share, and the ranks that replicate |
-| a `ProcessGroup` | its own |
+| a list of ranks | these ranks; each rank gives its own list |
+| a pair of these | the ranks that shard, and the ranks that replicate |
+| a `ProcessGroup` | its ranks |
 """
 
 import re
@@ -32,15 +32,15 @@ _ACCEPTED = (
 
 
 def check_group(group: Any, world_size: int | None) -> bool:
-    """Refuse what is no `process_group`, and say whether it is a pair, of ranks that share and ranks that replicate.
+    """Validate a `process_group`, and return whether it is a pair of groups that shard and that replicate.
 
     Args:
-        group: What a user gave.
-        world_size: How many ranks there are; `None` if that does not matter yet.
+        group: The user's value.
+        world_size: Number of ranks; `None` if not known yet.
 
     Raises:
-        ValueError: If it is none, or names a rank twice or one that there is not.
-        RuntimeError: If the ranks cannot be dealt out in sets of that size.
+        ValueError: If the value is invalid, or a rank is repeated or out of range.
+        RuntimeError: If the size of the sets does not divide the number of ranks.
     """
     if is_pair(group):
         _check_pair(group, world_size)
@@ -68,15 +68,15 @@ def _check_pair(pair: Any, world_size: int | None) -> None:
 
 
 def check_grids(pair: Any, shares: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]) -> None:
-    """Refuse groups of two kinds that do not cross each other as the rows and columns of grids.
+    """Raise if the groups of a pair do not cross each other like rows and columns of grids.
 
     Args:
-        pair: What a user gave.
-        shares: Of each rank, those that it shares with, ascending.
-        replicas: Of each rank, those that it replicates with, ascending.
+        pair: The user's value.
+        shares: For each rank, the ranks that it shards with, ascending.
+        replicas: For each rank, the ranks that it replicates with, ascending.
 
     Raises:
-        ValueError: If a rank's columns are not those of the ranks in its row.
+        ValueError: If the groups do not form a grid.
     """
     checked: set[int] = set()
     for rank in range(len(shares)):
@@ -94,23 +94,23 @@ def check_grids(pair: Any, shares: Sequence[Sequence[int]], replicas: Sequence[S
 
 
 def size_of_group(group: Any, world_size: int, local_world_size: int) -> int:
-    """Return how many ranks a group has that is no pair."""
+    """Return the number of ranks of a group that is not a pair."""
     if isinstance(group, str):
         return len(ranks_of(group, 0, world_size, local_world_size))
     return group.size() if isinstance(group, tdist.ProcessGroup) else len(group)
 
 
 def is_pair(group: Any) -> bool:
-    """Say whether a value names two groups."""
+    """Return whether a value is a pair of groups."""
     return isinstance(group, tuple | list) and len(group) == 2 and not _is_ranks(group)
 
 
 def ranks_of(name: str, rank: int, world_size: int, local_world_size: int) -> list[int]:
-    """Return the ranks of a named group that one rank belongs to.
+    """Return the ranks of the named group that a rank belongs to.
 
     Raises:
-        ValueError: If there is no such name.
-        RuntimeError: If the ranks cannot be dealt out in sets of that size.
+        ValueError: If the name is unknown.
+        RuntimeError: If the size of the sets does not divide the number of ranks.
 
     Example:
         >>> ranks_of("set2", rank=3, world_size=4, local_world_size=4)
@@ -140,16 +140,16 @@ def ranks_of(name: str, rank: int, world_size: int, local_world_size: int) -> li
 
 
 class GroupCache:
-    """Makes process groups, each once: who asks for the same ranks again gets the same group."""
+    """A cache of process groups: the same ranks get the same group again."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[tuple[int, ...], ...], tdist.ProcessGroup] = {}
 
     def get(self, group: Any) -> tdist.ProcessGroup:
-        """Return the group that this rank belongs to. Every rank must call this, with what `check_group` accepts.
+        """Return this rank's group for a value that `check_group` accepts. Every rank must call this.
 
         Raises:
-            ValueError: On every rank, if the lists of ranks that the ranks gave contradict each other.
+            ValueError: On every rank, if the ranks' lists contradict each other.
         """
         if isinstance(group, tdist.ProcessGroup):
             return group
@@ -160,12 +160,12 @@ class GroupCache:
         else:
             lists = dist.all_gather_object([int(member) for member in group])
             _check_lists(lists)
-        # Known alike on every rank, so that all of them make the group or none does.
+        # Equal on every rank, so that either all ranks create the group or none does.
         key = tuple(tuple(members) for members in lists)
         if key not in self._groups:
             distinct = [list(members) for members in dict.fromkeys(tuple(sorted(members)) for members in lists)]
             own, _ = tdist.new_subgroups_by_enumeration(distinct)
-            assert isinstance(own, tdist.ProcessGroup)  # each rank is in the list that it gave
+            assert isinstance(own, tdist.ProcessGroup)  # each rank is in its own list
             self._groups[key] = own
         assert rank in key[rank]
         return self._groups[key]
@@ -192,18 +192,18 @@ def _check_lists(lists: list[list[int]]) -> None:
 
 
 def own_region(sharded: DTensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return the part of a whole tensor that this rank's shard holds, as a view.
+    """Return the part of a full tensor that corresponds to this rank's shard, as a view.
 
     Args:
-        sharded: Says which part.
-        whole: Of the same shape as `sharded` altogether.
+        sharded: The sharded tensor.
+        whole: A full tensor of the same shape.
     """
-    (chunk,) = sharded.__create_chunk_list__()  # the method through which torch's own checkpoints ask a tensor
+    (chunk,) = sharded.__create_chunk_list__()  # as torch's own checkpoints do
     return _narrow(whole, chunk.offsets, sharded.to_local().shape)
 
 
 def _narrow(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
-        # A rank beyond the last row holds nothing, and its offset may lie behind the end.
+        # A rank beyond the last row has an empty shard, whose offset may lie beyond the end.
         whole = whole.narrow(dim, min(start, whole.shape[dim] - length), length)
     return whole

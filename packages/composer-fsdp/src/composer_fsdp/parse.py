@@ -1,4 +1,4 @@
-"""A Trainer's arguments on parallelism, in all their spellings, as one `ParallelismConfig`."""
+"""Conversion of a Trainer's arguments on parallelism into a `ParallelismConfig`."""
 
 import copy
 import os
@@ -26,20 +26,20 @@ def parse_parallelism(
     load_fsdp_monolith_rank0_only: bool | None = None,
     stacklevel: int = 1,
 ) -> ParallelismConfig | None:
-    """Return the settings that the arguments of a Trainer mean, or `None` without any.
+    """Return the parallelism settings of a Trainer's arguments, or `None` without any.
 
     Args:
         parallelism_config: A `ParallelismConfig`, or a dict with the keys `fsdp`, `fsdp2` and `tp`, each a
             configuration or a dict of its settings. A dict under `fsdp` is an `FSDPConfig`, or with `FSDP_VERSION=2` in
             the environment an `FSDP2Config`.
-        fsdp_config: The older spelling of `parallelism_config={'fsdp': ...}`.
-        fsdp_auto_wrap: The older spelling of `fsdp_config['auto_wrap']`.
-        load_fsdp_monolith_rank0_only: The older spelling of `fsdp_config['load_monolith_rank0_only']`.
-        stacklevel: To whose line warnings point; 1 is the caller's.
+        fsdp_config: Older form of `parallelism_config={'fsdp': ...}`.
+        fsdp_auto_wrap: Older form of `fsdp_config['auto_wrap']`.
+        load_fsdp_monolith_rank0_only: Older form of `fsdp_config['load_monolith_rank0_only']`.
+        stacklevel: Stack level of warnings; 1 is the caller's line.
 
     Raises:
         ValueError: If settings are given twice, or `FSDP_VERSION` is neither 1 nor 2.
-        TypeError: If something is of another kind, or has a key that is no setting.
+        TypeError: If a value has the wrong type or an unknown key.
 
     Example:
         >>> parse_parallelism({"fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}}).fsdp.sharding_strategy
@@ -71,12 +71,12 @@ def parse_parallelism(
             "model is sharded once. Give one of them; 'fsdp' has more settings."
         )
     tp = _instance("tp", parts.get("tp"), TPConfig)
-    # Copies, since a run writes its mesh into them, which the next run of the same settings must not find.
+    # Copies, since a run stores its mesh in them, which the next run with the same settings must not find.
     return ParallelismConfig(fsdp=copy.copy(fsdp), fsdp2=copy.copy(fsdp2), tp=copy.copy(tp))
 
 
 def _parts(config: Any) -> dict[str, Any]:
-    """Return what was given under each key."""
+    """Return the settings under each key."""
     if config is None:
         return {}
     if isinstance(config, Mapping):
@@ -150,9 +150,9 @@ def _instance(part: str, given: Any, cls: Any) -> Any:
 
 
 SHARDING_MAP: dict[str, ShardingStrategy] = dict(ShardingStrategy.__members__)
-"""How FSDP's first version shards, by the names that settings have for it."""
+"""The strategies of PyTorch's FSDP1 by name."""
 BACKWARD_PREFETCH_MAP: dict[str, BackwardPrefetch | None] = {"NONE": None, **BackwardPrefetch.__members__}
-"""When FSDP's first version gathers what the backward pass needs next, by the names that settings have for it."""
+"""The prefetching modes of PyTorch's FSDP1 by name."""
 
 
 def get_mixed_precision(
@@ -160,18 +160,18 @@ def get_mixed_precision(
     mixed_precision: str | Mapping[str, Any] = "DEFAULT",
     keep_low_precision_grads: bool = False,
 ) -> tuple[MixedPrecision, torch.dtype, torch.dtype, torch.dtype]:
-    """Return the formats that a `mixed_precision` setting means, see `composer_fsdp.mixed_precision`.
+    """Return the dtypes of a `mixed_precision` setting; see `composer_fsdp.mixed_precision`.
 
     Args:
-        precision: In which the run computes.
+        precision: Precision of the run.
         mixed_precision: `'FULL'`, `'DEFAULT'`, `'PURE'`, or a dict.
-        keep_low_precision_grads: Only told on; gradients are in float32 once they are reduced.
+        keep_low_precision_grads: Only passed on; gradients are in float32 after their reduction.
 
     Returns:
-        All of them as PyTorch's own setting, and those of weights, of reductions and of buffers.
+        PyTorch's `MixedPrecision`, and the dtypes of weights, reductions and buffers.
 
     Raises:
-        ValueError: If the setting is none of these, or a format has no such name.
+        ValueError: If the setting or a dtype is unknown.
 
     Example:
         >>> get_mixed_precision("amp_bf16", "PURE")[1:]

@@ -1,4 +1,4 @@
-"""The one form that all settings are turned into before anything is sharded."""
+"""`ShardingPlan`: all settings in one form, validated before sharding."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -45,18 +45,18 @@ _ON_ONE_AXIS = {after: before for before, after in _ON_TWO_AXES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingPlan:
-    """What all settings say together, checked against each other. `make_plan` makes it.
+    """All settings of a sharding, checked against each other by `make_plan`.
 
     Attributes:
         version: 1 for an `FSDPConfig`, 2 for an `FSDP2Config`.
-        sharding_strategy: One of `STRATEGIES`, after the number of axes was taken into account.
-        reshard_after_forward: Whether weights are freed after a forward pass; a number keeps them sharded over so many
-            ranks.
-        degrees: Over how many ranks the weights are replicated, sharded and split, by axis. Empty where groups say so.
-        process_group: Which ranks share the weights, where no degrees say so.
-        dtypes: What is computed, reduced and seen in which format.
-        tp_device_mesh: The ranks that hold one tensor together, if a user gave them.
-        layer_plan: How tensor parallelism splits modules, by patterns of their names.
+        sharding_strategy: One of `STRATEGIES`, adapted to the number of axes.
+        reshard_after_forward: Whether weights are freed after a forward pass; a number keeps them sharded over that
+            many ranks.
+        degrees: Degrees of replication, sharding and tensor parallelism by axis. Empty if groups determine them.
+        process_group: Ranks that share the weights, if no degrees are given.
+        dtypes: Dtypes of computation, reduction and buffers.
+        tp_device_mesh: The user's mesh of tensor parallelism.
+        layer_plan: Styles of tensor parallelism by pattern of module names.
 
     The others are as in `FSDPConfig`.
     """
@@ -95,20 +95,20 @@ class ShardingPlan:
 
     @property
     def replicates(self) -> bool:
-        """Whether there are several copies of the sharded model."""
+        """Return whether there are several copies of the sharded model."""
         return self.sharding_strategy in _ON_ONE_AXIS
 
     @property
     def shard_degree(self) -> int | None:
-        """Over how many ranks the weights are sharded, where that is known before there are groups of ranks."""
+        """The number of ranks that share the weights, if known before process groups exist."""
         if self.device_mesh is not None:
             return self.device_mesh.shape[-1]
         return self.degrees.get(AXES[1])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings that decide how ranks go on together, as values that JSON knows.
+        """Return the settings that all ranks must have in common, as JSON values.
 
-        Two plans with the same dict shard a model in the same way.
+        Plans with equal dicts shard a model in the same way.
         """
         left_out = {"version", "verbose", "mixed_precision", "dtypes", "ignored_modules", "tp_device_mesh"}
         settings = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in left_out}
@@ -127,7 +127,7 @@ class ShardingPlan:
         return settings
 
     def describe(self) -> str:
-        """Return one line for each setting, `FSDP: Using <key>=<value>`."""
+        """Return a text with one line per setting, `FSDP: Using <key>=<value>`."""
         settings = self.to_dict()
         first = ("sharding_strategy", "cpu_offload", "param_dtype", "reduce_dtype", "buffer_dtype")
         lines = {"sharding_strategy": self.sharding_strategy, "cpu_offload": self.cpu_offload}
@@ -143,18 +143,18 @@ def make_plan(
     world_size: int,
     stacklevel: int = 1,
 ) -> ShardingPlan:
-    """Check settings against each other and turn them into a plan. No rank asks another one.
+    """Validate settings and convert them into a plan, without communication.
 
     Args:
         config: The settings.
-        precision: In which the run computes.
-        world_size: How many ranks there are.
-        stacklevel: To whose line warnings point; 1 is the caller's.
+        precision: Precision of the run.
+        world_size: Number of ranks.
+        stacklevel: Stack level of warnings; 1 is the caller's line.
 
     Raises:
-        ValueError: If a setting is none of those that there are, or contradicts another.
-        TypeError: If the settings are of another kind, such as a dict.
-        ModuleNotFoundError: If TransformerEngine is asked for and not installed.
+        ValueError: If a setting is invalid or contradicts another.
+        TypeError: If the settings have the wrong type, such as a dict.
+        ModuleNotFoundError: If TransformerEngine is requested but not installed.
 
     Example:
         >>> config = FSDPConfig(sharding_strategy="HYBRID_SHARD", data_parallel_replicate_degree=2)
@@ -191,7 +191,7 @@ def make_plan(
         shared |= _from_fsdp2(own, tp, world_size, stacklevel + 1)
     else:
         shared |= _from_fsdp(own, tp, world_size, stacklevel + 1)
-    if tp is not None:  # -1 is filled in by now
+    if tp is not None:  # fill_degrees has replaced a degree of -1
         shared["tensor_parallel_degree"] = shared["degrees"].get(AXES[2], tp.tensor_parallel_degree)
     plan = ShardingPlan(version=2 if isinstance(own, FSDP2Config) else 1, **shared)
     check_reshard(plan.reshard_after_forward, plan.shard_degree)
@@ -222,7 +222,7 @@ def _from_fsdp2(config: FSDP2Config, tp: TPConfig | None, world_size: int, stack
 
 
 def _check_both_meshes(mesh: Any, tp: TPConfig, world_size: int) -> None:
-    """Refuse a mesh of a user's own beside which there is none of the ranks that hold one tensor together."""
+    """Raise if a user's mesh does not fit the mesh of tensor parallelism."""
     if tp.device_mesh is None:
         raise ValueError(
             f"FSDP2Config has device_mesh={mesh!r}, and TPConfig has none. Give both the parts of one mesh, such as "
@@ -285,7 +285,7 @@ def _from_fsdp(config: FSDPConfig, tp: TPConfig | None, world_size: int, stackle
 def _strategy_that_fits(
     config: FSDPConfig, group: Any, has_degrees: bool, splits_tensors: bool, stacklevel: int
 ) -> str:
-    """Return the strategy, converted if it is for another number of axes than there are."""
+    """Return the strategy, converted if the number of axes differs."""
     strategy = config.sharding_strategy
     if group is not None:
         axes = 2 if check_group(group, None) else 1
@@ -331,32 +331,32 @@ _NARROW_KEYS_OF_A_UNIT = ("reshard_after_forward", "mixed_precision", "device_me
 
 
 def function_of(name: str, root: nn.Module) -> WrapFunction | None:
-    """Return a root's `fsdp_wrap_fn`, if it has one.
+    """Return a root's `fsdp_wrap_fn`, or `None`.
 
     Raises:
-        TypeError: If what it has cannot be called.
+        TypeError: If the attribute is not callable.
     """
     function: Any = getattr(root, "fsdp_wrap_fn", None)
     if function is not None and not callable(function):
         raise TypeError(
-            f"{name or 'the model'}.fsdp_wrap_fn={function!r} is no function. Define fsdp_wrap_fn(self, module), which "
-            f"returns True, False or a dict of settings."
+            f"{name or 'the model'}.fsdp_wrap_fn={function!r} is not a function. Define fsdp_wrap_fn(self, module), "
+            f"which returns True, False or a dict of settings."
         )
     return cast("WrapFunction | None", function)
 
 
 def answer_of(function: WrapFunction | None, name: str, module: nn.Module) -> bool | Mapping[str, Any]:
-    """Return what a function says of a module; nothing at all is a no.
+    """Return the result of a wrap function for a module; `None` counts as `False`.
 
     Raises:
-        TypeError: If the answer is neither yes, no, nor a dict.
+        TypeError: If the result is neither a bool nor a dict.
     """
     answer: Any = None if function is None else function(module)
     if answer is None:
         return False
     if isinstance(answer, Mapping):
         options = {key: by_name(value) for key, value in answer.items()}
-        if options.get("backward_prefetch", "") is None:  # as PyTorch's first version of FSDP says it
+        if options.get("backward_prefetch", "") is None:  # PyTorch's FSDP1 uses None for no prefetching
             options["backward_prefetch"] = "NONE"
         return options
     if isinstance(answer, bool):
@@ -368,11 +368,11 @@ def answer_of(function: WrapFunction | None, name: str, module: nn.Module) -> bo
 
 
 def check_options(name: str, options: Mapping[str, Any], plan: ShardingPlan) -> None:
-    """Refuse settings that a single unit cannot have.
+    """Raise for settings that a single unit cannot have.
 
     Raises:
-        ValueError: If there is no such setting, or no such value. A KeyError for the keys of an `FSDP2Config`.
-        RuntimeError: If the ranks cannot be dealt out into the process group.
+        ValueError: If a setting or its value is unknown. A KeyError for the keys of an `FSDP2Config`.
+        RuntimeError: If the process group does not divide the ranks.
     """
     if plan.version == 2:
         _check_narrow_keys(name, options)
@@ -380,7 +380,7 @@ def check_options(name: str, options: Mapping[str, Any], plan: ShardingPlan) -> 
         for key in options:
             if key not in _KEYS:
                 raise ValueError(
-                    f"fsdp_wrap_fn returned the setting {key!r} for {name!r}, which is none of a single module. "
+                    f"fsdp_wrap_fn returned the setting {key!r} for {name!r}, which a single module does not have. "
                     f"{explain_key(key, _KEYS)} Valid keys are: {', '.join(_KEYS)}."
                 )
     try:
@@ -393,14 +393,14 @@ def _check_narrow_keys(name: str, options: Mapping[str, Any]) -> None:
     allowed = FSDP2Config.settable_attrs()
     if not allowed >= set(options):
         wrong = next(key for key in options if key not in allowed)
-        # The text is Composer's; users compare its beginning.
+        # Composer's text, whose beginning users compare.
         raise KeyError(
             f"Invalid FSDP2 config keys in wrap_fn return value. Valid keys are: {allowed}. The dict for {name!r} "
             f"has {wrong!r}. {explain_key(wrong, allowed)}"
         )
     for key in options:
         if key not in _NARROW_KEYS_OF_A_UNIT:
-            warn(  # without the unit's name, so that it is said once for all of them
+            warn(  # without the unit's name, so that Python shows it only once
                 f"fsdp_wrap_fn returned {key}={options[key]!r}, which does nothing: it is a setting of the whole "
                 f"model. Set it in the FSDP2Config; a unit has {', '.join(_NARROW_KEYS_OF_A_UNIT)}.",
                 stacklevel=2,
@@ -438,7 +438,7 @@ def _check_values(options: Mapping[str, Any], plan: ShardingPlan) -> None:
 
 
 def _shard_degree(options: Mapping[str, Any], plan: ShardingPlan) -> int | None:
-    """Return over how many ranks a unit is going to be sharded, as far as no rank has to ask another one."""
+    """Return the number of ranks that share a unit, as far as known without communication."""
     mesh: DeviceMesh | None = options.get("device_mesh", plan.device_mesh)
     group: Any = options.get("process_group")
     strategy = str(options.get("sharding_strategy")).upper()

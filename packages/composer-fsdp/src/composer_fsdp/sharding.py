@@ -1,4 +1,4 @@
-"""A model and its optimizer, sharded by a plan."""
+"""Sharding of a model and its optimizers by a plan."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,18 +52,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """What became of a model.
+    """The result of sharding a model.
 
     Attributes:
         model: The model, which was changed in place.
-        plan: What it was sharded by.
-        meshes: How the ranks are arranged.
-        units: What was sharded as one, descendants first.
-        roots: The outermost sharded modules, each of which runs forward and backward by itself.
-        whole: The trainable parameters that every rank has whole, whose gradients nobody averages but the strategy.
-        local_meshes: The meshes on which a part of the ranks have weights of their own.
-        prefetch: Which units gather which others ahead.
-        holders: The modules that have parameters of their own, with the names of these.
+        plan: The plan of the sharding.
+        meshes: The arrangement of the ranks.
+        units: The modules that are sharded as one, descendants first.
+        roots: The outermost sharded modules, each of which runs forward and backward on its own.
+        whole: Trainable parameters that are not sharded, whose gradients only the strategy averages.
+        local_meshes: The meshes of fewer than all ranks, on which ranks have different weights.
+        prefetch: The prefetching between units.
+        holders: The modules that own parameters, with the names of these.
     """
 
     model: nn.Module
@@ -77,12 +77,12 @@ class ShardedModel:
     holders: Mapping[nn.Module, frozenset[str]]
 
     def check_unchanged(self) -> None:
-        """Refuse parameters that the model was given since, of which the ranks that train it do not know.
+        """Raise if parameters were added or moved since the model was sharded.
 
-        Also one that was there already and has moved to another module is where nobody gathers it.
+        FSDP would neither gather nor average a new parameter, or one that moved to another module.
 
         Raises:
-            ValueError: With their names.
+            ValueError: With the names of the parameters.
         """
         late = [
             f"{prefix}.{name}".lstrip(".")
@@ -110,27 +110,28 @@ def shard_model(
     check_fn: Callable[[nn.Module], bool] | None = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
 ) -> ShardedModel:
-    """Shard a model, in place, and let its optimizers own the shards. Every rank must call this.
+    """Shard a model and its optimizers, in place. Every rank must call this.
 
-    All that can be refused without asking other ranks is refused first.
+    Errors that need no communication are raised first.
 
     Args:
-        model: Whose direct children are sharded.
-        plan: How.
-        device: Where this rank computes.
-        optimizers: Made for the model.
-        mesh: The mesh of all axes, if somebody has made it.
-        wraps_itself: Whether the model itself is the root, in place of its children.
-        wrap_fn: In place of the `fsdp_wrap_fn` of the roots.
-        check_fn: In place of the `activation_checkpointing_fn` of the children.
-        param_init_fn: Fills weights on the meta device for which no module has a function of that name.
+        model: The model, whose direct children are sharded.
+        plan: The plan of the sharding.
+        device: The device of this rank.
+        optimizers: The model's optimizers.
+        mesh: An existing mesh of all axes.
+        wraps_itself: Whether the model itself is the root, instead of its children.
+        wrap_fn: Replacement for the `fsdp_wrap_fn` of the roots.
+        check_fn: Replacement for the `activation_checkpointing_fn` of the children.
+        param_init_fn: Initializes weights on the meta device in modules without a function of that name.
 
     Raises:
-        ValueError, KeyError, NotImplementedError, RuntimeError: If model, optimizers and plan do not go together.
+        ValueError, KeyError, NotImplementedError, RuntimeError: If model, optimizers and plan do not fit together.
     """
     choice = choose(model, plan, optimizers, wraps_itself=wraps_itself, wrap_fn=wrap_fn, check_fn=check_fn)
     syncs = plan.sync_module_states and plan.auto_wrap
     beginning = meta_init.agree_on_beginning(model, sync=syncs, follows_weights=plan.version == 2)
+    # Before sharding, while every rank still has full weights to compare.
     if beginning is meta_init.Beginning.REAL and plan.auto_wrap:
         warn_of_different_weights(model)
     state = meta_init.state_to_share(model) if beginning is meta_init.Beginning.RANK_ZERO else {}
@@ -145,7 +146,7 @@ def shard_model(
         if beginning is meta_init.Beginning.RANK_ZERO:
             meta_init.take_rank_zero_state(model, state, sharder.storage)
         elif beginning is meta_init.Beginning.META:
-            # No rank waits for another in it, so that all can be told of one whose function fails.
+            # It has no collectives, so a rank whose function fails can report that to the others.
             agreed(partial(meta_init.initialize, model, sharder.storage, param_init_fn), lambda _: {})
     _move_the_rest(model, device)
     rebuild(optimizers, choice.names, model)
@@ -165,7 +166,7 @@ def shard_model(
 
 
 class Sharder:
-    """Gives one unit after the other to `fully_shard`."""
+    """Applies `fully_shard` to units, descendants first."""
 
     def __init__(self, plan: ShardingPlan, meshes: Meshes, device: torch.device) -> None:
         self._plan = plan
@@ -176,7 +177,7 @@ class Sharder:
         self.storage = torch.device("cpu") if plan.cpu_offload else device
 
     def shard(self, unit: Unit) -> None:
-        """Shard one unit, whose descendants have been."""
+        """Shard a unit, after its descendants."""
         options = unit.options
         dtypes = self.dtypes_of(unit)
         settings: dict[str, Any] = {
@@ -187,6 +188,7 @@ class Sharder:
         }
         if "shard_placement_fn" in options:
             settings["shard_placement_fn"] = options["shard_placement_fn"]
+        # Without ignored_params, fully_shard would also take the parameters that must stay whole.
         modules = [unit.module, *unit.partners]
         settings["ignored_params"] = self._ignored | {p for m in modules for p in m.parameters() if stays_whole(p)}
         try:
@@ -198,13 +200,13 @@ class Sharder:
                 cast_buffers(inner, dtypes.buffer)
 
     def dtypes_of(self, unit: Unit) -> Dtypes:
-        """Return the formats in which a unit computes."""
+        """Return the dtypes of a unit."""
         if "mixed_precision" in unit.options:
             return resolve_dtypes(unit.options["mixed_precision"], self._plan.precision)
         return self._plan.dtypes
 
     def mesh_of(self, unit: Unit) -> DeviceMesh:
-        """Return the ranks that share and replicate a unit's weights. Every rank must call this."""
+        """Return the ranks that shard and replicate a unit's weights. Every rank must call this."""
         group: Any = unit.options.get("process_group")
         mesh: DeviceMesh | None = unit.options.get("device_mesh")
         if mesh is not None:
@@ -218,29 +220,29 @@ class Sharder:
         return self._noted(self._meshes.of_groups(group))
 
     def _noted(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return a mesh, and remember it if other ranks have weights of their own."""
+        """Return a mesh, and record it if other ranks have different weights."""
         if mesh.size() < dist.get_world_size():
             self.local_meshes.add(mesh)
         return mesh
 
     def reshard_of(self, unit: Unit) -> bool | int | None:
-        """Return whether a unit's weights are freed after its forward pass, as `fully_shard` takes it."""
+        """Return the unit's `reshard_after_forward` for `fully_shard`."""
         options = unit.options
         if "reshard_after_forward" in options:
             return options["reshard_after_forward"]
         if (strategy := _strategy_of(unit)) is not None:
             return strategy in ("FULL_SHARD", "HYBRID_SHARD")
         reshard = self._plan.reshard_after_forward
-        # What is freed at the end of a root's forward pass is gathered again at once; torch knows.
+        # The backward pass uses a root's weights at once, so freeing them is a waste; with None torch decides so.
         return None if unit.is_root and reshard is True and self._plan.version == 1 else reshard
 
     def _offload_of(self, unit: Unit) -> OffloadPolicy:
         if not unit.options.get("cpu_offload", self._plan.cpu_offload):
             return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=self._device.type != "cpu")  # there is nothing to pin for
+        return CPUOffloadPolicy(pin_memory=self._device.type != "cpu")  # pinning needs an accelerator
 
     def _output_dtype(self, unit: Unit, dtypes: Dtypes) -> torch.dtype | None:
-        """Return what a unit in another format than the rest gives to the rest."""
+        """Return the dtype of a unit's output if the unit's own dtype differs from the model's."""
         return None if unit.is_root or dtypes.param == self._plan.dtypes.param else self._plan.dtypes.param
 
 
@@ -252,10 +254,10 @@ def _strategy_of(unit: Unit) -> str | None:
 def wrap_activations(
     model: nn.Module, plan: ShardingPlan, units: Sequence[Unit], check_fn: Callable[[nn.Module], bool] | None
 ) -> list[Unit]:
-    """Let the chosen modules compute their activations again; return the units with what took their places."""
+    """Apply activation checkpointing to the chosen modules; return the units with the wrappers in their place."""
     checkpoint_fn = None
     if plan.te_checkpoint_wrapper:
-        checkpoint_fn = import_module("transformer_engine.pytorch").checkpoint  # optional; the plan has looked for it
+        checkpoint_fn = import_module("transformer_engine.pytorch").checkpoint  # optional, checked by the plan
     replaced = apply_ac(
         model,
         plan.activation_checkpointing,
@@ -276,7 +278,7 @@ def wrap_activations(
 
 
 def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
-    """Yield a unit's module and its descendants, without those of units inside it."""
+    """Yield a unit's module and its descendants, except those of nested units."""
     yield unit
     for child in unit.children():
         if not isinstance(child, FSDPModule):
@@ -292,18 +294,18 @@ def _outermost(module: nn.Module) -> Iterator[FSDPModule]:
 
 
 def _move_the_rest(model: nn.Module, device: torch.device) -> None:
-    """Move what is not sharded to the device, in place."""
+    """Move parameters and buffers that are not sharded to the device, in place."""
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor) and parameter.device != device:
             parameter.data = parameter.data.to(device)
     for module in model.modules():
-        for name, buffer in module._buffers.items():  # `buffers()` gives nothing to assign to
+        for name, buffer in module._buffers.items():  # `buffers()` does not allow assignment
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
 
 
 def prefetch_ahead(units: Sequence[Unit], plan: ShardingPlan) -> Prefetching:
-    """Tell sharded units which others to gather ahead."""
+    """Set up prefetching between sharded units."""
     return Prefetching({u.name: u.module for u in units}, {u.name: _prefetch_of(u, plan) for u in units})
 
 
@@ -314,11 +316,11 @@ def _prefetch_of(unit: Unit, plan: ShardingPlan) -> tuple[str, int, int]:
 
 
 def _register_forward_methods(model: nn.Module) -> None:
-    """Let methods other than `forward` gather the weights that they use."""
+    """Make methods other than `forward` gather the weights that they use."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             methods: tuple[str, ...] = tuple(getattr(module, "fsdp_forward_methods", ()))
-            if hasattr(module, "generate") and hasattr(module, "config"):  # as models of transformers have
+            if hasattr(module, "generate") and hasattr(module, "config"):  # a model of transformers
                 methods = (*methods, "generate")
             for method in dict.fromkeys(methods):
                 register_fsdp_forward_method(module, method)
@@ -336,29 +338,29 @@ def parallelize_model(
     device: str | Device | None = None,
     seed: int = 0,
 ) -> ShardedModel:
-    """Shard a module, in place, the module itself being the outermost unit. Every rank must call this.
+    """Shard a module, in place, with the module itself as the root. Every rank must call this.
 
-    A backward pass averages the gradients over the ranks, also of what is not sharded.
+    The backward pass averages all gradients over the ranks, including those of parameters that are not sharded.
 
     Args:
-        model: Any module. Which of its descendants are units of their own its `fsdp_wrap_fn(module)` says, and
-            the other rules of `composer_fsdp.wrap_rules`.
+        model: Any module. Its `fsdp_wrap_fn(module)` and the other rules of `composer_fsdp.wrap_rules` choose the
+            units.
         config: The settings.
-        optimizer: Made for the module; it owns the shards afterwards.
-        precision: In which the weights compute. By default `'amp_fp16'` on a GPU, and `'fp32'` elsewhere.
-        fsdp_wrap_policy: In place of the module's `fsdp_wrap_fn`: a function like it, or one of torch's policies.
-        activation_checkpointing_check_fn: In place of the `activation_checkpointing_fn` of its children.
-        param_init_fn: Fills the weights of a module, of those that have no `param_init_fn` of their own, where the
-            model is on the meta device. By default its `reset_parameters()` does.
-        device: Where this rank computes; the best of this machine when `None`.
-        seed: With which weights are drawn that are on the meta device. The same on every rank.
+        optimizer: The module's optimizer, which owns the shards afterwards.
+        precision: Precision of the computation. By default `'amp_fp16'` on a GPU, and `'fp32'` elsewhere.
+        fsdp_wrap_policy: Replacement for the module's `fsdp_wrap_fn`: such a function, or one of torch's policies.
+        activation_checkpointing_check_fn: Replacement for the `activation_checkpointing_fn` of its children.
+        param_init_fn: Initializes modules on the meta device that have no `param_init_fn` of their own. Their
+            `reset_parameters()` when `None`.
+        device: The device of this rank; the best of this machine when `None`.
+        seed: Seed of weights on the meta device. The same on every rank.
 
     Returns:
-        The model with what became of it.
+        The sharded model and the details of its sharding.
 
     Raises:
-        ValueError, KeyError, RuntimeError: If model, optimizer and settings do not go together.
-        TypeError: If one of them is none.
+        ValueError, KeyError, RuntimeError: If model, optimizer and settings do not fit together.
+        TypeError: If an argument has the wrong type.
     """
     return _parallelize(
         model,
@@ -386,7 +388,7 @@ def parallelize_composer_model(
     """Shard the direct children of a model, in place, as the Trainer does. Every rank must call this.
 
     Args:
-        composer_model: Itself it is not sharded, so that its methods may call those of its children.
+        composer_model: The model, which is not sharded itself, so that its methods may call those of its children.
         optimizer: See `parallelize_model`.
         config: See `parallelize_model`.
         precision: See `parallelize_model`.
@@ -394,11 +396,11 @@ def parallelize_composer_model(
         seed: See `parallelize_model`.
 
     Returns:
-        The model with what became of it.
+        The sharded model and the details of its sharding.
 
     Raises:
-        ValueError, KeyError, RuntimeError: If model, optimizer and settings do not go together.
-        TypeError: If one of them is none.
+        ValueError, KeyError, RuntimeError: If model, optimizer and settings do not fit together.
+        TypeError: If an argument has the wrong type.
     """
     return _parallelize(composer_model, config, optimizer, precision, device, seed)
 
@@ -425,7 +427,7 @@ def _parallelize(
         plan = make_plan(config, precision=precision, world_size=dist.get_world_size(), stacklevel=5)
         return plan, function_of_policy(model, policy)
 
-    plan, wrap_fn = agreed(settle, lambda _: {})  # what they say is compared with all else, once there are units
+    plan, wrap_fn = agreed(settle, lambda _: {})  # compared together with the units, in `choose`
     dist.initialize_dist(chosen)
     with seed_context(seed):
         sharded = shard_model(
@@ -466,15 +468,15 @@ def prepare_fsdp_module(
 
     Args:
         model: The model.
-        optimizers: Made for it.
+        optimizers: The model's optimizers.
         fsdp_config: The settings.
-        precision: In which the weights compute.
-        device: Where this rank computes.
-        auto_microbatching: Without effect: nothing has to be prepared for it.
-        seed: With which weights are drawn that are on the meta device.
+        precision: Precision of the computation.
+        device: The device of this rank.
+        auto_microbatching: No effect.
+        seed: Seed of weights on the meta device.
 
     Returns:
-        An empty list, where there once were hooks, and the modules that are sharded, by name.
+        An empty list in place of Composer's hooks, and the sharded modules by name.
     """
     several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
     chosen = get_device(device)
@@ -492,11 +494,11 @@ def prepare_tp_module(
 
     Args:
         model: The model.
-        tp_config: The settings. Without a mesh, ranks with consecutive numbers hold a tensor together.
-        optimizers: Made for the model.
+        tp_config: The settings. Without a mesh, consecutive ranks share each tensor.
+        optimizers: The model's optimizers.
 
     Raises:
-        RuntimeError, ValueError: If an optimizer has several groups, or a part of the parameters.
+        RuntimeError, ValueError: If an optimizer has several groups, or only some parameters.
     """
     several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
     layer_plan = tp_config.layer_plan or {}
@@ -519,13 +521,13 @@ def prepare_fully_shard(
     precision: str | Precision | None = None,
     policy: Any = None,
 ) -> None:
-    """Shard a plain module that has weights on every rank, in place. Every rank must call this.
+    """Shard a plain module that is initialized on every rank, in place. Every rank must call this.
 
     Args:
-        model: Itself the outermost unit.
+        model: The module, which becomes the root.
         config: The settings.
-        precision: In which the weights compute; `'fp32'` when `None`.
-        policy: In place of its `fsdp_wrap_fn`: a function like it, or one of torch's policies.
+        precision: Precision of the computation; `'fp32'` when `None`.
+        policy: Replacement for its `fsdp_wrap_fn`: such a function, or one of torch's policies.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     plan = make_plan(config, precision=precision or "fp32", world_size=dist.get_world_size(), stacklevel=2)
@@ -535,4 +537,4 @@ def prepare_fully_shard(
 
 
 apply_fully_shard = prepare_fully_shard
-"""The same: Composer has both names."""
+"""Composer's other name of `prepare_fully_shard`."""
