@@ -1,4 +1,4 @@
-"""The newest whole checkpoint of a run in a store, found and fetched by all ranks alike."""
+"""Search for the newest complete checkpoint of a run, on disk and in stores, with the same result on all ranks."""
 
 import glob
 import os
@@ -71,9 +71,9 @@ _ORDER = ("batch", "sample", "token", "epoch")
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """What may be a checkpoint: which store has it, and its name there, with `{rank}` in that of per-rank files.
+    """A possible checkpoint: the index of its store and its name there, with `{rank}` for per-rank files.
 
-    `latest` is what the store's pointer leads to, if this is later.
+    `latest` is the target of the store's pointer, if this checkpoint is later.
     """
 
     store: int
@@ -85,25 +85,26 @@ class _Candidate:
 def fetched_from_stores(
     saver: "CheckpointSaver", state: "State", logger: "Logger", layout: Layout, unusable: Sequence[str] = ()
 ) -> Iterator[str | None]:
-    """Give the path of the newest whole checkpoint that loggers or the saver's store have. Every rank must call this.
+    """Yield the path of the newest complete checkpoint in the loggers' or saver's stores. Every rank must call this.
 
-    Each rank fetches what it needs of a candidate, once on each node, and compares it with its hashes. If it is not
-    what was written on any rank, all ranks log why, and go on to the next. One that is later than what the pointer
-    leads to is compared with that, and left out if it is of another lineage.
+    Each rank downloads what it needs of a candidate, once per node, and verifies its hashes. If they do not match on
+    any rank, all ranks log the reason and try the next candidate. One that is later than the target of the pointer is
+    skipped if it is of another lineage.
 
     Args:
         saver: Has the names.
         state: The training state, not changed.
         logger: Has the destinations that keep files.
-        layout: Of the state.
-        unusable: What is in the folder here and cannot be used, with the reasons.
+        layout: The layout of the state.
+        unusable: Local checkpoints that cannot be used, with the reasons.
 
     Yields:
-        A path here, or of a sharded checkpoint its address, what is needed of which is here. `None` without any.
+        A local path, or the address of a sharded checkpoint of which the needed parts are local. `None` if there is
+        none.
 
     Raises:
-        StorageError: On all ranks, if a store cannot be asked: to go on with an older checkpoint would lose work.
-        CheckpointConflictError: On all ranks, if there are checkpoints here or in a store, and none can be used.
+        StorageError: On all ranks, if a store cannot be reached: resuming from an older checkpoint would lose work.
+        CheckpointConflictError: On all ranks, if there are checkpoints, locally or in a store, and none can be used.
     """
     stores = _stores(saver, logger)
     ranks = Ranks()
@@ -121,38 +122,39 @@ def fetched_from_stores(
             log.info("Resuming from %s, which was downloaded.", candidate.name)
             yield path
             return
+    # Starting from scratch would replace the checkpoints of the run, so that needs a decision of the user.
     if unusable:
         raise CheckpointConflictError(
             f"autoresume found {len(unusable)} checkpoints, and none that this run could go on from: "
-            f"{'; '.join(unusable[:_MAX_NAMES])}. Name one with load_path and without autoresume, or begin anew, "
+            f"{'; '.join(unusable[:_MAX_NAMES])}. Name one with load_path and without autoresume, or start over, "
             f"either with save_overwrite=True, which lets them be replaced, or in another save_folder."
         )
     yield None
 
 
 def refuse_what_does_not_resume(manifest: Manifest | None, path: str, name: str) -> None:
-    """Raise if a checkpoint cannot be resumed from, although it is whole.
+    """Raise if a complete checkpoint cannot be resumed from.
 
     Args:
         manifest: Its manifest, if it has one.
-        path: Where it is on this machine.
-        name: What to call it.
+        path: Its local path.
+        name: The name for the error.
     """
     if manifest is not None and manifest.info.get("weights_only"):
-        raise IncompatibleCheckpointError(f"{name} holds the weights only, from which no run goes on.")
+        raise IncompatibleCheckpointError(f"{name} holds the weights only, from which a run cannot resume.")
     if manifest is None and os.path.isfile(path) and "state" not in inspect_file(path).keys:
-        raise IncompatibleCheckpointError(f"{name} has no 'state', so it is no checkpoint of a training run.")
+        raise IncompatibleCheckpointError(f"{name} has no 'state', so it is not a checkpoint of a training run.")
 
 
 def shared_name(name: str, template: str, run_name: str | None) -> str:
-    """Return the name that per-rank files share, with `{rank}` in it, from that of any of them."""
+    """Return the name that per-rank files share, with `{rank}` in it, from the name of any of them."""
     numbers = numbers_in_name(name, template)
     numbers.pop("rank", None)
     return partial_format(template, run_name=run_name, **numbers)
 
 
 def _stores(saver: "CheckpointSaver", logger: "Logger") -> list[Any]:
-    """Return who may have the run's files: `ObjectStore`s, and logger destinations that can only download."""
+    """Return the possible stores of the run's files: `ObjectStore`s, and logger destinations that can download."""
     if saver.latest_remote_file_name is None:
         return []
     keepers = [place for place in getattr(logger, "destinations", ()) if place.can_upload_files()]
@@ -168,7 +170,7 @@ def _store_of(place: Any) -> ObjectStore | None:
 
 
 def _candidates(stores: list[Any], saver: "CheckpointSaver", state: "State", layout: Layout) -> Iterator[_Candidate]:
-    """Go through what each store may have, newest first; what only a pointer knows of comes last."""
+    """Yield the candidates of each store, newest first; one that only a pointer names comes last."""
     assert saver.latest_remote_file_name is not None
     pointer = saver.latest_remote_file_name.format(state)
     for index, store in enumerate(stores):
@@ -181,7 +183,7 @@ def _candidates(stores: list[Any], saver: "CheckpointSaver", state: "State", lay
 def _names_in(
     store: Any, pointer: str, pointed: str | None, saver: "CheckpointSaver", state: "State", layout: Layout
 ) -> tuple[list[str], int]:
-    """Return the names in a store, newest first, and how many are later than what the pointer leads to."""
+    """Return the names in a store, newest first, and the number of names later than the target of the pointer."""
     if saver.remote_file_name is None:
         return [pointed or pointer], 0
     template = within_folder(state, saver.remote_file_name.filename).lstrip("/")
@@ -191,7 +193,7 @@ def _names_in(
     names = {name for name in (pointed,) if name is not None}  # a listing may not show it yet
     if isinstance(store, ObjectStore):
         objects = list_if_allowed(store, literal_prefix(template))
-        # Folders also where a save did not finish, so that it is said.
+        # Folders of unfinished saves are included, so that they are logged as skipped.
         names.update(map(posixpath.dirname, objects) if layout is Layout.SHARDED else objects)
     found = {name: numbers for name in names if (numbers := numbers_in_name(name, template))}
     times = {name: [numbers.get(unit, 0) for unit in _ORDER] for name, numbers in found.items()}
@@ -200,7 +202,7 @@ def _names_in(
     if layout is Layout.LOCAL:
         shared = {name: shared_name(name, template, state.run_name) for name in newest_first}
         return list(dict.fromkeys(shared.values())), len({shared[name] for name in later})
-    # The pointer's own comes right after those that are later.
+    # The target of the pointer comes right after the later names, since those are compared with it.
     rest = [pointed] if later and pointed is not None else []
     last = pointed or (pointer if layout is Layout.MONOLITHIC else None)
     names = [*later, *rest, *newest_first, *([] if last is None else [last])]
@@ -220,9 +222,9 @@ def _pointed_to(store: Any, pointer: str) -> str | None:
 def _fetch(
     store: Any, name: str, state: "State", layout: Layout, fetched: ExitStack, unusable: list[str]
 ) -> str | None:
-    """Return where a checkpoint can be opened that every rank has found whole, or `None`. Every rank must call this.
+    """Return the path of a checkpoint that is complete on every rank, or `None`. Every rank must call this.
 
-    One that is there and cannot be used is noted with the reason; what is not all there is none.
+    An existing checkpoint that cannot be used is added to `unusable`; an unfinished one is not.
     """
     with ExitStack() as attempt:
         if layout is Layout.SHARDED:
@@ -234,7 +236,7 @@ def _fetch(
         if not any(problems):
             fetched.push(attempt.pop_all())
             return path
-    # The same on all ranks, each of which has its own log.
+    # Logged on all ranks, since each has its own log.
     for rank, problem in enumerate(problems):
         if problem is not None:
             is_absent, is_unfinished, reason = problem
@@ -246,7 +248,7 @@ def _fetch(
 
 
 def _is_abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> bool:
-    """Log why a checkpoint that was fetched is left out, if it is, on all ranks. Every rank must call this."""
+    """Return whether a downloaded checkpoint was abandoned, and log the reason. Every rank must call this."""
     ranks = Ranks()
     reason: str | None = ranks.exchange(
         lambda: _abandoned(candidate, path, store, layout) if ranks.rank == 0 else None,
@@ -258,9 +260,9 @@ def _is_abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) 
 
 
 def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> str | None:
-    """Say why a checkpoint that was fetched is of a run that somebody went back from, or `None` if it is not.
+    """Return why a downloaded checkpoint belongs to an abandoned run, or `None` if it does not.
 
-    What the pointer leads to may be damaged, which does not speak against a later one.
+    A damaged target of the pointer is no reason to reject a later checkpoint.
     """
     if candidate.latest is None:
         return None
@@ -281,7 +283,7 @@ def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> 
 
 
 def _manifest_in(store: Any, name: str, layout: Layout) -> Manifest | None:
-    """Return the manifest of a checkpoint in a store, of per-rank files that of this rank's."""
+    """Return the manifest of a checkpoint in a store; of this rank's file for per-rank files."""
     with tempfile.TemporaryDirectory(prefix="composer-resume-") as folder:
         if layout is Layout.SHARDED:
             place = os.path.join(folder, MANIFEST_NAME)
@@ -299,21 +301,22 @@ def _of_this_rank(name: str) -> str:
 
 
 def _is_absent(error: Exception) -> bool:
-    """Return whether nobody has said that there is such a checkpoint."""
+    """Return whether there is no sign that the checkpoint exists."""
     return isinstance(error, FileNotFoundError | NotImplementedError) and not isinstance(error, NoCheckpointError)
 
 
 def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tuple[str, Exception | None]:
-    """Fetch one file for the ranks of a node, or each rank its own."""
+    """Download one file for the ranks of a node, or each rank's own file."""
     own = attempt.enter_context(tempfile.TemporaryDirectory(prefix="composer-resume-"))
     fetches = layout is Layout.LOCAL or dist.get_local_rank() == 0
     if layout is not Layout.LOCAL:
         places = dist.all_gather_object((dist.get_node_rank(), own))
         own = next(place for node, place in places if node == dist.get_node_rank())
-        # Who downloaded deletes it, once the others have read it; after an exception they may be elsewhere.
+        # The rank that downloaded deletes the file once the others have read it; after an exception they may not get
+        # here.
         attempt.push(lambda kind, *_: dist.barrier() if kind is None else None)
     base = os.path.basename(name)
-    if layout is Layout.LOCAL and "{rank}" not in base:  # it is in the name of a folder
+    if layout is Layout.LOCAL and "{rank}" not in base:  # the rank may be in the name of a folder
         base = f"{{rank}}-{base}"
     path = os.path.join(own, base)
     problems: list[Exception] = []
@@ -350,18 +353,18 @@ def _fetch_and_check(store: Any, name: str, path: str) -> Manifest | None:
 
 
 def _raise_if_whole(error: Exception) -> None:
-    """Raise what says nothing against the checkpoint: who goes on with an older one for that loses work."""
+    """Raise errors that do not concern the checkpoint itself: resuming from an older one would lose work."""
     if isinstance(error, StorageError | NewerCheckpointError):
         raise error
 
 
 def _fetch_folder(store: Any, name: str, state: "State", attempt: ExitStack) -> tuple[str, Exception | None]:
-    """Fetch what this node's ranks need of a folder."""
+    """Download the parts of a folder that the ranks of this node need."""
     if not isinstance(store, ObjectStore):
         return "", NotImplementedError(f"{type(store).__name__} has no folders.")
     address = attempt.enter_context(fetch_once_per_node(store, name))
     try:
-        # By steps in which all ranks raise together: what they compare next, they compare all.
+        # In steps that fail on all ranks alike, so that all ranks take part in the next comparison.
         Ranks().together(
             lambda: refuse_what_does_not_resume(read_sharded_manifest(RemoteSource(address, {})), address, name)
         )
@@ -377,28 +380,28 @@ log = getLogger(__name__)
 
 @contextmanager
 def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logger") -> Iterator[str | None]:
-    """Give the path of the newest whole checkpoint that a saver has saved, or `None` if there is none.
+    """Yield the path of the newest complete checkpoint of a saver, or `None` if there is none.
 
-    The saver's folder is looked through first, then the loggers that keep files, then the saver's store. The link to
-    the latest checkpoint decides little by itself: what it leads to may be damaged, or not the newest. But later ones
-    of another run, from which somebody has gone back to where the link leads, are left out. What is skipped is
-    logged, with the reason; from a store, on every rank. Every rank must call this.
+    The saver's folder is searched first, then the loggers that keep files, then the saver's store. The link to the
+    latest checkpoint does not decide alone, since its target may be damaged or outdated. But later checkpoints of an
+    abandoned run, from which a user went back to the target of the link, are skipped. What is skipped is logged with
+    the reason; for stores, on every rank. Every rank must call this.
 
     Args:
-        saver: Which will go on to save. Its names say what is looked for, and its `resumes` is set.
+        saver: The saver of the resumed run. Its names define the search, and its `resumes` is set.
         state: The training state, not changed.
         logger: Has the destinations that keep files.
 
     Yields:
-        The path, for `load_checkpoint`; of a sharded checkpoint in a store its address, of which each rank has fetched
-        what it needs. What was downloaded is deleted afterwards.
+        The path for `load_checkpoint`. For a sharded checkpoint in a store it is the address, of which each rank has
+        downloaded what it needs. Downloads are deleted on exit.
 
     Raises:
-        RuntimeError: If the first rank has found a checkpoint that others cannot see.
-        CheckpointConflictError: If there are checkpoints, and none of them can be used: a run that begins anew would
+        RuntimeError: If rank 0 has found a checkpoint that other ranks cannot see.
+        CheckpointConflictError: If there are checkpoints and none can be used: a run that starts from scratch would
             replace them.
         NewerCheckpointError: If the newest is of a newer format.
-        StorageError: If a disk or store fails, or refuses.
+        StorageError: If a disk or store fails or denies access.
     """
     layout = layout_of(state)
     found: list[Any] = [None, []]
@@ -417,7 +420,7 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
 
 
 def _search_together(found: list[Any], saver: "CheckpointSaver", state: "State", layout: Layout) -> None:
-    """Let rank 0 look through the folder. Of per-rank files each rank looks at its own, so that they share the work."""
+    """Search the folder on rank 0. For per-rank files each rank checks its own."""
     if layout is not Layout.LOCAL:
         if dist.get_global_rank() == 0:
             _search(found, saver, state, layout, lambda path: [_check(path)])
@@ -434,7 +437,7 @@ def _search(
     layout: Layout,
     check_each: Callable[[str], "list[Manifest | None]"],
 ) -> None:
-    """Look through the folder for the path, and for what is there and cannot be used, with the reasons."""
+    """Search the folder for the path of the newest checkpoint, and for unusable ones with the reasons."""
     folder = format_name_with_dist(saver.folder, state.run_name)
     template = within_folder(state, saver.filename.filename)
     if layout is Layout.LOCAL and os.path.isdir(folder):
@@ -452,17 +455,17 @@ def _search(
     pattern = os.path.join(glob.escape(folder), _as_glob(template, state))
     newest, skipped = look_through(pattern, verify=check, latest=latest)
     if newest is None and latest is not None and latest not in [skip.path for skip in skipped]:
-        # Perhaps saved under another save_filename.
+        # The link may lead to a checkpoint that was saved under another `save_filename`.
         newest, others = look_through(glob.escape(os.fspath(latest)), verify=lambda path: _check(os.fspath(path)))
         skipped += others
-    found[1] = [f"{skip.path} ({skip.reason})" for skip in skipped if skip.path.exists()]  # and no link to nowhere
+    found[1] = [f"{skip.path} ({skip.reason})" for skip in skipped if skip.path.exists()]  # dangling links are left out
     if newest is not None:
         path = newest.path
         found[0] = _with_rank(path, saver, state) if layout is Layout.LOCAL else os.fspath(path)
 
 
 def _refuse_unreadable(folder: str) -> None:
-    """Raise if a folder cannot be looked through: nobody knows then which checkpoints there are."""
+    """Raise if a folder cannot be listed, so that its checkpoints are unknown."""
     try:
         os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -496,7 +499,7 @@ def _check_own(path: str) -> "Manifest | None":
 
 
 def _with_rank(path: Path, saver: "CheckpointSaver", state: "State") -> str:
-    """Return the path that per-rank files share, with `{rank}` in it, which may be in the folder's name, too."""
+    """Return the path that per-rank files share, with `{rank}` in it, perhaps in the name of the folder."""
     template = os.path.abspath(saver.filename.format(state, keep_placeholders=True))
     return "/" + shared_name(os.path.abspath(path).lstrip("/"), template.lstrip("/"), state.run_name)
 
@@ -533,24 +536,24 @@ def download_checkpoint(
     progress_bar: bool = True,
     fsdp_sharded_state_dict_enabled: bool = False,
 ) -> tuple[str, str | None, bool]:
-    """Bring a checkpoint of one file to this node, and unpack it if it is a tar archive. Every rank must call this.
+    """Download a checkpoint of one file to this node, and unpack it if it is a tar archive. Every rank must call this.
 
-    The first rank of each node does it for the others.
+    The first rank of each node downloads for the others.
 
     Args:
         path: A local path, an address, or with `object_store` the name of an object. `{rank}`, `{local_rank}` and
             `{node_rank}` are filled in with 0.
-        node_checkpoint_folder: Where to, the same folder for all ranks of a node.
-        object_store: Where `path` is. An `ObjectStore`, or a logger destination that can download.
+        node_checkpoint_folder: The destination, the same folder for all ranks of a node.
+        object_store: Holds `path`: an `ObjectStore`, or a logger destination that can download.
         progress_bar: Whether to show the progress.
-        fsdp_sharded_state_dict_enabled: Whether each rank brings a file of its own, whose name has its rank.
+        fsdp_sharded_state_dict_enabled: Whether each rank downloads its own file, whose name contains its rank.
 
     Returns:
-        The file that `safe_torch_load` reads, the folder into which it was unpacked, `None` if it was no archive, and
-        whether this rank unpacked a file of its own, although it is not rank 0.
+        The file for `safe_torch_load`; the folder into which it was unpacked, or `None` if it was not an archive; and
+        whether this rank unpacked its own file although it is not rank 0.
 
     Raises:
-        FileNotFoundError: On all ranks, if there is no such checkpoint.
+        FileNotFoundError: On all ranks, if the checkpoint does not exist.
         CheckpointError: On all ranks, if an archive is damaged or has members that lead out of it.
     """
     rank = dist.get_global_rank() if fsdp_sharded_state_dict_enabled else 0
@@ -573,11 +576,11 @@ def download_checkpoint(
 
 
 def fetch_together(fetch: Callable[[], None]) -> None:
-    """Fetch, and raise on all ranks if any failed. Every rank must call this."""
+    """Call `fetch`, and raise on all ranks if it failed on any. Every rank must call this."""
     mine: Exception | None = None
     try:
         fetch()
-    except Exception as error:  # whatever it is, the others must not wait
+    except Exception as error:  # raised after the gather, which the other ranks wait in
         mine = error
     failures = dist.all_gather_object(
         None if mine is None else (isinstance(mine, FileNotFoundError), f"{type(mine).__name__}: {mine}")
@@ -592,13 +595,13 @@ def fetch_together(fetch: Callable[[], None]) -> None:
 
 
 def of_first_rank_of_node(folder: str) -> str:
-    """Return what the first rank of this node calls a folder. Every rank must call this."""
+    """Return the path that the first rank of this node has for a folder. Every rank must call this."""
     folders = dist.all_gather_object((dist.get_node_rank(), dist.get_local_rank(), folder))
     return next(shared for node, local, shared in folders if node == dist.get_node_rank() and local == 0)
 
 
 def not_here(what: str, rank: int, reason: str) -> str:
-    """Say that another rank should have brought a file."""
+    """Return the error message for a file that another rank should have downloaded."""
     return (
         f"No such file or directory: {what}. This likely implies a download failed on local rank 0, which is global "
         f"rank {rank} ({reason}). Look at the log of that rank."

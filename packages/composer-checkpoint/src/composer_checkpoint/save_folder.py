@@ -1,4 +1,4 @@
-"""The newest checkpoint that is whole."""
+"""Folders that a run saves to: the newest complete checkpoint, conflicts with later checkpoints, and the lock."""
 
 import glob
 import logging
@@ -51,17 +51,16 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 LINEAGE_KEY = "lineage"
-"""In a manifest's information: what all checkpoints of a run, and of those that resume it by themselves, share."""
+"""Key of the id in a manifest's information that all checkpoints of a run, and of its resumes, share."""
 
 WITHOUT_MANIFEST = "it has no manifest, and other checkpoints here have one"
-"""The reason for which a checkpoint is skipped that somebody else has put there."""
+"""Reason to skip a checkpoint that does not come from this library."""
 
 _FILE_MANIFEST = ".manifest.json"
 _SUFFIX = re.compile(r"\.(pt|pth|bin|safetensors|tar|tgz|pt\.[a-z0-9]+|tar\.[a-z0-9]+)$", re.IGNORECASE)
-# Others would have to be unpacked.
+# Other formats would have to be unpacked.
 _PLAIN = re.compile(r"\.(pt|pth|bin|safetensors)$", re.IGNORECASE)
-# What a folder holds that is a checkpoint itself: the manifest of ours, the index of torch's, the parts of the
-# modular layout.
+# Files that mark a folder as a checkpoint: our manifest, torch's index, and the files of the modular layout.
 _MARKS = (MANIFEST_NAME, ".metadata", "composer_metadata.json", "model.safetensors.index.json")
 _COUNTERS = ("batch", "sample", "token", "epoch", "iteration")
 _NUMBERS_IN_NAME = re.compile(r"(?:^|[^a-z])(ep|ba)([0-9]+)", re.IGNORECASE)
@@ -70,7 +69,7 @@ _UNITS_BY_VALUE = {"ba": "batch", "ep": "epoch"}
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """What looked like a checkpoint and is not a whole one."""
+    """A path that looked like a checkpoint but is not a complete one."""
 
     path: Path
     reason: str
@@ -78,7 +77,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The newest whole checkpoint, with its manifest's information, and what was newer but could not be used."""
+    """The newest complete checkpoint, its manifest's information, and newer ones that could not be used."""
 
     path: Path
     info: Mapping[str, Any]
@@ -89,7 +88,7 @@ class Found:
 class _Candidate:
     path: Path
     info: Mapping[str, Any]
-    is_sealed: bool | None  # None where finding out would take unpacking it, or it is damaged
+    is_sealed: bool | None  # None if unknown without unpacking the file, or damaged
     counters: tuple[int, ...] | None
     modified: float
 
@@ -97,7 +96,7 @@ class _Candidate:
         return self.counters is not None, self.counters or (), self.modified
 
     def is_abandoned(self, latest: "_Candidate | None") -> bool:
-        """Return whether this is a later one of a run to which the one that the pointer leads to does not belong."""
+        """Return whether this is later than the target of the pointer and belongs to another run."""
         if latest is None or not self.is_sealed or not is_of_other_lineage(self.info, latest.info):
             return False
         return self.sorting_key()[:2] > latest.sorting_key()[:2]
@@ -108,23 +107,22 @@ def find_newest(
 ) -> Found | None:
     """Return the newest checkpoint that is committed and valid, or `None` if there is none.
 
-    The newest is the one that was trained longest by the time in its manifest, or by `ep` and `ba` in its name; where
-    neither says so, the one that was modified last, after all those that do. Unfinished files are no candidates.
-    A pointer such as `latest` decides nothing: it may be older than the newest checkpoint, or lead nowhere. What has no
-    manifest counts only where nothing has one. What is skipped is logged as a warning, with the reason.
+    The newest has trained longest by the time in its manifest, or by `ep` and `ba` in its name. Checkpoints with
+    neither come after these, ordered by modification time. Unfinished files are ignored. A pointer such as `latest`
+    does not decide, since it may be outdated or dangling. Checkpoints without a manifest count only if no other has
+    one. Skipped checkpoints are logged as warnings, with the reason.
 
     Args:
-        folder_or_pattern: A folder, which is looked through with the folders below it, or a pattern such as
-            `'runs/*/ep*-rank0.pt'`.
-        verify: Raises a `CheckpointError` for a path that is not a whole checkpoint. `composer_checkpoint.verify` when
-            `None`.
+        folder_or_pattern: A folder, which is searched recursively, or a pattern such as `'runs/*/ep*-rank0.pt'`.
+        verify: Raises a `CheckpointError` for a path that is not a complete checkpoint. `composer_checkpoint.verify`
+            when `None`.
 
     Returns:
-        The checkpoint with what was skipped, newest first.
+        The checkpoint, with the skipped ones, newest first.
 
     Raises:
-        NewerCheckpointError: If the newest is of a newer format: who goes on with an older one loses work.
-        StorageError: If the disk fails, or does not let us read.
+        NewerCheckpointError: If the newest is of a newer format: resuming from an older one would lose work.
+        StorageError: If the disk fails or denies access.
     """
     found, _ = look_through(folder_or_pattern, verify=verify)
     return found
@@ -136,16 +134,16 @@ def look_through(
     verify: Callable[[Path], object] | None = None,
     latest: Path | None = None,
 ) -> tuple[Found | None, tuple[Skipped, ...]]:
-    """Find the newest checkpoint as `find_newest` does, and return what was skipped also where there is none.
+    """Find the newest checkpoint as `find_newest` does, and also return what was skipped.
 
     Args:
-        folder_or_pattern: As there.
-        verify: As there.
-        latest: What the pointer leads to. Later ones that are not of its lineage are skipped: they are of a run that
-            somebody has gone back from.
+        folder_or_pattern: As in `find_newest`.
+        verify: As in `find_newest`.
+        latest: The target of the pointer. Later checkpoints of another lineage are skipped: they belong to a run that
+            was abandoned.
     """
     if verify is None:
-        from composer_checkpoint.verify import verify  # it imports torch, and those who name their own need not wait
+        from composer_checkpoint.verify import verify  # imported late, since it imports torch
     skipped: list[Skipped] = []
     candidates = [_candidate(path) for path in _paths(os.fspath(folder_or_pattern), skipped)]
     any_sealed = any(candidate.is_sealed for candidate in candidates)
@@ -172,27 +170,27 @@ def is_of_other_lineage(info: Mapping[str, Any], latest: Mapping[str, Any]) -> b
 
 
 def told_abandoned(latest: object) -> str:
-    """Return the reason for which a later checkpoint of another lineage is skipped."""
+    """Return the reason to skip a later checkpoint of another lineage."""
     return f"it is of a run that somebody has gone back from: the latest one is {latest}"
 
 
 def is_later(path: Path, timestamp: Any) -> bool:
-    """Return whether a checkpoint, by its manifest or else its name, is of later in training than a `Timestamp`."""
+    """Return whether a checkpoint, by its manifest or else its name, is later in training than a `Timestamp`."""
     candidate = _candidate(path)
     counts = dict(zip(_COUNTERS, candidate.counters or (), strict=False))
     return any(counts.get(unit, 0) > int(getattr(timestamp, unit)) for unit in ("batch", "epoch"))
 
 
 def is_name_of_file(name: str) -> bool:
-    """Return whether a checkpoint of this name is one file, by its suffix, such as `.pt` or `.safetensors`."""
+    """Return whether a checkpoint of this name is a single file, by a suffix such as `.pt` or `.safetensors`."""
     return _SUFFIX.search(name) is not None
 
 
 def _fault_of(path: Path, verify: Callable[[Path], object]) -> str | None:
-    """Return what is wrong with a checkpoint, or `None` if it is whole.
+    """Return what is wrong with a checkpoint, or `None` if it is complete.
 
     Raises:
-        NewerCheckpointError, StorageError: If nothing is wrong with it, and it cannot be read here or now.
+        NewerCheckpointError, StorageError: If the checkpoint may be valid but cannot be read here or now.
     """
     try:
         verify(path)
@@ -221,7 +219,7 @@ def _report(where: str | os.PathLike[str], found: Found | None, skipped: list[Sk
 
 
 def _paths(where: str, skipped: list[Skipped]) -> Iterator[Path]:
-    """Go through the candidates, each once whatever points to it."""
+    """Yield each candidate once, no matter how many links lead to it."""
     seen: set[Path] = set()
     starts = [Path(where)] if os.path.isdir(where) else map(Path, glob.iglob(where, recursive=True))
     for start in starts:
@@ -238,7 +236,7 @@ def _paths(where: str, skipped: list[Skipped]) -> Iterator[Path]:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Go through a folder of checkpoints, without looking into those that are checkpoints themselves."""
+    """Yield the possible checkpoints in a folder, without entering folders that are checkpoints."""
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
             path = Path(entry)
@@ -271,7 +269,7 @@ def _manifest_beside(path: Path) -> Path:
 def _candidate(path: Path) -> _Candidate:
     info: Mapping[str, Any] = {}
     is_sealed: bool | None = None
-    with suppress(CheckpointError, OSError):  # verifying says what is wrong with it
+    with suppress(CheckpointError, OSError):  # `verify` reports what is wrong with it
         if _has_manifest_at_hand(path):
             manifest = _manifest_of(path)
             info, is_sealed = ({}, False) if manifest is None else (manifest.info, True)
@@ -282,7 +280,7 @@ def _candidate(path: Path) -> _Candidate:
 
 
 def _has_manifest_at_hand(path: Path) -> bool:
-    """Return whether a manifest, if there is one, can be read without unpacking anything."""
+    """Return whether a manifest could be read without unpacking anything."""
     return path.is_dir() or not path.suffix or bool(_PLAIN.search(path.name)) or _manifest_beside(path).exists()
 
 
@@ -292,7 +290,7 @@ def _manifest_of(path: Path) -> Manifest | None:
         return Manifest.from_json(beside.read_bytes())
     if path.is_dir():
         return None
-    from composer_checkpoint.files import read_manifest  # it imports torch
+    from composer_checkpoint.files import read_manifest  # imported late, since it imports torch
 
     return read_manifest(path)
 
@@ -301,7 +299,7 @@ def _counters(info: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
     """Return how far training had come, as numbers that compare."""
     time = info.get("timestamp")
     if isinstance(time, Mapping):
-        time = time.get("Timestamp", time)  # as a whole state's dict has it
+        time = time.get("Timestamp", time)  # the form in a whole state's dict
     if isinstance(time, Mapping):
         known = {unit: time.get(unit) for unit in _COUNTERS}
     else:
@@ -317,18 +315,18 @@ _NUMBERS = {*_UNITS, *_UNITS_IN_EPOCH, "rank", "local_rank", "world_size", "loca
 
 
 def find_conflicts(names: Iterable[str], filename: str, timestamp: "Timestamp") -> list[str]:
-    """Return the names that a run at this time would give to a checkpoint it has yet to save.
+    """Return the names that a run at this time would give to checkpoints that it has yet to save.
 
-    A name counts if it matches the template and any of its numbers is later than the timestamp's; numbers inside an
+    A name conflicts if it matches the template and any of its numbers is later than the timestamp's; numbers inside an
     epoch count only within the same epoch.
 
     Args:
-        names: Paths of files and folders, relative to where checkpoints are saved.
+        names: Paths of files and folders, relative to the folder of checkpoints.
         filename: The template, such as `'ep{epoch}-ba{batch}.pt'`.
-        timestamp: How far the run has come.
+        timestamp: The time of the run.
 
     Raises:
-        ValueError: If the template counts inside epochs without `{epoch}`, so that names cannot be told apart.
+        ValueError: If the template counts inside epochs without `{epoch}`, so that the order of names is unknown.
 
     Example:
         >>> from composer_time import Timestamp
@@ -349,10 +347,10 @@ def find_conflicts(names: Iterable[str], filename: str, timestamp: "Timestamp") 
 
 
 def numbers_in_name(name: str, filename: str) -> dict[str, int]:
-    """Return the numbers that a name has where a template has placeholders; none if the name does not match.
+    """Return the numbers in a name at the placeholders of a template; an empty dict if the name does not match.
 
     Args:
-        name: A path relative to where checkpoints are saved.
+        name: A path relative to the folder of checkpoints.
         filename: The template.
 
     Example:
@@ -364,7 +362,7 @@ def numbers_in_name(name: str, filename: str) -> dict[str, int]:
 
 
 def is_name_of(name: str, filename: str) -> bool:
-    """Return whether a run that names its checkpoints by a template could have given one this name.
+    """Return whether a run with this template could have given a checkpoint this name.
 
     Example:
         >>> is_name_of("ep3-ba30.pt", "ep{epoch}-ba{batch}.pt"), is_name_of("notes.txt", "ep{epoch}-ba{batch}.pt")
@@ -380,15 +378,14 @@ def _match(name: str, filename: str) -> re.Match[str] | None:
 def ensure_folder_has_no_conflicting_files(
     folder_name: str | os.PathLike[str], filename: str, timestamp: "Timestamp"
 ) -> None:
-    """Raise if the folder holds checkpoints that are later than the run is: it would replace them one by one.
+    """Raise if a folder holds checkpoints later than the run, which the run would replace.
 
-    So a run that starts from zero over the checkpoints of another needs an explicit flag, and one that resumes does
-    not.
+    So a run that starts from zero over the checkpoints of another needs an explicit flag; one that resumes does not.
 
     Args:
-        folder_name: Where checkpoints are saved. It need not exist.
+        folder_name: The folder of checkpoints. It need not exist.
         filename: The template of their names.
-        timestamp: How far the run has come.
+        timestamp: The time of the run.
 
     Raises:
         CheckpointConflictError: If there are any, with their names; it is a `FileExistsError`.
@@ -399,13 +396,12 @@ def ensure_folder_has_no_conflicting_files(
 
 
 def ensure_link_leads_to_no_later_one(link: str | os.PathLike[str], timestamp: "Timestamp") -> None:
-    """Raise if the link to the latest checkpoint leads to one that is later than the run is: it would lead back.
+    """Raise if the link to the latest checkpoint leads to one that is later than the run.
 
-    So a run that starts from zero over the checkpoints of another needs an explicit flag also where it calls its own
-    by other names.
+    So a run that starts from zero over the checkpoints of another needs an explicit flag even if its names differ.
 
     Raises:
-        CheckpointConflictError: If so; it is a `FileExistsError`.
+        CheckpointConflictError: If it does; it is a `FileExistsError`.
     """
     target = read_pointer(link)
     if target is not None and target.exists() and is_later(target, timestamp):
@@ -413,20 +409,19 @@ def ensure_link_leads_to_no_later_one(link: str | os.PathLike[str], timestamp: "
 
 
 def ensure_store_has_no_conflicting_objects(store: "ObjectStore", filename: str, timestamp: "Timestamp") -> None:
-    """Raise if a store holds checkpoints that are later than the run is, as the function above does for a folder.
+    """Raise if a store holds checkpoints later than the run, which the run would replace.
 
-    Folders count if they are whole: what a killed writer has left of one is in nobody's way. A store that cannot list
-    what it has, or must not list it for these credentials, is not looked through; there each upload looks for its own
-    name.
+    A folder counts if it is complete; what a killed writer left does not. A store that cannot be listed, at all or with
+    these credentials, is not searched; each upload then checks its own name.
 
     Args:
-        store: Where checkpoints are saved.
+        store: The store of checkpoints.
         filename: The template of their names in the store, with the run's name filled in.
-        timestamp: How far the run has come.
+        timestamp: The time of the run.
 
     Raises:
         CheckpointConflictError: If there are any, with their names; it is a `FileExistsError`.
-        StorageError: If the store cannot be asked.
+        StorageError: If the store cannot be reached.
         ValueError: If the template counts inside epochs without `{epoch}`.
     """
     names = whole_names(list_if_allowed(store, literal_prefix(filename)))
@@ -435,7 +430,7 @@ def ensure_store_has_no_conflicting_objects(store: "ObjectStore", filename: str,
 
 
 def whole_names(objects: Iterable[str]) -> list[str]:
-    """Return the names of what may be checkpoints among a store's objects: each object, and each folder that is whole.
+    """Return the names of possible checkpoints among a store's objects: each object, and each complete folder.
 
     Example:
         >>> whole_names(["run/ep1/.metadata", "run/ep1/__0_0.distcp", "run/ep2/__0_0.distcp"])
@@ -447,7 +442,7 @@ def whole_names(objects: Iterable[str]) -> list[str]:
 
 
 def literal_prefix(template: str) -> str:
-    """Return what all names of a template begin with.
+    """Return the literal text with which all names of a template begin.
 
     Example:
         >>> literal_prefix("run/ep{epoch}.pt")
@@ -468,10 +463,10 @@ def _refuse(where: str, conflicts: list[str], timestamp: "Timestamp") -> None:
 
 
 def ensure_folder_is_empty(folder_name: str | os.PathLike[str]) -> None:
-    """Raise if there is any file in a folder or below it, except hidden ones and those in hidden folders.
+    """Raise if a folder holds any file, at any depth, except hidden files and files in hidden folders.
 
     Raises:
-        CheckpointConflictError: If so; it is a `FileExistsError`.
+        CheckpointConflictError: If it does; it is a `FileExistsError`.
     """
     for root, folders, files in os.walk(folder_name):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -492,9 +487,10 @@ def _as_pattern(template: str) -> str:
             continue
         text = "[0-9]+" if name in _NUMBERS else "[^/]+"
         if name in seen:
+            # A placeholder that occurs twice must have the same value.
             parts.append(f"(?P={name})")
         elif name in _NUMBERS:
-            # A width pads with zeros or blanks, on either side.
+            # A format width pads with zeros or spaces, on either side.
             parts.append(f" *(?P<{name}>{text}) *")
             seen.add(name)
         else:
@@ -517,14 +513,14 @@ def _names_below(folder: Path) -> Iterator[str]:
 
 
 class HeldFolder:
-    """Locks a folder for as long as a run saves to it; rank 0 has the lock, and all ranks know of it.
+    """Lock a folder while a run saves to it. Rank 0 holds the lock, and all ranks know whether it is held.
 
     Args:
-        folder: With `{run_name}` and the ranks' placeholders.
+        folder: The folder, with `{run_name}` and the placeholders of ranks.
 
     Attributes:
         name: As above.
-        is_held: Whether this run has it.
+        is_held: Whether this run holds the lock.
     """
 
     def __init__(self, folder: str) -> None:
@@ -533,25 +529,26 @@ class HeldFolder:
         self.is_held = False
 
     def take(self, state: "State", refuse_later: str | None = None, link: PartialFilePath | None = None) -> None:
-        """Lock the folder, and remove what killed writers have left. Every rank must call this.
+        """Lock the folder, and remove what killed writers left in it. Every rank must call this.
 
         Args:
             state: The training state.
-            refuse_later: The template of file names; checkpoints that have such names, and are later than the state
-                is, are refused. `None` refuses none.
-            link: The link to the latest checkpoint. With `refuse_later` it must not lead to a later one either,
-                whatever that is called.
+            refuse_later: The template of file names. Raise if there are checkpoints with such names that are later than
+                the state. `None` allows all.
+            link: The link to the latest checkpoint. With `refuse_later`, its target must not be later either.
 
         Raises:
             FolderInUseError: On all ranks, if another process saves there.
-            CheckpointConflictError: On all ranks, if there are later checkpoints, or a folder is called as the link.
+            CheckpointConflictError: On all ranks, if there are later checkpoints, or the link's name is that of a
+                folder.
         """
+        # Only rank 0 may change the folder, and an error on it must stop every rank.
         ranks = Ranks()
         ranks.together(lambda: self._take(state, refuse_later, link) if ranks.rank == 0 else None)
         self.is_held = True
 
     def give_back(self) -> None:
-        """Unlock the folder, if this run has it."""
+        """Unlock the folder, if this run holds the lock."""
         self.is_held = False
         lock, self._lock = self._lock, None
         if lock is not None:

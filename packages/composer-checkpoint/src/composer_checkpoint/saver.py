@@ -54,7 +54,7 @@ __all__ = ["CheckpointSaver"]
 
 log = getLogger(__name__)
 
-# Looking it up on the class runs Python code in Python 3.11, and each batch asks.
+# A constant, since the lookup on the enum class runs Python code in Python 3.11, and it is needed after every batch.
 _BATCH_CHECKPOINT: Final = Event.BATCH_CHECKPOINT
 _FOLDER: Final = "{run_name}/checkpoints"
 _NAME: Final = "ep{epoch}-ba{batch}-rank{rank}.pt"
@@ -64,7 +64,7 @@ _REMOTE_POINTER: Final = f"{_FOLDER}/{_LATEST}"
 
 
 class _Template:
-    """A saver's name of a file: a `PartialFilePath`, or `None`. It may be set as text, too."""
+    """Descriptor of a file name template: a `PartialFilePath` or `None`, which may also be set as a string."""
 
     def __init__(self, *, is_in_folder: bool = False) -> None:
         self._is_in_folder = is_in_folder
@@ -82,60 +82,61 @@ class _Template:
 
 
 class CheckpointSaver(Callback):
-    """Save the training state at intervals, and at the end of training, whole or not at all.
+    """Save the training state at intervals and at the end of training, atomically.
 
-    At each save, in this order: the checkpoint is written beside, flushed and renamed; the link to the latest one
-    moves; it is uploaded, if the folder is remote or a logger takes files; and what need not be kept is deleted. One
-    process saves to a folder at a time: from the start of `fit` to its end it is locked, and what killed writers left
-    is removed. A run that would come upon later checkpoints than its own is refused there, too.
+    Each save does the following, in this order: it writes the checkpoint under a temporary name, flushes and renames
+    it; moves the link to the latest one; uploads it, if the folder is remote or a logger accepts files; and deletes
+    checkpoints by the retention rules. One process saves to a folder at a time: the folder is locked during `fit`, and
+    what killed writers left is removed at its start. A run is refused there too if the folder has later checkpoints
+    than its own.
 
-    With `async_save`, training goes on while a copy of the state is written. An error is raised at the end of the next
-    batch, on all ranks; the end of training and the next save wait.
+    With `async_save`, training continues while a copy of the state is written. An error is raised at the end of the
+    next batch, on all ranks; the end of training and the next save wait.
 
     Args:
-        folder: Where to, with `{run_name}` and the ranks' placeholders; a path or an address such as `'s3://b/run'`,
-            below whose path the checkpoints lie. Here and in the names, `{mlflow_experiment_id}` and `{mlflow_run_id}`
-            are of the run that an `MLFlowLogger` has begun.
-        filename: What each is called in it, with placeholders for run, ranks and time. Its end says the format.
-        remote_file_name: The name for loggers that take files, or in the store, counted from the bucket: the default
+        folder: The destination, with `{run_name}` and the placeholders of ranks; a path or an address such as
+            `'s3://b/run'`. In it and in the names, `{mlflow_experiment_id}` and `{mlflow_run_id}` are those of the run
+            that an `MLFlowLogger` has begun.
+        filename: The name of each checkpoint, with placeholders for run, ranks and time. Its suffix selects the format.
+        remote_file_name: The name for loggers that accept files, or in the store, relative to the bucket. By default it
             is then `filename` below the path of `folder`, or below `{run_name}/checkpoints` in a bare bucket. `None`
-            uploads nothing, and needs a folder on a disk.
-        latest_filename: The name of the link to the latest one. `None` for no link.
+            uploads nothing, and needs a local folder.
+        latest_filename: The name of the link to the latest checkpoint. `None` for no link.
         latest_remote_file_name: The name of the pointer, to which `.symlink` is added. The default is like that of
             `remote_file_name`.
-        save_interval: How often: epochs, a timestring, a `Time`, or a function of the state and the event. Also at the
-            end, unless it is 0, for never.
-        overwrite: Whether a run may start where later checkpoints are, and replace them.
-        num_checkpoints_to_keep: How many of the newest stay on the disk; -1 for all. 0 is for folders that are
-            copied elsewhere.
+        save_interval: How often to save: epochs, a timestring, a `Time`, or a function of the state and the event. A
+            save at the end is added, unless it is 0, for never.
+        overwrite: Whether a run may start in a folder with later checkpoints, and replace them.
+        num_checkpoints_to_keep: How many of the newest stay on disk; -1 for all. 0 is for folders that are copied
+            elsewhere.
         weights_only: Save only the model and what describes it.
-        ignore_keys: Patterns of what to leave out, or a function that deletes from the checkpoint's dict.
+        ignore_keys: Patterns of entries to leave out, or a function that deletes from the checkpoint's dict.
         num_concurrent_uploads: How many files are uploaded at a time.
         upload_timeout_in_seconds: How long the end of training waits for uploads.
-        async_save: Whether training goes on while a checkpoint is written.
-        save_async_policy: What a save does while the one before is being written: `'wait'` for it, or `'skip'`.
-        keep: What else to keep; see `RetentionPolicy.from_setting`. With the key `remote`, checkpoints are deleted from
-            the store, too: `True` for the same rules, or rules of its own, as in
+        async_save: Whether training continues while a checkpoint is written.
+        save_async_policy: What a save does while the previous one is being written: `'wait'` for it, or `'skip'`.
+        keep: Further retention rules; see `RetentionPolicy.from_setting`. With the key `remote`, checkpoints are
+            deleted from the store too: `True` for the same rules, or rules of its own, as in
             `{'last': 1, 'remote': {'last': 3, 'every': '10ep'}}`.
-        save_timeout_in_seconds: How long any rank's disk or store may take for its part of a checkpoint. Then, or if
-            a rank does not come to save within three times that, all ranks raise an error that names it. `None` waits
-            as long as it takes.
-        remote_num_checkpoints_to_keep: How many of the newest stay in the store; -1 for all. Nothing is deleted there
-            that another run has saved, nor before a later checkpoint is whole in the store.
+        save_timeout_in_seconds: How long any rank's disk or store may take for its part of a checkpoint. After that, or
+            if a rank does not begin to save within three times that, all ranks raise an error that names it. `None`
+            waits without limit.
+        remote_num_checkpoints_to_keep: How many of the newest stay in the store; -1 for all. Checkpoints of other runs
+            are never deleted there, and none is deleted before a later one is complete in the store.
 
     Attributes:
-        saved_checkpoints: The paths of what this process has saved and not deleted, oldest first; the addresses where
+        saved_checkpoints: The paths that this process has saved and not deleted, oldest first; the addresses if
             `folder` is one.
-        all_saved_checkpoints_to_timestamp: When in training each path was saved, also before a resumption.
+        all_saved_checkpoints_to_timestamp: The time in training of each saved path, including those of before a resume.
         last_checkpoint_batch: The batch of the latest save.
-        resumes: Whether the run goes on from what `checkpoint_to_resume` has found, which says so: later checkpoints
-            are damaged, or given up, and are replaced.
-        before_save: Called before each save, on every rank. What it raises keeps the checkpoint from being written.
+        resumes: Whether the run resumes from what `checkpoint_to_resume` has found, which sets this. Later checkpoints
+            are then damaged or abandoned, and are replaced.
+        before_save: Called before each save, on every rank. If it raises, the checkpoint is not written.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If names, intervals or numbers cannot be used, or contradict each other.
-        CompressorNotFound: If the program that the file name asks for is not installed.
+        CompressorNotFound: If the program that the file name needs is not installed.
 
     Example:
         >>> import torch
@@ -213,6 +214,7 @@ class CheckpointSaver(Callback):
                 remote_file_name = f"{inside}/{filename}"
             if latest_remote_file_name == _REMOTE_POINTER:
                 latest_remote_file_name = f"{inside}/{os.fspath(latest_filename or _LATEST).lstrip('/')}"
+            # Files for the store are written here first.
             folder = tempfile.mkdtemp(prefix="composer-save-")
             self._remove_temporary = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._kept_remotely = KeptRemotely.under(remote_rules, said, self.remote_uploader)
@@ -236,7 +238,7 @@ class CheckpointSaver(Callback):
 
     @property
     def folder(self) -> str:
-        """Where checkpoints are written."""
+        """Return the folder that checkpoints are written to."""
         return self._folder.name
 
     @folder.setter
@@ -248,7 +250,7 @@ class CheckpointSaver(Callback):
 
     @property
     def saved_checkpoints(self) -> list[str]:
-        """The paths, or the addresses in a store, of what this process has saved and not deleted, oldest first."""
+        """Return the paths, or the addresses in a store, that this process has saved and not deleted, oldest first."""
         return self._kept.names if None in (self._remote_folder, self.remote_file_name) else self._uploads.addresses
 
     @saved_checkpoints.setter
@@ -260,7 +262,7 @@ class CheckpointSaver(Callback):
 
     @property
     def all_saved_checkpoints_to_timestamp(self) -> dict[str, Timestamp]:
-        """When in training each path was saved, also before a resumption."""
+        """Return the time in training of each saved path, including those of before a resume."""
         return self._history.timestamps
 
     @all_saved_checkpoints_to_timestamp.setter
@@ -268,20 +270,20 @@ class CheckpointSaver(Callback):
         self._history.timestamps = timestamps
 
     def init(self, state: "State", logger: "Logger") -> None:
-        """Put the run of MLflow into names that ask for it, and find out whether the store lets us write."""
+        """Fill in the MLflow run in names with its placeholders, and check that the store can be written to."""
         self._name_mlflow_run(logger)
         if self.remote_uploader is not None:
             Ranks().together(self.remote_uploader.init)
 
     def fit_start(self, state: "State", logger: "Logger") -> None:
-        """Take the folder for this process, and refuse one with later checkpoints than where the run is."""
+        """Lock the folder for this process, and refuse a folder with later checkpoints than the time of the run."""
         for kept in (self._kept, self._kept_remotely):
             if kept is not None:
                 kept.policy = kept.policy.with_mode(metric_of(state, kept.policy.metric))
-        path_of(state, self.filename.filename, self.filename.folder)  # which may refuse the name
+        path_of(state, self.filename.filename, self.filename.folder)  # raises if the name is invalid
         self._holds_stop = False
         if self.last_checkpoint_batch is not None and state.timestamp.batch < self.last_checkpoint_batch:
-            self.last_checkpoint_batch = None  # time was set back, and that batch comes a second time
+            self.last_checkpoint_batch = None  # the time was set back, so that batch will come again
         template, remote_template = (template_of_run(state, name) for name in (self.filename, self.remote_file_name))
         folder = format_name_with_dist(self.folder, state.run_name)
         self._history.take_over(folder, template, remote_template, state.run_name)
@@ -291,24 +293,24 @@ class CheckpointSaver(Callback):
             self._uploads.refuse_later(remote_template, state.timestamp)
 
     def batch_checkpoint(self, state: "State", logger: "Logger") -> None:
-        """Save if it is time."""
+        """Save if it is due."""
         self._save_if_due(_BATCH_CHECKPOINT, state, logger)
 
     def epoch_checkpoint(self, state: "State", logger: "Logger") -> None:
-        """Save if it is time."""
+        """Save if it is due."""
         self._save_if_due(Event.EPOCH_CHECKPOINT, state, logger)
 
     def iteration_checkpoint(self, state: "State", logger: "Logger") -> None:
-        """Save if it is time."""
+        """Save if it is due."""
         self._save_if_due(Event.ITERATION_CHECKPOINT, state, logger)
 
     def after_train_batch(self, state: "State", logger: "Logger") -> None:
-        """Let the optimizer step once the weights are copied."""
+        """Wait until the weights are copied, before the optimizer's step changes them."""
         if self._async is not None:
             self._async.wait_for_staging()
 
     def batch_end(self, state: "State", logger: "Logger") -> None:
-        """Raise what went wrong in the background."""
+        """Raise errors of saves and uploads in the background."""
         if self._async is None and not self._committed and not self._uploads.may_have_news:
             return
         if self._async is not None:
@@ -317,12 +319,12 @@ class CheckpointSaver(Callback):
         self._uploads.check(more_to_come=self._async is not None and self._async.is_saving)
 
     def eval_end(self, state: "State", logger: "Logger") -> None:
-        """Note down what was measured, for whoever keeps the best."""
+        """Record the metrics by which the best checkpoints are kept."""
         if ranked_by := self._ranked_by():
             self._measured.note(state, ranked_by if self._folder.is_held else set())
 
     def fit_end(self, state: "State", logger: "Logger") -> None:
-        """Save that training was stopped, if it was after the latest save, wait, and give the folder back."""
+        """Save once more if training was stopped after the latest save, wait for all saves, and unlock the folder."""
         try:
             if self._misses_stop(state):
                 self._save(state, logger)
@@ -331,7 +333,7 @@ class CheckpointSaver(Callback):
             self._folder.give_back()
 
     def wait(self, state: "State", logger: "Logger") -> None:
-        """Return when everything is saved and uploaded. Every rank must call this.
+        """Wait until everything is saved and uploaded. Every rank must call this.
 
         Raises:
             CheckpointError: On all ranks, if a save failed on any.
@@ -344,7 +346,7 @@ class CheckpointSaver(Callback):
         self._kept.rotate()
 
     def close(self, state: "State", logger: "Logger") -> None:
-        """Let what is under way end, without asking other ranks, which may be gone."""
+        """Finish saves in progress without other ranks, which may be gone."""
         try:
             if self._async is not None:
                 self._async.drain()
@@ -355,7 +357,7 @@ class CheckpointSaver(Callback):
             self._folder.give_back()
 
     def post_close(self) -> None:
-        """Wait for uploads, and let go of connections and temporary files."""
+        """Wait for uploads, and release connections and temporary files."""
         try:
             self._uploads.close()
             self._kept.rotate()
@@ -364,7 +366,7 @@ class CheckpointSaver(Callback):
                 self._remove_temporary()
 
     def save(self, state: "State", logger: "Logger") -> None:
-        """Save now. Every rank must call this."""
+        """Save immediately. Every rank must call this."""
         if self._folder.is_held:
             self._save(state, logger)
             return
@@ -376,11 +378,11 @@ class CheckpointSaver(Callback):
             self._folder.give_back()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which checkpoints there are, those of before a resumption included."""
+        """Return the list of checkpoints, including those of before a resume."""
         return self._history.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over which checkpoints there are."""
+        """Load the list of checkpoints."""
         self._history.load_state_dict(state, resumes=self.resumes)
 
     def _name_mlflow_run(self, logger: "Logger") -> None:
@@ -397,8 +399,8 @@ class CheckpointSaver(Callback):
             self.remote_uploader.remote_folder = self._remote_folder = with_run(self._remote_folder, run)
 
     def is_save_due(self, state: "State", event: Event) -> bool:
-        """Return whether it is time to save: by the interval, or since training was stopped after the latest save."""
-        # Before the ranks have agreed, after BATCH_CHECKPOINT, one of them may be the only one that is stopped.
+        """Return whether a save is due: by the interval, or because training was stopped after the latest save."""
+        # Ranks agree on a stop only after BATCH_CHECKPOINT; before that, one rank alone may be stopped.
         is_agreed = event is not _BATCH_CHECKPOINT
         return self.save_interval(state, event) or (is_agreed and self._misses_stop(state))
 
@@ -409,7 +411,7 @@ class CheckpointSaver(Callback):
             self.save(state, logger)
 
     def _misses_stop(self, state: "State") -> bool:
-        """Return whether training was stopped here, and the latest checkpoint does not say so."""
+        """Return whether training was stopped, and the latest checkpoint does not record it."""
         if state.stopped_duration is None or state.previous_timestamp is None or self._holds_stop or self.weights_only:
             return False
         return self._saves_at_end or self.last_checkpoint_batch is not None
@@ -421,16 +423,17 @@ class CheckpointSaver(Callback):
             return
         if self.before_save is not None:
             self.before_save()
-        if self._async is not None:  # what it writes is listed by the next
+        if self._async is not None:  # so that this checkpoint lists the previous one
             self._async.wait()
             self._settle(logger)
         if self._misses_stop(state) and self.last_checkpoint_batch == state.timestamp.batch:
-            self._uploads.overwrite = True  # the one of before the stop may have the same name
+            self._uploads.overwrite = True  # the checkpoint from before the stop may have the same name
         self._holds_stop = Ranks().all(state.stopped_duration is not None)
         lineage = self._history.lineage()
         job = self._name_save(state)
         self._kept.deletes = self.rank_saves_symlinks = layout is Layout.LOCAL or Ranks().rank == 0
         self.last_checkpoint_batch = state.timestamp.batch
+        # Recorded before the content is collected, since the content includes this record.
         self._history.begin(job)
         if job.remote_name is not None:
             self._uploads.expect()
@@ -468,14 +471,14 @@ class CheckpointSaver(Callback):
         )
 
     def _ranked_by(self) -> set[str]:
-        """Return the metrics by which the best are kept."""
+        """Return the metrics by which the best checkpoints are kept."""
         return {metric for metric in (self._kept.policy.metric, self._uploads.ranked_by) if metric is not None}
 
     def _save_in_background(
         self, state: "State", content: dict[str, Any], job: Save, layout: Layout, info: dict[str, Any]
     ) -> None:
         if self._async is None:
-            # Who skips has been asked before.
+            # `_skips` has already applied the 'skip' policy.
             self._async = AsyncSaver(policy="wait", timeout_s=self.save_timeout_in_seconds)
         writes = layout is not Layout.MONOLITHIC or Ranks().rank == 0
         self._async.save(
@@ -484,6 +487,7 @@ class CheckpointSaver(Callback):
             sharded=layout is Layout.SHARDED,
             local=layout is Layout.LOCAL,
             info=info,
+            # Conflicts were refused when the folder was locked.
             overwrite=True,
             stable_until_step=unchanged_until_step(state),
             then=(lambda: self._commit(job)) if writes else None,
@@ -491,13 +495,13 @@ class CheckpointSaver(Callback):
         )
 
     def _commit(self, job: Save) -> None:
-        """Let the link lead to what was written; the background thread of an asynchronous save does it, too."""
+        """Move the link to a written checkpoint. In asynchronous saves the background thread calls this."""
         if self.rank_saves_symlinks and job.link is not None and not parse_uri(job.path).backend:
             replace_pointer(job.link, own_file(job.path))
         self._committed.append(job)
 
     def _settle(self, logger: "Logger") -> None:
-        """Upload what was committed, and delete what need not be kept."""
+        """Upload committed checkpoints, and apply the retention rules."""
         while self._committed:
             job = self._committed.pop(0)
             upload = self._uploads.send(job, logger) if self._kept.deletes else None
@@ -511,15 +515,15 @@ _REMOTE_EXAMPLE = "{run_name}/checkpoints/ep{epoch}-ba{batch}-rank{rank}.pt"
 
 
 def check_saver_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse arguments that cannot be used, or contradict each other. What to keep is checked by who keeps it.
+    """Refuse arguments that are invalid or contradict each other. Retention rules are checked elsewhere.
 
     Args:
-        given: The arguments by their names.
+        given: The arguments by name.
 
     Raises:
-        TypeError: If one is of the wrong kind.
-        ValueError: If one cannot be used.
-        CompressorNotFound: If the program that the file name asks for is not installed.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is invalid.
+        CompressorNotFound: If the program that the file name needs is not installed.
     """
 
     def some(*names: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Batches of a map-style dataset whose randomness follows from a seed, the epoch, the rank and their number alone."""
+"""Reproducible batches of a map-style dataset, which depend only on a seed, the epoch, the rank and their number."""
 
 import copy
 import hashlib
@@ -56,11 +56,11 @@ _DRAW_FIRST = (
     DistributedSampler,
 )
 _END = object()
-_spares: list[Any] = []  # bit generators of NumPy's, which take longer to make than a small batch to load
+_spares: list[Any] = []  # reused NumPy bit generators, which take longer to create than a small batch to load
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a seed below 2**63 that follows from its parts, and has nothing in common with that of other parts.
+    """Return a seed below 2**63 that is derived from its parts, and independent of the seeds of other parts.
 
     Example:
         >>> derive_seed(17, 0, 1) == derive_seed(17, 0, 1)
@@ -73,10 +73,10 @@ def derive_seed(*parts: int | str) -> int:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Let Python, NumPy and torch on the CPU draw from a seed inside, and go on as if nothing had been drawn.
+    """Seed Python, NumPy and torch on the CPU inside the context, and restore their states on exit.
 
-    Only the second one of a pair of normal numbers, which `np.random` may have in store, is drawn anew. Devices are
-    left alone. Where all generators are to be seeded, there is `composer_dist.reproducibility`.
+    Only the second of a pair of normal numbers, which `np.random` may have cached, is drawn again. Devices are not
+    seeded; `composer_dist.reproducibility` seeds all generators.
 
     Example:
         >>> with seeded(3):
@@ -86,8 +86,8 @@ def seeded(seed: int) -> Iterator[None]:
         True
     """
     python, ours = random.getstate(), torch.default_generator.get_state()
-    # NumPy's own state takes longer to copy than a batch to load; another one takes its place meanwhile.
-    legacy: Any = np.random  # whose stubs do not know how
+    # Copying NumPy's own state takes longer than loading a batch, so another bit generator takes its place.
+    legacy: Any = np.random  # its stubs lack these functions
     numpy, spare = legacy.get_bit_generator(), _spares.pop() if _spares else np.random.MT19937(0)
     legacy.set_bit_generator(spare)
     try:
@@ -101,7 +101,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def can_be_seeded(loader: object) -> bool:
-    """Return whether a dataloader is torch's own over a map-style dataset, so that its batches can be told apart."""
+    """Return whether a dataloader is torch's own over a map-style dataset, so that its batches have numbers."""
     return (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
@@ -110,7 +110,7 @@ def can_be_seeded(loader: object) -> bool:
 
 
 def reads_in_workers(loader: object) -> bool:
-    """Return whether a dataloader is torch's own, and workers that persist keep copies of its iterable dataset."""
+    """Return whether a dataloader is torch's own, and persistent workers hold copies of its iterable dataset."""
     return (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
@@ -121,17 +121,17 @@ def reads_in_workers(loader: object) -> bool:
 
 
 def has_own_order(loader: DataLoader[Any]) -> bool:
-    """Return whether a dataloader's samplers are others than torch's own."""
+    """Return whether a dataloader's samplers are not torch's own."""
     return not _draws_first(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
 
 
 def open_seeded(loader: Iterable[Any], epoch_seed: int, numbers: Iterable[int]) -> Iterator[Any]:
-    """Return the batches of any dataloader; what this process draws for them follows from a seed and their number.
+    """Return the batches of any dataloader, with each batch's random numbers in this process derived from its number.
 
     Args:
-        loader: Begins where it likes.
+        loader: The dataloader, which may begin at any batch.
         epoch_seed: The seed.
-        numbers: Those of the batches, from the first one that comes.
+        numbers: The numbers of the batches, beginning with the first one that it returns.
     """
     with seeded(epoch_seed):
         batches = iter(loader)
@@ -139,12 +139,12 @@ def open_seeded(loader: Iterable[Any], epoch_seed: int, numbers: Iterable[int]) 
 
 
 def open_streamed(loader: Iterable[Any], epoch_seed: int) -> Iterator[Any]:
-    """Return the batches of any dataloader; what this process draws for them are numbers of their own.
+    """Return the batches of any dataloader, with random numbers in this process from a separate stream.
 
-    Those follow from the seed, whatever is drawn between two batches, and from what the dataloader itself seeds.
+    The stream depends only on the seed, not on what is drawn between batches, and on what the dataloader seeds itself.
 
     Args:
-        loader: Read from its start.
+        loader: The dataloader, which is read from its start.
         epoch_seed: The seed.
     """
     stream = _Stream(epoch_seed)
@@ -154,17 +154,16 @@ def open_streamed(loader: Iterable[Any], epoch_seed: int) -> Iterator[Any]:
 
 
 class SeededBatches:
-    """Reads a DataLoader from any batch on, without what comes before.
+    """Read a DataLoader from any batch on, without loading earlier ones.
 
-    What the order of an epoch and the workers' seeds are drawn from follows from `(seed, epoch, rank)`, and what a
-    batch's augmentation is drawn from also from the batch's number. So neither the number of workers nor whether they
-    persist matters, nothing that the model draws does, and a batch that is not wanted need not be loaded. Whatever
-    draws from a generator of its own does so as always.
+    The order of an epoch and the seeds of workers are derived from `(seed, epoch, rank)`, and the augmentation of a
+    batch also from its number. So neither the number nor the persistence of workers changes the data, nor does what the
+    model draws, and batches can be skipped without loading them. Generators that belong to the dataset are not seeded.
 
     Args:
-        loader: One that `can_be_seeded`, or that `reads_in_workers`. It is not changed.
-        rank: Tells this rank's augmentation from that of the others.
-        sets_epoch: Whether workers that persist call `set_epoch` of their copies of the dataset as epochs begin.
+        loader: A dataloader for which `can_be_seeded` or `reads_in_workers` is true. It is not changed.
+        rank: Makes this rank's augmentation differ from that of other ranks.
+        sets_epoch: Whether persistent workers call `set_epoch` on their copies of the dataset when an epoch begins.
     """
 
     def __init__(self, loader: DataLoader[Any], rank: int, *, sets_epoch: bool = False) -> None:
@@ -173,7 +172,7 @@ class SeededBatches:
         self._sets_epoch = sets_epoch
         self._sampler: _SeededSampler | None = None
         self._view: DataLoader[Any] | None = None
-        self._shared = torch.zeros(2, dtype=torch.int64)  # with the workers: the epoch and its seed
+        self._shared = torch.zeros(2, dtype=torch.int64)  # shared with the workers: the epoch and its seed
         if loader.num_workers > 0:
             self._shared.share_memory_()
 
@@ -187,18 +186,19 @@ class SeededBatches:
         replays: bool = False,
         order: int | None = None,
     ) -> Iterator[Any]:
-        """Return the batches of an epoch from the one with the number `first` on.
+        """Return the batches of an epoch from number `first` on.
 
         Args:
-            seed: Of the run.
+            seed: The seed of the run.
             epoch: The number of the epoch.
-            first: The number of the first batch that is wanted. Those before are not loaded.
-            lead: Load and drop as many batches from the start of the epoch, for what a dataset makes as it loads its
-                first one, and go on in the worker that would have loaded the next one; any worker will do when `None`.
+            first: The number of the first batch to return. Earlier ones are not loaded.
+            lead: Load and drop this many batches from the start of the epoch, for state that a dataset creates on first
+                access, and continue in the worker whose turn it would be; any worker may continue when `None`.
             replays: Whether to load and drop all batches before `first`.
-            order: What `order_of(first)` was when the epoch was read before, to warn if it is another.
+            order: The result of `order_of(first)` when the epoch was first read, to warn if it has changed.
         """
         epoch_seed = derive_seed(seed, epoch, self._rank)
+        # Workers take batches in turn, so a start at a multiple of their number keeps each batch with its worker.
         start = 0 if replays else first - (0 if lead is None else first % (self.loader.num_workers or 1))
         lead = lead or 0
         if start <= lead:
@@ -218,27 +218,27 @@ class SeededBatches:
         return batches
 
     def order_of(self, num_batches: int) -> int | None:
-        """Return a hash of which samples the first batches of the open epoch are of, or `None` if it is not known."""
+        """Return a hash of the samples in the first batches of the open epoch, or `None` if it is unknown."""
         return None if self._sampler is None else self._sampler.orders.get(num_batches)
 
     def close(self) -> None:
-        """End the workers that persist. Epochs may be opened again, with new ones."""
-        batches = None if self._view is None else vars(self._view)["_iterator"]  # set only where workers persist
+        """Stop persistent workers. Later epochs start new ones."""
+        batches = None if self._view is None else vars(self._view)["_iterator"]  # set only if workers persist
         self._view = None
         if batches is not None:
-            # torch has no public way to end them, and those that it finds in garbage it waits for in vain.
+            # torch has no public way to stop them, and waits in vain for those that it finds in garbage collection.
             batches._shutdown_workers()
 
     def _prepare(self, epoch: int) -> tuple["DataLoader[Any]", "_SeededSampler"]:
-        """Return a copy of the loader that goes through a sampler of ours, or the one whose workers wait."""
+        """Return a copy of the loader with a seeded sampler, or the existing copy while its workers persist."""
         if self._view is None or self._sampler is None or not self.loader.persistent_workers:
             batch_sampler = self.loader.batch_sampler
             is_batched = batch_sampler is not None
             num_ahead = self.loader.num_workers * (self.loader.prefetch_factor or 0)
             self._sampler = _SeededSampler(self.loader.sampler if batch_sampler is None else batch_sampler, num_ahead)
             self._view = copy.copy(self.loader)
-            # In its dict, since a DataLoader refuses to be given these once it is made. Its iterators ask for nothing
-            # else; the workers of `_iterator`, if there are any, belong to the loader itself.
+            # Set in its dict, since a DataLoader refuses assignment to these after creation. Its iterators need nothing
+            # else. The workers of `_iterator`, if there are any, belong to the original loader.
             own: dict[str, Any] = {"_iterator": None}
             if not reads_in_workers(self.loader):
                 own["batch_sampler" if is_batched else "sampler"] = self._sampler
@@ -251,18 +251,18 @@ class SeededBatches:
 
 @dataclass(frozen=True, slots=True)
 class _Numbered:
-    """What is to be loaded, as the dataset is asked for it, and the seed to do it with."""
+    """The index of a batch, with the seed for loading it."""
 
     seed: int
     index: Any
 
 
 class _SeededSampler:
-    """Passes on what another sampler says, from a given batch on, and draws what that draws from a seed.
+    """Pass on the batches of another sampler from a given one on, with its random numbers drawn from a seed.
 
     Attributes:
         is_numbered: Whether each batch comes with its seed.
-        orders: By their number, a hash of the latest batches and of all before them.
+        orders: By number of batches, a hash of these first batches; the latest entries only.
     """
 
     def __init__(self, sampler: Iterable[Any], num_ahead: int) -> None:
@@ -282,7 +282,7 @@ class _SeededSampler:
         self._epoch_seed, self._start, self._lead, self._first, self._order = epoch_seed, start, lead, first, order
 
     def __len__(self) -> int:
-        return len(self._sampler)  # pyright: ignore[reportArgumentType]  # as long as the one that it stands for
+        return len(self._sampler)  # pyright: ignore[reportArgumentType]  # the same length as the wrapped sampler
 
     def __iter__(self) -> Iterator[Any]:
         self._indices, self._head = self._draw(self._epoch_seed), None
@@ -292,7 +292,7 @@ class _SeededSampler:
         return (_Numbered(derive_seed(seed, number), index) for number, index in zip(numbers, self._pass_on()))  # noqa: B905
 
     def skip(self) -> None:
-        """Draw what comes before the batches that are passed on."""
+        """Draw the indices of the batches before the start."""
         if self._head is None:
             self._head = list(islice(self._indices, self._start))[: self._lead]
 
@@ -302,7 +302,7 @@ class _SeededSampler:
         yield from self._indices
 
     def _draw(self, epoch_seed: int) -> Iterator[Any]:
-        """Yield all that the other sampler says, without a look at each where nothing is drawn any more."""
+        """Yield all batches of the other sampler, without seeding each where all is drawn at the start."""
         with seeded(derive_seed(epoch_seed, "order", 0)):
             indices = iter(self._sampler)
             index = next(indices, _END)
@@ -310,7 +310,7 @@ class _SeededSampler:
             yield from () if index is _END else chain([index], indices)
             return
         self.orders = {0: 0}
-        # A sampler that counts its epochs may do so behind its last batch, which no worker then asks it for.
+        # A sampler that counts its epochs may do so after its last batch, for which workers would never ask.
         length = None if self._goes_on else _length_of(self._sampler)
         following = None
         for number in count(1):
@@ -329,13 +329,13 @@ class _SeededSampler:
 
     def _note_order(self, number: int, index: Any) -> None:
         text = repr(index)
-        text = "" if " at 0x" in text else text  # which is another one in each process
+        text = "" if " at 0x" in text else text  # it contains an address, which differs between processes
         self.orders[number] = zlib.crc32(text.encode(), self.orders[number - 1])
         self.orders.pop(number - self._num_ahead - 3, None)
         self._check_order(number)
 
     def _check_order(self, number: int) -> None:
-        """Warn if the batches before the first one that is wanted are others than before."""
+        """Warn if the batches before the first returned one differ from those of the interrupted run."""
         if self._order is None or number != self._first:
             return
         before, self._order = self._order, None
@@ -350,25 +350,25 @@ class _SeededSampler:
 
 
 def _draws_first(sampler: Any) -> bool:
-    """Return whether a sampler is torch's own, which draws when it begins, or from a generator of its own."""
+    """Return whether a sampler is torch's own, which draws everything at its start or from its own generator."""
     return type(sampler) in _DRAW_FIRST and type(getattr(sampler, "sampler", sampler)) in _DRAW_FIRST
 
 
 def _length_of(sampler: Any) -> int | None:
     try:
         return len(sampler)
-    except Exception:  # whatever it raises that has none, or asks another one for it
+    except Exception:  # it has no length, or the length depends on another object
         return None
 
 
 class _SeededDataset:
-    """A dataset as workers see it: what it draws for a batch follows from the batch's seed.
+    """A dataset in the workers, whose random numbers for a batch are derived from the batch's seed.
 
     Args:
         dataset: The dataset.
-        collate_fn: What is kept in the worker with it.
+        collate_fn: Kept in the worker with it.
         shared: The epoch, or -1, and its seed.
-        epoch: For which it was prepared.
+        epoch: The epoch for which it was created.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any, shared: torch.Tensor, epoch: int) -> None:
@@ -394,7 +394,7 @@ class _SeededDataset:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    # A worker_init_fn finds it as `get_worker_info().dataset`, reads its attributes and sets them.
+    # A worker_init_fn gets this as `get_worker_info().dataset`, and may read and set the attributes of the dataset.
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dataset, name)
 
@@ -405,7 +405,7 @@ class _SeededDataset:
         return _SeededDataset, (*self._seeded_parts, self._seeded_shared, self._seeded_epoch)
 
     def _seeded_begin(self, seed: int) -> None:
-        """Bring what persists from epoch to epoch to the current one, and seed the process."""
+        """Move persistent objects to the current epoch, and seed the process."""
         epoch = int(self._seeded_shared[0])
         if epoch not in (-1, self._seeded_epoch):
             set_epoch_everywhere(self._seeded_parts, epoch)
@@ -414,7 +414,7 @@ class _SeededDataset:
 
 
 class _Stream:
-    """Random numbers of Python, NumPy and torch on the CPU that go on where they were left, apart from all others."""
+    """Separate random numbers of Python, NumPy and torch on the CPU, which continue where they stopped."""
 
     def __init__(self, seed: int) -> None:
         self._python = random.Random(seed).getstate()
@@ -437,7 +437,7 @@ class _Stream:
 
 
 def _each_within(stream: _Stream, batches: Iterator[Any]) -> Iterator[Any]:
-    """Load each batch in this process with the stream's numbers."""
+    """Load each batch in this process within the stream."""
     while True:
         with stream:
             batch = next(batches, _END)
@@ -466,9 +466,9 @@ _PLAIN = (TensorDataset, list, tuple, range, torch.Tensor, np.ndarray, np.memmap
 
 
 def draws_nothing(dataset: Any, collate_fn: object) -> bool:
-    """Say whether a dataset only looks up what it holds, and whether its samples are only stacked.
+    """Return whether a dataset only looks up stored samples, and `collate_fn` only stacks them.
 
-    What is not known to be so, such as any dataset of one's own or any transform, is assumed to draw.
+    Anything else, such as a custom dataset or a transform, is assumed to draw random numbers.
 
     Example:
         >>> draws_nothing(TensorDataset(torch.rand(3)), default_collate)
@@ -480,7 +480,7 @@ def draws_nothing(dataset: Any, collate_fn: object) -> bool:
 
 
 def _only_looks_up(dataset: Any) -> bool:
-    # Of exactly these types, since whoever derives from them may do anything.
+    # Exact types only, since subclasses may do anything.
     if type(dataset) in _PLAIN:
         return True
     if type(dataset) is Subset:
@@ -492,5 +492,5 @@ def _only_looks_up(dataset: Any) -> bool:
         return all(map(_only_looks_up, parts.values() if isinstance(parts, dict) else parts))
     hugging_face = sys.modules.get("datasets")
     if hugging_face is not None and type(dataset) is getattr(hugging_face, "Dataset", None):
-        return dataset.format["type"] != "custom"  # which is what `set_transform` makes of it
+        return dataset.format["type"] != "custom"  # set by `set_transform`
     return False

@@ -1,4 +1,4 @@
-"""A training state as the content of a checkpoint, and that content written in the layout the state asks for."""
+"""Content of a training state's checkpoint, and its saving in the layout of the state."""
 
 import os
 import posixpath
@@ -83,7 +83,7 @@ _COUNTERS = ("iteration", "epoch", "batch", "sample", "token", "batch_in_epoch")
 
 
 class Layout(StrEnum):
-    """Which ranks write what."""
+    """Layout of a checkpoint: which ranks write which files."""
 
     MONOLITHIC = "monolithic"
     """Rank 0 writes one file."""
@@ -94,7 +94,7 @@ class Layout(StrEnum):
 
 
 def layout_of(state: "State") -> Layout:
-    """Return the layout that `state_dict_type` in the FSDP settings asks for."""
+    """Return the layout that `state_dict_type` in the FSDP settings selects."""
     kind = getattr(state.fsdp_config, "state_dict_type", None)
     if kind == "local" and (state.fsdp_enabled or dist.get_world_size() > 1):
         return Layout.LOCAL
@@ -102,17 +102,17 @@ def layout_of(state: "State") -> Layout:
 
 
 def path_of(state: "State", filename: str, folder: str | None = None) -> str:
-    """Return where a checkpoint of now goes: a file, or of a sharded one the folder.
+    """Return the path of a checkpoint at the current time: a file, or the folder of a sharded checkpoint.
 
     Per-rank files keep `{rank}` in their name.
 
     Args:
         state: The training state.
-        filename: The template of the file's name.
+        filename: The template of the file name.
         folder: The template of the folder.
 
     Raises:
-        ValueError: If per-rank files would all have one name.
+        ValueError: If per-rank files would all have the same name.
     """
     match layout_of(state):
         case Layout.SHARDED:
@@ -125,13 +125,14 @@ def path_of(state: "State", filename: str, folder: str | None = None) -> str:
                     f"state_dict_type='local' each writes a file of its own. Put {{rank}} into it, as in "
                     f"'ba{{batch}}_rank{{rank}}.pt'."
                 )
+            # Doubled, so that formatting leaves `{rank}` in the path, which all ranks then share.
             filename = filename.replace("{rank}", "{{rank}}")
         case Layout.MONOLITHIC:
             pass
     return PartialFilePath(filename, folder).format(state)
 
 
-@cache  # for it is asked for at each save
+@cache  # warns once, although it is called at each save
 def _warn_of_name(filename: str, prefix_dir: str) -> None:
     name = posixpath.basename(filename)
     is_own = name.removesuffix(".pt") != DEFAULT_PREFIX_DIR + "-rank{rank}"
@@ -149,14 +150,14 @@ def get_save_filename(state: "State", filename: str = "ep{epoch}-ba{batch}-rank{
 
     Args:
         state: The training state.
-        filename: The template of the file's name.
+        filename: The template of the file name.
 
     Returns:
-        The one file of rank 0, the file of per-rank files, or this rank's first shard in the folder of a sharded
+        The file of rank 0, this rank's file of per-rank files, or this rank's first shard in the folder of a sharded
         checkpoint.
 
     Raises:
-        ValueError: If per-rank files would all have one name.
+        ValueError: If per-rank files would all have the same name.
 
     Example:
         >>> from composer_events import State
@@ -175,14 +176,14 @@ def prefix_dir_of(state: "State") -> str:
 
 
 def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKeys | None = None) -> dict[str, Any]:
-    """Return the content of a checkpoint of now. Every rank must call this.
+    """Return the content of a checkpoint at the current time. Every rank must call this.
 
-    Tensors are those of the model and the optimizers themselves where nothing is sharded.
+    Tensors that are not sharded share memory with the model and the optimizers.
 
     Args:
         state: The training state.
-        weights_only: Leave out all but the model and what describes it.
-        ignore_keys: What else to leave out.
+        weights_only: Leave out everything but the model and what describes it.
+        ignore_keys: Further entries to leave out.
     """
     strategy = owner_of(state)
     attributes = ["model"] if weights_only else list(state.serialized_attributes)
@@ -203,14 +204,14 @@ def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKe
 
 
 def _whole(part: Any) -> Any:
-    """Return what algorithms and callbacks keep with whole tensors in place of shards. Every rank must call this."""
+    """Return the state of algorithms and callbacks with full tensors in place of shards. Every rank must call this."""
     return map_tree(part, lambda _, leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf)
 
 
 def _open(part: Any) -> Any:
-    """Return what algorithms and callbacks keep with lists in place of the tuples around shards.
+    """Return the state of algorithms and callbacks with the tuples around shards replaced by lists.
 
-    Into a tuple DCP does not look: it would be one item, which one rank writes.
+    DCP does not descend into a tuple: the whole tuple would be one item, written by one rank.
     """
     around: set[str] = set()
     for name, _ in named_leaves(part, DTensor):
@@ -220,7 +221,7 @@ def _open(part: Any) -> Any:
 
 
 def describe(state: "State", *, weights_only: bool = False) -> dict[str, Any]:
-    """Return what the manifest says of a checkpoint of now."""
+    """Return the information about a checkpoint for its manifest."""
     return {
         "composer_checkpoint_version": version("composer-checkpoint"),
         "run_name": state.run_name,
@@ -237,24 +238,24 @@ def save_checkpoint(
     weights_only: bool = False,
     ignore_keys: IgnoreKeys | None = None,
 ) -> str | None:
-    """Save a training state, whole or not at all. Every rank must call this.
+    """Save a training state atomically. Every rank must call this.
 
     Rank 0 writes the file; with `state_dict_type='sharded'` all ranks write into a folder, and with `'local'` each
-    writes a file of its own. A checkpoint that has the name is replaced, and no folder of another kind.
+    writes its own file. An existing checkpoint of the same name is replaced, but no other folder.
 
     Args:
         state: The training state.
-        filename: Where to, with placeholders for run, ranks and time. Its end says the format, as in `save_file`.
+        filename: The path, with placeholders for run, ranks and time. Its suffix selects the format, as in `save_file`.
         weights_only: Save only the model and what describes it.
-        ignore_keys: Patterns of what to leave out, such as `'state/optimizers/*'`, or a function that deletes from
+        ignore_keys: Patterns of entries to leave out, such as `'state/optimizers/*'`, or a function that deletes from
             the checkpoint's dict.
 
     Returns:
         The path, on the ranks that wrote; `None` on the others.
 
     Raises:
-        CheckpointError: On all ranks, if any of them cannot write; what was there before is untouched.
-        CompressorNotFound: If the program that the name asks for is not installed.
+        CheckpointError: On all ranks, if any of them cannot write; an existing checkpoint is untouched.
+        CompressorNotFound: If the program that the name needs is not installed.
 
     Example:
         >>> import tempfile
@@ -274,9 +275,9 @@ def save_checkpoint(
 
 
 def save_planner_of(state: "State") -> "SavePlanner":
-    """Return the planner of sharded checkpoints: the one of the FSDP settings, or ours.
+    """Return the planner of sharded checkpoints: the one of the FSDP settings, or the default.
 
-    Buffers, which are not sharded, are each rank's own, and belong together: ours takes all of them of rank 0.
+    The default saves all buffers of rank 0: they are not sharded, may differ between ranks, and belong together.
     """
     return getattr(state.fsdp_config, "save_planner", None) or WholeSavePlanner(first_rank_decides=True)
 
@@ -289,9 +290,9 @@ def write(
     timeout_s: float | None = None,
     planner: "SavePlanner | None" = None,
 ) -> str | None:
-    """Write what was collected, and return the path on the ranks that wrote. Every rank must call this."""
+    """Write collected content, and return the path on the ranks that wrote. Every rank must call this."""
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # what was gathered need not fit beside what training had cached
+        torch.cuda.empty_cache()  # makes room for what saving gathers, next to what training has cached
     match layout:
         case Layout.SHARDED:
             save_sharded(content, path, info=info, overwrite=True, timeout_s=timeout_s, planner=planner)
@@ -306,12 +307,12 @@ def write(
 
 
 def own_file(path: str) -> str:
-    """Return this rank's name among those of per-rank files."""
+    """Return this rank's path of per-rank files."""
     return path.replace("{rank}", str(dist.get_global_rank()))
 
 
 def _rng(state: "State") -> list[dict[str, Any]]:
-    """Return each rank's random numbers, and those that the open epoch began with."""
+    """Return each rank's random numbers, and the state that its open epoch began with."""
     entries = get_rng_state()
     position = DataPosition.of(state)
     if position is not None:
@@ -334,7 +335,7 @@ def _add_loader_state(state: "State", saved: dict[str, Any]) -> None:
 
 @contextmanager
 def _only(state: "State", attributes: list[str]) -> Iterator[None]:
-    """Let `state.state_dict` collect some attributes, and nothing else that ranks would have to gather."""
+    """Restrict `state.state_dict` to some attributes, so that others are not gathered."""
     all_attributes, state.serialized_attributes = state.serialized_attributes, attributes
     try:
         yield
@@ -343,12 +344,12 @@ def _only(state: "State", attributes: list[str]) -> Iterator[None]:
 
 
 def as_sharded(state: "State") -> AbstractContextManager[None]:
-    """Let a state whose type is `'local'` give each rank's shards, as it does for `'sharded'`."""
+    """Treat a state of type `'local'` as `'sharded'`, which also provides each rank's shards."""
     return _as_type("sharded", state, Layout.LOCAL)
 
 
 def as_whole(state: "State") -> AbstractContextManager[None]:
-    """Let a state whose type is `'sharded'` take whole tensors, of which each rank keeps its part, as for `'full'`."""
+    """Treat a state of type `'sharded'` as `'full'`, which loads full tensors and keeps each rank's part."""
     return _as_type("full", state, Layout.SHARDED)
 
 
@@ -366,11 +367,11 @@ def _as_type(state_dict_type: str, state: "State", instead_of: Layout) -> Iterat
 
 
 def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: bool, *, verify: bool) -> dict[str, Any]:
-    """Return a folder's content, of which each rank reads what it holds. Every rank must call this.
+    """Return a folder's content, of which each rank reads its own part. Every rank must call this.
 
     Args:
         path: The folder.
-        state: Its model says how tensors are spread; they are whole where it is not.
+        state: The training state, whose model determines the sharding of tensors.
         weights_only: Read the model and the algorithms only.
         verify: Whether hashes are compared.
     """
@@ -378,21 +379,22 @@ def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: boo
     load_sharded(content, path, verify=verify, planner=getattr(state.fsdp_config, "load_planner", None))
     saved = content.setdefault("state", {})
     if isinstance(algorithms := saved.get("algorithms"), list):
-        saved["algorithms"] = [tuple(pair) for pair in algorithms]  # lists where shards were below
+        # They are lists if they contained shards, see `_open`.
+        saved["algorithms"] = [tuple(pair) for pair in algorithms]
     return content
 
 
 def check_spread(path: str | os.PathLike[str], state: "State") -> None:
-    """Compare what each rank would read of a folder with its hashes. Every rank must call this.
+    """Verify the hashes of what each rank would read of a folder. Every rank must call this.
 
     Raises:
-        CheckpointError: On all ranks, if anything is not what was written.
+        CheckpointError: On all ranks, if anything differs from what was written.
     """
     check_sharded(_empty_content(path, state, weights_only=False), path)
 
 
 def _empty_content(path: str | os.PathLike[str], state: "State", weights_only: bool) -> dict[Any, Any]:
-    """Return what a folder holds, with tensors that have no values yet."""
+    """Return the structure of a folder's content, with uninitialized tensors."""
     read: list[Metadata] = []
     Ranks().together(lambda: read.append(read_folder_metadata(path)))
     metadata = read[0]
@@ -411,17 +413,17 @@ def _empty_content(path: str | os.PathLike[str], state: "State", weights_only: b
 
 
 def as_spread(content: dict[str, Any], state: "State", path: str) -> dict[str, Any]:
-    """Return the content of a per-rank file with its tensors as the shards that they are.
+    """Return the content of a per-rank file with its shards as DTensors.
 
     Raises:
         ValueError: If another number of ranks saved it.
-        CorruptCheckpointError: On all ranks, if their files are of different saves.
+        CorruptCheckpointError: On all ranks, if the files are of different saves.
     """
     layout = content.pop(LAYOUT_KEY)
     if layout["world_size"] != dist.get_world_size():
         raise other_number_of_ranks(path, layout["world_size"])
     refuse_mixed_saves(dist.all_gather_object(layout.get(SAVE_ID_KEY)), path)
-    if "rng" in content:  # of this rank, as whoever reads it looks for it: one entry for each
+    if "rng" in content:  # a file has its own rank's entry; readers expect one for each rank
         content["rng"] = [entry for own in dist.all_gather_object(content["rng"]) for entry in own]
     parameters, described = _spread_parameters(state), layout["tensors"]
 
@@ -437,7 +439,7 @@ def as_spread(content: dict[str, Any], state: "State", path: str) -> dict[str, A
 
 
 def other_number_of_ranks(path: str, saved_by: int) -> ValueError:
-    """Return the error of ranks that load the files of another number of ranks."""
+    """Return the error for per-rank files that another number of ranks saved."""
     return ValueError(
         f"{path} is one of the files of {saved_by} ranks, and {dist.get_world_size()} load them: per-rank files are "
         f"not elastic. Start {saved_by} ranks, or put the files together with "
@@ -452,13 +454,13 @@ def _spread_parameters(state: "State") -> dict[str, DTensor]:
 
 
 def _parameter_of(keys: tuple[Any, ...], parameters: Mapping[str, DTensor]) -> DTensor | None:
-    """Return the parameter to which a tensor of a checkpoint belongs, if it is spread."""
+    """Return the sharded parameter to which a tensor of a checkpoint belongs, or `None`."""
     match keys:
         case ("state", "model", name):
             return parameters.get(str(name))
         case ("state", "optimizers", _, "state", name, *_):
             return parameters.get(str(name))
-        case ("state", "algorithms", *_, name):  # an average of it, say
+        case ("state", "algorithms", *_, name):  # such as an average of the parameter
             plain = str(name).removeprefix("module.")
             return parameters.get(str(name), parameters.get(plain))
         case _:
@@ -479,7 +481,7 @@ def _put(tree: dict[Any, Any], keys: tuple[Any, ...], leaf: Any) -> None:
 
 
 def _with_lists(tree: Any) -> Any:
-    """Return a tree of dicts with those that count their items as lists."""
+    """Return a tree in which dicts with the keys 0 to n-1 are lists."""
     if not isinstance(tree, dict) or not tree:
         return tree
     items = {key: _with_lists(value) for key, value in tree.items()}
@@ -489,7 +491,7 @@ def _with_lists(tree: Any) -> Any:
 
 
 def unchanged_until_step(state: "State") -> list[torch.Tensor]:
-    """Return what nothing changes before the optimizer's next step, unless algorithms may."""
+    """Return the tensors that nothing changes before the optimizer's next step; none if there are algorithms."""
     if state.algorithms:
         return []
     stable: list[torch.Tensor] = list(state.model.parameters()) if hasattr(state.model, "parameters") else []
@@ -501,14 +503,14 @@ def unchanged_until_step(state: "State") -> list[torch.Tensor]:
 
 
 PARTS = ("model", "optimizers")
-"""What a state dict has of them."""
+"""Entries of a state dict that a strategy may collect and load itself."""
 
 
 def owner_of(state: "State") -> Strategy | None:
-    """Return the strategy that has the whole weights, or `None` where the state itself can collect them.
+    """Return the strategy that collects the weights, or `None` if the state can collect them itself.
 
     Raises:
-        RuntimeError: If an engine has the weights and the state does not say which strategy it belongs to.
+        RuntimeError: If an engine holds the weights and the state does not name its strategy.
     """
     if not state.deepspeed_enabled:
         return None
@@ -522,7 +524,7 @@ def owner_of(state: "State") -> Strategy | None:
 
 
 def collect_parts(state: "State", strategy: Strategy, *, weights_only: bool) -> dict[str, Any]:
-    """Return the whole weights and optimizer state, as a run without the engine has them. Every rank must call this.
+    """Return the full weights and optimizer state, as a run without the engine has them. Every rank must call this.
 
     The optimizer's parameters are numbered in its own order.
     """
@@ -538,7 +540,7 @@ def collect_parts(state: "State", strategy: Strategy, *, weights_only: bool) -> 
 
 
 def load_parts(state: "State", strategy: Strategy, saved: Mapping[str, Any], *, strict: bool) -> None:
-    """Load what `collect_parts` or a run without the engine has saved. Every rank must call this."""
+    """Load what `collect_parts`, or a run without the engine, has saved. Every rank must call this."""
     if saved.get("model"):
         strategy.load_model_state_dict(state.model, saved["model"], strict=strict)
     if "optimizers" not in saved:
@@ -554,10 +556,10 @@ def load_parts(state: "State", strategy: Strategy, saved: Mapping[str, Any], *, 
 
 
 def _own_count(_: str, value: Any) -> Any:
-    """Copy a count of steps, of which ZeRO keeps one for all: who loads it for each parameter must not share it."""
+    """Copy a step count, which ZeRO shares between parameters: after loading, each parameter must have its own."""
     return value.clone() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def name_of_optimizer(state: "State", optimizer: Any) -> str:
-    """Return the class of the optimizer that the engine has wrapped."""
+    """Return the class name of the optimizer that the engine wraps."""
     return type(getattr(state.model, "basic_optimizer", optimizer)).__qualname__
