@@ -17,7 +17,7 @@ PRELOADED = [
     "fsspec.implementations.local",
     "pytest",
     "composer_events",
-    *(f"composer_checkpoint.{name}" for name in ("autoresume", "loader", "modular.load", "saver", "sharded", "stores")),
+    *(f"composer_checkpoint.{name}" for name in ("resume", "loader", "modular.load", "saver", "sharded", "stores")),
 ]
 
 

@@ -149,7 +149,7 @@ def _command(commands: Any, name: str, module: str, function: str, text: str) ->
 
 
 def _add_inspect(commands: Any) -> None:
-    command = _command(commands, "inspect", "inspecting", "inspect", "show what is in a checkpoint, as a tree")
+    command = _command(commands, "inspect", "inspect", "inspect", "show what is in a checkpoint, as a tree")
     _add_source(command)
     command.add_argument("--keys", metavar="GLOB", action="append", help="only tensors of such names; repeatable")
     command.add_argument("--tree", action="store_true", help="show all tensors, however many there are")
@@ -157,13 +157,13 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _add_verify(commands: Any) -> None:
-    command = _command(commands, "verify", "verifying", "verify", "tell whether a checkpoint is whole")
+    command = _command(commands, "verify", "compare", "verify", "tell whether a checkpoint is whole")
     _add_source(command)
     command.add_argument("--hash", action="store_true", help="print a hash of each tensor, alike for all formats")
 
 
 def _add_diff(commands: Any) -> None:
-    command = _command(commands, "diff", "comparing", "diff", "compare two checkpoints, of any formats")
+    command = _command(commands, "diff", "compare", "diff", "compare two checkpoints, of any formats")
     command.add_argument("a", metavar="A", help="one checkpoint")
     command.add_argument("b", metavar="B", help="the other")
     command.add_argument("--rtol", type=float, default=0.0, help="how much values may differ, relative to B's")
@@ -175,7 +175,7 @@ def _add_diff(commands: Any) -> None:
 
 
 def _add_convert(commands: Any) -> None:
-    command = _command(commands, "convert", "converting", "convert", "turn a checkpoint into one of another format")
+    command = _command(commands, "convert", "convert", "convert", "turn a checkpoint into one of another format")
     command.add_argument("source", metavar="SRC", nargs="?", help="a checkpoint of any format")
     command.add_argument("target", metavar="DST", nargs="?", help="the folder or file to write")
     _add_kind(command)
@@ -244,7 +244,7 @@ def _add_merge(commands: Any) -> None:
 
 def _add_reshard(commands: Any) -> None:
     command = _command(
-        commands, "reshard", "resharding", "reshard", "cut a checkpoint otherwise, format and names kept"
+        commands, "reshard", "reshard", "reshard", "cut a checkpoint otherwise, format and names kept"
     )
     command.add_argument("source", metavar="SRC", help="the checkpoint")
     command.add_argument("target", metavar="DST", help="the folder to write, or per-rank files with {rank} in the name")
@@ -257,7 +257,7 @@ def _add_reshard(commands: Any) -> None:
 
 
 def _add_extract(commands: Any) -> None:
-    command = _command(commands, "extract", "extracting", "extract", "copy some tensors to a file of their own")
+    command = _command(commands, "extract", "extract", "extract", "copy some tensors to a file of their own")
     command.add_argument("source", metavar="SRC", help="the checkpoint")
     command.add_argument("target", metavar="DST", help="a .safetensors or .pt file, or a .json with all but tensors")
     _add_kind(command)
@@ -266,14 +266,14 @@ def _add_extract(commands: Any) -> None:
 
 
 def _add_latest(commands: Any) -> None:
-    command = _command(commands, "latest", "latest", "latest", "print the newest checkpoint of a folder that is whole")
+    command = _command(commands, "latest", "sources", "latest", "print the newest checkpoint of a folder that is whole")
     command.add_argument("folder", metavar="FOLDER", help="where a run saves checkpoints")
     command.add_argument("--no-verify", action="store_true", help="do not read it, nor compare it with its hashes")
 
 
 def _add_repair(commands: Any) -> None:
     command = _command(
-        commands, "repair", "repairing", "repair", "mend links, and what killed writers left, in a folder"
+        commands, "repair", "extract", "repair", "mend links, and what killed writers left, in a folder"
     )
     command.add_argument("folder", metavar="FOLDER", help="where a run saves checkpoints, while none does")
     command.add_argument("--link", metavar="NAME", help="let this link lead to the newest checkpoint that is whole")

@@ -609,6 +609,7 @@ def safe_unpickle(source: Any, allow: Mapping[str, Any] | None = None) -> Any:
         CorruptCheckpointError: If it is not a whole pickle.
 
     Example:
+        >>> import pickle
         >>> safe_unpickle(pickle.dumps({"epoch": 3, "lengths": (1, 2)}))
         {'epoch': 3, 'lengths': (1, 2)}
         >>> safe_unpickle(pickle.dumps(os.getcwd))
