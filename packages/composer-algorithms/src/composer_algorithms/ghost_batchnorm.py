@@ -1,4 +1,4 @@
-"""Ghost batch normalization: statistics of small parts of the batch."""
+"""Ghost batch normalization: normalize small parts of the batch by their own statistics."""
 
 import functools
 import logging
@@ -58,18 +58,18 @@ _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 class _GhostBatchNorm(nn.Module):
     """Normalize each ghost batch by its own statistics, with the parameters and averages of one batch norm.
 
-    A batch of `N` examples is cut into `n = ceil(N / ghost_batch_size)` parts as equal as `torch.chunk` makes them.
-    Each updates the running averages in turn with a momentum that is divided by `n`. There is one part less where the
-    last would have a single value in each channel, of which no variance can be had, and a batch of fewer than
-    `ghost_batch_size` examples is one part. In evaluation mode, where the averages are used, nothing is cut.
+    A batch of `N` examples is split into `n = ceil(N / ghost_batch_size)` parts, as by `torch.chunk`. Each updates the
+    running averages in turn, with the momentum divided by `n`. There is one part less if the last one would have a
+    single value per channel, which has no variance, and a batch of fewer than `ghost_batch_size` examples is one part.
+    Evaluation mode, which uses the averages, splits nothing.
 
     Args:
         base_batchnorm: The batch norm; it becomes the child `batchnorm`.
-        ghost_batch_size: Examples in a ghost batch.
+        ghost_batch_size: Examples per ghost batch.
 
     Raises:
-        ValueError: If `ghost_batch_size` is not above 0; in `forward`, if the input has another number of dims than
-            the batch norm takes.
+        ValueError: If `ghost_batch_size` is not above 0; in `forward`, if the input has a number of dims that the batch
+            norm does not support.
     """
 
     num_dims: ClassVar[tuple[int, ...]] = ()
@@ -81,10 +81,10 @@ class _GhostBatchNorm(nn.Module):
         self.path = ""  # in the model, for messages
         self.batchnorm = base_batchnorm
         self.batchnorm._already_ghost_batchnormed = True  # pyright: ignore[reportArgumentType]  # a mark
-        # A subclass may compute something else.
+        # A subclass may have a forward of its own, and has to be called.
         self._is_plain = type(base_batchnorm) in _GHOSTS
         if self._is_plain:
-            hand_over_hooks(base_batchnorm, self)  # forward does not call the module that they are hooked to
+            hand_over_hooks(base_batchnorm, self)  # forward does not call the module that has them
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize a batch."""
@@ -121,7 +121,7 @@ class _GhostBatchNorm(nn.Module):
             count.add_(num_updates)
         if norm.momentum is not None:
             return [norm.momentum / num_chunks] * num_updates
-        # The average over all ghost batches so far. Their count is needed on the host, as in torch's own batch norm.
+        # Average over all ghost batches so far, whose count is needed on the host, as in torch's batch norm.
         last = num_updates if count is None else int(count)
         return [1 / (last - i) for i in reversed(range(num_updates))]
 
@@ -144,7 +144,7 @@ class _GhostBatchNorm(nn.Module):
 
     @staticmethod
     def from_batchnorm(module: _BatchNorm, ghost_batch_size: int = 32) -> "_GhostBatchNorm":
-        """Wrap a batch norm by the class for its number of dims."""
+        """Wrap a batch norm in the class for its number of dims."""
         for base, ghost in _GHOSTS.items():
             if isinstance(module, base):
                 return ghost(module, ghost_batch_size)
@@ -154,7 +154,7 @@ class _GhostBatchNorm(nn.Module):
 
 
 class GhostBatchNorm1d(_GhostBatchNorm):
-    """Normalize each ghost batch by its own statistics, in the place of `torch.nn.BatchNorm1d`.
+    """Normalize each ghost batch by its own statistics, as a replacement for `torch.nn.BatchNorm1d`.
 
     Args:
         base_batchnorm: The batch norm; it becomes the child `batchnorm`.
@@ -172,7 +172,7 @@ class GhostBatchNorm1d(_GhostBatchNorm):
 
 
 class GhostBatchNorm2d(_GhostBatchNorm):
-    """Normalize each ghost batch by its own statistics, in the place of `torch.nn.BatchNorm2d`.
+    """Normalize each ghost batch by its own statistics, as a replacement for `torch.nn.BatchNorm2d`.
 
     Args:
         base_batchnorm: The batch norm; it becomes the child `batchnorm`.
@@ -190,7 +190,7 @@ class GhostBatchNorm2d(_GhostBatchNorm):
 
 
 class GhostBatchNorm3d(_GhostBatchNorm):
-    """Normalize each ghost batch by its own statistics, in the place of `torch.nn.BatchNorm3d`.
+    """Normalize each ghost batch by its own statistics, as a replacement for `torch.nn.BatchNorm3d`.
 
     Args:
         base_batchnorm: The batch norm; it becomes the child `batchnorm`.
@@ -217,15 +217,14 @@ _GHOSTS: dict[type[nn.Module], type[_GhostBatchNorm]] = {
 def apply_ghost_batchnorm(
     model: nn.Module, ghost_batch_size: int = 32, optimizers: Optimizer | Sequence[Optimizer] | None = None
 ) -> None:
-    """Let each batch norm of a model normalize ghost batches, each by its own statistics.
+    """Wrap each batch norm of a model, so that it normalizes ghost batches by their own statistics.
 
-    The batch norms stay the objects that they are, inside a `GhostBatchNorm1d`, `2d` or `3d`. A second call changes
-    nothing.
+    The batch norms stay the same objects, inside a `GhostBatchNorm1d`, `2d` or `3d`. A second call changes nothing.
 
     Args:
         model: Changed in place.
-        ghost_batch_size: Examples in a ghost batch.
-        optimizers: Those that train the model, if they exist already. No parameter is added or removed.
+        ghost_batch_size: Examples per ghost batch.
+        optimizers: Existing optimizers of the model. No parameter is added or removed.
 
     Raises:
         ValueError: If `ghost_batch_size` is not above 0.
@@ -260,13 +259,13 @@ def _ghost_of(module: _BatchNorm, module_index: int, ghost_batch_size: int) -> n
 
 
 class GhostBatchNorm(InitSurgery):
-    """Normalize ghost batches: on `INIT`, the batch norms in `state.model` are wrapped.
+    """Wrap the batch norms of `state.model` on `INIT`, so that they normalize ghost batches.
 
     It acts after the algorithms that replace operators. A microbatch with fewer examples, such as the last one of an
-    epoch, is one ghost batch. Loading a checkpoint of the changed model applies it.
+    epoch, is one ghost batch. Loading a checkpoint of the changed model applies the algorithm.
 
     Args:
-        ghost_batch_size: Examples in a ghost batch.
+        ghost_batch_size: Examples per ghost batch.
 
     Raises:
         ValueError: If `ghost_batch_size` is not above 0.
@@ -277,7 +276,7 @@ class GhostBatchNorm(InitSurgery):
 
     Reference:
         Dimitriou and Arandjelovic, "A New Look at Ghost Normalization", 2020, arXiv:2007.08554. As in Hoffer et al.,
-        2017, the running averages follow one ghost batch after the other, here with a share of the momentum each.
+        2017, each ghost batch in turn updates the running averages, here with a share of the momentum.
     """
 
     surgery_rank = 3
@@ -287,7 +286,7 @@ class GhostBatchNorm(InitSurgery):
         self.ghost_batch_size = ghost_batch_size
 
     def apply(self, event: "Event", state: "State", logger: "Logger | None" = None) -> None:
-        """Wrap the batch norms, and log how many there are."""
+        """Wrap the batch norms, and log their number."""
         apply_ghost_batchnorm(state.model, self.ghost_batch_size, state.optimizers)
         count = count_module_instances(state.model, _GhostBatchNorm)
         _log.info("GhostBatchNorm: %d batch norms normalize ghost batches.", count)

@@ -51,7 +51,7 @@ def apply_gradient_clipping(
     *,
     eps: float = 0.0,
 ) -> None:
-    """Bound the gradients of a model, in place.
+    """Clip the gradients of a model, in place.
 
     - `'norm'`: all gradients are scaled by one factor, so that their joint Euclidean norm is at most the threshold.
     - `'value'`: each element is clamped to `[-threshold, threshold]`.
@@ -59,15 +59,15 @@ def apply_gradient_clipping(
       at most `threshold` times the norm of the unit's weights.
 
     Gradients may be sharded by `fully_shard` or tensor parallelism; norms are then those of the whole gradient, and
-    every rank must call this. Parameters without a gradient are passed over.
+    every rank must call this. Parameters without a gradient are skipped.
 
     Args:
         model: The model, or its parameters.
         clipping_type: `'norm'`, `'value'` or `'adaptive'`.
-        clipping_threshold: The bound, 0 or more.
+        clipping_threshold: Threshold, 0 or more.
         fsdp_enabled: Whether FSDP1 (`FullyShardedDataParallel`) shards the model.
-        eps: With `'adaptive'`: the norm that weights are taken to have at least. With 0, weights that are all zero
-            never move; the paper has 1e-3.
+        eps: Minimum assumed for the norms of weights with `'adaptive'`. With 0, weights that are all zero never move;
+            the paper uses 1e-3.
 
     Raises:
         ValueError: If the type is unknown, the threshold is negative or not a number, or the type is `'adaptive'` for a
@@ -94,7 +94,7 @@ def apply_gradient_clipping(
         if not isinstance(model, Iterable):
             raise TypeError(f"model={model!r} has no parameters: pass a model, or its parameters.")
     if clipping_type == "value":
-        clip_value(parameters, clipping_threshold)  # element by element, so it does not matter who holds which
+        clip_value(parameters, clipping_threshold)  # elementwise, so sharding does not matter
     elif fsdp_enabled:
         _clip_under_fsdp1(cast("nn.Module", model), clipping_type, clipping_threshold)
     elif clipping_type == "norm":
@@ -103,8 +103,7 @@ def apply_gradient_clipping(
         _apply_agc(parameters, clipping_threshold=clipping_threshold, **({"eps": eps} if eps else {}))
 
 
-# The next three have Composer's names and arguments: users' tests call the last two, and put something else in the
-# place of the first.
+# Names and arguments of the next three functions are Composer's: users' tests call the last two, and patch the first.
 def _apply_agc(parameters: Iterable[Tensor], clipping_threshold: float, eps: float = 0.0) -> None:
     """Clip each unit of the gradients relative to its weights, in place."""
     clip_to_weights(parameters, clipping_threshold, eps)
@@ -112,7 +111,7 @@ def _apply_agc(parameters: Iterable[Tensor], clipping_threshold: float, eps: flo
 
 @torch.no_grad()
 def _get_clipped_gradient_coeff(weights: Tensor, grad: Tensor, clipping_threshold: float = 0.01) -> Tensor:
-    """Return what to multiply each unit of a gradient by."""
+    """Return the factor for each unit of a gradient."""
     return unit_coefficients(weights, grad, clipping_threshold, eps=0.0)
 
 
@@ -123,7 +122,7 @@ def _unitwise_norm(tensor: Tensor) -> Tensor:
 
 
 def apply_agc(model: nn.Module | Iterable[Tensor], clipping_threshold: float = 0.01) -> None:
-    """Clip adaptively, as this was called in Composer 0.7.
+    """Clip adaptively, under the name of this method in Composer 0.7.
 
     Args:
         model: The model, or its parameters.
@@ -138,19 +137,19 @@ def apply_agc(model: nn.Module | Iterable[Tensor], clipping_threshold: float = 0
 
 
 class GradientClipping(Algorithm):
-    """Bound the gradients of each step.
+    """Clip the gradients of each step.
 
-    On `AFTER_TRAIN_BATCH`, when the gradients of all microbatches are there and have their true size, it does what
-    `apply_gradient_clipping` does. Where an optimizer looks at a batch twice, as SAM does, it clips both times. Under
-    DeepSpeed it does nothing: the engine clips inside its step, told so by its configuration.
+    On `AFTER_TRAIN_BATCH`, when the gradients of all microbatches are complete and unscaled, it calls
+    `apply_gradient_clipping`. If an optimizer evaluates a batch twice, as SAM does, it clips both times. Under
+    DeepSpeed it does nothing: the engine clips inside its step, as configured.
 
     Attributes:
-        clip_grad_norm: How `'norm'` is done. A loop whose model is spread over devices in a way of its own assigns
-            what does it there, `strategy.clip_grad_norm`: a function of the parameters and the bound.
+        clip_grad_norm: Implementation of `'norm'`. A loop that distributes its model in a custom way assigns its own,
+            `strategy.clip_grad_norm`: a function of the parameters and the threshold.
 
     Args:
         clipping_type: `'norm'`, `'value'` or `'adaptive'`.
-        clipping_threshold: The bound, 0 or more.
+        clipping_threshold: Threshold, 0 or more.
         eps: See `apply_gradient_clipping`.
 
     Raises:
@@ -174,11 +173,11 @@ class GradientClipping(Algorithm):
         self.clip_grad_norm: Callable[[Iterable[Tensor], float], Any] | None = None
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether the event is INIT or the end of a batch's gradients."""
+        """Return whether the event is INIT or AFTER_TRAIN_BATCH."""
         return event in (Event.INIT, Event.AFTER_TRAIN_BATCH)
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Bound the gradients; on INIT, refuse what DeepSpeed cannot do."""
+        """Clip the gradients; on INIT, reject settings that DeepSpeed does not support."""
         if state.deepspeed_enabled:
             _check_deepspeed(self.clipping_type, self.clipping_threshold)
         elif event != Event.AFTER_TRAIN_BATCH:
@@ -203,7 +202,7 @@ class GradientClipping(Algorithm):
 
 
 def AGC(clipping_threshold: float = 0.01) -> GradientClipping:  # the name of the class in Composer 0.7
-    """Make the `GradientClipping` that was a class of its own in Composer 0.7.
+    """Create the `GradientClipping` that was a class of its own in Composer 0.7.
 
     Args:
         clipping_threshold: As for `GradientClipping("adaptive", clipping_threshold)`.
@@ -221,10 +220,10 @@ def _clip_under_fsdp1(model: nn.Module, clipping_type: str, threshold: float) ->
             "clipping_type='adaptive' needs whole units of the weights, and FSDP1 keeps slices of flattened tensors: "
             "shard the model with FSDP2 (fully_shard), or clip by 'norm' or 'value'."
         )
-    from torch.distributed.fsdp import FullyShardedDataParallel  # loaded already: the model is one
+    from torch.distributed.fsdp import FullyShardedDataParallel  # already loaded, since the model is one
 
     for module in model.modules():
-        # Each root clips all that is below it.
+        # Each root clips everything below it.
         if isinstance(module, FullyShardedDataParallel) and module.check_is_root():
             module.clip_grad_norm_(max_norm=threshold)
 
@@ -234,10 +233,10 @@ def _check(clipping_type: str, threshold: float, eps: float) -> None:
         raise ValueError(f"clipping_type={clipping_type!r} is unknown: choose one of {', '.join(map(repr, _TYPES))}.")
     check_number("clipping_threshold", threshold, "a finite number, 0 or more")
     if not threshold >= 0 or math.isinf(threshold):
-        raise ValueError(f"clipping_threshold={threshold!r} is no bound: pass a finite number, 0 or more.")
+        raise ValueError(f"clipping_threshold={threshold!r} is not a threshold: pass a finite number, 0 or more.")
     check_number("eps", eps, "the smallest norm of weights, 0 or more")
     if not 0 <= eps < math.inf:
-        raise ValueError(f"eps={eps!r} is no norm of weights: pass a finite number, 0 or more.")
+        raise ValueError(f"eps={eps!r} is not a norm of weights: pass a finite number, 0 or more.")
 
 
 def _check_deepspeed(clipping_type: str, threshold: float) -> None:
@@ -256,8 +255,8 @@ def _check_deepspeed(clipping_type: str, threshold: float) -> None:
 _CHECKPOINTS = frozenset({Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT})
 _EVALUATIONS_BEGIN = frozenset({Event.EVAL_BEFORE_ALL, Event.EVAL_STANDALONE_START})
 _EVALUATIONS_END = frozenset({Event.EVAL_AFTER_ALL, Event.EVAL_STANDALONE_END})
-# BATCH_START alone would do for the forward pass. But others act on these events too, and what they find in the model
-# must not depend on whether a checkpoint was saved just before.
+# BATCH_START would suffice for the forward pass. But other algorithms act on these events too, and the weights that
+# they see must not depend on whether a checkpoint was just saved.
 _TRAINING = frozenset(
     {
         Event.ITERATION_START,
@@ -270,17 +269,17 @@ _TRAINING = frozenset(
         Event.FIT_END,
     }
 )
-# Events on which either set may have to give way to the other.
+# Events on which the two sets may have to be exchanged.
 CHANGES_OF_WEIGHTS = frozenset(
     {*_CHECKPOINTS, *_EVALUATIONS_BEGIN, *_EVALUATIONS_END, *_TRAINING, Event.EVAL_START, Event.EVAL_END}
 )
 
 
 class ActiveWeights:
-    """Keep account of which set the model holds, and exchange the sets when an event asks for the other one.
+    """Track which set of weights the model holds, and exchange the sets when an event requires the other one.
 
     Evaluation and checkpoints get the average, everything else the weights being trained. Between the events that
-    enclose several evaluators the average stays in place, so that there are two exchanges however many they are.
+    enclose several evaluators the average stays in place, so that they cost only two exchanges in total.
     """
 
     def __init__(self) -> None:
@@ -288,18 +287,18 @@ class ActiveWeights:
         self._among_evaluators = False
 
     def concerned_by(self, event: Event, state: "State") -> bool:
-        """Answer whether `follow` has something to do at this event."""
+        """Return whether `follow` would act on this event."""
         if event in _CHECKPOINTS and not _is_save_due(event, state):
             return False
         wanted = self._wanted(event)
         return wanted is not None and wanted != self.is_average
 
     def follow(self, event: Event, exchange: Callable[[], None]) -> None:
-        """Call `exchange` if the event asks for the set of weights that the model does not hold."""
+        """Call `exchange` if the event requires the set of weights that the model does not hold."""
         wanted = self._wanted(event)
         if event in _EVALUATIONS_BEGIN:
             self._among_evaluators = True
-        elif event in _EVALUATIONS_END or event in _TRAINING:  # an evaluation that broke off has no end
+        elif event in _EVALUATIONS_END or event in _TRAINING:  # a failed evaluation has no end event
             self._among_evaluators = False
         if wanted is not None and wanted != self.is_average:
             exchange()
@@ -316,7 +315,7 @@ class ActiveWeights:
 
 
 def _is_save_due(event: Event, state: "State") -> bool:
-    # Whatever saves checkpoints is known by its interval, not by its class: the class lives on a floor above.
+    # Checkpoint callbacks are recognized by their interval: their class is in a package that this one cannot import.
     for callback in state.callbacks:
         is_due: object = getattr(callback, "is_save_due", None) or getattr(callback, "save_interval", None)
         if callable(is_due) and is_due(state, event):

@@ -1,4 +1,4 @@
-"""Gyro dropout: dropout that trains few subnetworks, each for longer."""
+"""Gyro dropout: train a few subnetworks, each for longer."""
 
 import hashlib
 import logging
@@ -43,23 +43,23 @@ _log = logging.getLogger("composer.algorithms.gyro_dropout")
 
 
 class GyroDropoutLayer(nn.Module):
-    """Dropout whose masks are `tau` out of `sigma`, chosen anew from time to time.
+    """Dropout with `tau` out of `sigma` fixed masks, chosen again at intervals.
 
-    Each chosen mask is for an equal part of the batch (as equal as it gets), over the last dim of the input. Which
-    masks there are and which are chosen depends on a seed and the number of steps alone. Evaluation changes nothing.
+    Each chosen mask applies to an equal part of the batch (as far as possible), over the last dim of the input. The
+    masks and the choice depend only on a seed and the number of steps. Evaluation changes nothing.
 
     Args:
-        iters_per_epoch: Steps in an epoch, 0 or more.
+        iters_per_epoch: Steps per epoch, 0 or more.
         max_epoch: Epochs of training, 0 or more.
-        p: How often a feature is dropped, in [0, 1).
-        sigma: How many masks there are.
-        tau: How many of them are in use at a time.
+        p: Drop probability of a feature, in [0, 1).
+        sigma: Number of masks.
+        tau: Number of masks in use at a time.
 
     Attributes:
-        dropout_mask: The mask of the last training batch, of the shape of the batch or one that expands to it.
+        dropout_mask: Mask of the last training batch, in the shape of the batch or one that expands to it.
 
     Raises:
-        ValueError: If `p` lies outside [0, 1), `sigma` or `tau` is not above 0, or a length of training is negative.
+        ValueError: If `p` is outside [0, 1), `sigma` or `tau` is not above 0, or a length of training is negative.
 
     Example:
         >>> layer = GyroDropoutLayer(iters_per_epoch=10, max_epoch=2, p=0.5, sigma=16, tau=2)
@@ -85,16 +85,16 @@ class GyroDropoutLayer(nn.Module):
         self.counts_calls = True
         self.num_steps = 0
         self.dropout_mask: Tensor | None = None
-        # Drawn from the seed whenever they are needed: nothing that a checkpoint must keep.
+        # Drawn from the seed when needed, so a checkpoint does not keep them.
         self._masks: Tensor | None = None
 
     def set_schedule(self, num_steps: float) -> None:
-        """Say how many steps training has: after which of them other masks are chosen depends on that."""
+        """Set the number of training steps, which determines how often masks are chosen."""
         self.iter_num = max(1, int(num_steps / self.sigma)) * self.tau
-        self._chosen = None  # a run that is resumed here does not know what was chosen by another schedule
+        self._chosen = None  # a resumed run could not reproduce a choice of another schedule
 
     def begin_step(self, num_steps: int) -> None:
-        """Choose the masks of one training step, given how many steps there were before. Forward then counts none."""
+        """Choose the masks of a training step, given the number of earlier steps. Forward then stops counting steps."""
         self.counts_calls = False
         if self._chosen is None or num_steps // self.iter_num != self.num_steps // self.iter_num:
             self._choose(num_steps)
@@ -116,7 +116,7 @@ class GyroDropoutLayer(nn.Module):
         if self._masks is None or self._masks.shape[1] != x.shape[-1] or self._masks.device != x.device:
             masks = torch.rand(self.sigma, x.shape[-1], generator=self._generator("masks")) > self.p
             self._masks = masks.to(x.device)
-        # Of any batch size: with fewer examples than masks, some masks are for none.
+        # For any batch size: with fewer examples than masks, some masks are not used.
         part_of_example = torch.arange(len(x)) * min(self.tau, len(x)) // max(len(x), 1)
         rows = self._chosen[part_of_example].to(x.device, non_blocking=True)
         mask = self._masks[rows].to(x.dtype)
@@ -141,20 +141,20 @@ class GyroDropoutLayer(nn.Module):
 def apply_gyro_dropout(
     model: nn.Module, iters_per_epoch: int, max_epoch: float, p: float, sigma: int, tau: int
 ) -> None:
-    """Replace each `torch.nn.Dropout` in a model by a `GyroDropoutLayer`.
+    """Replace each `torch.nn.Dropout` in a model with a `GyroDropoutLayer`.
 
-    A second call changes nothing. What is drawn depends on PyTorch's generator on the CPU.
+    A second call changes nothing. Random numbers depend on PyTorch's CPU generator.
 
     Args:
         model: Changed in place.
-        iters_per_epoch: Steps in an epoch.
+        iters_per_epoch: Steps per epoch.
         max_epoch: Epochs of training.
-        p: How often a feature is dropped, in [0, 1). That of the replaced layer is not used.
-        sigma: How many masks there are.
-        tau: How many of them are in use at a time.
+        p: Drop probability of a feature, in [0, 1). That of the replaced layer is not used.
+        sigma: Number of masks.
+        tau: Number of masks in use at a time.
 
     Raises:
-        ValueError: If `p` lies outside [0, 1), `sigma` or `tau` is not above 0, or a length of training is negative.
+        ValueError: If `p` is outside [0, 1), `sigma` or `tau` is not above 0, or a length of training is negative.
 
     Warns:
         NoEffectWarning: If the model has no `torch.nn.Dropout` below it.
@@ -185,20 +185,20 @@ def apply_gyro_dropout(
 
 
 class GyroDropout(Algorithm):
-    """Train few subnetworks, each for longer: on `INIT`, each `torch.nn.Dropout` in `state.model` is replaced.
+    """Replace each `torch.nn.Dropout` in `state.model` on `INIT`, to train a few subnetworks, each for longer.
 
     The schedule is that of the run, known on `FIT_START`, and advances on `BATCH_START`, so that microbatches of one
     batch have the same masks. Each rank has its own. Masks depend on the run's seed, the rank and the number of
-    batches, so a resumed run goes on with those that it would have had, and parameters and their names stay.
+    batches, so a resumed run has the same masks as an uninterrupted one. Parameters and their names stay.
 
     Args:
-        p: How often a feature is dropped, in [0, 1). That of the replaced layers is not used.
-        sigma: How many masks each layer has.
-        tau: How many of them are in use at a time.
+        p: Drop probability of a feature, in [0, 1). That of the replaced layers is not used.
+        sigma: Number of masks per layer.
+        tau: Number of masks in use at a time.
 
     Raises:
-        ValueError: If `p` lies outside [0, 1), or `sigma` or `tau` is not above 0; on `FIT_START` if the number of
-            training steps is not known.
+        ValueError: If `p` is outside [0, 1), or `sigma` or `tau` is not above 0; on `FIT_START`, if the number of
+            training steps is unknown.
 
     Example:
         >>> GyroDropout(p=0.5, sigma=1024, tau=8)
@@ -221,15 +221,15 @@ class GyroDropout(Algorithm):
 
     @staticmethod
     def required_on_load() -> bool:
-        """Answer yes: training goes on with the same masks."""
+        """Return true: a resumed run must train with the same masks."""
         return True
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether the event is INIT, FIT_START or BATCH_START."""
+        """Return whether the event is INIT, FIT_START or BATCH_START."""
         return event in (Event.INIT, Event.FIT_START, Event.BATCH_START)
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Replace the layers, learn how long training is, or begin a step."""
+        """Replace the layers, set their schedule, or begin a step."""
         if event == Event.INIT:
             self._replace(state)
         elif event == Event.FIT_START:
@@ -243,11 +243,11 @@ class GyroDropout(Algorithm):
             self._num_steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how the algorithm was made, and how many steps there were."""
+        """Return the settings and the number of steps."""
         return {**super().state_dict(), "num_steps": self._num_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the step that follows the last one before the checkpoint."""
+        """Resume with the step after the last one before the checkpoint."""
         self._num_steps = int(state.get("num_steps", 0))
 
     def __repr__(self) -> str:
@@ -255,7 +255,7 @@ class GyroDropout(Algorithm):
 
     def _replace(self, state: "State") -> None:
         model = unwrap_model(state.model)
-        # The schedule is not known before FIT_START: until then it is as short as can be.
+        # The schedule is unknown before FIT_START; until then it is the shortest possible.
         apply_gyro_dropout(model, iters_per_epoch=1, max_epoch=1, p=self.p, sigma=self.sigma, tau=self.tau)
         self._layers = _gyro_layers(model)
         for i, layer in enumerate(self._layers):

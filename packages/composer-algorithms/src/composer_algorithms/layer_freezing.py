@@ -1,4 +1,4 @@
-"""Layer freezing: stop training layers from the first one on as training goes on."""
+"""Layer freezing: progressively stop training the first layers of a model."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -39,7 +39,7 @@ METADATA = Metadata(
 )
 
 _log = logging.getLogger("composer.algorithms.layer_freezing")
-_REPORTED: WeakSet[nn.Module] = WeakSet()  # models for which it was said that no layer will be frozen
+_REPORTED: WeakSet[nn.Module] = WeakSet()  # models already reported to have no layer to freeze
 
 
 def freeze_layers(
@@ -49,27 +49,26 @@ def freeze_layers(
     freeze_start: float = 0.5,
     freeze_level: float = 1.0,
 ) -> tuple[int, float]:
-    """Freeze a part of a model's layers that grows with the time trained, the first layers first.
+    """Freeze the first layers of a model, a fraction that grows with training time.
 
-    Layers are the modules with parameters of their own, in the order in which the model lists them, and never the last
-    of them. Up to `freeze_start` none are frozen; from there to the end their part grows in proportion to time, to
-    `freeze_level`. Frozen parameters need no gradient any more and have none. They stay in the optimizers, which pass
-    over parameters without a gradient, so that saved states keep fitting. Where none will ever be frozen, that is
-    logged once for each model.
+    Layers are the modules with parameters of their own, in registration order; the last one is never frozen. Nothing is
+    frozen up to `freeze_start`; from there to the end the frozen fraction grows linearly to `freeze_level`. Frozen
+    parameters require no gradient and have none. They stay in the optimizers, which skip parameters without a gradient,
+    so that saved states still fit. If no layer will ever be frozen, that is logged once per model.
 
     Args:
         model: Changed in place.
-        optimizers: Those of the model; not changed.
-        current_duration: The part of training that is done, in [0, 1].
-        freeze_start: The part of training before which nothing is frozen, in [0, 1].
-        freeze_level: The part of the layers that is frozen in the end, in [0, 1].
+        optimizers: Optimizers of the model; not changed.
+        current_duration: Completed fraction of training, in [0, 1].
+        freeze_start: Fraction of training before which nothing is frozen, in [0, 1].
+        freeze_level: Fraction of the layers frozen at the end, in [0, 1].
 
     Returns:
-        How many layers are frozen, and the part that was asked for.
+        The number of frozen layers, and the requested fraction.
 
     Raises:
-        ValueError: If one of the numbers lies outside [0, 1].
-        TypeError: If `model` is no module.
+        ValueError: If one of the numbers is outside [0, 1].
+        TypeError: If `model` is not a module.
 
     Example:
         >>> import torch
@@ -83,11 +82,13 @@ def freeze_layers(
         Brock et al., "FreezeOut", 2017, arXiv:1706.04983. Raghu et al., "SVCCA", NeurIPS 2017, arXiv:1706.05806.
     """
     check_is_module(model, "layers to freeze")
-    del optimizers  # they skip what has no gradient; Composer's signature has them
+    del optimizers  # only in Composer's signature
     _check(freeze_start, freeze_level)
     check_number("current_duration", current_duration, "a part of training, from 0 to 1")
     if not 0 <= current_duration <= 1:
-        raise ValueError(f"current_duration={current_duration!r} is no part of training: pass a number from 0 to 1.")
+        raise ValueError(
+            f"current_duration={current_duration!r} is not a fraction of training: pass a number from 0 to 1."
+        )
     fraction = 0.0
     if current_duration > freeze_start:
         fraction = freeze_level * (current_duration - freeze_start) / (1 - freeze_start)
@@ -100,19 +101,19 @@ def freeze_layers(
 
 
 class LayerFreezing(Algorithm):
-    """Stop training layers, the first ones first, as training goes on.
+    """Progressively stop training the first layers of the model.
 
-    On `EPOCH_END` it does what `freeze_layers` does and logs `layer_freezing/layers_frozen` and
-    `layer_freezing/percentage_frozen`. Its state has how many layers are frozen; after a checkpoint was loaded they are
-    frozen again on `AFTER_LOAD` or `FIT_START`, whichever comes first. Layers are never unfrozen, and a second `fit`
-    starts with those frozen in the first.
+    On `EPOCH_END` it applies `freeze_layers` and logs `layer_freezing/layers_frozen` and
+    `layer_freezing/percentage_frozen`. Its state holds the number of frozen layers; after a checkpoint was loaded they
+    are frozen again on `AFTER_LOAD` or `FIT_START`, whichever comes first. Layers are never unfrozen, and a second
+    `fit` starts with those frozen in the first.
 
     Args:
-        freeze_start: The part of training before which nothing is frozen, in [0, 1].
-        freeze_level: The part of the layers that is frozen in the end, in [0, 1].
+        freeze_start: Fraction of training before which nothing is frozen, in [0, 1].
+        freeze_level: Fraction of the layers frozen at the end, in [0, 1].
 
     Raises:
-        ValueError: If one of them lies outside [0, 1].
+        ValueError: If one of them is outside [0, 1].
 
     Example:
         >>> LayerFreezing(freeze_start=0.2)
@@ -134,15 +135,15 @@ class LayerFreezing(Algorithm):
 
     @property
     def find_unused_parameters(self) -> bool:
-        """Answer that some parameters get no gradient."""
+        """Return true: frozen parameters get no gradient."""
         return True
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether an epoch has ended, or a state was loaded that is not in the model yet."""
+        """Return whether an epoch has ended, or a loaded state has yet to be applied to the model."""
         return event == Event.EPOCH_END or (self._is_loaded and event in (Event.AFTER_LOAD, Event.FIT_START))
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Freeze the layers whose time has come."""
+        """Freeze the layers that are due."""
         if event != Event.EPOCH_END:
             _freeze(state.model, self._freeze_depth)
             self._is_loaded = False
@@ -156,13 +157,13 @@ class LayerFreezing(Algorithm):
         depth, fraction = freeze_layers(
             state.model, state.optimizers, min(float(elapsed), 1.0), self.freeze_start, self.freeze_level
         )
-        # A second fit, which is longer, asks for less than is frozen.
+        # In a second, longer fit, fewer layers may be due than are frozen already.
         self._freeze_depth, self._freeze_fraction = max(depth, self._freeze_depth), fraction
         if logger is not None:
             logger.log_metrics({"layer_freezing/layers_frozen": depth, "layer_freezing/percentage_frozen": fraction})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many layers are frozen, and the part that was asked for."""
+        """Return the number of frozen layers and the requested fraction."""
         return {
             **super().state_dict(),
             "freeze_depth": self._freeze_depth,
@@ -170,9 +171,9 @@ class LayerFreezing(Algorithm):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over how many layers are frozen; the next event freezes them.
+        """Load the number of frozen layers; the next event freezes them.
 
-        Composer's own checkpoints do not say it: the next `EPOCH_END` then freezes what is due.
+        Composer's own checkpoints lack it; the next `EPOCH_END` then freezes the layers that are due.
         """
         super().load_state_dict(state)
         self._freeze_depth = int(state.get("freeze_depth", 0))
@@ -193,14 +194,14 @@ def _report_no_effect(model: nn.Module, num_freezable: int, freeze_level: float)
         _REPORTED.add(model)
         _log.warning(
             "LayerFreezing has no effect on this %s: it has %d layers before the last, which always trains, and "
-            "freeze_level=%r of them is none.",
+            "freeze_level=%r of them rounds down to 0.",
             *(type(model).__qualname__, num_freezable, freeze_level),
         )
 
 
 def _freeze(model: nn.Module, depth: int) -> None:
     layers = _layers(model)
-    # A weight that a later layer shares, such as that of an embedding and the output layer, trains on with that one.
+    # A weight shared with a later layer, such as that of an embedding and the output layer, keeps training.
     still_trained = {id(parameter) for parameter in _flat(layers[depth:])}
     for parameter in _flat(layers[:depth]):
         if id(parameter) not in still_trained:
@@ -216,4 +217,4 @@ def _check(freeze_start: float, freeze_level: float) -> None:
     for name, value in (("freeze_start", freeze_start), ("freeze_level", freeze_level)):
         check_number(name, value, "a part of a whole, from 0 to 1")
         if not 0 <= value <= 1:
-            raise ValueError(f"{name}={value!r} is no part of a whole: pass a number from 0 to 1.")
+            raise ValueError(f"{name}={value!r} is not a fraction: pass a number from 0 to 1.")

@@ -1,4 +1,4 @@
-"""Stochastic weight averaging: end training with the mean of the weights that it passed through."""
+"""Stochastic weight averaging: end training with the mean of earlier weights."""
 
 import logging
 import math
@@ -42,7 +42,7 @@ METADATA = Metadata(
     ),
 )
 
-# Users' log settings know Composer's names of loggers.
+# Composer's logger name, which users' logging configurations refer to.
 _log = logging.getLogger("composer.algorithms.swa")
 
 _STRATEGIES = {"linear": "linear", "lin": "linear", "cos": "cos", "cosine": "cos"}
@@ -50,32 +50,32 @@ _ENDS = frozenset({Event.BATCH_END, Event.EPOCH_END})
 
 
 class SWA(Algorithm):
-    """Average the weights of the last part of training, and put the mean into the model at its end.
+    """Average the weights over the last part of training, and copy the mean into the model at its end.
 
-    From `swa_start` on, at the ends of batches or epochs, whichever `update_interval` counts, each interval adds the
-    weights to a mean; at the first such event, or end of an epoch, from `swa_end` on the model gets the mean, once, and
-    training goes on with it. Parts of training are counted in the unit of `max_duration`. Buffers are not averaged: the
-    statistics of batch norms are stale then, and recover in the training that is left. The mean is kept where the
-    model's weights are, sharded as they are.
+    From `swa_start` on, each `update_interval` adds the weights to a mean, at the ends of batches or epochs, depending
+    on its unit. At the first such event, or end of an epoch, from `swa_end` on, the mean is copied into the model once,
+    and training continues with it. Fractions of training are counted in the unit of `max_duration`. Buffers are not
+    averaged: the statistics of batch norms are stale then, and recover in the remaining training. The mean is kept on
+    the device of the model's weights, and sharded like them.
 
-    With `schedule_swa_lr`, while the mean is taken, the learning rate of each parameter group goes from what it was to
-    `swa_lr` within `anneal_steps` intervals and stays there. It is set before and after every batch, so that other
-    schedulers do not interfere; they have their way again afterwards.
+    With `schedule_swa_lr`, while the mean is taken, the learning rate of each parameter group changes from its value at
+    the start to `swa_lr` within `anneal_steps` intervals and stays there. It is set before and after every batch, which
+    overrides other schedulers; these take effect again afterwards.
 
-    The state has everything that is needed to go on exactly, under names of the bare model.
+    The state allows an exact resumption, under the names of the bare model.
 
     Args:
-        swa_start: When to begin: a part of training (`'0.7dur'`) or an epoch (`'7ep'`).
-        swa_end: When to put the mean into the model, in the same unit.
-        update_interval: The time between two sets of weights of the mean, in batches or epochs.
-        schedule_swa_lr: Whether to change the learning rate as well. With one optimizer only.
-        anneal_strategy: `'linear'` or `'cos'`, how the learning rate goes to `swa_lr`.
-        anneal_steps: Within how many intervals.
-        swa_lr: The learning rate to end with. `None` keeps the one that each group has at the beginning.
+        swa_start: Start of averaging: a fraction of training (`'0.7dur'`) or an epoch (`'7ep'`).
+        swa_end: Time to copy the mean into the model, in the same unit.
+        update_interval: Time between two updates of the mean, in batches or epochs.
+        schedule_swa_lr: Whether to change the learning rate as well. Requires a single optimizer.
+        anneal_strategy: Shape of the learning rate's way to `swa_lr`: `'linear'` or `'cos'`.
+        anneal_steps: Number of intervals that this takes.
+        swa_lr: Final learning rate. `None` keeps the initial one of each group.
 
     Raises:
-        ValueError: If times are in units that they cannot be in, `swa_start` is not before `swa_end`, parts of training
-            lie outside [0, 1], `anneal_steps` is less than 1, or `anneal_strategy` is unknown.
+        ValueError: If a time has an invalid unit, `swa_start` is not before `swa_end`, fractions of training are
+            outside [0, 1], `anneal_steps` is less than 1, or `anneal_strategy` is unknown.
 
     Example:
         >>> SWA(swa_start="0.5dur", swa_end="0.9dur", update_interval="50ba").swa_started
@@ -108,7 +108,7 @@ class SWA(Algorithm):
         if swa_lr is not None:
             check_number("swa_lr", swa_lr, "a learning rate, or None to keep that of each group")
             if not 0 <= swa_lr < math.inf:
-                raise ValueError(f"swa_lr={swa_lr!r} is no learning rate: pass a finite number, 0 or more.")
+                raise ValueError(f"swa_lr={swa_lr!r} is not a learning rate: pass a finite number, 0 or more.")
         if swa_lr is not None and not schedule_swa_lr:
             _log.warning("swa_lr=%r has no effect without schedule_swa_lr=True.", swa_lr)
         self.schedule_swa_lr = schedule_swa_lr
@@ -120,7 +120,7 @@ class SWA(Algorithm):
         self._reset()
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether the event is INIT, or the mean is being taken and the event concerns it."""
+        """Return whether the event is INIT, or updates or ends the mean or the learning rate."""
         if event == Event.INIT:
             return True
         if event == Event.BATCH_START:
@@ -132,7 +132,7 @@ class SWA(Algorithm):
         return self.swa_started and (self.schedule_swa_lr or self._ends_at(event, state))
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Add the weights to the mean, or put the mean into the model."""
+        """Add the weights to the mean, or copy the mean into the model."""
         if event == Event.INIT:
             if not self._is_loaded:
                 self._reset()
@@ -146,12 +146,12 @@ class SWA(Algorithm):
             self._set_lr(_only_optimizer(state))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the mean, how many sets of weights are in it, and where the learning rate is on its way."""
+        """Return the mean, the number of its updates, and the progress of the learning rate."""
         mean = {} if self._mean is None else self._mean.named_parameters_dict
         scheduler = {"base_lrs": list(self._base_lrs), "last_epoch": self._num_averaged}
         return {
             **super().state_dict(),
-            # As torch's AveragedModel names them, which is what Composer saves.
+            # Named as in torch's AveragedModel, which Composer saves.
             "swa_model": {
                 "n_averaged": torch.tensor(self._num_averaged),
                 **{f"module.{name}": tensor for name, tensor in (self._loaded or mean).items()},
@@ -163,10 +163,10 @@ class SWA(Algorithm):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the mean of a checkpoint, of Composer's own as well.
+        """Resume with the mean of a checkpoint, including Composer's own checkpoints.
 
         Args:
-            state: What `state_dict` returned. Not changed, and not kept.
+            state: Result of `state_dict`. Neither changed nor kept.
         """
         self._reset()
         self._is_loaded = True
@@ -198,11 +198,11 @@ class SWA(Algorithm):
         self._mean: EMAParameters | None = None
         self._num_averaged = 0
         self._base_lrs: list[float] = []
-        self._loaded: dict[str, Tensor] = {}  # what a checkpoint had, until there is a model to compare names with
+        self._loaded: dict[str, Tensor] = {}  # from a checkpoint, until the model's names are known
 
     def _ends_at(self, event: Event, state: "State") -> bool:
-        # A clock that counts epochs moves on between the last BATCH_END of an epoch and its EPOCH_END, and at the end
-        # of training no batch follows.
+        # A count of epochs advances between the last BATCH_END of an epoch and its EPOCH_END, and at the end of
+        # training no batch follows.
         return event in (self._update_event, Event.EPOCH_END) and _is_reached(self.swa_end, state)
 
     def _begin_or_update(self, state: "State") -> None:
@@ -220,16 +220,16 @@ class SWA(Algorithm):
         if self._mean is None:
             self._mean = _mean_of(model, {})
         else:
-            # The mean of n + 1 is that of n, moved by 1 / (n + 1) of the way to the new one.
+            # The mean of n + 1 sets is the mean of n, moved by 1 / (n + 1) of the distance to the new one.
             compute_ema(model, self._mean, self._num_averaged / (self._num_averaged + 1))
         self._num_averaged += 1
 
     def _finish(self, state: "State") -> None:
         if self._loaded:
             self._mean, self._loaded = _mean_of(state.model, self._loaded), {}
-        assert self._mean is not None  # the first event of the window has made it
+        assert self._mean is not None  # created by the first event of the window
         self._mean.transfer_ema_params(state.model)
-        self._mean = None  # its memory is worth more than it is
+        self._mean = None  # frees its memory
         self.swa_completed = True
         elapsed = state.get_elapsed_duration()
         if elapsed is not None and elapsed >= 1:
@@ -239,27 +239,27 @@ class SWA(Algorithm):
             )
 
     def _set_lr(self, optimizer: "Optimizer") -> None:
-        # In closed form, unlike torch's SWALR, which reckons from the learning rate that it set before: meanwhile the
-        # run's own schedulers have set another one.
+        # In closed form, unlike torch's SWALR, which starts from the learning rate that it set last: the run's own
+        # schedulers have set another one since.
         progress = min(self._num_averaged / self.anneal_steps, 1.0)
         if self.anneal_strategy == "cos":
             progress = (1 - math.cos(math.pi * progress)) / 2
         for group, base_lr in zip(optimizer.param_groups, self._base_lrs, strict=True):
             target = base_lr if self.swa_lr is None else self.swa_lr
             lr = target * progress + base_lr * (1 - progress)
-            if isinstance(group["lr"], Tensor):  # which compiled optimizers read
+            if isinstance(group["lr"], Tensor):  # for compiled optimizers
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
 
 
 def _mean_of(model: nn.Module, saved: Mapping[str, Tensor]) -> EMAParameters:
-    """Return the model's parameters, or those saved for them, as a mean."""
+    """Return the model's parameters, or the saved ones, as a mean."""
     mean = EMAParameters(model)
     mean.named_buffers_dict = {}
     if not saved:
         return mean
-    # DDP's "module." may be in front of all the names, and may also be part of a model's own.
+    # All names may start with the "module." of DDP, which may also be part of a model's own names.
     found = {name: saved.get(name, saved.get(f"module.{name}")) for name in mean.named_parameters_dict}
     missing = [name for name, tensor in found.items() if tensor is None]
     told = f"SWA's state in the checkpoint does not have {len(missing)} parameters of the model, such as {missing[:3]}"
@@ -299,8 +299,8 @@ def _window(swa_start: str | Time[Any], swa_end: str | Time[Any]) -> tuple[Time[
         is_part = time.unit == TimeUnit.DURATION and 0 <= time.value <= 1
         if not (is_part or time.unit == TimeUnit.EPOCH):
             raise ValueError(
-                f"{name}={str(time)!r} is no time for it: pass a part of training from '0dur' to '1dur', or an epoch "
-                f"such as '7ep'."
+                f"{name}={str(time)!r} is not a time for it: pass a part of training from '0dur' to '1dur', or an "
+                f"epoch such as '7ep'."
             )
     if start.unit != end.unit:
         raise ValueError(
@@ -334,4 +334,4 @@ def _parsed(argument: str, value: object) -> Time[Any]:
     try:
         return Time.from_timestring(value)
     except ValueError as error:
-        raise ValueError(f"{argument}={value!r} is no time: {error}") from error
+        raise ValueError(f"{argument}={value!r} is not a time: {error}") from error

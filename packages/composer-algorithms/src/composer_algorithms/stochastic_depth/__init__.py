@@ -1,4 +1,4 @@
-"""Stochastic depth: residual blocks that are skipped at random while the network trains."""
+"""Stochastic depth: randomly skip residual blocks in training."""
 
 from composer_algorithms.metadata import Metadata
 from composer_algorithms.stochastic_depth.algorithm import StochasticDepth, apply_stochastic_depth

@@ -1,4 +1,4 @@
-"""Which residual blocks are there in a forward pass."""
+"""Random decisions about the residual blocks to keep in a forward pass."""
 
 import hashlib
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 class BlockDraws:
-    """Decide for each block and forward pass whether the block is there.
+    """Decide for each block and forward pass whether the block is kept.
 
-    Without a seed the decisions come from PyTorch's generator on the CPU, as dropout's would: each rank has its own,
-    checkpoints restore it, and activation checkpointing repeats them. With a seed they are the same on all ranks, as
-    a sharded model needs it, whose ranks gather a block's weights together or not at all.
+    Without a seed the decisions come from PyTorch's CPU generator, like dropout's: they differ between ranks,
+    checkpoints restore them, and activation checkpointing repeats them. With a seed they are the same on all ranks, as
+    a sharded model requires, whose ranks have to gather the weights of a block together.
 
     Args:
-        seed: The seed that all ranks share, or `None`.
+        seed: Seed shared by all ranks, or `None`.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -28,7 +28,7 @@ class BlockDraws:
     def _generator(self) -> torch.Generator | None:
         if self.seed is None:
             return None
-        # A generator for each draw, so that the number of draws is all that a checkpoint must keep.
+        # A generator per draw, so that a checkpoint has to keep only the number of draws.
         digest = hashlib.blake2b(f"{self.seed}/StochasticDepth/{self.num_draws}".encode(), digest_size=8).digest()
         self.num_draws += 1
         return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))

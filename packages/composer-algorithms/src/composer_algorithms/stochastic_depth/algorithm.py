@@ -1,4 +1,4 @@
-"""Stochastic depth as a function on a model, and as an Algorithm."""
+"""Stochastic depth as a function on a model and as an Algorithm."""
 
 import logging
 from typing import TYPE_CHECKING, Any
@@ -34,24 +34,23 @@ def apply_stochastic_depth(
     *,
     rescale: Rescale = "eval",
 ) -> None:
-    """Let the residual blocks of a model drop their main branch at random while training.
+    """Randomly drop the main branches of a model's residual blocks in training.
 
-    In evaluation each main branch is there, by default scaled by how often it was in training. Parameters and their
-    names stay.
-    What is drawn comes from PyTorch's generators: for whole batches from the CPU's, for examples from the device's.
+    Evaluation keeps all main branches, by default scaled by how often they are kept in training. Parameters and their
+    names stay. Random numbers come from PyTorch's generators: for whole batches on the CPU, for examples on the device.
 
     Args:
         model: Changed in place.
         target_layer_name: `'ResNetBottleneck'` or `'ResNetBasicBlock'`, torchvision's blocks.
         stochastic_method: `'block'` drops for the whole batch, and saves the work; `'sample'` for single examples.
-        drop_rate: How often the last block is dropped, in [0, 1].
+        drop_rate: Drop probability of the last block, in [0, 1].
         drop_distribution: `'linear'` from near 0 in the first block to `drop_rate` in the last, or `'uniform'`.
-        rescale: `'eval'`: main branches are scaled in evaluation, as in the paper. `'train'`: where they are kept in
-            training, they are divided by how often that is, as `torchvision.ops.StochasticDepth` does, and evaluation
-            is the unchanged model's. Weights trained in one way are not right for the other.
+        rescale: `'eval'`: main branches are scaled in evaluation, as in the paper. `'train'`: main branches kept in
+            training are divided by their probability of being kept, as in `torchvision.ops.StochasticDepth`, and
+            evaluation is that of the unchanged model. Weights trained in one way do not fit the other.
 
     Raises:
-        ValueError: If a name is unknown, or `drop_rate` lies outside [0, 1].
+        ValueError: If a name is unknown, or `drop_rate` is outside [0, 1].
 
     Example:
         >>> from torchvision.models import resnet50
@@ -94,33 +93,33 @@ def _convert(
 
 
 class StochasticDepth(InitSurgery):
-    """Drop residual blocks at random: on `INIT`, the blocks in `state.model` are changed in place.
+    """Randomly drop the residual blocks of `state.model`, which is changed in place on `INIT`.
 
     With `drop_warmup`, the rates rise from 0 to their values in that time, on `BATCH_START`. Parameters and their
-    names stay. With `stochastic_method='block'`, dropped blocks have no gradients, which `DistributedDataParallel` is
-    told of. The ranks drop different blocks, except where the model is sharded: there all drop the same ones.
+    names stay. With `stochastic_method='block'`, dropped blocks have no gradients, for which `DistributedDataParallel`
+    is configured. The ranks drop different blocks, unless the model is sharded: then all drop the same ones.
 
     Args:
         target_layer_name: `'ResNetBottleneck'` or `'ResNetBasicBlock'`, torchvision's blocks.
         stochastic_method: `'block'` drops for the whole microbatch, `'sample'` for single examples.
-        drop_rate: How often the last block is dropped, in [0, 1].
+        drop_rate: Drop probability of the last block, in [0, 1].
         drop_distribution: `'linear'` from near 0 in the first block to `drop_rate` in the last, or `'uniform'`.
-        drop_warmup: A part of training (`0.1`, `'0.1dur'`) or a time (`'500ba'`). Not with `'sample'`.
-        use_same_gpu_seed: Whether all ranks drop the same blocks. `None`: only where the model is sharded, which needs
+        drop_warmup: A fraction of training (`0.1`, `'0.1dur'`) or a time (`'500ba'`). Not with `'sample'`.
+        use_same_gpu_seed: Whether all ranks drop the same blocks. `None`: only if the model is sharded, which requires
             it.
         rescale: `'eval'` or `'train'`; see `apply_stochastic_depth`.
 
     Raises:
-        ValueError: If a name is unknown, `drop_rate` lies outside [0, 1], or there is a warm-up with `'sample'`; on
-            `INIT`, if several ranks of a sharded model are to drop different blocks.
+        ValueError: If a name is unknown, `drop_rate` is outside [0, 1], or there is a warm-up with `'sample'`; on
+            `INIT`, if the ranks of a sharded model are to drop different blocks.
 
     Example:
         >>> StochasticDepth("ResNetBottleneck", drop_rate=0.1)  # doctest: +ELLIPSIS
         StochasticDepth(target_layer_name='ResNetBottleneck', stochastic_method='block', drop_rate=0.1, ...
 
     Reference:
-        Huang et al., "Deep Networks with Stochastic Depth", ECCV 2016, arXiv:1603.09382. As there, activations are
-        by default scaled in evaluation, not in training.
+        Huang et al., "Deep Networks with Stochastic Depth", ECCV 2016, arXiv:1603.09382. As in the paper, activations
+        are by default scaled in evaluation, not in training.
     """
 
     surgery_rank = 1
@@ -158,15 +157,15 @@ class StochasticDepth(InitSurgery):
 
     @property
     def find_unused_parameters(self) -> bool:
-        """Answer whether dropped blocks leave parameters without a gradient."""
+        """Return whether dropped blocks leave parameters without a gradient."""
         return self.stochastic_method == "block"
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether the event is INIT, or with a warm-up BATCH_START."""
+        """Return whether the event is INIT, or BATCH_START during a warm-up."""
         return event == Event.INIT or (event == Event.BATCH_START and self.drop_warmup.value > 0)
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Change the blocks, or raise their rates."""
+        """Convert the blocks, or raise their rates."""
         if event == Event.INIT:
             self._convert_blocks(state, logger)
         elif event == Event.BATCH_START and self._fraction < 1:
@@ -175,11 +174,11 @@ class StochasticDepth(InitSurgery):
                 logger.log_metrics({"stochastic_depth/drop_rate": self.drop_rate * self._fraction})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how the algorithm was made, how far the warm-up is, and how many draws all ranks have shared."""
+        """Return the settings, the progress of the warm-up, and the number of draws shared by all ranks."""
         return {**super().state_dict(), "fraction": self._fraction, "num_draws": self._draws.num_draws}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the rates and the shared draws of a checkpoint; Composer's own have neither."""
+        """Resume with the rates and the shared draws of a checkpoint; Composer's own checkpoints have neither."""
         self._draws.num_draws = int(state.get("num_draws", 0))
         self._set_fraction(float(state.get("fraction", self._fraction)))
 
@@ -196,6 +195,7 @@ class StochasticDepth(InitSurgery):
         if self.use_same_gpu_seed is False and self.find_unused_parameters:
             _refuse_own_draws(state)
         if self.use_same_gpu_seed or (self.use_same_gpu_seed is None and is_sharded):
+            # The same decisions on all ranks: sharded ranks gather the weights of a block together.
             self._draws.seed = state.rank_zero_seed
         settings = (self.target_layer_name, self.stochastic_method, self.drop_rate, self.drop_distribution)
         blocks = _convert(state.model, *settings, self._draws, self.rescale)
@@ -240,8 +240,8 @@ def _refuse_own_draws(state: "State") -> None:
 def _warmup_time(drop_warmup: Any) -> Time[Any]:
     try:
         time = ensure_time(drop_warmup, TimeUnit.DURATION)
-    except (ValueError, TypeError, RuntimeError) as error:  # it does not know what the time is for
-        raise type(error)(f"drop_warmup={drop_warmup!r} is no time: {error}") from error
+    except (ValueError, TypeError, RuntimeError) as error:  # its message does not name the argument
+        raise type(error)(f"drop_warmup={drop_warmup!r} is not a time: {error}") from error
     if time.value < 0:
         raise ValueError(f"drop_warmup={drop_warmup!r} is in the past: pass a part of training, or a time, from 0.")
     return time

@@ -1,4 +1,4 @@
-"""Residual blocks that are dropped at random, for a whole batch or for single examples."""
+"""Residual blocks that are randomly dropped, for a whole batch or for single examples."""
 
 import functools
 from collections.abc import Callable
@@ -23,19 +23,19 @@ Rescale = Literal["eval", "train"]
 
 
 class BlockStochasticModule(nn.Module):
-    """A residual block of two given branches, whose main branch is dropped at random while training.
+    """A residual block of two given branches, whose main branch is randomly dropped in training.
 
-    In evaluation the main branch is always there, by default scaled by how often it was in training.
+    Evaluation keeps the main branch, by default scaled by its probability of being kept in training.
 
     Args:
-        main: The branch that may be dropped.
-        residual: The other branch; the input itself when `None`. Both give tensors of one shape.
-        drop_rate: How often the main branch is dropped, in [0, 1].
-        rescale: `'eval'`: the main branch is scaled in evaluation. `'train'`: where it is kept in training, it is
-            divided by how often that is, as `torchvision.ops.StochasticDepth` does; evaluation is left alone.
+        main: Branch that may be dropped.
+        residual: The other branch; the input itself when `None`. Both return tensors of one shape.
+        drop_rate: Drop probability of the main branch, in [0, 1].
+        rescale: `'eval'`: the main branch is scaled in evaluation. `'train'`: a main branch kept in training is divided
+            by its probability of being kept, as in `torchvision.ops.StochasticDepth`; evaluation is unchanged.
 
     Raises:
-        ValueError: If `drop_rate` lies outside [0, 1], or `rescale` is unknown.
+        ValueError: If `drop_rate` is outside [0, 1], or `rescale` is unknown.
 
     Example:
         >>> block = BlockStochasticModule(nn.Linear(4, 4), drop_rate=1.0)
@@ -65,7 +65,7 @@ class BlockStochasticModule(nn.Module):
         self.draws = BlockDraws()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the branches, or leave the main one out."""
+        """Add the branches, or drop the main one."""
         identity = x if self.residual is None else self.residual(x)
         is_kept = not self.training or self._draw(self.drop_rate)
         if not is_kept:
@@ -88,18 +88,18 @@ def make_resnet_bottleneck_stochastic(
     draws: BlockDraws | None = None,
     rescale: Rescale = "eval",
 ) -> nn.Module:
-    """Let a torchvision `Bottleneck` drop its main branch while training.
+    """Make a torchvision `Bottleneck` drop its main branch in training.
 
-    Its `drop_rate` is a tensor on the CPU, because that is where it is compared with what was drawn.
+    Its `drop_rate` is a CPU tensor, since it is compared with random numbers there.
 
     Args:
-        module: The block; changed in place: it gets another `forward`, by a subclass of its class.
-        module_index: Its place among the blocks of the model, from 0.
-        module_count: How many there are.
-        drop_rate: How often the last block is dropped, in [0, 1].
+        module: Block, changed in place: a subclass of its class gives it another `forward`.
+        module_index: Its position among the blocks of the model, from 0.
+        module_count: Number of these blocks.
+        drop_rate: Drop probability of the last block, in [0, 1].
         drop_distribution: `'linear'` from near 0 in the first block to `drop_rate` in the last, or `'uniform'`.
         stochastic_method: `'block'` drops for the whole batch, `'sample'` for single examples.
-        draws: Who decides about whole batches.
+        draws: Source of the decisions about whole batches.
         rescale: `'eval'` or `'train'`; see `apply_stochastic_depth`.
 
     Returns:
@@ -129,16 +129,16 @@ def make_resnet_basic_block_stochastic(
     draws: BlockDraws | None = None,
     rescale: Rescale = "eval",
 ) -> nn.Module:
-    """Let a torchvision `BasicBlock` drop its main branch while training.
+    """Make a torchvision `BasicBlock` drop its main branch in training.
 
     Args:
-        module: The block; changed in place: it gets another `forward`, by a subclass of its class.
-        module_index: Its place among the blocks of the model, from 0.
-        module_count: How many there are.
-        drop_rate: How often the last block is dropped, in [0, 1].
+        module: Block, changed in place: a subclass of its class gives it another `forward`.
+        module_index: Its position among the blocks of the model, from 0.
+        module_count: Number of these blocks.
+        drop_rate: Drop probability of the last block, in [0, 1].
         drop_distribution: `'linear'` or `'uniform'`, as in `make_resnet_bottleneck_stochastic`.
-        stochastic_method: `'block'` or `'sample'`, as there.
-        draws: Who decides about whole batches.
+        stochastic_method: `'block'` or `'sample'`, as in `make_resnet_bottleneck_stochastic`.
+        draws: Source of the decisions about whole batches.
         rescale: `'eval'` or `'train'`; see `apply_stochastic_depth`.
 
     Returns:
@@ -159,7 +159,7 @@ def make_resnet_basic_block_stochastic(
 
 @functools.cache
 def layer_mapping() -> dict[str, tuple[type[nn.Module], Converter]]:
-    """Return the one dict from the names of layers to their class and the function that converts them."""
+    """Map names of layers to their classes and the functions that convert them."""
     from torchvision.models.resnet import BasicBlock, Bottleneck  # slow to import, and only needed for these layers
 
     return {
@@ -169,27 +169,27 @@ def layer_mapping() -> dict[str, tuple[type[nn.Module], Converter]]:
 
 
 def block_drop_rate(module_index: int, module_count: int, drop_rate: float, drop_distribution: str) -> float:
-    """Return one block's rate: equation (4) of the paper for `'linear'`, the same for all for `'uniform'`."""
+    """Return the rate of one block: equation (4) of the paper for `'linear'`, a constant for `'uniform'`."""
     return (module_index + 1) / module_count * drop_rate if drop_distribution == "linear" else drop_rate
 
 
 def check_drop_rate(drop_rate: float) -> None:
-    """Refuse a rate that is no probability."""
+    """Validate that a rate is a probability."""
     check_number("drop_rate", drop_rate, "a probability from 0 (no drops) to 1")
     if not 0 <= drop_rate <= 1:
         raise ValueError(f"drop_rate={drop_rate!r} is not a probability: pass a number from 0 (no drops) to 1.")
 
 
 def check_rescale(rescale: str) -> None:
-    """Refuse what is no time to scale at."""
+    """Validate the name of the phase in which branches are scaled."""
     if rescale not in ("eval", "train"):
         raise ValueError(f"rescale={rescale!r} is unknown: pass 'eval' or 'train'.")
 
 
 class _Stochastic(nn.Module):
-    """What a residual block becomes in front of its own class, as `torch.jit.script` takes it."""
+    """Base class put in front of a residual block's own class, in a form that `torch.jit.script` accepts."""
 
-    if TYPE_CHECKING:  # where it runs, torch.jit.script would take these for the types of the attributes
+    if TYPE_CHECKING:  # at run time torch.jit.script would read these as attribute types
         drop_rate: Tensor
         rescale: Any
         stochastic_method: Any
@@ -204,7 +204,7 @@ class _Stochastic(nn.Module):
         bn3: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the branches, or leave the main one out."""
+        """Add the branches, or drop the main one."""
         is_kept = not self.training or self.stochastic_method != "block" or self._draw(self.drop_rate)
         if not is_kept:
             return x if self.downsample is None else self.relu(self.downsample(x))
@@ -223,6 +223,7 @@ class _Stochastic(nn.Module):
         raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The class is created at run time, so pickle cannot find it by name.
         branch, block = type(self).__bases__
         return _new, (branch, block), self.__getstate__()
 
@@ -242,7 +243,7 @@ class _BasicBranch(_Stochastic):
 
 @functools.cache
 def _class_of(branch: type[_Stochastic], block: type[nn.Module]) -> Any:
-    """Return a class for blocks of one class, by the same name."""
+    """Return a class for blocks of one class, with the same name."""
     return type(block.__name__, (branch, block), {"__module__": block.__module__, "__doc__": block.__doc__})
 
 
@@ -270,8 +271,8 @@ def _make_stochastic(
 
 
 def _without_some(main: Tensor, drop_rate: Tensor) -> Tensor:
-    """Leave out the main branch of examples that are drawn."""
-    # Whether nothing will be dropped depends on a tensor, which a compiled graph would have to break at.
+    """Zero the main branch of randomly drawn examples."""
+    # The shortcut for a rate of 0 depends on a tensor, at which a compiled graph would break.
     if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
         pass
     elif not torch.compiler.is_compiling() and not bool(drop_rate > 0):
@@ -282,8 +283,8 @@ def _without_some(main: Tensor, drop_rate: Tensor) -> Tensor:
 
 
 def _scaled(main: Tensor, drop_rate: Tensor, rescale: str, is_training: bool) -> Tensor:
-    """Weigh the main branch, so that its mean is the same in training as in evaluation."""
+    """Scale the main branch, so that its mean is the same in training and evaluation."""
     if rescale == "eval":
         return main if is_training else main * (1 - drop_rate)
-    # A rate of 1 keeps nothing that could be scaled.
+    # With a rate of 1 nothing is kept that could be scaled.
     return main / (1 - drop_rate) if is_training and bool(drop_rate < 1) else main
