@@ -243,9 +243,7 @@ def _add_merge(commands: Any) -> None:
 
 
 def _add_reshard(commands: Any) -> None:
-    command = _command(
-        commands, "reshard", "reshard", "reshard", "cut a checkpoint otherwise, format and names kept"
-    )
+    command = _command(commands, "reshard", "reshard", "reshard", "cut a checkpoint otherwise, format and names kept")
     command.add_argument("source", metavar="SRC", help="the checkpoint")
     command.add_argument("target", metavar="DST", help="the folder to write, or per-rank files with {rank} in the name")
     _add_kind(command)
@@ -272,9 +270,7 @@ def _add_latest(commands: Any) -> None:
 
 
 def _add_repair(commands: Any) -> None:
-    command = _command(
-        commands, "repair", "extract", "repair", "mend links, and what killed writers left, in a folder"
-    )
+    command = _command(commands, "repair", "extract", "repair", "mend links, and what killed writers left, in a folder")
     command.add_argument("folder", metavar="FOLDER", help="where a run saves checkpoints, while none does")
     command.add_argument("--link", metavar="NAME", help="let this link lead to the newest checkpoint that is whole")
     command.add_argument("--delete", action="store_true", help="delete what killed writers left unfinished")

@@ -280,9 +280,7 @@ def _untied(
     def are_alike(alias: str, kept: str) -> bool:
         ours, other = changes.get(alias), changes.get(kept)
         if ours is None or other is None:  # unequal if LoRA adapts only one
-            return ours is other and have_same_elements(
-                merged[alias], merged[kept]
-            )
+            return ours is other and have_same_elements(merged[alias], merged[kept])
         return have_same_elements(base[alias], base[kept]) and ours.is_same_as(other)
 
     apart = settle_ties(base, merged, find_ties(base, model), are_alike)

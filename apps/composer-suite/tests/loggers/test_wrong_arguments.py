@@ -56,5 +56,7 @@ def test_letters_of_a_text_are_no_patterns():
 
 @pytest.mark.skipif(find_spec("slack_sdk") is None, reason="needs the library 'slack_sdk'")
 def test_a_pattern_that_is_no_regular_expression_is_named():
-    with pytest.raises(ValueError, match=r"include_keys=\['loss', '\(metrics'\] has '\(metrics', which is not a regular"):
+    with pytest.raises(
+        ValueError, match=r"include_keys=\['loss', '\(metrics'\] has '\(metrics', which is not a regular"
+    ):
         loggers.SlackLogger(["loss", "(metrics"])
