@@ -81,7 +81,7 @@ def test_the_state_dict_is_the_modules_under_one_prefix():
 @pytest.mark.parametrize(
     ("module", "loss_fn", "message"),
     [
-        (nn.Linear, F.mse_loss, "no torch.nn.Module"),
+        (nn.Linear, F.mse_loss, "must be a torch.nn.Module"),
         (ComposerModel.from_module(nn.Identity(), F.mse_loss), F.mse_loss, "is a ComposerModel already"),
         (nn.Identity(), "mse", "loss_fn='mse' cannot be called"),
         (nn.Identity(), nn.MSELoss, r"is a class.*pass an instance, MSELoss\(\)"),
