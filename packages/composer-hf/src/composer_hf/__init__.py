@@ -2,11 +2,11 @@
 
 - `model`: `HuggingFaceModel`, which adapts any model of transformers to the training loop.
 - `causal_lm`: `ComposerHFCausalLM`, a causal language model built from its name or path and a configuration.
-- `checkpointer`: `HuggingFaceCheckpointer`, which writes Hugging Face folders during training, with its parts
-  `gathering` and `registering`.
-- `publishing`: converts a checkpoint to such a folder. Its parts `metadata`, `pretrained_folder`, `published_weights`
-  and `weight_files` load neither the weights nor transformers before they are used.
-- `from_checkpoint`, `saved_state`: restore a model and a tokenizer from a checkpoint.
+- `checkpointer`: `HuggingFaceCheckpointer`, which writes Hugging Face folders during training, and with `registering`
+  adds them to the model registry of MLflow.
+- `publishing`: converts a checkpoint to such a folder. Its parts `metadata`, `published_weights` and `weight_files`
+  load neither the weights nor transformers before they are used.
+- `saved_state`: restores a model and a tokenizer from a checkpoint.
 - `adapters`: LoRA. `sharding_hints`: the units that FSDP shards.
 """
 
