@@ -1,6 +1,6 @@
-"""What a Trainer is made of: its arguments, each checked and turned into the one form that is used inside.
+"""Construction of a Trainer: the arguments are checked first, then the objects that train are created.
 
-Nothing is written, loaded or asked of other ranks before all of them have been checked.
+Nothing is written, loaded or communicated before all arguments have been checked.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedArguments:
-    """The arguments after they have been checked."""
+    """The arguments after validation, each in the form that is used internally."""
 
     model: ComposerModel
     compilation: Compilation
@@ -186,7 +186,7 @@ def resolve(arguments: TrainerArguments) -> ResolvedArguments:
 
 
 def _resolve_on_this_rank(arguments: TrainerArguments) -> ResolvedArguments:
-    """Return what the Trainer is made of, as far as this rank knows."""
+    """Check the arguments of this rank."""
     check_log_level(arguments.python_log_level)
     check_kinds(arguments)
     compilation = Compilation.of(arguments.compile_config, arguments.model)
@@ -195,7 +195,7 @@ def _resolve_on_this_rank(arguments: TrainerArguments) -> ResolvedArguments:
     precision = choose_precision(arguments.precision, device)
     schedule = Schedule.of(arguments.schedulers, arguments.scale_schedule_ratio, arguments.step_schedulers_every_batch)
     duration = to_duration(arguments.max_duration, "max_duration")
-    schedule.scale(duration)  # which refuses to leave nothing of it
+    schedule.scale(duration)  # raises if the scaled duration is 0
     algorithms = check_members("algorithms", arguments.algorithms, Algorithm)
     callbacks = check_members("callbacks", arguments.callbacks, Callback)
     destinations = choose_destinations(arguments)
@@ -220,7 +220,7 @@ def _resolve_on_this_rank(arguments: TrainerArguments) -> ResolvedArguments:
     scaler = None if placement.strategy.has_own_precision else make_scaler(precision, device, optimizers)
     run_name = choose_run_name(arguments.run_name)
     loading = Loading.of(arguments)
-    # Last, since a saver for an address makes a folder for what it is going to send there.
+    # Last, since a saver for a URI creates a local folder for its uploads.
     saver = _add_saver(arguments, loading, run_name, callbacks, destinations)
     return ResolvedArguments(
         model=model,
@@ -254,7 +254,7 @@ def _choose_placement(
     algorithms: list[Algorithm],
     callbacks: list[Callback],
 ) -> Placement:
-    """Return how the model is spread, by a strategy that can do what the other arguments ask for."""
+    """Return the distributed strategy that fits the other arguments, with its settings."""
     parallelism_config = read_parallelism(arguments)
     recomputes = check_recomputation(arguments.activation_checkpointing, parallelism_config)
     deepspeed_config = complete_deepspeed_config(
@@ -285,7 +285,7 @@ def _add_saver(
     callbacks: list[Callback],
     destinations: Iterable[LoggerDestination],
 ) -> CheckpointSaver | None:
-    """Return what saves checkpoints, if anything does, and see to it that it is among the callbacks."""
+    """Return the checkpoint saver, if there is one, and add it to the callbacks."""
     saving = Saving.of(arguments)
     check_uploaders(saving, loading, [*destinations, *callbacks])
     saver = choose_saver(saving, loading, callbacks, run_name)
@@ -295,10 +295,10 @@ def _add_saver(
 
 
 def check_agreement(arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
-    """Compare what every rank was arguments, before any of it is used. Every rank must call this.
+    """Compare the arguments of all ranks before they are used. Every rank must call this.
 
     Raises:
-        ValueError: On every rank, with what differs and where, or with what another rank refuses.
+        ValueError: On every rank, with the differences, or with the error of another rank.
     """
     as_given = (
         "seed",
@@ -335,14 +335,14 @@ def check_agreement(arguments: TrainerArguments, resolved: ResolvedArguments) ->
 
 
 def clip_by_strategy(algorithms: Iterable[Algorithm], strategy: Strategy) -> None:
-    """Let algorithms that clip the norm of the gradients do it as the strategy does, which has them in its resolved."""
+    """Make algorithms that clip gradient norms use the strategy's function, which handles sharded gradients."""
     for algorithm in algorithms:
         if hasattr(algorithm, "clip_grad_norm"):
             vars(algorithm)["clip_grad_norm"] = strategy.clip_grad_norm
 
 
 def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_zero_seed: int) -> State:
-    """Return the state of a training that has not begun. Every rank must call this."""
+    """Return the state before training. Every rank must call this."""
     state = State(
         resolved.model,
         rank_zero_seed=rank_zero_seed,
@@ -365,20 +365,20 @@ def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_ze
         arguments.profiler, state, None if resolved.saver in ensure_tuple(arguments.callbacks) else resolved.saver
     )
     state.run_name = share_run_name(state.run_name)
-    vars(state)["strategy"] = resolved.placement.strategy  # for whoever saves: it has the whole weights
+    vars(state)["strategy"] = resolved.placement.strategy  # checkpoint saving asks the strategy for the whole weights
     share_mesh(resolved.placement.strategy, state)
     return state
 
 
 def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
-    """Check the arguments of `fit`, make them count, and return what is trained on.
+    """Check and apply the arguments of `fit`, and return the batches to train on.
 
     Args:
-        runtime: What they change. If one of them is refused, nothing is changed.
-        asked: The arguments, by name.
+        runtime: The runtime to change. It is unchanged if an argument is invalid.
+        asked: The arguments.
 
     Raises:
-        ValueError, TypeError: If one cannot be used, something needed is missing, or no time is left to train.
+        ValueError, TypeError: If an argument is invalid, a needed one is missing, or `max_duration` has been reached.
     """
     state, plan = runtime.state, runtime.plan
     if not state.optimizers:
@@ -431,10 +431,10 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
 
 
 def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optimizer]) -> GradScaler | None:
-    """Return what keeps small gradients from vanishing in 16-bit floating point; no other precision needs it.
+    """Return the gradient scaler for `amp_fp16`, or `None` for other precisions.
 
     Raises:
-        ValueError: If an optimizer evaluates the loss itself, which does not go together with the scaling.
+        ValueError: If an optimizer evaluates the loss itself, which is not possible with loss scaling.
     """
     if precision is not Precision.AMP_FP16:
         return None
@@ -449,17 +449,17 @@ def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optim
 
 
 def fit_scaler(scaler: GradScaler | None, optimizers: Iterable[Optimizer], device: Device) -> GradScaler | None:
-    """Return a scaler, or one for closures in its place if an algorithm has put in an optimizer that calls them."""
+    """Return the scaler, or one for closures if an algorithm has replaced the optimizer by one that needs a closure."""
     if type(scaler) in (GradScaler, ShardedGradScaler) and any(map(needs_closure, optimizers)):
         return ClosureGradScaler(device.torch_device.type)
     return scaler
 
 
 def check_scaler(scaler: GradScaler | None, precision: Precision) -> None:
-    """Refuse to train in 16-bit floating point without what keeps small gradients from vanishing.
+    """Raise if `amp_fp16` is used without a gradient scaler.
 
     Raises:
-        RuntimeError: If the scaler has been taken from the state, or disabled.
+        RuntimeError: If the scaler has been removed from the state, or disabled.
     """
     if precision is Precision.AMP_FP16 and (scaler is None or not scaler.is_enabled()):
         raise RuntimeError(
@@ -478,17 +478,17 @@ class Runtime:
 
     Attributes:
         model: The user's model; `state.model` may wrap it.
-        saver: What saves checkpoints, if anything does.
-        state: Where training stands.
+        saver: The checkpoint saver, if any.
+        state: The state of training.
         engine: Runs the events.
-        logger: Hands values to the loggers.
-        strategy: How the model is placement.
-        ranks: What the ranks tell each other.
-        position: Where in the training data a checkpoint was written.
-        plan: What is trained on, and how long.
-        preemption: What is done about signals.
-        until_it_fits: What `'auto'` microbatching has come to.
-        divergences: The batches that `on_divergence` had to do something about.
+        logger: Passes values to the loggers.
+        strategy: The distributed strategy.
+        ranks: Communication between ranks during training.
+        position: The position in the training data, which checkpoints store.
+        plan: The data and duration of training.
+        preemption: Handling of signals.
+        until_it_fits: The state of `'auto'` microbatching.
+        divergences: The batches for which `on_divergence` acted.
         local_hparams: What `auto_log_hparams` logged.
         has_failed: Whether this rank has raised an error, so that it must not wait for other ranks.
     """
@@ -524,7 +524,7 @@ class Runtime:
         self.has_failed = False
 
     def begin(self, arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
-        """Go through the events from INIT to AFTER_LOAD, with what each of them finds ready."""
+        """Run the events from INIT to AFTER_LOAD, and prepare what each of them needs."""
         state = self.state
         with self._drawing_alike():
             self.engine.run_event(Event.INIT)
@@ -551,7 +551,7 @@ class Runtime:
                 self._make_metrics(arguments, resolved)
             self._prepare_model()
         self._compilation.apply(state.model)
-        # Whatever algorithms drew so far, training draws the same numbers.
+        # Training must not depend on how many random numbers algorithms have drawn so far.
         seed_rank(state.rank_zero_seed, self.strategy)
 
     def _take_model(self, model: ComposerModel) -> None:
@@ -570,7 +570,7 @@ class Runtime:
         self.set_evaluators(resolved.evaluators)
 
     def _drawing_alike(self) -> AbstractContextManager[None]:
-        """Return a context in which each rank draws the same, where no rank's layers are going to be handed to all."""
+        """Return a context with the same seed on all ranks, if the weights of rank 0 are not broadcast later."""
         return seed_context(self.state.rank_zero_seed) if self.strategy.prepares_before_load else nullcontext()
 
     def _prepare_model(self) -> None:
@@ -580,7 +580,7 @@ class Runtime:
         share_mesh(self.strategy, state)
 
     def set_evaluators(self, evaluators: Sequence[Evaluator]) -> None:
-        """Evaluate with these from now on."""
+        """Replace the evaluators."""
         self.state.eval_metrics = {}
         self.add_metrics(evaluators)
         self.state.evaluators = list(evaluators)
@@ -591,14 +591,14 @@ class Runtime:
             self.state.eval_metrics[evaluator.label] = metrics_of(evaluator, self.model)
 
     def take_evaluators(self) -> None:
-        """Make those ready that somebody has put into `state.evaluators`."""
+        """Prepare evaluators that a user or callback has added to `state.evaluators`."""
         evaluators: list[Any] = self.state.evaluators
         for place, item in enumerate(evaluators):
             is_one = isinstance(item, Evaluator)
             if is_one and item.eval_interval is not None and item.label in self.state.eval_metrics:
                 continue
             (made,) = make_evaluators(item, self.model, *self._eval_settings, self.state.device)
-            if is_one:  # which stays the same object for who has put it there
+            if is_one:  # the object stays the same, since the caller may hold it
                 vars(item).update(vars(made))
             else:
                 evaluators[place] = made
@@ -637,7 +637,7 @@ class Runtime:
             dist.barrier()
 
     def make_loop(self, batches: TrainBatches) -> Loop:
-        """Return what trains on the batches."""
+        """Return the training loop for these batches."""
         state = self.state
         if not self.strategy.has_own_precision:
             check_scaler(state.scaler, state.precision)
@@ -671,7 +671,7 @@ class Runtime:
         )
 
     def make_evaluation(self) -> Evaluation:
-        """Return what evaluates, in the precision of now."""
+        """Return the evaluation, in the current precision."""
         return Evaluation(
             self.state,
             self.engine,
@@ -682,5 +682,5 @@ class Runtime:
         )
 
     def make_prediction(self) -> Prediction:
-        """Return what runs the model over batches."""
+        """Return the prediction, in the current precision."""
         return Prediction(self.state, self.engine, self.strategy, make_autocast(self.state, self.strategy))

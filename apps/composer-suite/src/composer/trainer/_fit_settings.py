@@ -1,4 +1,4 @@
-"""When the learning-rate schedulers step, and how they are built from what the user gave."""
+"""Data, duration and learning rate schedules of a fit, and the steps of the schedulers."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _log = logging.getLogger(__name__)
 
 
 class SchedulerSteps:
-    """Steps the schedulers of the state, all of them after each batch or all after each epoch.
+    """Steps all schedulers of the state after each batch or after each epoch.
 
-    Where nothing was asked for it is after each epoch if one of them is PyTorch's, which count epochs, else after each
-    batch. PyTorch's count their steps. Composer's ask the state when it is, so that a batch trains with what they say
-    of its own time, wherever that comes from.
+    By default they step after each epoch if one of them is a PyTorch scheduler, which counts epochs, and otherwise
+    after each batch. PyTorch schedulers count their steps. Composer schedulers are functions of the state's timestamp,
+    so a batch trains with the rate of its own time even if the timestamp was loaded or reset.
     """
 
     def __init__(self, state: State, every_batch: bool | None) -> None:
         check_together(state.schedulers)
         self._state = state
-        self._schedulers = state.schedulers  # the same list for life
+        self._schedulers = state.schedulers  # always the same list object
         self._every_batch = every_batch
         self._set_for = self._moment()
 
@@ -68,9 +68,9 @@ class SchedulerSteps:
             self._step()
 
     def set_rates(self) -> None:
-        """Set the learning rates to what Composer's schedulers say now; PyTorch's do not step."""
+        """Set the learning rates of Composer schedulers for the current time. PyTorch schedulers do not step."""
         state, now = self._state, self._state.timestamp
-        if not self._steps_every_batch():  # then a rate holds for an epoch
+        if not self._steps_every_batch():  # the rate is constant within an epoch
             state.timestamp = _start_of_epoch(now)
         try:
             for scheduler in self._schedulers:
@@ -81,7 +81,7 @@ class SchedulerSteps:
         self._set_for = self._moment()
 
     def _step(self) -> None:
-        # A stop makes training as long as it has lasted, which Composer's schedulers are not asked about.
+        # A stop sets max_duration to the current time, which would move Composer schedules to their end.
         is_stopped = self._state.max_duration is not self._set_for[-1] and not self._goes_on()
         for scheduler in self._schedulers:
             if not is_stopped or compiled_for(scheduler) is None:
@@ -98,7 +98,7 @@ class SchedulerSteps:
         return (time is not before and time != before) or any(map(is_not, lengths, lengths_before))
 
     def _moment(self) -> tuple[Any, ...]:
-        """Return what the rates depend on."""
+        """Return the values that the rates depend on."""
         state, now = self._state, self._state.timestamp
         if self._steps_every_batch():
             return now, state.dataloader_len, state.max_duration
@@ -113,12 +113,12 @@ class SchedulerSteps:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The schedulers that were given, and how they are to be taken.
+    """The schedulers of the user, with their settings.
 
     Attributes:
         schedulers: In the order given.
-        ratio: By how much schedules and duration become longer or shorter.
-        every_batch: How often to step; `None` where nothing was asked for, see `SchedulerSteps`.
+        ratio: Factor for schedules and duration.
+        every_batch: Whether to step after each batch; for `None` see `SchedulerSteps`.
     """
 
     schedulers: tuple[Any, ...]
@@ -127,12 +127,12 @@ class Schedule:
 
     @classmethod
     def of(cls, schedulers: Any, ratio: float, every_batch: bool | None) -> Schedule:
-        """Check what the user gave.
+        """Check the arguments of the user.
 
         Raises:
-            TypeError: If something is no scheduler, or the ratio no number.
-            ValueError: If a scheduler waits for a loss, one was compiled without another, the ratio is not positive, or
-                settings speak of schedulers where there are none.
+            TypeError: If an element is not a scheduler, or the ratio is not a number.
+            ValueError: If a scheduler needs a loss, one was compiled without another, the ratio is not positive, or
+                there are settings for schedulers but no schedulers.
         """
         given = ensure_tuple(schedulers)
         for scheduler in given:
@@ -150,15 +150,15 @@ class Schedule:
         return cls(given, ratio, every_batch)
 
     def scale(self, duration: Time[Any] | None) -> Time[Any] | None:
-        """Return a length of training, if it is known, made longer or shorter as the schedules are.
+        """Return the duration, scaled like the schedules.
 
         Raises:
-            ValueError: If nothing is left of it.
+            ValueError: If the result is 0.
         """
         return duration if duration is None or self.ratio == 1.0 else _scaled(duration, self.ratio)
 
     def compile(self, state: State) -> list[LRScheduler]:
-        """Scale every schedule, and turn all schedulers into PyTorch's. The learning rate becomes what they say.
+        """Scale every schedule, compile all to PyTorch schedulers, and set the learning rates.
 
         Raises:
             ValueError: If a scheduler cannot be scaled, or one was compiled for another state.
@@ -172,19 +172,20 @@ class Schedule:
 
 @contextmanager
 def following_load(state: State) -> Iterator[None]:
-    """Let the learning rates after a load fit the schedulers, and log it if the checkpoint's replace the script's.
+    """Return a context for a load that keeps learning rates and schedulers consistent.
 
-    PyTorch's schedulers compute the next rate from the optimizer's. Where only one of the two has been loaded, they are
-    of different times, and the optimizer gets the scheduler's.
+    PyTorch schedulers compute the next rate from the optimizer's rate. If only one of the two has been loaded, they
+    belong to different times, so the optimizer gets the scheduler's rate. If the checkpoint's rate replaces the
+    script's, that is logged.
     """
     schedulers: dict[Optimizer, list[Any]] = {}
     for scheduler in state.schedulers:
-        if hasattr(scheduler, "_last_lr"):  # what get_last_lr returns, which a class of the user's may not set
+        if hasattr(scheduler, "_last_lr"):  # returned by get_last_lr; user classes may not set it
             schedulers.setdefault(scheduler.optimizer, []).append(scheduler)
     given, parts = _base_lrs(state, schedulers), _parts(schedulers)
     yield
     for (optimizer, theirs), now, before in zip(schedulers.items(), _parts(schedulers), parts, strict=True):
-        if len(set(map(is_not, now, before))) == 2:  # what has been loaded is another object
+        if len(set(map(is_not, now, before))) == 2:  # only one of the two was replaced by the load
             set_last_rates(theirs, optimizer)
     loaded = _base_lrs(state, schedulers)
     if loaded != given and get_global_rank() == 0:
@@ -239,10 +240,10 @@ def _check(scheduler: Any) -> None:
 
 
 def check_optimizers_of(schedulers: tuple[Any, ...], optimizers: Sequence[Optimizer]) -> None:
-    """Refuse a scheduler that moves the learning rate of an optimizer that does not train.
+    """Raise if a scheduler changes the learning rate of an optimizer that does not train.
 
     Raises:
-        ValueError: If one of PyTorch's has an optimizer without a parameter of these.
+        ValueError: If a PyTorch scheduler's optimizer shares no parameter with these optimizers.
     """
     trained = {id(parameter) for parameter in _parameters(optimizers)}
     for scheduler in schedulers:
@@ -259,7 +260,7 @@ def _parameters(optimizers: Iterable[Optimizer]) -> Iterator[Any]:
 
 
 def _check_state(schedulers: tuple[Any, ...], state: State) -> None:
-    """Refuse a compiled scheduler that would ask a clock which stands still."""
+    """Raise if a scheduler was compiled for another state, whose timestamp does not advance."""
     for scheduler in schedulers:
         if compiled_for(scheduler) not in (None, state):
             raise ValueError(
@@ -279,10 +280,10 @@ def _scaled(max_duration: Time[Any], ratio: float) -> Time[Any]:
 
 
 def to_duration(given: int | str | Time[int] | None, name: str) -> Time[int] | None:
-    """Return a length of training; a bare number counts epochs.
+    """Return a duration. A plain number counts epochs.
 
     Raises:
-        ValueError: If it cannot be read, is not positive, or is in a unit that training does not count.
+        ValueError: If it cannot be parsed, is not positive, or has a unit that training does not count.
     """
     if given is None:
         return None
@@ -300,11 +301,11 @@ def to_duration(given: int | str | Time[int] | None, name: str) -> Time[int] | N
 
 
 def stay_stopped(state: State, stopped_duration: str | None) -> None:
-    """Train no further where a checkpoint was loaded whose training was stopped, unless the duration is another now.
+    """Stop again if the loaded checkpoint is of a run that was stopped, unless the duration has changed.
 
     Args:
-        state: About to train.
-        stopped_duration: The `max_duration` that was not reached, as the checkpoint says.
+        state: The state before training.
+        stopped_duration: The `max_duration` that the stopped run had not reached, from the checkpoint.
     """
     state.stopped_duration = None
     duration = state.max_duration
@@ -322,10 +323,10 @@ def stay_stopped(state: State, stopped_duration: str | None) -> None:
 
 
 def check_time_left(state: State) -> None:
-    """Refuse to train without a duration, without an end that can be known, or past the end.
+    """Raise if there is nothing left to train.
 
     Raises:
-        ValueError: In each of these cases.
+        ValueError: If there is no duration, its end cannot be known, or it has been reached.
     """
     now, max_duration = state.timestamp, state.max_duration
     if max_duration is None:
@@ -352,7 +353,7 @@ def check_data(dataloader: Any, microbatching: Microbatching) -> DataSpec:
     """Return a dataloader as a DataSpec.
 
     Raises:
-        TypeError, ValueError, AttributeError: If it cannot be read, or its batches cannot be cut.
+        TypeError, ValueError, AttributeError: If it cannot be iterated over, or its batches cannot be split.
     """
     check_iterable("train_dataloader", dataloader)
     data_spec = ensure_data_spec(dataloader)
@@ -429,7 +430,7 @@ class FitPlan:
         self.settings = FitSettings(microbatching)
 
     def set_data(self, data_spec: DataSpec, label: str, subset_num_batches: int) -> TrainBatches:
-        """Train on this from now on. Every rank must call this."""
+        """Set the data to train on. Every rank must call this."""
         state = self._state
         state.set_dataloader(data_spec.dataloader, label, subset_num_batches)
         share_length(state)
@@ -440,10 +441,10 @@ class FitPlan:
         return batches
 
     def choose_batches(self, dataloader: Any, label: str, subset_num_batches: int | None) -> TrainBatches:
-        """Return the batches of a new dataloader, or of the one there is.
+        """Return the batches of a new dataloader, or of the current one.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If there is neither.
         """
         if subset_num_batches is not None:
             check_subset("train_subset_num_batches", subset_num_batches)
@@ -473,14 +474,14 @@ class FitPlan:
         self.settings = replace(self.settings, split=(microbatching, data_spec))
 
     def set_schedule(self, schedule: Schedule, *, begins_now: bool = False) -> None:
-        """Compile the schedulers given, now or as soon as the duration and the dataloader that they need are known.
+        """Compile the schedulers, or keep them until the duration and dataloader that they need are known.
 
         Args:
-            schedule: The schedulers. Without any, those of before stay.
-            begins_now: Whether training is about to begin, and needs time that is left.
+            schedule: The schedulers. If empty, the previous ones stay.
+            begins_now: Whether training starts now, so that time must be left.
 
         Raises:
-            ValueError: If a scheduler or the duration cannot be used. The learning rate is then as it was.
+            ValueError: If a scheduler or the duration is invalid. The learning rate is then unchanged.
         """
         state = self._state
         if schedule.schedulers:
@@ -498,7 +499,7 @@ class FitPlan:
             SchedulerSteps(state, self.settings.steps_every_batch).set_rates()
 
     def begin_again(self, batches: TrainBatches) -> None:
-        """Read the data from its start, since the timestamp was set back."""
+        """Restart the data, since the timestamp was reset."""
         batches.restart()
         self._position.forget()
 

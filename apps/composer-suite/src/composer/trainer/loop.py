@@ -1,7 +1,6 @@
-"""The training loop: every event in its order, with the calls between them.
+"""The training loop: all events in order, with the calls between them.
 
-What a call does is found in the module that owns it; what happens on an event is up to whoever listens to it. Read
-`fit` beside the table of events in `composer_events.event`.
+Algorithms and callbacks act on the events. The table in `composer_events.event` describes when each event runs.
 """
 
 import datetime
@@ -37,7 +36,7 @@ class FitEvaluation:
         self._version: int | None = None  # of the list of evaluators, when they were made ready
 
     def __call__(self, event: Event) -> None:
-        """Evaluate on BATCH_END, EPOCH_END or FIT_END whatever has its turn."""
+        """Run the evaluators that are due on BATCH_END, EPOCH_END or FIT_END."""
         state = self._state
         if not state.evaluators:
             return
@@ -62,7 +61,7 @@ def _is_due(evaluator: Evaluator, state: State, event: Event) -> bool:
 
 @dataclass(slots=True)
 class Loop:
-    """What one call of `fit` works with; the Trainer puts it together."""
+    """The training loop of one call of `fit`."""
 
     state: State
     engine: Engine
@@ -134,7 +133,7 @@ class Loop:
         return max_duration is not None and self.state.timestamp < max_duration
 
     def _goes_on(self) -> bool:
-        """Say whether training goes on after this batch, on all ranks alike: one of them may have been stopped."""
+        """Return whether to train on after this batch. All ranks agree, since one of them may have been stopped."""
         state, is_over = self.state, not self._is_training()
         stops, for_good = self.ranks.any_stops(is_over, for_good=is_over and state.stopped_duration is not None)
         if stops and not is_over:

@@ -1,4 +1,4 @@
-"""The Trainer: model, data, algorithms, callbacks and loggers in; a trained and evaluated model out."""
+"""The Trainer, which trains and evaluates a model with algorithms, callbacks and loggers."""
 
 from __future__ import annotations
 
@@ -38,114 +38,115 @@ else:  # for typing.get_type_hints: few profile or export
 class Trainer:
     """Trains and evaluates a model.
 
-    Everything that happens is an event that `algorithms` may act on and `callbacks` may watch; the loop itself is in
-    `composer.trainer.loop`. Use it as a context manager, or call `close` at the end, so that loggers can finish.
+    The training loop in `composer.trainer.loop` runs events, on which `algorithms` act and `callbacks` run. Use the
+    Trainer as a context manager, or call `close` at the end, so that loggers can finish.
 
     Args:
-        model: What is trained; any `nn.Module` becomes one through `ComposerModel.from_module(module, loss_fn)`.
-        train_dataloader: Batches to train on: any iterable, a `DataSpec`, or a dict of a DataSpec's arguments. It may
-            be given to `fit` instead.
-        train_dataloader_label: What `state.dataloader_label` is during training, and progress bars show. Training
-            metrics are logged as `metrics/train/...` in any case; stoppers watch them only where it is `'train'`.
-        train_subset_num_batches: At most so many batches an epoch; -1 for all.
-        spin_dataloaders: After loading a checkpoint from the middle of an epoch, whether to read and drop what was
-            trained on, so that the very same batches follow.
-        max_duration: How long to train: `'10ep'`, `'500ba'`, `Time(...)`; a bare number counts epochs.
-        eval_dataloader: Batches to evaluate on: as `train_dataloader`, an `Evaluator`, or several of one kind.
-        eval_interval: How often evaluators that do not say so themselves run during `fit`; 0 for never.
-        eval_subset_num_batches: At most so many batches an evaluation; -1 for all.
-        algorithms: One or several methods that change the training.
-        algorithm_passes: Own rules for the order of algorithms; see `Engine`.
+        model: The model to train. `ComposerModel.from_module(module, loss_fn)` wraps any `nn.Module`.
+        train_dataloader: Batches to train on: an iterable, a `DataSpec`, or a dict of the arguments of a `DataSpec`.
+            May be passed to `fit` instead.
+        train_dataloader_label: The `state.dataloader_label` during training, which progress bars show. Training metrics
+            are always logged as `metrics/train/...`, but stoppers watch them only if the label is `'train'`.
+        train_subset_num_batches: The maximum number of batches per epoch; -1 for all.
+        spin_dataloaders: When resuming in the middle of an epoch, whether to read and drop the batches that were
+            already trained on, so that the same batches follow.
+        max_duration: The length of training: `'10ep'`, `'500ba'`, `Time(...)`. A plain number counts epochs.
+        eval_dataloader: Batches to evaluate on: like `train_dataloader`, an `Evaluator`, or a list of either.
+        eval_interval: The interval of evaluations during `fit`, for evaluators without their own; 0 for never.
+        eval_subset_num_batches: The maximum number of batches per evaluation; -1 for all.
+        algorithms: One or several training methods.
+        algorithm_passes: Additional rules for the order of algorithms; see `Engine`.
         optimizers: One optimizer. Without it `DecoupledSGDW(model.parameters(), lr=0.1)`, with a warning.
         schedulers: PyTorch schedulers, Composer schedulers, or functions of the state.
-        scale_schedule_ratio: Stretches `max_duration` and all schedules; 0.5 trains half as long.
-        step_schedulers_every_batch: By default every epoch if one of them is PyTorch's, else every batch.
-        callbacks: One or several listeners.
-        loggers: One or several destinations of the log.
-        run_name: Names the run; made up by default, also from `COMPOSER_RUN_NAME` or `RUN_NAME`.
-        progress_bar: Whether to show one.
-        log_to_console: Whether to write metrics as lines of text, which suits a file better than a bar does. `None`
-            where there is no progress bar.
-        console_stream: Where to: `'stderr'`, `'stdout'` or a text stream.
-        console_log_interval: How often: epochs (`'1ep'`) or batches (`'10ba'`).
-        log_traces: Whether bar and console show, too, which algorithms acted.
-        auto_log_hparams: Whether to log these arguments, reduced to names and numbers, as hyperparameters.
-        profiler: Records where the time goes; see `composer.profiler.Profiler`.
-        python_log_level: From which level on Python's logging shows what Composer's loggers say, such as `'info'`. By
-            default it is left as the application has it.
-        load_path: A checkpoint to go on from: a path or an address, in which `{run_name}` and `{rank}` are filled in.
-        load_object_store: Where `load_path` is: an `ObjectStore`, or a logger that can download.
-        load_weights_only: Load the model, and nothing else.
-        load_strict_model_weights: Whether weights that are missing or too many are an error, with `load_weights_only`
-            or a sharded checkpoint.
-        load_progress_bar: Whether to show the progress of a download.
-        load_ignore_keys: Patterns of what not to load, such as `'state/optimizers/*'`, or a function that deletes from
-            the checkpoint's dict. With a weight, what optimizers and algorithms keep of it is left
-            out. An optimizer keeps its own values of what is left out of it, such as `'state/optimizers/*/lr'`.
-        load_exclude_algorithms: Class names of algorithms not to apply, although the saved weights depend on them.
-        load_trusted: Let the checkpoint run code of its own while it is loaded. Only for files of old releases, from
-            whom you trust.
-        load_restart_epoch: Begin the epoch again inside which the checkpoint was saved, with whatever data there is
-            now. Without it, the middle of an epoch of other data is refused.
-        save_folder: Where to save checkpoints; a path or an address. `None` saves none, unless a `CheckpointSaver` is
-            among the callbacks, which comes before all arguments that begin with `save_`.
-        save_filename: What each is called there, with placeholders for run, ranks and time.
-        save_latest_filename: What the link to the latest is called; `None` for no link.
-        save_overwrite: Whether to replace later checkpoints of another run.
-        save_interval: How often, and at the end: epochs, a time, or a function of the state and the event; 0 for never.
-        save_weights_only: Save only the model and what describes it.
-        save_ignore_keys: What to leave out, as `load_ignore_keys`.
-        save_num_checkpoints_to_keep: How many of the newest stay on the disk; -1 for all.
-        save_keep: What else stays: `{'last': 3, 'every': '10ep', 'best': ('metrics/eval/MulticlassAccuracy', 'max',
-            2)}`, or some of these; see `composer_checkpoint.RetentionPolicy.from_setting`.
-        save_metrics: Whether checkpoints have the metrics, too.
-        save_async: Whether training goes on while a checkpoint is written.
-        save_async_policy: What a save does while the one before is being written: `'wait'` for it, or `'skip'`.
-        autoresume: Go on from the newest whole checkpoint in `save_folder`, if there is any, whatever `load_path` says.
-            Needs a `run_name`. Of a run that was stopped, as by `EarlyStopper`, `fit` trains no more, unless
-            `max_duration` is another one.
-        device: `'cpu'`, `'gpu'`, ... or a `Device`; by default the best of this machine.
+        scale_schedule_ratio: Factor for `max_duration` and all schedules; 0.5 trains half as long.
+        step_schedulers_every_batch: Default: every epoch if one of them is a PyTorch scheduler, else every batch.
+        callbacks: One or several callbacks.
+        loggers: One or several loggers.
+        run_name: The name of the run. Default: `COMPOSER_RUN_NAME` or `RUN_NAME`, or else a generated name.
+        progress_bar: Whether to show a progress bar.
+        log_to_console: Whether to write metrics as lines of text, which suits a file better than a progress bar.
+            `None` does so if `progress_bar` is False.
+        console_stream: The stream for both: `'stderr'`, `'stdout'` or a text stream.
+        console_log_interval: The interval of these lines, in epochs (`'1ep'`) or batches (`'10ba'`).
+        log_traces: Whether progress bar and console also show which algorithms acted.
+        auto_log_hparams: Whether to log these arguments as hyperparameters, reduced to names and numbers.
+        profiler: A `composer.profiler.Profiler`, which measures where time is spent.
+        python_log_level: The level of Composer's Python loggers, such as `'info'`. Default: the application's setting
+            is left unchanged.
+        load_path: The checkpoint to load: a path or URI, in which `{run_name}` and `{rank}` are replaced.
+        load_object_store: The location of `load_path`: an `ObjectStore`, or a logger that can download.
+        load_weights_only: Load only the model.
+        load_strict_model_weights: Whether missing or unexpected weights are an error, with `load_weights_only` or a
+            sharded checkpoint.
+        load_progress_bar: Whether to show a progress bar for a download.
+        load_ignore_keys: Patterns of keys not to load, such as `'state/optimizers/*'`, or a function that deletes from
+            the checkpoint's dict. The optimizer and algorithm state of an ignored weight is not loaded either. An
+            optimizer keeps its own values for ignored parts, such as `'state/optimizers/*/lr'`.
+        load_exclude_algorithms: Class names of algorithms not to apply although the saved weights depend on them.
+        load_trusted: Allow the checkpoint to run code while it is loaded. Only for files of old releases from a source
+            that you trust.
+        load_restart_epoch: Restart the epoch in which the checkpoint was saved, with the data of this run. Without it,
+            resuming in the middle of an epoch of different data is an error.
+        save_folder: The folder for checkpoints: a path or URI. `None` saves nothing, unless the callbacks include a
+            `CheckpointSaver`, which takes precedence over all arguments that begin with `save_`.
+        save_filename: The name of each file, with placeholders for run, ranks and time.
+        save_latest_filename: The name of the link to the latest checkpoint; `None` for no link.
+        save_overwrite: Whether to overwrite later checkpoints of another run.
+        save_interval: The interval of saves, in addition to one at the end: epochs, a time, or a function of state
+            and event; 0 for never.
+        save_weights_only: Save only the model and its description.
+        save_ignore_keys: Keys not to save, in the form of `load_ignore_keys`.
+        save_num_checkpoints_to_keep: The number of newest checkpoints to keep on disk; -1 for all.
+        save_keep: Other checkpoints to keep: any of `{'last': 3, 'every': '10ep', 'best':
+            ('metrics/eval/MulticlassAccuracy', 'max', 2)}`; see `composer_checkpoint.RetentionPolicy.from_setting`.
+        save_metrics: Whether checkpoints include the metrics.
+        save_async: Whether training continues while a checkpoint is written.
+        save_async_policy: If the previous save is still being written: `'wait'` for it, or `'skip'` this one.
+        autoresume: Resume from the newest complete checkpoint in `save_folder`, if any, regardless of `load_path`.
+            Needs a `run_name`. If the run was stopped, for example by `EarlyStopper`, `fit` does not train unless
+            `max_duration` has changed.
+        device: `'cpu'`, `'gpu'`, ... or a `Device`. Default: the best available.
         precision: `'fp32'`, `'amp_bf16'` or `'amp_fp16'`.
-        precision_config: Settings of an 8-bit precision.
-        device_train_microbatch_size: How many samples go through the model at once; gradients add up over the rest
-            of the batch. By default the dataloader's `batch_size`. `'auto'` begins with that, and halves it on all
-            ranks whenever a GPU runs out of memory, for the same batch and all that follow.
-        grad_accum: The older way to say so: into how many microbatches each batch is cut, or `'auto'`.
-        accumulate_train_batch_on_tokens: Whether a microbatch counts by the tokens that enter its loss instead of its
-            samples. Where that is not all of them, a `DataSpec` has to count the `loss_generating` ones.
-        seed: Seeds Python, NumPy and PyTorch, in [0, 2**32). Drawn by default. Rank r goes on with `seed + r`.
-        deterministic_mode: Whether PyTorch must compute the same numbers every time, at the price of speed.
-        dist_timeout: Seconds until a rank gives up waiting for another.
+        precision_config: Settings of 8-bit precision.
+        device_train_microbatch_size: The number of samples per forward pass, with gradient accumulation over the
+            batch. Default: the dataloader's `batch_size`. `'auto'` starts with that, and halves it on all ranks
+            whenever a GPU runs out of memory, for the same batch and all later ones.
+        grad_accum: The older form of it: the number of microbatches per batch, or `'auto'`.
+        accumulate_train_batch_on_tokens: Whether microbatches are weighted by the tokens that enter the loss, not by
+            samples. If that is not all tokens, a `DataSpec` must count the `loss_generating` ones.
+        seed: The seed of Python, NumPy and PyTorch, in [0, 2**32). Random by default. Rank r uses `seed + r`.
+        deterministic_mode: Whether PyTorch uses deterministic algorithms only, which is slower.
+        dist_timeout: The timeout of collectives in seconds.
         ddp_sync_strategy: When the ranks average the gradients of several microbatches; see `DDPSyncStrategy`.
-        ddp_comm_hook: How gradients travel between the ranks: `'bf16_compress'`, `'fp16_compress'` or `'powersgd'`. As
-            they are by default.
-        deepspeed_config: Settings of DeepSpeed, which then trains the model. What follows from the other arguments
-            may be left out; `{}` leaves out everything.
-        parallelism_config: How the model is sharded over the ranks: `{'fsdp': {...}}` with the settings of
-            `composer.utils.FSDPConfig`, and with `'tp'` beside it those of tensor parallelism.
-        compile_config: Arguments of `torch.compile`, by which the model then runs; `{}` for the defaults. The names of
-            its weights stay what they are. A model that `torch.compile` returned is taken as it is.
-        activation_checkpointing: Whether modules compute their activations again in the backward pass instead of
-            keeping them; `'selective'` keeps the results of matrix products that nothing changes in place. Which
-            modules, the `activation_checkpointing_fn(module)` of the model's child says, or their
-            `_activation_checkpointing`. For a model that is sharded it is a setting of `parallelism_config`.
-        on_divergence: What to do about a batch whose loss or gradient is not finite, before the optimizer steps and on
-            all ranks alike: `'raise'` a `DivergenceError`, `'skip'` the step, `'rollback'` to a copy of the weights in
-            memory, an `OnDivergence` for more (also about losses that jump), or `None` for nothing.
-        **older_names: Arguments as older releases called them, each with a `DeprecationWarning` that says what to
-            write today: `load_strict`, `load_chunk_size`, `save_artifact_name`, `save_latest_artifact_name`,
-            `grad_clip_norm`, `compute_training_metrics`, `console_log_level`, `fsdp_config`, `fsdp_auto_wrap` and
+        ddp_comm_hook: Compression of gradients between ranks: `'bf16_compress'`, `'fp16_compress'` or `'powersgd'`.
+            None by default.
+        deepspeed_config: Settings of DeepSpeed, which then trains the model. Settings that follow from the other
+            arguments may be omitted; `{}` omits all.
+        parallelism_config: Sharding of the model over ranks: `{'fsdp': {...}}` with the settings of
+            `composer.utils.FSDPConfig`, and optionally `'tp'` with those of tensor parallelism.
+        compile_config: Arguments of `torch.compile`; `{}` for its defaults. The names of weights do not change. A model
+            that is already compiled is used as it is.
+        activation_checkpointing: Whether to recompute activations in the backward pass instead of storing them;
+            `'selective'` stores the results of matrix products that are not changed in place. The modules are selected
+            by `activation_checkpointing_fn(module)` of the model's child, or by their `_activation_checkpointing`.
+            For a sharded model, use the setting of `parallelism_config`.
+        on_divergence: The action for a batch with gradients that are not finite, before the optimizer step and on all
+            ranks alike: `'raise'` a `DivergenceError`, `'skip'` the step, `'rollback'` to a copy of the weights in
+            memory, an `OnDivergence` for more options (also for loss spikes), or `None` for no action.
+        **older_names: Arguments of older releases, each with a `DeprecationWarning` that names the current one:
+            `load_strict`, `load_chunk_size`, `save_artifact_name`, `save_latest_artifact_name`, `grad_clip_norm`,
+            `compute_training_metrics`, `console_log_level`, `fsdp_config`, `fsdp_auto_wrap` and
             `load_fsdp_monolith_rank0_only`.
 
     Attributes:
-        state: Where training stands; what algorithms and callbacks see.
+        state: The state of training, which algorithms and callbacks read and change.
         engine: Runs the events.
-        logger: Hands values to the loggers.
-        divergences: The batches that `on_divergence` had to do something about.
-        strategy: How the model is spread over ranks; it has the whole weights, whatever a rank keeps of them.
+        logger: Passes values to the loggers.
+        divergences: The batches for which `on_divergence` acted.
+        strategy: The distributed strategy. It can return whole weights, also of a sharded model.
 
     Raises:
-        ValueError, TypeError: If an argument cannot be used; before anything is written.
+        ValueError, TypeError: If an argument is invalid, before anything is written.
 
     Example:
         >>> import torch
@@ -265,21 +266,21 @@ class Trainer:
         precision: str | Precision | None = None,
         grad_accum: int | Literal["auto"] | None = None,
     ) -> None:
-        """Train until `max_duration`, or for another `duration`. Every rank must call this.
+        """Train until `max_duration`, or for `duration` from now. Every rank must call this.
 
-        Arguments named as in the constructor replace what was given there.
+        Arguments with the name of a constructor argument replace it.
 
-        SIGTERM, SIGUSR1 and SIGINT, sent to any rank, end the training on all ranks after the same batch, with a
-        checkpoint if there is a `save_folder`. Handlers of before are called too, and are back afterwards; a second
-        SIGINT is a `KeyboardInterrupt` at once.
+        SIGTERM, SIGUSR1 and SIGINT, sent to any rank, end training on all ranks after the same batch, with a checkpoint
+        if there is a `save_folder`. Previous signal handlers are also called, and are restored afterwards. A second
+        SIGINT raises `KeyboardInterrupt` at once.
 
         Args:
             train_dataloader: See the constructor.
             train_dataloader_label: See the constructor.
             train_subset_num_batches: See the constructor.
             spin_dataloaders: See the constructor.
-            duration: Train so much longer, counted from now, whatever `max_duration` was.
-            reset_time: Set all counters to 0 first; weights, optimizer and PyTorch schedulers stay as they are.
+            duration: The length of training from now, regardless of `max_duration`.
+            reset_time: Set all counters to 0 first. Weights, optimizer and PyTorch schedulers are not reset.
             schedulers: See the constructor.
             scale_schedule_ratio: See the constructor.
             step_schedulers_every_batch: See the constructor.
@@ -291,19 +292,19 @@ class Trainer:
             grad_accum: See the constructor.
 
         Raises:
-            ValueError: If something needed is missing (optimizer, data, duration), or no time is left to train.
+            ValueError: If optimizer, data or duration is missing, or `max_duration` has been reached.
             SystemExit: After a signal: with status 130 for SIGINT, else 143.
         """
         self._runtime.fit(FitArguments.of(locals()))
 
     @naming_unknown()
     def eval(self, eval_dataloader: Any = None, subset_num_batches: int = -1) -> None:
-        """Evaluate now; the results are on `state.eval_metrics` and in the log.
+        """Evaluate now. The results are in `state.eval_metrics` and in the log.
 
         Args:
-            eval_dataloader: What to evaluate on, as in the constructor, for this call only. By default all of the
-                Trainer's evaluators.
-            subset_num_batches: At most so many batches; -1 for what each evaluator says itself.
+            eval_dataloader: Batches to evaluate on in this call, as in the constructor. Default: all evaluators of
+                the Trainer.
+            subset_num_batches: The maximum number of batches; -1 for the setting of each evaluator.
 
         Raises:
             ValueError: If there is nothing to evaluate on.
@@ -322,21 +323,21 @@ class Trainer:
     ) -> list[Any]:
         """Run the model over batches, in evaluation mode and without gradients. Every rank must call this.
 
-        Where the ranks have unequally many batches, prediction ends with the shortest.
+        If the ranks have different numbers of batches, prediction ends with the smallest number.
 
         Args:
             dataloader: Any iterable of batches, a `DataSpec`, or a dict of a DataSpec's arguments.
-            subset_num_batches: At most so many batches; -1 for all.
-            return_outputs: Whether to keep the outputs. Without, a callback can take them from `state.outputs`.
-            device_predict_microbatch_size: How many samples go through the model at once. By default whole batches.
+            subset_num_batches: The maximum number of batches; -1 for all.
+            return_outputs: Whether to keep the outputs. If not, a callback can read them from `state.outputs`.
+            device_predict_microbatch_size: The number of samples per forward pass. Default: whole batches.
 
         Returns:
-            What the model returned for each batch of this rank, on the CPU; nothing without `return_outputs`. What a
-            DistributedSampler repeats, so that every rank has as many samples, is left out, with the batch that holds
-            nothing else.
+            The outputs of the model for each batch of this rank, on the CPU, or an empty list without
+            `return_outputs`. Samples that a `DistributedSampler` repeats to give every rank the same number are left
+            out, as are batches that contain nothing else.
 
         Raises:
-            ValueError, TypeError: If an argument cannot be used.
+            ValueError, TypeError: If an argument is invalid.
         """
         data_spec = check_prediction(dataloader, subset_num_batches, device_predict_microbatch_size, return_outputs)
         prediction = self._runtime.make_prediction()
@@ -353,22 +354,21 @@ class Trainer:
         input_names: Sequence[str] | None = None,
         output_names: Sequence[str] | None = None,
     ) -> None:
-        """Write the model so that it can be run elsewhere; the model itself stays as it is. Rank 0 writes.
+        """Export the model for inference. Rank 0 writes; the model itself does not change.
 
         Args:
             save_format: `'torchscript'`, `'onnx'`, `'export'` (a `.pt2` archive of `torch.export`) or `'safetensors'`
                 (the weights alone).
-            save_path: A path or an address; a name in `save_object_store`, or in the logger that keeps files, if there
-                is one.
+            save_path: A path or URI, or a name in `save_object_store` or in a logger that stores files.
             save_object_store: An `ObjectStore`.
-            sample_input: A batch. By default the latest one, where the format needs one.
-            transforms: Functions that change the copy that is written, such as `quantize_dynamic`.
+            sample_input: A batch, if the format needs one. Default: the latest batch.
+            transforms: Functions that change the exported copy, such as `quantize_dynamic`.
             input_names: For `'onnx'`. By default the keys of a dict, else `input`.
             output_names: For `'onnx'`. By default `output`.
 
         Raises:
-            ValueError: If the model is sharded, or a sample is needed and there is none.
-            RuntimeError: If the model cannot be written in this format.
+            ValueError: If the model is sharded, or a sample input is needed and missing.
+            RuntimeError: If the model cannot be exported in this format.
         """
         export_model(
             self.state,
@@ -384,22 +384,22 @@ class Trainer:
 
     @property
     def cumulative_alloc_retries(self) -> int:
-        """How often the GPU's memory had to be tidied up for room, with microbatches of a size that is found out."""
+        """Number of allocation retries of the GPU's allocator, with `device_train_microbatch_size='auto'`."""
         return self._runtime.until_it_fits.cumulative_alloc_retries
 
     @property
     def num_consecutive_thrashes(self) -> int:
-        """In how many of the latest batches in a row it had to be, on any rank."""
+        """Number of consecutive latest batches with such retries on any rank."""
         return self._runtime.until_it_fits.num_consecutive_thrashes
 
     @property
     def num_consecutive_non_OOM_batches(self) -> int:  # Composer's name
-        """How many batches have fitted into memory since the latest that did not."""
+        """Number of batches since the latest that ran out of memory."""
         return self._runtime.until_it_fits.num_consecutive_non_oom_batches
 
     @property
     def saved_checkpoints(self) -> list[str]:
-        """The paths of the checkpoints that this run has saved and not deleted, oldest first."""
+        """Paths of the checkpoints that this run has saved and not deleted, oldest first."""
         return [] if self._runtime.saver is None else self._runtime.saver.saved_checkpoints
 
     def save_checkpoint(
@@ -408,8 +408,8 @@ class Trainer:
         """Save a checkpoint now. Every rank must call this.
 
         Args:
-            name: Where to, with the placeholders of `save_filename`.
-            weights_only: Save only the model and what describes it.
+            name: The path, with the placeholders of `save_filename`.
+            weights_only: Save only the model and its description.
 
         Returns:
             The path, on the ranks that wrote.
@@ -417,7 +417,7 @@ class Trainer:
         return checkpoint.save_checkpoint(state=self.state, filename=name, weights_only=weights_only)
 
     def save_checkpoint_to_save_folder(self) -> None:
-        """Save a checkpoint now as those that are saved at intervals. Every rank must call this.
+        """Save a checkpoint now, like those at intervals. Every rank must call this.
 
         Raises:
             ValueError: If there is no `save_folder` and no `CheckpointSaver`.
@@ -430,9 +430,9 @@ class Trainer:
         self._runtime.saver.save(self.state, self.logger)
 
     def close(self) -> None:
-        """Let every callback and logger finish; afterwards the Trainer cannot be used.
+        """Close all callbacks and loggers. The Trainer cannot be used afterwards.
 
-        The ranks wait for each other, unless this one has failed and leaves the others behind.
+        The ranks wait for each other, unless this one has failed.
         """
         self._runtime.close()
 
