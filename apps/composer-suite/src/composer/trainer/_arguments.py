@@ -1,4 +1,4 @@
-"""Checks of what the user gave to the Trainer, each turned into the one form that is used inside."""
+"""The arguments of the Trainer and of `fit`, their checks, and the arguments of earlier releases."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _EXAMPLES = {"Algorithm": "EMA", "Callback": "SpeedMonitor", "LoggerDestination"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerArguments:
-    """The arguments of `Trainer(...)`, as the user passed them, except that numbers of NumPy are Python's.
+    """The arguments of `Trainer(...)`, unchecked. Only NumPy numbers are converted to Python numbers.
 
     Attributes:
         defaults: The value of each argument that was not passed.
@@ -141,7 +141,7 @@ class TrainerArguments:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> TrainerArguments:
-        """Return the arguments, with those of earlier releases translated, which warns. Every rank must call this.
+        """Return the arguments. Those of earlier releases are translated, with a warning. Every rank must call this.
 
         Args:
             arguments: The `locals()` of the constructor.
@@ -171,7 +171,7 @@ class TrainerArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitArguments:
-    """The arguments of `Trainer.fit(...)`, as the user passed them, except that numbers of NumPy are Python's."""
+    """The arguments of `Trainer.fit(...)`, unchecked. Only NumPy numbers are converted to Python numbers."""
 
     train_dataloader: Any
     train_dataloader_label: str
@@ -210,7 +210,7 @@ def _is_default(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
 
 
 def check_model(model: Any) -> ComposerModel:
-    """Return the model if it is one that the loop can train.
+    """Return the model if it is a ComposerModel.
 
     Raises:
         ValueError: If it is no ComposerModel.
@@ -232,13 +232,13 @@ def check_model(model: Any) -> ComposerModel:
 
 
 def _is_published(model: Any) -> bool:
-    """Say whether a model, or a class of models, is one of transformers or peft, without importing these."""
+    """Return whether a model or model class is from transformers or peft, without importing these."""
     bases = (model if isinstance(model, type) else type(model)).__mro__
     return any((base.__module__.partition(".")[0], base.__name__) in _PUBLISHED for base in bases)
 
 
 def choose_precision(precision: Any, device: Device) -> Precision:
-    """Return the precision asked for, or mixed 16-bit on a GPU and full elsewhere.
+    """Return the precision, by default mixed 16-bit precision on a GPU and fp32 elsewhere.
 
     Raises:
         ValueError: If it is unknown or the device does not have it.
@@ -251,7 +251,7 @@ def choose_precision(precision: Any, device: Device) -> Precision:
 
 
 def check_same_precision(asked: Precision, present: Precision) -> None:
-    """Refuse another precision than the one in which the model was made ready.
+    """Raise if the precision differs from the one that the model was prepared for.
 
     Raises:
         ValueError: If it is another.
@@ -264,7 +264,7 @@ def check_same_precision(asked: Precision, present: Precision) -> None:
 
 
 def choose_optimizers(optimizers: Any, model: ComposerModel) -> list[Optimizer]:
-    """Return the one optimizer, in a list; without any, plain decoupled SGD over all parameters.
+    """Return the optimizer in a list, by default decoupled SGD over all parameters.
 
     Raises:
         NotImplementedError: If there are several.
@@ -307,17 +307,17 @@ def _check_parameters(optimizer: Optimizer, model: ComposerModel) -> None:
 
 
 def check_subset(name: str, num_batches: Any) -> None:
-    """Refuse a number of batches that is neither positive nor -1, which means all.
+    """Raise if a number of batches is neither positive nor -1, which stands for all.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is neither.
     """
     if not is_whole(num_batches) or (num_batches < 1 and num_batches != -1):
         raise ValueError(f"{name}={num_batches!r} must be a whole number of batches from 1, or -1 for all of them.")
 
 
 def check_interval(interval: Any) -> None:
-    """Refuse an interval of evaluations that is none.
+    """Raise if an evaluation interval is invalid.
 
     Raises:
         ValueError: If it is neither a number of epochs from 0, nor a time, nor a function.
@@ -336,7 +336,7 @@ def check_interval(interval: Any) -> None:
 
 
 def check_iterable(name: str, dataloader: Any) -> None:
-    """Refuse a dataloader that cannot be iterated over. Whoever made one into a DataSpec or Evaluator has seen to it.
+    """Raise if a dataloader cannot be iterated over. A DataSpec or Evaluator has checked its own.
 
     Raises:
         TypeError: If it cannot.
@@ -346,7 +346,7 @@ def check_iterable(name: str, dataloader: Any) -> None:
 
 
 def how_to_make(given: Any, kind: type) -> str:
-    """Say what to give in place of something that is no object of a kind."""
+    """Return advice on how to create an object of a class, for an error."""
     if isinstance(given, type):
         return f"Call it: {given.__name__}()."
     return f"Give an object, such as {_EXAMPLES.get(kind.__name__, kind.__name__)}()."
@@ -367,7 +367,7 @@ def check_members(name: str, given: Any, kind: type) -> list[Any]:
 
 
 def check_seed(seed: int | None) -> None:
-    """Refuse a seed that is none.
+    """Raise if a seed is invalid.
 
     Raises:
         ValueError: If it lies outside of [0, 2**32).
@@ -377,7 +377,7 @@ def check_seed(seed: int | None) -> None:
 
 
 def choose_run_name(run_name: str | None) -> str | None:
-    """Return the name given, or the one in the environment; None leaves it to the State to make one up.
+    """Return the run name, or the one in the environment, or `None` so that the State generates one.
 
     Raises:
         ValueError: If folders of that name would lie elsewhere than in the folders that they are to be in.
@@ -417,7 +417,7 @@ _PATHS = ("save_folder", "save_filename", "save_latest_filename", "load_path")
 
 
 def check_kinds(arguments: TrainerArguments | FitArguments) -> None:
-    """Check flags, labels and lists of names of the constructor or of `fit`, as far as these are there.
+    """Check the types of arguments whose wrong type would pass unnoticed: flags, labels, paths, lists of names.
 
     Raises:
         TypeError: If one is of another kind.
@@ -457,7 +457,7 @@ def _is_list_of_names(names: Any) -> bool:
 
 
 def refuse_twice(**members: Iterable[object]) -> None:
-    """Refuse to call one object twice at each event.
+    """Raise if one object would be called twice on each event.
 
     Args:
         members: What listens, by the name of the argument that holds it.
@@ -478,12 +478,12 @@ def refuse_twice(**members: Iterable[object]) -> None:
 
 
 def is_whole(value: object) -> bool:
-    """Say whether a value is a whole number, which truth values are not here."""
+    """Return whether a value is an integer. Booleans are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def to_plain(value: Any) -> Any:
-    """Return a number of NumPy's as Python's, and anything else as it is."""
+    """Convert a NumPy number to a Python number. Other values are returned unchanged."""
     is_numpys = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
     return value.item() if is_numpys else value
 
@@ -494,7 +494,7 @@ _HERE = str(Path(__file__).parent)
 
 
 def level_of_user() -> int:
-    """Return the `stacklevel`, for the function that asks, of the first line outside the Trainer's own modules."""
+    """Return the `stacklevel` for a warning that points at the first frame outside the Trainer's modules."""
     level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):
         level, frame = level + 1, frame.f_back
@@ -502,7 +502,7 @@ def level_of_user() -> int:
 
 
 def call_for_user(function: Callable[..., TResult], *args: Any) -> TResult:
-    """Call a function whose warnings are about the first line outside the Trainer's own modules."""
+    """Call a function, and make its warnings point at the first frame outside the Trainer's modules."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = function(*args)
@@ -515,7 +515,7 @@ TParameters = ParamSpec("TParameters")
 
 
 def naming_unknown(**meant: str) -> Callable[[Callable[TParameters, TResult]], Callable[TParameters, TResult]]:
-    """Make a method say what was meant by a keyword that it does not have.
+    """Decorate a method so that an unknown keyword raises with a suggestion.
 
     Args:
         meant: By keyword, what to write instead, where names that look alike do not say it.
@@ -537,7 +537,7 @@ def naming_unknown(**meant: str) -> Callable[[Callable[TParameters, TResult]], C
 
 
 def say_unknown(method: str, name: str, names: Iterable[str], instead: str | None = None) -> str:
-    """Return the error about a keyword that is none, with those that look like it.
+    """Return the error message for an unknown keyword, with similar ones.
 
     Args:
         method: Of the Trainer.
@@ -567,7 +567,7 @@ _INTERVALS = {"epoch": "1ep", "batch": "1ba"}
 
 @dataclass(frozen=True, slots=True)
 class _Older:
-    """One older name.
+    """An argument of an earlier release.
 
     Attributes:
         instead: What to write today.
@@ -581,7 +581,7 @@ class _Older:
 
 
 def translate(values: dict[str, Any], older: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with those of earlier releases written onto those of today.
+    """Return the arguments with those of earlier releases translated to current ones.
 
     Raises:
         TypeError: If a name never was that of an argument.

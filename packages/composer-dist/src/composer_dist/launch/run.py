@@ -182,9 +182,8 @@ class Launch:
             is_fine = workers.are_done and not failures and signum is None
             if not workers.are_done:
                 self._ask_to_end(workers, signum, say if not is_told else _log.info)
-            self._leftovers += self._guardian.sweep(
-                spare_detached=is_fine
-            )  # first, since the copies end only when no process writes
+            # First, since the copies of output end only when no process writes any more.
+            self._leftovers += self._guardian.sweep(spare_detached=is_fine)
             self._logs.stop_copies()
         if self._options.is_elastic:
             self._signals.catch_up()

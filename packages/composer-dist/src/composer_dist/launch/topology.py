@@ -65,9 +65,8 @@ def resolve(options: Options, environ: Mapping[str, str], nproc: Found[int]) -> 
     else:
         base_rank, node_rank = _ranks_of_the_only_node(inputs)
         master_addr = inputs.text("master_addr") or Found("127.0.0.1", _SINGLE_NODE)
-        master_port = inputs.integer("master_port") or Found(
-            get_free_tcp_port(), FREE_PORT
-        )  # chosen again at the start
+        # A free port may be taken before the run starts, so it is chosen again then.
+        master_port = inputs.integer("master_port") or Found(get_free_tcp_port(), FREE_PORT)
     _check_port(master_port)
     found = {
         "nproc": nproc,
