@@ -1,1 +1,1 @@
-"""Exchange checkpoint files with object stores: upload, publish, fetch."""
+"""Exchange of checkpoint files with object stores: upload, publish and fetch."""
