@@ -1,4 +1,4 @@
-"""Files from wherever they are: a path, a store, the web."""
+"""Downloads of files from local paths, object stores and the web."""
 
 import errno
 import importlib.util
@@ -69,13 +69,13 @@ _ATTEMPTS = 5
 
 
 class _Downloads(Protocol):
-    """An `ObjectStore`."""
+    """Part of `ObjectStore` that downloads need."""
 
     def download_object(self, object_name: str, filename: Any, overwrite: bool = ..., callback: Any = ...) -> None: ...
 
 
 class _DownloadsFiles(Protocol):
-    """A logger destination."""
+    """Logger destination that can download."""
 
     def download_file(self, remote_file_name: str, destination: str, overwrite: bool, progress_bar: bool) -> None: ...
 
@@ -87,25 +87,25 @@ def get_file(
     overwrite: bool = False,
     progress_bar: bool = True,
 ) -> None:
-    """Put a file from anywhere at a local path, whole or not at all.
+    """Fetch a file from a local path, an object store or the web, atomically.
 
-    A local file becomes a symbolic link at `destination`. A name that ends in `.symlink` is read, and the object that
-    it names is fetched; where there is no object of a name, one with `.symlink` behind it is looked for. What may
-    pass is tried five times.
+    For a local file, `destination` becomes a symbolic link. A name that ends in `.symlink` is followed to the object
+    that it points to; if an object does not exist, its name with `.symlink` appended is tried. Transient errors are
+    retried, up to five attempts.
 
     Args:
         path: A local path, an address that `maybe_create_object_store_from_uri` takes, `http(s)://`, or with
             `object_store` the name of an object.
-        destination: The file that it becomes. Folders above it are made.
-        object_store: Where `path` is. An `ObjectStore`, or a logger destination that can download.
-        overwrite: Whether a file at `destination` is replaced.
+        destination: Local file to write. Its parent folders are created.
+        object_store: `ObjectStore` that holds `path`, or a logger destination that can download.
+        overwrite: Whether to replace a file at `destination`.
         progress_bar: Whether to show the progress, which needs the package tqdm.
 
     Raises:
-        FileNotFoundError: If there is no such file.
+        FileNotFoundError: If the file does not exist.
         FileExistsError: If `destination` exists and `overwrite` is false.
-        CorruptCheckpointError: If a `.symlink` object is no pointer, or pointers lead in a circle.
-        ObjectStoreTransientError: If the store still failed at the last attempt, with the cause.
+        CorruptCheckpointError: If a `.symlink` object is not a valid pointer, or pointers form a cycle.
+        ObjectStoreTransientError: If the last attempt failed too; the cause is attached.
     """
     path, destination = os.fspath(path), os.fspath(destination)
     owned = None
@@ -132,48 +132,48 @@ def get_file(
 def download_object_or_file(
     object_name: str, file_destination: str | os.PathLike[str], object_store: "_Downloads | _DownloadsFiles"
 ) -> None:
-    """Copy an object to a local file, which must not exist, from a store or from a logger that can download.
+    """Download an object to a local file that does not exist yet.
 
     Pointers are not followed.
 
     Args:
-        object_name: The object.
-        file_destination: The file that it becomes. Folders above it are made.
-        object_store: An `ObjectStore`, or a logger destination.
+        object_name: Name of the object.
+        file_destination: Local file to write. Its parent folders are created.
+        object_store: An `ObjectStore`, or a logger destination that can download.
 
     Raises:
-        FileNotFoundError: If there is no such object.
+        FileNotFoundError: If the object does not exist.
         FileExistsError: If the file exists.
     """
     _fetch(object_store, object_name, os.fspath(file_destination), False, False)
 
 
 def create_symlink_file(existing_path: str | os.PathLike[str], destination_filename: str | os.PathLike[str]) -> None:
-    """Write a pointer that stores can hold: a text file with a path.
+    """Write a pointer as a text file with a path, which unlike a symbolic link can be uploaded.
 
     Args:
-        existing_path: What it names.
-        destination_filename: The file, which must end in `.symlink` and not exist.
+        existing_path: Path that the pointer names.
+        destination_filename: File to write, which must end in `.symlink` and not exist.
 
     Raises:
-        ValueError: If it ends in something else.
-        FileExistsError: If it exists.
+        ValueError: If `destination_filename` does not end in `.symlink`.
+        FileExistsError: If the file exists.
     """
     name = os.fspath(destination_filename)
     if not name.endswith(_SYMLINK):
         raise ValueError(f"destination_filename={name!r} must end in {_SYMLINK!r}, so that it is known as a pointer.")
-    with open(name, "x") as file:
+    with open(name, "x") as file:  # "x": fail if the file exists
         file.write(os.fspath(existing_path))
 
 
 def extract_path_from_symlink(
     source_path: str | os.PathLike[str], object_store: "_Downloads | _DownloadsFiles | None" = None
 ) -> str:
-    """Return what a pointer names: a `.symlink` object of a store, or a local symbolic link.
+    """Return the target of a pointer: a `.symlink` object of a store, or a local symbolic link.
 
     Raises:
-        FileNotFoundError: If there is no such pointer.
-        CorruptCheckpointError: If it is no pointer.
+        FileNotFoundError: If the pointer does not exist.
+        CorruptCheckpointError: If the object is not a valid pointer.
     """
     if object_store is None:
         return os.readlink(source_path)
@@ -189,12 +189,12 @@ def _fetch_or_follow(store: Any, name: str, destination: str, overwrite: bool, p
         try:
             target = _resolve(store, name + _SYMLINK)
         except FileNotFoundError:
-            raise error from error.__cause__
+            raise error from error.__cause__  # name the object that the caller asked for, not the pointer
         _fetch(store, target, destination, overwrite, progress_bar)
 
 
 def _resolve(store: Any, name: str) -> str:
-    """Follow pointers to the name of an object that is none."""
+    """Follow pointers until the name of an object that is not a pointer."""
     for _ in range(_MOST_LINKS):
         if not name.endswith(_SYMLINK):
             return name
@@ -210,7 +210,7 @@ def _read_remote_pointer(store: Any, name: str) -> str:
         copy = os.path.join(folder, "pointer")
         _fetch(store, name, copy, False, False)
         target = read_pointer_text(Path(copy).read_bytes(), name)
-    if ".." in target.split("/"):
+    if ".." in target.split("/"):  # the text of a pointer is not trusted
         raise CorruptCheckpointError(f"{name} points to {target!r}, which leads out of its store. Name the checkpoint.")
     log.debug("%s points to %s", name, target)
     return parse_uri(target).path
@@ -223,7 +223,7 @@ def _fetch(store: Any, name: str, destination: str, overwrite: bool, progress_ba
             f"RemoteUploaderDownloader; or leave it out, if the path is an address."
         )
     os.makedirs(os.path.dirname(os.path.abspath(destination)), exist_ok=True)
-    if not hasattr(store, "download_object"):
+    if not hasattr(store, "download_object"):  # a logger destination retries by itself
         store.download_file(name, destination, overwrite, progress_bar)
         return
     download = retry(ObjectStoreTransientError, num_attempts=_ATTEMPTS)(store.download_object)
@@ -253,17 +253,17 @@ def _fetch_from_web(url: str, destination: str, overwrite: bool, progress_bar: b
                     while chunk := answer.read(_CHUNK_BYTES):
                         done += file.write(chunk)
                         bar(done, max(total, done))
-                if 0 <= total != done:
+                if 0 <= total != done:  # a connection that closes early may look like the end of the file
                     raise ObjectStoreTransientError(f"{done} of the {total} bytes of {url} came. Download it again.")
     except (StorageError, FileExistsError):
         raise
-    except OSError as error:
+    except OSError as error:  # includes the errors of urllib
         raise _explained(error, url) from error
 
 
 def _explained(error: OSError, url: str) -> Exception:
     if isinstance(error, urllib.error.HTTPError):
-        error.close()
+        error.close()  # it holds the connection
     match classify(error):
         case Fault.MISSING:
             return FileNotFoundError(f"{url} does not exist: {error}. Look at the address.")
@@ -273,7 +273,7 @@ def _explained(error: OSError, url: str) -> Exception:
 
 
 class _Bar:
-    """A progress bar, where it is wanted and tqdm is installed; a callback of stores."""
+    """Progress callback for stores that draws a bar if it is wanted and tqdm is installed."""
 
     def __init__(self, name: str, wanted: bool) -> None:
         self._name, self._wanted = name, wanted
@@ -298,7 +298,7 @@ class _Bar:
 
 
 class CheckpointUploadCallback(Callback):
-    """Raise the errors of uploads that run in the background, and wait for them when training ends.
+    """Callback that raises the errors of background uploads and waits for them when training ends.
 
     Args:
         remote_folder: An address such as `'s3://bucket/folder'`.
@@ -309,34 +309,36 @@ class CheckpointUploadCallback(Callback):
         self.uploader = RemoteUploader(remote_folder)
 
     def batch_end(self, state: "State", logger: "Logger") -> None:
-        """Raise the first error."""
+        """Raise the first error of the uploads that have finished."""
         self.uploader.check_workers()
 
     def fit_end(self, state: "State", logger: "Logger") -> None:
-        """Wait for what is under way."""
+        """Wait for the uploads, and raise their first error."""
         self.uploader.wait()
 
     def post_close(self) -> None:
-        """Wait, and let go of threads and connections."""
+        """Wait for the uploads, then release threads and connections."""
         self.uploader.wait_and_close()
 
 
 def download_monolithic_checkpoint(
     source_uri: str, destination_path: str, global_rank_zero_only: bool = True
 ) -> str | None:
-    """Download a checkpoint of one file on one rank, or on one rank of each node. There is no barrier.
+    """Download a single-file checkpoint on rank 0, or on one rank of each node.
+
+    The other ranks return at once: synchronize before they read the file.
 
     Args:
-        source_uri: The address of the file, or of a `.symlink` that names it.
-        destination_path: The file that it becomes, or a folder for it.
-        global_rank_zero_only: Whether only rank 0 downloads, and not the first rank of each node.
+        source_uri: Address of the file, or of a `.symlink` that points to it.
+        destination_path: Local file to write, or the folder for it.
+        global_rank_zero_only: Whether only rank 0 downloads, instead of the first rank of each node.
 
     Returns:
-        Where the file is, on the ranks that downloaded it; `None` on the others.
+        The local path on the ranks that downloaded; `None` on the others.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        StorageError: If the store still fails at the fifth attempt.
+        FileNotFoundError: If the file does not exist.
+        StorageError: If the fifth attempt fails too.
     """
     if get_local_rank() != 0 or (global_rank_zero_only and get_node_rank() != 0):
         return None
@@ -356,24 +358,24 @@ def upload_file(
     state: "State | None" = None,
     overwrite: bool = False,
 ) -> None:
-    """Upload this rank's file, and let a pointer name it once it has arrived.
+    """Upload this rank's file, then write a pointer to it once the store shows it.
 
     With `symlink_granularity='dir'`, every rank must call this.
 
     Args:
-        dest_dir: The address of the folder in which the file keeps its name.
-        source_path: The file; `None` on ranks that have none.
+        dest_dir: Address of the remote folder. The file keeps its name.
+        source_path: Local file; `None` on ranks without one.
         symlink_granularity: `'file'` for a pointer to this file; `'dir'` for one to the folder, once the files of all
             ranks have arrived; `None` for no pointer.
-        symlink_name: The pointer's name in the folder.
-        async_upload: Whether to return at once. Errors are then raised at the end of a batch, and the end of training
-            waits.
-        state: The training's state, among whose callbacks the one that does so is found or put. Needed with
-            `async_upload`.
-        overwrite: Whether an object that has the file's name is replaced.
+        symlink_name: Name of the pointer in the folder.
+        async_upload: Whether to upload in the background. Errors are then raised at the end of a batch, and the end of
+            training waits for the upload.
+        state: Training state, required with `async_upload`. Its `CheckpointUploadCallback` for this bucket is used, or
+            one is added.
+        overwrite: Whether to replace an object of the same name.
 
     Raises:
-        ValueError: If `symlink_granularity` is something else, or `async_upload` has no `state`.
+        ValueError: If `symlink_granularity` has another value, or `async_upload` is set without `state`.
         FileExistsError: If the object exists and `overwrite` is false; with `async_upload`, later.
         StorageError: If the store refuses or fails; with `async_upload`, later.
     """
@@ -390,6 +392,7 @@ def upload_file(
     if symlink_granularity == "file" and name is not None:
         uploader.point_async(pointer, name, [name])
     elif symlink_granularity == "dir":
+        # The pointer waits for the files of all ranks, so their names are gathered on every rank.
         names = [gathered for gathered in _gather(name) if gathered is not None]
         if get_global_rank() == 0:
             uploader.point_async(pointer, folder, names)
@@ -400,7 +403,7 @@ def upload_file(
 def _uploader_of(state: "State | None", dest_dir: str) -> RemoteUploader:
     if state is None:
         raise ValueError("state=None: an upload in the background needs the state, whose callbacks wait for it.")
-    place = parse_uri(dest_dir)[:2]
+    place = parse_uri(dest_dir)[:2]  # one uploader per bucket; the names of objects include the folder
     for callback in state.callbacks:
         if isinstance(callback, CheckpointUploadCallback) and parse_uri(callback.remote_folder)[:2] == place:
             return callback.uploader
@@ -410,6 +413,6 @@ def _uploader_of(state: "State | None", dest_dir: str) -> RemoteUploader:
 
 
 def _gather(name: str | None) -> list[str | None]:
-    from composer_dist import dist  # it imports torch
+    from composer_dist import dist  # imports torch, which is slow
 
     return dist.all_gather_object(name)
