@@ -1,4 +1,4 @@
-"""Whether settings are such that there are, and go together."""
+"""Validation of the sharding settings."""
 
 import os
 import warnings
@@ -38,10 +38,10 @@ _MORE_THAN_FLAGS = ("activation_checkpointing", "reshard_after_forward")
 
 
 def check_flags(config: FSDPConfig | FSDP2Config) -> None:
-    """Refuse what is neither yes nor no where there is nothing else to say, such as the text `'false'`.
+    """Validate boolean settings, rejecting values such as the string `'false'`.
 
     Raises:
-        ValueError: With the setting.
+        ValueError: If a boolean setting has another value. The message names the setting.
     """
     for entry in fields(config):
         if not isinstance(entry.default, bool) or entry.name in _MORE_THAN_FLAGS:
@@ -51,10 +51,10 @@ def check_flags(config: FSDPConfig | FSDP2Config) -> None:
 
 
 def check_fsdp(config: FSDPConfig) -> None:
-    """Refuse settings of sharding that are none, or contradict each other.
+    """Validate the values of sharding settings and their combinations.
 
     Raises:
-        ValueError: With the setting.
+        ValueError: If a value is invalid or contradicts another one. The message names the setting.
     """
     one_of(config, "sharding_strategy", STRATEGIES)
     one_of(config, "backward_prefetch", PREFETCHES)
@@ -77,7 +77,7 @@ def check_fsdp(config: FSDPConfig) -> None:
     ignored: Any = config.ignored_modules or ()
     if not isinstance(ignored, Iterable) or isinstance(ignored, torch.nn.Module):
         raise ValueError(f"ignored_modules={ignored!r} is no list. Give a list of modules of the model.")
-    config.ignored_modules = tuple(ignored)  # what can be read only once is read here
+    config.ignored_modules = tuple(ignored)  # an iterator can be read only once
     for module in config.ignored_modules:
         if not isinstance(module, torch.nn.Module):
             raise ValueError(f"ignored_modules has {module!r}, which is no torch.nn.Module. Give modules of the model.")
@@ -93,7 +93,7 @@ def check_fsdp(config: FSDPConfig) -> None:
 def _check_planners(config: FSDPConfig) -> None:
     if config.load_planner is None and config.save_planner is None:
         return
-    from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner  # here, since few give one
+    from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner  # rarely needed
 
     for name, kind in (("load_planner", LoadPlanner), ("save_planner", SavePlanner)):
         if not isinstance(planner := getattr(config, name), kind | None):
@@ -104,14 +104,14 @@ def _check_planners(config: FSDPConfig) -> None:
 
 
 def check_reshard(reshard: Any, shard_degree: int | None) -> None:
-    """Refuse what is no `reshard_after_forward`.
+    """Validate `reshard_after_forward`.
 
     Args:
-        reshard: What a user gave.
-        shard_degree: Over how many ranks the weights are sharded; `None` if that is not known yet.
+        reshard: The value to check.
+        shard_degree: The number of ranks over which weights are sharded; `None` if not known yet.
 
     Raises:
-        ValueError: If it is none, or a number of ranks that the others cannot be dealt out in.
+        ValueError: If the value is neither a bool nor a positive number of ranks, or does not divide `shard_degree`.
     """
     if not isinstance(reshard, int) or (reshard is not False and reshard < 1):
         raise ValueError(
@@ -126,10 +126,10 @@ def check_reshard(reshard: Any, shard_degree: int | None) -> None:
 
 
 def say_what_does_nothing(config: FSDPConfig, stacklevel: int) -> None:
-    """Warn of settings that are without effect.
+    """Warn about settings that have no effect.
 
     Raises:
-        ModuleNotFoundError: If TransformerEngine is asked for and not installed.
+        ModuleNotFoundError: If TransformerEngine is required but not installed.
     """
     if config.keep_low_precision_grads:
         warn(
@@ -156,14 +156,15 @@ def say_what_does_nothing(config: FSDPConfig, stacklevel: int) -> None:
 
 
 def check_mesh(mesh: Any, world_size: int) -> None:
-    """Refuse what is no mesh to shard over.
+    """Validate a device mesh for sharding.
 
     Args:
-        mesh: What a user gave.
-        world_size: How many ranks there are.
+        mesh: The value to check.
+        world_size: The number of ranks.
 
     Raises:
-        ValueError: If it is none, or the ranks cannot be dealt out in such meshes.
+        ValueError: If it is not a mesh of one or two named axes that contains this rank, or if its size does not divide
+            `world_size`.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
         raise ValueError(
@@ -175,6 +176,7 @@ def check_mesh(mesh: Any, world_size: int) -> None:
             f"device_mesh={mesh!r} has two axes without names, by which FSDP2 tells them apart. Give it "
             f"mesh_dim_names=('data_parallel_replicate', 'data_parallel_shard')."
         )
+    # Several equal meshes may partition the ranks, each rank having its own.
     if world_size % mesh.size():
         raise ValueError(
             f"device_mesh={mesh!r} has {mesh.size()} ranks, in which the {world_size} ranks of this run cannot be "
@@ -188,11 +190,11 @@ def check_mesh(mesh: Any, world_size: int) -> None:
 
 
 def check_tensor_parallel(config: ParallelismConfig) -> None:
-    """Refuse settings of tensor parallelism without, or in contradiction to, those of sharding.
+    """Validate the tensor parallelism settings against the sharding settings, which they require.
 
     Raises:
-        ValueError: With the setting.
-        TypeError: If a part is of another kind.
+        ValueError: If settings are missing, invalid or incompatible.
+        TypeError: If a part of the configuration has the wrong type.
     """
     for name, kind in (("fsdp", FSDPConfig), ("fsdp2", FSDP2Config), ("tp", TPConfig)):
         if not isinstance(part := getattr(config, name), kind | None):
@@ -245,10 +247,10 @@ def check_tensor_parallel(config: ParallelismConfig) -> None:
 
 
 def one_of(config: Any, name: str, values: tuple[Any, ...], *, none: Any = None) -> Any:
-    """Return a setting if it is one of some values; `none` in place of `None`, if there is such a thing.
+    """Return a setting if it is one of the allowed values; `None` becomes `none` if that is given.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If the value is not allowed.
     """
     value = getattr(config, name)
     if value is None and none is not None:
@@ -260,16 +262,16 @@ def one_of(config: Any, name: str, values: tuple[Any, ...], *, none: Any = None)
 
 
 def number_of_parameters(value: Any) -> float | None:
-    """Return the threshold of the size rule, or `None` where there is none.
+    """Return the parameter threshold of the size rule, or `None` if the rule is off.
 
     Raises:
-        ValueError: If it is no number.
+        ValueError: If the value is not a nonnegative number.
     """
     try:
         number = None if value is None else float(value)
     except (TypeError, ValueError):
         number = -1.0
-    if number is not None and not number >= 0:
+    if number is not None and not number >= 0:  # rejects NaN too
         raise ValueError(
             f"min_params={value!r} is not a number of parameters. Give one such as 1e8, or None to go by names alone."
         )
@@ -277,7 +279,7 @@ def number_of_parameters(value: Any) -> float | None:
 
 
 def warn(message: str, stacklevel: int, category: type[Warning] = UserWarning) -> None:
-    """Warn, past this function, of the caller's caller's line or one further up."""
+    """Issue a warning at `stacklevel` counted from the caller of this function."""
     warnings.warn(message, category, stacklevel=stacklevel + 1)
 
 
