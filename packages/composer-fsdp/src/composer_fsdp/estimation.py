@@ -1,4 +1,4 @@
-"""How much memory and traffic a training step takes, without taking it."""
+"""Estimates of the memory and communication of a training step."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,11 +26,11 @@ __all__ = ["Estimate", "Suggestion", "estimate", "Explanation", "UnitSizes", "ex
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """What would take less memory.
+    """Suggestion that reduces memory use.
 
     Attributes:
-        change: What to do.
-        peak_bytes: What would be needed then; `None` where that depends on how it is done.
+        change: The change to make.
+        peak_bytes: The resulting peak in bytes; `None` if it depends on how the change is made.
     """
 
     change: str
@@ -39,18 +39,18 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one rank needs for training steps. As a string it is a verdict with its reasons.
+    """Estimated memory and communication of one rank; its string form is a readable report.
 
     Attributes:
-        world_size: Of how many ranks.
-        peak: When most memory is taken, and by what: `parameters`, `gradients` and `optimizer state` are the shards,
-            `gathered` are whole weights and their gradients, `communication` what collectives read and write,
-            `activations` all else that forward, backward and optimizer make.
-        host: The same on the host, where weights or activations are offloaded.
-        calls: How many collectives a step has, by name.
-        sent: How many bytes this rank sends in them, by name, by the algorithm of a ring.
-        gpu_memory: How many bytes a device has, if somebody said so.
-        suggestions: What would take less, if it does not fit.
+        world_size: The number of ranks.
+        peak: The device memory at its peak, by kind: `parameters`, `gradients` and `optimizer state` are the shards,
+            `gathered` is whole weights and their gradients, `communication` is the buffers of collectives, and
+            `activations` is everything else allocated by forward, backward and optimizer.
+        host: The host memory at its peak, if weights or activations are offloaded.
+        calls: The number of collectives per step, by name.
+        sent: The bytes that this rank sends per step, by collective, assuming ring algorithms.
+        gpu_memory: The memory of a device in bytes, if given.
+        suggestions: Changes that reduce the peak, if it exceeds `gpu_memory`.
     """
 
     world_size: int
@@ -63,11 +63,11 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has as much, as far as anybody said how much it has."""
+        """Return whether the peak fits in `gpu_memory`; true if that is not given."""
         return self.gpu_memory is None or self.peak.bytes <= self.gpu_memory
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as values that JSON knows; memory in bytes."""
+        """Return the estimate as JSON-serializable values, with memory in bytes."""
         return {
             "world_size": self.world_size,
             "peak": {"bytes": self.peak.bytes, "place": self.peak.place, "kinds": dict(self.peak.kinds)},
@@ -106,25 +106,26 @@ def estimate(
     precision: str | Precision | torch.dtype = "fp32",
     gpu_memory: int | None = None,
 ) -> Estimate:
-    """Say how much memory training steps of a sharded model take on rank 0, and how much they send.
+    """Estimate the memory and communication of training steps of a sharded model on rank 0.
 
-    A copy of the model without values is sharded, as a run would do it, and trained for two steps in a world of which
-    this process is the only rank. Nothing of its size is allocated. What it counts is tensors: an allocator's
-    fragmentation, the context of a driver and buffers of libraries come on top. Kernels are those of a CPU, which
-    save a little more or less than a GPU's here and there, such as masks of dropout.
+    A copy of the model made of fake tensors is sharded as in a real run and trained for two steps in a simulated
+    world. No memory of the model's size is allocated. Only tensors are counted: allocator fragmentation, the driver
+    context and library buffers come on top. The kernels are those of a CPU, which may save slightly different tensors
+    than those of a GPU, such as dropout masks.
 
     Args:
-        model: See `explain`. With a `loss` it is trained under autocast, as a Trainer does, else without.
-        config: The settings; those of an `FSDPConfig()` when `None`.
-        work: What a rank does in a step.
-        world_size: Over how many ranks.
-        local_world_size: How many of them each node has; at most 8 when `None`.
-        precision: In which the run computes.
-        gpu_memory: How many bytes there are. If they are not enough, what would take less is estimated too.
+        model: See `explain`. A model with a `loss` is trained under autocast, as in a Trainer, any other without.
+        config: The settings; `None` means `FSDPConfig()`.
+        work: The work of one rank in a step.
+        world_size: The number of ranks.
+        local_world_size: The number of ranks per node; at most 8 when `None`.
+        precision: The precision of the run.
+        gpu_memory: The memory of a device in bytes. If the peak exceeds it, alternatives are estimated too.
 
     Raises:
-        ValueError, KeyError, TypeError: If model, settings and work do not go together.
-        RuntimeError: If this process is a rank of a run, the model looks at values, or its training step fails.
+        ValueError, KeyError, TypeError: If model, settings and work are incompatible.
+        RuntimeError: If this process is a rank of a distributed run, the model reads tensor values, or its training
+            step fails.
 
     Example:
         >>> model = nn.Linear(256, 256, bias=False, device="meta")
@@ -164,7 +165,7 @@ def _refuse_sharded(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _suggestions(model: nn.Module, plan: ShardingPlan, work: Workload, peak: Moment) -> Iterator[Suggestion]:
-    """Yield what takes less than the peak, each tried by itself."""
+    """Yield changes that lower the peak, each estimated on its own."""
     for change, other_plan, other_work in _candidates(model, plan, work):
         needed = rehearse(model, other_plan, other_work).peak().bytes
         if needed < peak.bytes:
@@ -223,22 +224,22 @@ def _suggest(suggestion: Suggestion, gpu_memory: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """A module that is sharded as one.
+    """Sizes of a module that is sharded as one unit.
 
     Attributes:
-        name: In the model; empty for the model itself.
-        kind: The name of its class.
-        depth: How many units it is in.
-        parameters: How many numbers it has, without those of units inside it.
-        shard_bytes: How much of them rank 0 keeps, which has the most.
-        gathered_bytes: How much they take while they are gathered.
-        mesh: Over how many ranks they are replicated and sharded, by axis.
-        param_dtype: In what they compute.
-        reduce_dtype: In what their gradients are averaged.
-        freed_after_forward: Whether they are gathered anew for the backward pass; a number of ranks over which they
-            stay sharded in between.
-        checkpointed: Whether activations are computed again, in the unit or in a part of it.
-        options: The settings of this unit alone.
+        name: The module's name; empty for the model itself.
+        kind: The class name.
+        depth: The number of units that contain this one.
+        parameters: The number of parameter elements, excluding nested units.
+        shard_bytes: The size of the shard on rank 0, which is the largest.
+        gathered_bytes: The size of the gathered weights.
+        mesh: The number of ranks along each mesh axis.
+        param_dtype: The dtype of computation.
+        reduce_dtype: The dtype of gradient reduction.
+        freed_after_forward: Whether the weights are freed after forward and gathered again for backward, or the number
+            of ranks over which they stay sharded in between.
+        checkpointed: Whether the unit or a part of it uses activation checkpointing.
+        options: The settings that apply to this unit only.
     """
 
     name: str
@@ -257,14 +258,14 @@ class UnitSizes:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a configuration makes of a model. As a string it is a tree.
+    """Description of how a model is sharded; its string form is a tree.
 
     Attributes:
-        world_size: Over how many ranks.
-        units: As a model lists them, each before those inside it.
-        whole_parameters: How many numbers every rank has whole.
-        settings: As `ShardingPlan.to_dict` gives them.
-        description: The settings, a line for each.
+        world_size: The number of ranks.
+        units: The units in model order, each before its nested units.
+        whole_parameters: The number of parameter elements that are not sharded.
+        settings: The result of `ShardingPlan.to_dict`.
+        description: The settings, one per line.
     """
 
     world_size: int
@@ -274,7 +275,7 @@ class Explanation:
     description: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as values that JSON knows."""
+        """Return the explanation as JSON-serializable values."""
         units = [dataclasses.asdict(unit) | {"options": _plain(unit.options)} for unit in self.units]
         return {
             "world_size": self.world_size,
@@ -300,19 +301,19 @@ def explain(
     local_world_size: int | None = None,
     precision: str | Precision | torch.dtype = "fp32",
 ) -> Explanation:
-    """Say which modules of a model are sharded as one, over which ranks, in which formats. Nothing is changed.
+    """Describe the units of a sharded model, their meshes and their dtypes, without changing the model.
 
     Args:
         model: A ComposerModel, whose children are sharded, or any other module, which is sharded itself. Its tensors
             may be on the meta device.
-        config: The settings; those of an `FSDPConfig()` when `None`.
-        world_size: Over how many ranks.
-        local_world_size: How many of them each node has; at most 8 when `None`.
-        precision: In which the run computes.
+        config: The settings; `None` means `FSDPConfig()`.
+        world_size: The number of ranks.
+        local_world_size: The number of ranks per node; at most 8 when `None`.
+        precision: The precision of the run.
 
     Raises:
-        ValueError, KeyError, TypeError: If model and settings do not go together.
-        RuntimeError: If this process is a rank of a run.
+        ValueError, KeyError, TypeError: If model and settings are incompatible.
+        RuntimeError: If this process is a rank of a distributed run.
 
     Example:
         >>> class Net(nn.Sequential):
@@ -349,7 +350,7 @@ def plan_of(
     precision: str | Precision | torch.dtype,
     world_size: int,
 ) -> ShardingPlan:
-    """Return a plan from any form of settings."""
+    """Return the sharding plan for settings of any supported type."""
     if isinstance(config, ShardingPlan):
         return config
     return make_plan(FSDPConfig() if config is None else config, precision=precision, world_size=world_size)
@@ -372,7 +373,7 @@ def _measure(unit: Unit, depth: int, sharder: Sharder, taken: set[int], checkpoi
         mesh=sizes,
         param_dtype=str(dtypes.param).removeprefix("torch."),
         reduce_dtype=str(dtypes.reduce).removeprefix("torch."),
-        # Torch keeps the outermost weights, which the backward pass needs first.
+        # PyTorch keeps the root's weights by default, since the backward pass needs them first.
         freed_after_forward=False if reshard is None else reshard,
         checkpointed=any(module in checkpointed for module in unit.module.modules()),
         options=unit.options,
@@ -380,7 +381,7 @@ def _measure(unit: Unit, depth: int, sharder: Sharder, taken: set[int], checkpoi
 
 
 def _rows_of_rank_zero(parameter: nn.Parameter, shards: int) -> int:
-    """Return how many numbers rank 0 keeps of a tensor that is cut along its first dim, as evenly as its rows go."""
+    """Return the number of elements on rank 0 of a tensor sharded along dim 0."""
     rows = parameter.shape[0]
     return -(-rows // shards) * (parameter.numel() // rows)
 
