@@ -1,4 +1,4 @@
-"""Label smoothing: targets that leave a little probability for every class."""
+"""Label smoothing: blend the targets with the uniform distribution over the classes."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -39,24 +39,24 @@ def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Ten
     """Blend targets with the uniform distribution over the classes.
 
     With `C = logits.shape[1]` classes the result is `(1 - smoothing) * y + smoothing / C`, where `y` is the target
-    with one value for each class. The inputs are not changed. A negative class index is an ignored label: its row stays
-    zero, so that it adds nothing to the loss.
+    with one value per class. The inputs are not changed. Negative class indices are ignored labels: their rows are zero
+    and add nothing to the loss.
 
-    Where the loss is `torch.nn.functional.cross_entropy` on indices, its own `label_smoothing` argument computes the
-    same mean loss without a tensor of the size of the logits.
+    For `torch.nn.functional.cross_entropy` with class indices, its `label_smoothing` argument computes the same mean
+    loss without a tensor as large as the logits.
 
     Args:
         logits: Shape `(batch, classes, ...)`. Only the shape is used.
-        target: Class indices of shape `(batch, ...)`, or one value for each class in the shape of `logits`.
-        smoothing: The share in [0, 1] that is spread over the classes. 0 leaves the targets as they are.
+        target: Class indices of shape `(batch, ...)`, or one value per class in the shape of `logits`.
+        smoothing: Fraction of the probability to spread over the classes, in [0, 1]. 0 does not smooth.
 
     Returns:
         Smoothed targets in the shape of `logits`, float32, on the device of `target`.
 
     Raises:
-        TypeError: If `smoothing` is no number, or one of the others no tensor.
-        ValueError: If `smoothing` lies outside [0, 1], or `target` has indices that are not integers.
-        RuntimeError: If `logits` has no dim of classes, or the shape of `target` does not fit it.
+        TypeError: If `smoothing` is not a number, or `logits` or `target` not a tensor.
+        ValueError: If `smoothing` is outside [0, 1], or `target` has class indices that are not integers.
+        RuntimeError: If `logits` has no class dim, or its shape does not match that of `target`.
 
     Example:
         >>> import torch
@@ -82,25 +82,26 @@ def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Ten
     uniform = smoothing / logits.shape[1]
     one_hot = ensure_targets_one_hot(logits, target)
     if infer_target_type(logits, target) == "one_hot":
-        return (one_hot * (1 - smoothing)).add_(uniform)  # one_hot may be the caller's own tensor here
+        return (one_hot * (1 - smoothing)).add_(uniform)  # not in place: one_hot may be the caller's tensor
+    # The mask keeps the rows of ignored labels at zero.
     return one_hot.mul_(1 - smoothing).add_(uniform * (target >= 0).unsqueeze(1))
 
 
 class LabelSmoothing(Algorithm):
     """Smooth the targets while the loss is computed.
 
-    On `BEFORE_LOSS` the targets in `state.batch` become `smooth_labels(state.outputs, targets, smoothing)`, on
-    `AFTER_LOSS` they are restored. The loss must accept one value for each class. Those values are computed when
-    something reads them: `torch.nn.functional.cross_entropy` does not, but takes the class indices and smooths them
-    itself. Labels that are negative or its `ignore_index`, such as 255, add nothing to its loss. It runs after MixUp
-    and CutMix, which mix labels that are not smoothed yet.
+    On `BEFORE_LOSS` the targets in `state.batch` become `smooth_labels(state.outputs, targets, smoothing)`; on
+    `AFTER_LOSS` they are restored. The loss must accept one value per class. These values are computed lazily:
+    `torch.nn.functional.cross_entropy` does not need them, as it smooths class indices itself. Labels that are negative
+    or its `ignore_index`, such as 255, add nothing to its loss. It runs after MixUp and CutMix, which mix the original
+    labels.
 
     Args:
-        smoothing: The share in [0, 1] that is spread over the classes.
-        target_key: Where the batch holds the targets: an index, a key, or a `(getter, setter)` pair.
+        smoothing: Fraction of the probability to spread over the classes, in [0, 1].
+        target_key: Index, key or `(getter, setter)` pair of the targets in the batch.
 
     Raises:
-        ValueError: If `smoothing` lies outside [0, 1].
+        ValueError: If `smoothing` is outside [0, 1].
 
     Example:
         >>> algorithm = LabelSmoothing(smoothing=0.1)
@@ -122,7 +123,7 @@ class LabelSmoothing(Algorithm):
         self.original_labels: Tensor | None = None
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether the event lies before or after the loss."""
+        """Return whether the event is right before or right after the loss."""
         return event in (Event.BEFORE_LOSS, Event.AFTER_LOSS)
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
@@ -133,22 +134,23 @@ class LabelSmoothing(Algorithm):
             state.batch_set_item(self.target_key, self.smooth(outputs, labels))
             self.original_labels = labels
         elif event == Event.AFTER_LOSS and self.original_labels is not None:
+            # Metrics and callbacks expect the labels that the dataloader gave.
             state.batch_set_item(self.target_key, self.original_labels)
             self.original_labels = None
 
     def smooth(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Smooth targets as those of the batch are smoothed, for who computes a loss of other targets.
+        """Smooth targets other than those of the batch, for algorithms that compute a second loss.
 
         Args:
             outputs: Logits of shape `(batch, classes, ...)`.
-            target: Class indices, or one value for each class. Not changed.
+            target: Class indices, or one value per class. Not changed.
 
         Returns:
-            What has the values of `smooth_labels(outputs, target, self.smoothing)`.
+            A tensor, possibly lazy, with the values of `smooth_labels(outputs, target, self.smoothing)`.
         """
         if isinstance(target, SmoothedTargets):
             return target.smoothed(self.smoothing)
-        if are_labels(outputs, target):
+        if are_labels(outputs, target):  # saves a tensor as large as the logits
             return SmoothedTargets.of(outputs, target, smoothing=self.smoothing)
         return smooth_labels(outputs, target, self.smoothing)
 
