@@ -1,10 +1,11 @@
-"""What each method is called, where it comes from and when it helps: the source of the table of methods."""
+"""Names, sources and recommended uses of the methods, from which their table is made."""
 
 from dataclasses import dataclass
 from importlib import import_module
 
 __all__ = ["Metadata", "all_metadata"]
 
+# Alphabetical, as `all_metadata` returns them in this order.
 _METHODS = (
     "alibi",
     "augmix",
@@ -39,18 +40,18 @@ _METHODS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata:
-    """One method's row in the table of methods.
+    """Row of one method in the table of methods.
 
     Args:
-        name: How the method is called in text.
-        class_name: Its class in `composer_algorithms`.
-        functional: Its function in `composer_algorithms.functional`, empty if there is none.
-        tldr: What it does, in less than a line.
-        attribution: Authors and year, or whoever else it is owed to.
-        link: Where it is described, empty if nowhere.
+        name: Name of the method in text.
+        class_name: Name of its class in `composer_algorithms`.
+        functional: Name of its function in `composer_algorithms.functional`, or empty.
+        tldr: Description in less than a line.
+        attribution: Authors and year, or another source.
+        link: URL of a description, or empty.
         domains: `'cv'`, `'nlp'` or both.
-        summary: What it does, in a sentence or two.
-        use: When it helps, with which settings, and what it costs.
+        summary: Description in a sentence or two.
+        use: When the method helps, recommended settings, and costs.
     """
 
     name: str
@@ -65,13 +66,14 @@ class Metadata:
 
 
 def all_metadata() -> dict[str, Metadata]:
-    """Collect the metadata of every method.
+    """Return the metadata of every method.
 
     Returns:
-        From the name of the method's module (`'mixup'`) to its metadata, in alphabetical order.
+        Metadata by the name of the method's module, such as `'mixup'`, in alphabetical order.
 
     Example:
         >>> all_metadata()["mixup"].functional
         'mixup_batch'
     """
+    # Imported only here, because these modules import `Metadata` from this one.
     return {key: import_module(f"composer_algorithms.{key}").METADATA for key in _METHODS}
