@@ -1,4 +1,4 @@
-"""MixUp: train on blends of two examples and of their targets."""
+"""MixUp: train on blends of pairs of examples and of their targets."""
 
 import math
 from typing import Any
@@ -53,19 +53,19 @@ def mixup_batch(
     `(1 - t) * input + t * input[indices]`. The inputs are not changed.
 
     Args:
-        input: Shape `(batch, ...)`. Integers are converted to the default floating dtype, other dtypes stay.
+        input: Shape `(batch, ...)`. Integers are converted to the default floating point dtype.
         target: Shape `(batch, ...)`; returned permuted, not blended.
-        mixing: The weight `t` in [0, 1]. Drawn when `None`.
-        alpha: 0 or more. 0 blends nothing, larger blends more.
-        indices: A permutation of `range(batch)`. Drawn when `None`.
-        generator: On the CPU; what is drawn comes from it. PyTorch's default generator when `None`.
+        mixing: Weight `t` in [0, 1]. Drawn when `None`.
+        alpha: 0 or more. 0 disables blending; larger values blend more.
+        indices: Permutation of `range(batch)`. Drawn when `None`.
+        generator: CPU generator of the random numbers. PyTorch's default generator when `None`.
 
     Returns:
-        The blended inputs, `target[indices]`, and the weight that was used.
+        The blended inputs, `target[indices]`, and the weight `t`.
 
     Raises:
-        TypeError: If `alpha` or `mixing` is not a number, or one of the others no tensor.
-        ValueError: If `alpha` is negative, `mixing` lies outside [0, 1], or the tensors differ in length.
+        TypeError: If `alpha` or `mixing` is not a number, or `input`, `target` or `indices` not a tensor.
+        ValueError: If `alpha` is negative, `mixing` is outside [0, 1], or the tensors differ in length.
 
     Example:
         >>> x, y = torch.rand(4, 3), torch.tensor([0, 1, 2, 3])
@@ -88,9 +88,9 @@ def mixup_batch(
     if not (input.is_floating_point() or input.is_complex()):
         input = input.to(torch.get_default_dtype())
     permuted_target = target[indices.to(target.device, non_blocking=True)]
-    if mixing == 0:  # the formula makes NaN of infinite values: it multiplies what is left out by zero
+    if mixing == 0:  # the formula would multiply the other example by 0, which is NaN for infinite values
         return input.clone(), permuted_target, mixing
-    # The copy that indexing makes takes the result: one tensor of the batch's size and two kernels.
+    # Indexing copies, so lerp can write into the copy: one tensor as large as the batch, and two kernels.
     mixed = input[indices.to(input.device, non_blocking=True)].lerp_(input, 1 - mixing)
     return mixed, permuted_target, mixing
 
@@ -98,41 +98,42 @@ def mixup_batch(
 class MixUp(PairMixing):
     """Train each microbatch, or each batch, on blends of its examples.
 
-    On `BEFORE_FORWARD` the inputs in `state.batch` become blends; permutation and weight are drawn anew for each
-    microbatch. With `draw_per="batch"` that happens on `BATCH_START`, once for the whole batch, so that training does
-    not depend on how the batch is cut; metrics of training then see the blends. On `BEFORE_FORWARD` each microbatch
-    gets its part of the targets, in the batch's order, from the beginning after every `BEFORE_TRAIN_BATCH`.
+    On `BEFORE_FORWARD` the inputs in `state.batch` become blends, with a new permutation and weight for each
+    microbatch. With `draw_per="batch"` they are blended on `BATCH_START`, once for the whole batch, so that training
+    does not depend on the number of microbatches; training metrics then see the blends. On `BEFORE_FORWARD` each
+    microbatch gets its part of the targets, in the order of the batch, starting over after every `BEFORE_TRAIN_BATCH`.
 
-    Then one of two, which are the same for losses that are linear in the target, as cross entropy is:
+    Targets are blended in one of two ways, which are equivalent for losses that are linear in the target, such as cross
+    entropy:
 
-    - `interpolate_loss=False`: on `BEFORE_LOSS` the targets become blends with one value for each class, and on
-      `AFTER_LOSS` they are restored. The loss must accept such targets. Labels that are negative or the
-      `ignore_index` of `torch.nn.functional.cross_entropy`, such as 255, add nothing to its loss.
+    - `interpolate_loss=False`: on `BEFORE_LOSS` the targets become blends with one value per class; on `AFTER_LOSS`
+      they are restored. The loss must accept such targets. Labels that are negative or the `ignore_index` of
+      `torch.nn.functional.cross_entropy`, such as 255, add nothing to its loss.
     - `interpolate_loss=True`: on `BEFORE_BACKWARD` `state.loss` becomes the blend of itself and the loss for the
-      other examples' targets. Works with every loss, and computes it twice; labels are smoothed both times if
+      other examples' targets. Works with every loss, but computes it twice; labels are smoothed both times if
       LabelSmoothing with the same `target_key` is among `state.algorithms`.
 
-    It runs before LabelSmoothing. Its draws depend on the run's seed, the rank and how many there were before; with
-    the state of a checkpoint a run goes on with the draws that it would have made.
+    It runs before LabelSmoothing. Random numbers depend on the run's seed, the rank and the number of earlier draws; a
+    resumed run continues their sequence.
 
     Args:
-        alpha: 0 or more. 0 blends nothing, larger blends more.
+        alpha: 0 or more. 0 disables blending; larger values blend more.
         interpolate_loss: Blend the losses instead of the targets.
-        input_key: Where the batch holds the inputs: an index, a key, or a `(getter, setter)` pair.
-        target_key: Where it holds the targets.
-        draw_per: `'microbatch'` or `'batch'`. What is cut from a batch has to keep its order with `'batch'`.
+        input_key: Index, key or `(getter, setter)` pair of the inputs in the batch.
+        target_key: The same for the targets.
+        draw_per: `'microbatch'` or `'batch'`. With `'batch'`, microbatches must keep the order of the batch.
 
     Raises:
         TypeError: If `alpha` is not a number.
-        ValueError: If `alpha` is negative or `draw_per` is neither.
+        ValueError: If `alpha` is negative or `draw_per` is anything else.
 
     Example:
         >>> MixUp(alpha=0.1)
         MixUp(alpha=0.1, interpolate_loss=False, input_key=0, target_key=1, draw_per='microbatch')
 
     Reference:
-        Zhang et al., "mixup: Beyond Empirical Risk Minimization", ICLR 2018, arXiv:1710.09412. The paper does not fold
-        the weight; folded, the example whose place it is always dominates, and the distribution of blends is the same.
+        Zhang et al., "mixup: Beyond Empirical Risk Minimization", ICLR 2018, arXiv:1710.09412. Folding the weight,
+        which the paper does not do, lets each example's own input dominate without changing the distribution of blends.
     """
 
     @accept_legacy_arguments("MixUp", ignored=("num_classes",))
@@ -152,12 +153,12 @@ class MixUp(PairMixing):
 
     @property
     def indices(self) -> Tensor:
-        """The permutation in use."""
+        """Permutation of the last blended batch or microbatch."""
         return self._indices
 
     @property
     def permuted_target(self) -> Tensor:
-        """The targets of the other examples."""
+        """Targets of the other examples in the blends."""
         return self._permuted_target
 
     def __repr__(self) -> str:
@@ -170,16 +171,17 @@ class MixUp(PairMixing):
         mixed, permuted, self.mixing = mixup_batch(
             input, target, alpha=self.alpha, indices=self._indices, generator=generator
         )
-        return mixed, permuted, 1 - self.mixing
+        return mixed, permuted, 1 - self.mixing  # the base class wants the weight of the example itself
 
 
 def _gen_mixing_coef(alpha: float, generator: torch.Generator | None = None) -> float:
-    """Draw the weight of the other example. The name is Composer's: users' tests call it."""
+    """Draw the weight of the other example."""
+    # The name is Composer's: users' tests call it.
     _check_alpha(alpha)
     if alpha == 0:
         return 0.0
     mixing = draw_beta(alpha, generator)
-    return min(mixing, 1 - mixing)
+    return min(mixing, 1 - mixing)  # folded, so that each example dominates its own blend
 
 
 def _check_alpha(alpha: float) -> None:
