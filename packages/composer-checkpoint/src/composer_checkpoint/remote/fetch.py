@@ -223,7 +223,7 @@ def _fetch(store: Any, name: str, destination: str, overwrite: bool, progress_ba
             f"RemoteUploaderDownloader; or leave it out, if the path is an address."
         )
     os.makedirs(os.path.dirname(os.path.abspath(destination)), exist_ok=True)
-    if not hasattr(store, "download_object"):  # a logger destination retries by itself
+    if not hasattr(store, "download_object"):  # a logger destination
         store.download_file(name, destination, overwrite, progress_bar)
         return
     download = retry(ObjectStoreTransientError, num_attempts=_ATTEMPTS)(store.download_object)
