@@ -1,4 +1,4 @@
-"""A destination of the log that keeps the run's files in a store."""
+"""Logger destination that uploads a run's files to an object store."""
 
 import multiprocessing as multiprocessing  # tests of users patch `get_context` through this module
 import posixpath
@@ -30,34 +30,33 @@ _POLL_S = 2.0
 
 
 class RemoteUploaderDownloader(LoggerDestination):
-    """Upload what callbacks and other loggers hand to `Logger.upload_file`, while training goes on.
+    """Logger destination that uploads the files of `Logger.upload_file` in the background.
 
-    A file is copied when it is handed over. Of several for one name that wait, the newest is uploaded. What fails and
-    may pass is tried again; what fails for good is raised at the end of the batch on the rank whose file it was, and at
-    the ends of the epoch, of training, of evaluation and of prediction on all ranks alike. Those of training,
-    evaluation and prediction wait for the uploads of all ranks.
+    Each file is copied when it is passed in; if several for one name are queued, only the newest is uploaded. Transient
+    errors are retried. A permanent error is raised at the end of the batch on the rank whose file failed, and on all
+    ranks at the end of the epoch, of training, of evaluation or of prediction. The ends of training, evaluation and
+    prediction wait for the uploads of all ranks.
 
-    The other way round, it is a place from which the Trainer loads: `Trainer(load_object_store=...)`.
+    It also serves to load checkpoints: `Trainer(load_object_store=...)`.
 
     Args:
-        bucket_uri: An address such as `'s3://bucket'`. With a folder behind it, names count from there.
-        backend_kwargs: The arguments of the store's class, beyond those that the address gives.
-        file_path_format_string: What a file is called in the store. `{remote_file_name}` is the name that it was handed
-            over with; `{run_name}`, `{rank}`, `{local_rank}`, `{node_rank}`, `{world_size}` and `{local_world_size}`
-            are known, too.
-        num_concurrent_uploads: How many files are sent at a time.
-        upload_staging_folder: Where copies of files wait; a temporary folder when `None`.
-        use_procs: Whether files are sent by processes of their own, for stores whose client keeps Python busy. Threads
-            start at once, and are as fast otherwise.
-        num_attempts: How often a file is tried.
+        bucket_uri: An address such as `'s3://bucket'`. With a folder in it, names are relative to the folder.
+        backend_kwargs: Arguments of the store's class, in addition to those of the address.
+        file_path_format_string: Format of the object names. `{remote_file_name}` is the name passed to `upload_file`;
+            `{run_name}`, `{rank}`, `{local_rank}`, `{node_rank}`, `{world_size}` and `{local_world_size}` also work.
+        num_concurrent_uploads: Number of simultaneous uploads.
+        upload_staging_folder: Folder for the copies of files; a temporary folder when `None`.
+        use_procs: Whether to upload in separate processes, for stores whose client holds the GIL. Otherwise threads
+            are as fast, and start at once.
+        num_attempts: Number of attempts per file.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument is of the wrong type.
         ValueError: If `bucket_uri` is a local path, or a count is less than 1.
 
     Attributes:
-        remote_backend_name: The scheme of the address.
-        remote_bucket_name: Its bucket.
+        remote_backend_name: Scheme of the address.
+        remote_bucket_name: Bucket of the address.
 
     Example:
         >>> import tempfile
@@ -101,29 +100,30 @@ class RemoteUploaderDownloader(LoggerDestination):
         self.backend_kwargs: dict[str, Any] = {**arguments_of(bucket_uri), **(backend_kwargs or {})}
         self.num_concurrent_uploads, self.num_attempts, self.use_procs = num_concurrent_uploads, num_attempts, use_procs
         self.upload_staging_folder = upload_staging_folder
+        # The path of a dbfs address is an argument of the store itself.
         self._folder = "" if parsed.backend == "dbfs" else parsed.path
         self._opened: RemoteUploader | None = None
         self._run_name: str | None = None
 
     @property
     def has_default_names(self) -> bool:
-        """Whether `file_path_format_string` was left as it is."""
+        """Return whether `file_path_format_string` is the default."""
         return self.file_path_format_string == _NAME_AS_IT_IS
 
     @property
     def keeps_names(self) -> bool:
-        """Whether a file is called in `remote_backend` what it was handed over as."""
+        """Return whether objects have the names passed to `upload_file`."""
         return self.has_default_names and not self._folder
 
     def serves(self, backend_name: str, bucket_name: str) -> bool:
-        """Return whether files go to this bucket."""
+        """Return whether files are uploaded to this bucket."""
         names = [self.remote_backend_name, str(self.backend_kwargs.get("provider", "")).lower()]
         aliases = {"azure": "azure_blobs"}
         return bucket_name == self.remote_bucket_name and aliases.get(backend_name, backend_name) in names
 
     @property
     def remote_backend(self) -> ObjectStore:
-        """The store, which is opened when it is first needed.
+        """Object store of the address, opened on first use.
 
         Raises:
             ValueError: If nothing here reaches this kind of address.
@@ -147,11 +147,13 @@ class RemoteUploaderDownloader(LoggerDestination):
         return self._opened
 
     def init(self, state: "State", logger: "Logger") -> None:
-        """Find out, on rank 0 and for all, whether the store lets us write, before any training step.
+        """Validate on rank 0, before training starts, that the store accepts uploads.
+
+        Every rank must call this.
 
         Raises:
-            RuntimeError: If it is in use already.
-            StorageError: On all ranks, if the store refuses.
+            RuntimeError: If another run is using this destination.
+            StorageError: On all ranks, if the store rejects the upload.
         """
         if self._run_name is not None:
             raise RuntimeError(
@@ -159,17 +161,17 @@ class RemoteUploaderDownloader(LoggerDestination):
                 f"Trainer first, or give each of them one of its own."
             )
         ranks = Ranks()
-        self._share_mlflow_run(ranks)
+        self._share_mlflow_run(ranks)  # first, since it decides which store is opened
         self._run_name = state.run_name
         probe = self._object_name(CREDENTIALS_PROBE, state.run_name)
         ranks.together(lambda: validate_credentials(self.remote_backend, probe) if ranks.rank == 0 else None)
 
     def upload_file(self, state: "State", remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
-        """Begin to upload a copy of a file, and return at once.
+        """Start to upload a copy of a file in the background.
 
         Raises:
-            FileExistsError: If an upload for that name waits or is under way, and `overwrite` is false. That the store
-                has such an object is found out later, and raised as other errors are.
+            FileExistsError: If an upload of the same name is queued or running and `overwrite` is false. If the store
+                already has the object, the error is raised later, like other upload errors.
         """
         name = self._object_name(remote_file_name, state.run_name)
         self._uploader.upload_newest_async(name, file_path, overwrite)
@@ -177,24 +179,24 @@ class RemoteUploaderDownloader(LoggerDestination):
     def download_file(
         self, remote_file_name: str, destination: str, overwrite: bool = False, progress_bar: bool = True
     ) -> None:
-        """Bring back a file, under the name that it was handed over with; `.symlink` pointers are followed.
+        """Download a file by the name it was uploaded with, following `.symlink` pointers.
 
         Raises:
-            FileNotFoundError: If there is no such file.
-            FileExistsError: If there is something at `destination`, and `overwrite` is false.
-            StorageError: If the store refuses, or still fails at the fifth attempt.
+            FileNotFoundError: If the file does not exist.
+            FileExistsError: If `destination` exists and `overwrite` is false.
+            StorageError: If the store refuses, or the fifth attempt fails too.
         """
-        if remote_file_name.endswith(".symlink"):  # whoever asks for the pointer itself follows it
+        if remote_file_name.endswith(".symlink"):  # the caller wants the pointer itself
             self._download(remote_file_name, destination, overwrite)
         else:
             get_file(remote_file_name, destination, _HandedOver(self._download), overwrite, progress_bar)
 
     def get_uri_for_file(self, remote_file_name: str) -> str:
-        """Return the address of a file that is or will be uploaded."""
+        """Return the address of an uploaded file, whether or not it has arrived."""
         return self.remote_backend.get_uri(self._object_name(remote_file_name, self._run_name))
 
     def can_upload_files(self) -> bool:
-        """Return true: files are kept."""
+        """Return `True`."""
         return True
 
     def batch_end(self, state: "State", logger: "Logger") -> None:
@@ -218,9 +220,9 @@ class RemoteUploaderDownloader(LoggerDestination):
         self._wait_for_all_ranks()
 
     def post_close(self) -> None:
-        """Upload what the others have handed over while they closed, and let go of everything.
+        """Upload the files of loggers that have closed, then release all resources.
 
-        After that it can be used for another run.
+        Afterwards the destination can serve another run.
         """
         uploader, self._opened, self._run_name = self._opened, None, None
         if uploader is None:
@@ -229,9 +231,9 @@ class RemoteUploaderDownloader(LoggerDestination):
         try:
             if not uploader.has_failed:
                 uploader.wait()
-        except Exception as error:  # it is told below, and nothing that is closed later shall miss its turn
+        except Exception as error:  # in the warning below: the other callbacks must still be closed
             reason = f" ({type(error).__name__}: {error})"
-        unsent = uploader.unsent_names
+        unsent = uploader.unsent_names  # before `abandon`, which clears them
         uploader.abandon()
         if unsent:
             warnings.warn(
@@ -242,7 +244,7 @@ class RemoteUploaderDownloader(LoggerDestination):
             )
 
     def _wait_for_all_ranks(self) -> None:
-        """Ask again and again, since an upload may take longer than a collective waits for a rank."""
+        """Poll until the uploads of all ranks are done: an upload may outlast the timeout of a collective."""
         ranks, uploader = Ranks(), self._uploader
         while True:
             ranks.together(uploader.check_workers)
@@ -264,11 +266,12 @@ class RemoteUploaderDownloader(LoggerDestination):
         self.remote_backend.download_object(object_name, filename, overwrite=overwrite, callback=callback)
 
     def _share_mlflow_run(self, ranks: Ranks) -> None:
-        """Let all ranks mean the run of MLflow that rank 0's store has begun."""
+        """Make all ranks use the MLflow run of rank 0."""
         path = self.backend_kwargs.get("path", "")
         if "{mlflow_" not in path:
             return
 
+        # Opening the store creates the run, so that only rank 0 may do it.
         def begin() -> tuple[str, str] | None:
             store = self.remote_backend if ranks.rank == 0 else None
             return (store.experiment_id, store.run_id) if isinstance(store, MLFlowObjectStore) else None
@@ -278,12 +281,12 @@ class RemoteUploaderDownloader(LoggerDestination):
             self.backend_kwargs["path"] = partial_format(path, mlflow_experiment_id=ids[0], mlflow_run_id=ids[1])
         if self._opened is not None:
             self._opened.abandon()
-            self._opened = None  # what is opened from here on, in other processes as well, has the run's numbers
+            self._opened = None  # reopened with the IDs of the run, also in upload processes
 
 
 @dataclass(frozen=True, slots=True)
 class _HandedOver:
-    """A store in which files have the names that they were handed over with."""
+    """Store adapter whose object names are those passed to `upload_file`."""
 
     download_object: Callable[..., None]
 
@@ -291,14 +294,14 @@ class _HandedOver:
 def maybe_create_remote_uploader_downloader_from_uri(
     uri: str, loggers: Sequence[LoggerDestination]
 ) -> RemoteUploaderDownloader | None:
-    """Return a destination for the bucket of an address, unless there is one among the loggers already.
+    """Return a logger destination for the bucket of an address, unless one of the loggers serves it.
 
     Args:
-        uri: An address, whose path is not taken over: names count from the bucket.
-        loggers: The destinations that there are.
+        uri: An address. Its path is ignored: names are relative to the bucket.
+        loggers: Logger destinations that exist already.
 
     Returns:
-        The destination; `None` for a local path, and, with a warning, for a bucket that a logger uploads to.
+        The destination; `None` for a local path and, with a warning, for a bucket that a logger uploads to.
 
     Raises:
         NotImplementedError: If nothing here reaches this kind of address.
