@@ -1,4 +1,4 @@
-"""A committed checkpoint, copied to a store so that it is there whole before anything points to it."""
+"""Upload and download of committed checkpoints, with a pointer written only after a verified upload."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ _INDEX_NAME = ".metadata"  # without it, torch does not read a sharded checkpoin
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A file and the name it gets."""
+    """Local file and its object name."""
 
     path: Path
     object_name: str
@@ -47,26 +47,26 @@ def publish_checkpoint(
     num_attempts: int = 3,
     num_concurrent_uploads: int = 4,
 ) -> None:
-    """Upload a checkpoint that is committed here, make sure that it arrived, and only then let a pointer name it.
+    """Upload a committed checkpoint, verify it in the store, and then write the pointer.
 
-    The order is: data, then the index of a sharded checkpoint, then the manifest; then the store is asked for the size
-    of each object, and the manifest is read back; then the pointer is written and read back. A writer that dies on the
-    way leaves objects that no manifest and no pointer vouches for, and that the next attempt replaces.
+    Data is uploaded first, then the index of a sharded checkpoint, then the manifest. Next, the size of each object is
+    checked and the manifest is read back. Last, the pointer is written and read back. A writer that dies on the way
+    leaves objects without a manifest or pointer, which the next attempt replaces.
 
     Args:
         path: A file or a folder.
-        store: Where to.
-        remote_name: The name it gets there; of a folder, what all its objects' names begin with.
-        pointer: The name of the pointer, to which `.symlink` is added; `None` for none. It holds `remote_name`.
-        overwrite: Whether a whole checkpoint of this name may be replaced.
-        num_attempts: How often each object is tried.
-        num_concurrent_uploads: How many objects are sent at a time.
+        store: Destination.
+        remote_name: Object name of a file; for a folder, the prefix of the names of its objects.
+        pointer: Name of the pointer without its suffix `.symlink`; `None` for none. It holds `remote_name`.
+        overwrite: Whether to replace a complete checkpoint of this name.
+        num_attempts: Number of attempts per object.
+        num_concurrent_uploads: Number of simultaneous uploads.
 
     Raises:
         NoCheckpointError: If there is nothing at `path`.
-        FileExistsError: If the store has a whole checkpoint of this name and `overwrite` is false.
-        StorageError: If the store refuses, still fails at the last attempt, or does not hold what was sent. The pointer
-            is as it was.
+        FileExistsError: If the store has a complete checkpoint of this name and `overwrite` is false.
+        StorageError: If the store refuses, the last attempt fails too, or the stored bytes differ. The pointer is
+            not moved to this checkpoint.
 
     Example:
         >>> from composer_checkpoint.stores import FsspecObjectStore
@@ -79,14 +79,16 @@ def publish_checkpoint(
         ['run/ep1.pt', 'run/latest.pt.symlink']
     """
     data, seals = _plan(Path(path), remote_name.strip("/"))
-    vouching = (seals or data)[-1]
+    vouching = (seals or data)[-1]  # the last object uploaded: if it is there, so is the whole checkpoint
     if not overwrite and _is_there(store, vouching.object_name, num_attempts):
         raise FileExistsError(
             f"Object {store.get_uri(vouching.object_name)} already exists, but overwrite was set to False. Choose "
             f"another name or folder, or pass save_overwrite=True."
         )
     with ThreadPoolExecutor(max(1, num_concurrent_uploads), thread_name_prefix="publish") as pool:
+        # `list` raises the first error.
         list(pool.map(lambda piece: _send(store, piece, num_attempts), data))
+    # The order must not change: a manifest in the store means that the objects it lists are there.
     for piece in seals[:-1]:
         _send(store, piece, num_attempts)
     for piece in seals[-1:]:
@@ -95,7 +97,7 @@ def publish_checkpoint(
         _confirm_size(store, piece, num_attempts)
     if seals:
         _confirm_content(store, vouching, num_attempts)
-    if pointer is not None:
+    if pointer is not None:  # last, so that it never points to an incomplete checkpoint
         write_pointer(store, pointer + SYMLINK_SUFFIX, remote_name.strip("/"), num_attempts=num_attempts)
     log.info("Uploaded %s to %s", path, store.get_uri(remote_name))
 
@@ -109,23 +111,26 @@ def fetch_checkpoint(
     num_attempts: int = 3,
     num_concurrent_downloads: int = 4,
 ) -> None:
-    """Download a checkpoint that `publish_checkpoint` uploaded; it appears here whole, checked by its manifest.
+    """Download a checkpoint that `publish_checkpoint` uploaded, atomically.
+
+    A folder is verified by its manifest before it appears at `destination`.
 
     Args:
-        store: Where from.
-        remote_name: A file's name, or what the names of a folder's objects begin with.
-        destination: The file or folder that it becomes.
-        overwrite: Whether what is there is replaced.
-        num_attempts: How often each object is tried.
-        num_concurrent_downloads: How many objects are fetched at a time.
+        store: Source.
+        remote_name: Object name of a file, or the prefix of the names of a folder's objects.
+        destination: Local file or folder to write.
+        overwrite: Whether to replace an existing `destination`.
+        num_attempts: Number of attempts per object.
+        num_concurrent_downloads: Number of simultaneous downloads.
 
     Raises:
         NoCheckpointError: If the store has neither a file of this name nor a manifest below it.
         FileExistsError: If `destination` exists and `overwrite` is false.
-        CorruptCheckpointError: If the manifest is none, or an object is not what it says.
-        StorageError: If the store still fails at the last attempt.
+        CorruptCheckpointError: If the manifest is invalid, or an object differs from its entry.
+        StorageError: If the last attempt fails too.
     """
     name = remote_name.strip("/")
+    # Only folders have a manifest below their name, so without one the name is tried as a file.
     try:
         with write_atomically(destination, overwrite=overwrite, folder=True) as unfinished:
             _fetch(store, f"{name}/{MANIFEST_NAME}", unfinished / MANIFEST_NAME, num_attempts)
@@ -147,16 +152,16 @@ def fetch_checkpoint(
 
 
 def write_pointer(store: ObjectStore, pointer: str, target: str, *, num_attempts: int = 3) -> None:
-    """Let a pointer object name a checkpoint, and make sure that it does.
+    """Write a pointer object and verify that it reads back.
 
     Args:
-        store: Where both are.
-        pointer: The pointer's whole name, which ends in `.symlink`.
-        target: What it names.
-        num_attempts: How often it is tried.
+        store: Store of the pointer and its target.
+        pointer: Full name of the pointer, including the suffix `.symlink`.
+        target: Name that the pointer holds.
+        num_attempts: Number of attempts.
 
     Raises:
-        StorageError: If the store refuses, still fails at the last attempt, or does not hold what was sent.
+        StorageError: If the store refuses, the last attempt fails too, or the pointer reads back differently.
     """
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "pointer"
@@ -172,14 +177,14 @@ def write_pointer(store: ObjectStore, pointer: str, target: str, *, num_attempts
 def upload_with_retries(
     store: ObjectStore, object_name: str, filename: str | os.PathLike[str], *, overwrite: bool, num_attempts: int
 ) -> None:
-    """Upload a file, and again after what may pass.
+    """Upload a file, retrying after transient errors.
 
-    An object that exists is refused at the first attempt only: at a later one it is what the attempt before has left,
-    which may have succeeded although it ended in an error.
+    Only the first attempt rejects an existing object: later ones may find the object of an earlier attempt, which may
+    have succeeded although it raised an error.
 
     Raises:
         FileExistsError: If the object exists and `overwrite` is false.
-        StorageError: If the store refuses, or still fails at the last attempt; the cause is kept.
+        StorageError: If the store refuses, or the last attempt fails too; the cause is attached.
     """
 
     @retry(ObjectStoreTransientError, num_attempts)
@@ -200,7 +205,7 @@ def upload_with_retries(
 
 
 def _plan(path: Path, remote_name: str) -> tuple[list[_Piece], list[_Piece]]:
-    """Return what is data, and what makes the data a checkpoint, in the order in which it is sent."""
+    """Return the data files, and the files that complete the checkpoint, each in upload order."""
     if path.is_dir():
         names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         last = [name for name in (_INDEX_NAME, MANIFEST_NAME) if name in names]
@@ -220,20 +225,20 @@ def _send(store: ObjectStore, piece: _Piece, num_attempts: int) -> None:
 
 
 def _seal(store: ObjectStore, piece: _Piece, overwrite: bool, num_attempts: int) -> None:
-    """Send the object that makes the others a checkpoint, so that of two writers only one succeeds."""
+    """Upload the object that completes the checkpoint, so that only one of two writers succeeds."""
     if overwrite or not isinstance(store, FsspecObjectStore):
         _send(store, piece, num_attempts)
         return
 
     @retry(ObjectStoreTransientError, num_attempts)
     def create(retry_index: int = 0) -> None:
-        # Later attempts may find what the first has left, whole or not.
+        # Later attempts may find the object of the first one, complete or not.
         store.upload_object(piece.object_name, piece.path, overwrite=retry_index > 0)
 
     try:
         create()
     except FileExistsError:
-        # The client library may have tried again by itself, after an attempt that had succeeded; then it is ours.
+        # A retry inside the client library may have met the object of its own earlier attempt.
         if not _reads_back(store, piece.object_name, piece.path.read_bytes(), num_attempts):
             raise
 
@@ -243,7 +248,7 @@ def _confirm_size(store: ObjectStore, piece: _Piece, num_attempts: int) -> None:
     def look() -> int:
         try:
             return store.get_object_size(piece.object_name)
-        except FileNotFoundError as error:  # a store may take a while to show what it has
+        except FileNotFoundError as error:  # the store may be eventually consistent
             raise ObjectStoreTransientError(
                 f"{store.get_uri(piece.object_name)} cannot be seen after it was uploaded. Upload it again."
             ) from error
@@ -265,7 +270,7 @@ def _confirm_content(store: ObjectStore, piece: _Piece, num_attempts: int) -> No
 
 
 def _reads_back(store: ObjectStore, name: str, expected: bytes, num_attempts: int) -> bool:
-    """Return whether an object holds these bytes, after giving a store time that still shows the old ones."""
+    """Return whether an object holds these bytes, retrying while the store shows old ones."""
 
     @retry(ObjectStoreTransientError, num_attempts)
     def look() -> None:
@@ -286,7 +291,7 @@ def _reads_back(store: ObjectStore, name: str, expected: bytes, num_attempts: in
 
 
 class _DifferentError(ObjectStoreTransientError):
-    """The store shows something else, perhaps not for long."""
+    """The store returns other bytes, perhaps outdated ones."""
 
 
 def _is_there(store: ObjectStore, name: str, num_attempts: int) -> bool:
@@ -302,7 +307,8 @@ def _fetch(store: ObjectStore, name: str, path: Path, num_attempts: int) -> None
 
 
 def _safe_names(manifest: Manifest, uri: str) -> Sequence[str]:
-    """Return the names of the manifest's files, none of which leads out of the folder or is the manifest's own."""
+    """Return the names of the manifest's files, after checking that each is a path inside the folder."""
+    # The names come from the store and become local paths, so that they are not trusted.
     unsafe = {"", MANIFEST_NAME}
     for name in manifest.files:
         if name in unsafe or name.startswith("/") or "\\" in name or "\0" in name or ".." in name.split("/"):
@@ -316,6 +322,7 @@ def _safe_names(manifest: Manifest, uri: str) -> Sequence[str]:
 def _compare(folder: Path, manifest: Manifest, uri: str) -> None:
     for name, entry in manifest.files.items():
         path = folder / name
+        # The size first: it costs no read of the file.
         if path.stat().st_size != entry.size_bytes or hash_file(path, manifest.hash_name) != entry.hash:
             raise CorruptCheckpointError(
                 f"{uri}/{name} is not what the manifest says: {entry.size_bytes} bytes with the hash "
