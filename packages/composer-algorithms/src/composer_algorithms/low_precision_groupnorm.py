@@ -1,4 +1,4 @@
-"""Low precision GroupNorm: normalization in the dtype of the autocast, instead of in float32."""
+"""Low precision GroupNorm: normalize in the autocast dtype instead of float32."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -39,9 +39,9 @@ METADATA = Metadata(
 
 
 class LPGroupNorm(nn.GroupNorm):
-    """A `torch.nn.GroupNorm` that computes in the dtype of the autocast around it.
+    """A `torch.nn.GroupNorm` that computes in the dtype of the surrounding autocast.
 
-    Its arguments are the same.
+    It takes the same arguments.
 
     Example:
         >>> with torch.autocast("cpu", torch.bfloat16):
@@ -50,10 +50,11 @@ class LPGroupNorm(nn.GroupNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize each group of channels."""
+        """Normalize each group of channels in the autocast dtype."""
         device_type = input.device.type
         low, weight, bias = (to_autocast_dtype(one, device_type) for one in (input, self.weight, self.bias))
-        assert low is not None  # as the input is not
+        assert low is not None  # the input is not None
+        # Autocast would cast the arguments back to float32.
         with torch.autocast(device_type, enabled=False):
             return F.group_norm(low, self.num_groups, weight, bias, self.eps)
 
@@ -63,21 +64,21 @@ def apply_low_precision_groupnorm(
     precision: Precision | str | None = None,
     optimizers: Optimizer | Sequence[Optimizer] | None = None,
 ) -> nn.Module:
-    """Let the norms of a model compute in the dtype of the autocast around them.
+    """Convert the `torch.nn.GroupNorm` modules of a model to `LPGroupNorm`.
 
-    Each `torch.nn.GroupNorm` becomes an `LPGroupNorm`: the same object with the same parameters. Subclasses that
-    compute something of their own are left alone. A second call changes nothing.
+    Each one stays the same object with the same parameters. Subclasses with a `forward` of their own are not
+    converted. A second call changes nothing.
 
     Args:
         model: Changed in place.
-        precision: What the model is trained in. Only `'amp_fp16'` and `'amp_bf16'` have an effect.
-        optimizers: Those that train the model, if they exist already. No parameter is added or removed.
+        precision: Training precision. Only `'amp_fp16'` and `'amp_bf16'` have an effect.
+        optimizers: Existing optimizers of the model. No parameter is added or removed.
 
     Returns:
         The model.
 
     Warns:
-        NoEffectWarning: If `precision` is another one, or the model has no such norms.
+        NoEffectWarning: If `precision` is any other, or the model has no `torch.nn.GroupNorm` to convert.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.GroupNorm(2, 8))
@@ -88,16 +89,17 @@ def apply_low_precision_groupnorm(
 
 
 class LowPrecisionGroupNorm(LowPrecisionNorm):
-    """Compute GroupNorm in low precision: on one event, the norms in `state.model` are changed in place.
+    """Compute GroupNorm in low precision.
 
-    The precision is that of the state. It acts after all algorithms that make norms. Parameters and their names stay.
-    Loading a checkpoint applies it, so that training goes on in the same precision.
+    On the event `apply_at` it applies `apply_low_precision_groupnorm` to `state.model` with `state.precision`, after
+    all algorithms that add or replace norms. Parameters keep their names. Loading a checkpoint that was trained with
+    it applies it, so that the run resumes in the same precision.
 
     Args:
         apply_at: `Event.INIT`, `Event.BEFORE_LOAD` or `Event.AFTER_LOAD`.
 
     Raises:
-        ValueError: If `apply_at` is another event.
+        ValueError: If `apply_at` is any other event.
 
     Example:
         >>> LowPrecisionGroupNorm()
@@ -105,5 +107,5 @@ class LowPrecisionGroupNorm(LowPrecisionNorm):
     """
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Change the norms."""
+        """Convert the norms."""
         apply_low_precision_groupnorm(state.model, state.precision, state.optimizers)
