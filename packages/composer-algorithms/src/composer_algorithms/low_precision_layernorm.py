@@ -1,4 +1,4 @@
-"""Low precision LayerNorm: normalization in the dtype of the autocast, instead of in float32."""
+"""Low precision LayerNorm: normalize in the autocast dtype instead of float32."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,14 +39,14 @@ METADATA = Metadata(
 
 
 class LPLayerNorm(nn.LayerNorm):
-    """A `torch.nn.LayerNorm` that computes in the dtype of the autocast around it.
+    """A `torch.nn.LayerNorm` that computes in the dtype of the surrounding autocast.
 
     Args:
         normalized_shape: As in `torch.nn.LayerNorm`.
-        eps: As there.
-        elementwise_affine: As there.
-        device: As there.
-        dtype: As there.
+        eps: As in `torch.nn.LayerNorm`.
+        elementwise_affine: As in `torch.nn.LayerNorm`.
+        device: As in `torch.nn.LayerNorm`.
+        dtype: As in `torch.nn.LayerNorm`.
 
     Example:
         >>> with torch.autocast("cpu", torch.bfloat16):
@@ -66,10 +66,11 @@ class LPLayerNorm(nn.LayerNorm):
         super().__init__(shape, eps=eps, elementwise_affine=elementwise_affine, device=device, dtype=dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize the last dims."""
+        """Normalize over the last dims in the autocast dtype."""
         device_type = input.device.type
         low, weight, bias = (to_autocast_dtype(one, device_type) for one in (input, self.weight, self.bias))
-        assert low is not None  # as the input is not
+        assert low is not None  # the input is not None
+        # Autocast would cast the arguments back to float32.
         with torch.autocast(device_type, enabled=False):
             return F.layer_norm(low, self.normalized_shape, weight, bias, self.eps)
 
@@ -79,21 +80,21 @@ def apply_low_precision_layernorm(
     precision: Precision | str | None = None,
     optimizers: Optimizer | Sequence[Optimizer] | None = None,
 ) -> nn.Module:
-    """Let the norms of a model compute in the dtype of the autocast around them.
+    """Convert the `torch.nn.LayerNorm` modules of a model to `LPLayerNorm`.
 
-    Each `torch.nn.LayerNorm` becomes an `LPLayerNorm`: the same object with the same parameters. Subclasses that
-    compute something of their own are left alone. A second call changes nothing.
+    Each one stays the same object with the same parameters. Subclasses with a `forward` of their own are not
+    converted. A second call changes nothing.
 
     Args:
         model: Changed in place.
-        precision: What the model is trained in. Only `'amp_fp16'` and `'amp_bf16'` have an effect.
-        optimizers: Those that train the model, if they exist already. No parameter is added or removed.
+        precision: Training precision. Only `'amp_fp16'` and `'amp_bf16'` have an effect.
+        optimizers: Existing optimizers of the model. No parameter is added or removed.
 
     Returns:
         The model.
 
     Warns:
-        NoEffectWarning: If `precision` is another one, or the model has no such norms.
+        NoEffectWarning: If `precision` is any other, or the model has no `torch.nn.LayerNorm` to convert.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
@@ -104,16 +105,17 @@ def apply_low_precision_layernorm(
 
 
 class LowPrecisionLayerNorm(LowPrecisionNorm):
-    """Compute LayerNorm in low precision: on one event, the norms in `state.model` are changed in place.
+    """Compute LayerNorm in low precision.
 
-    The precision is that of the state. It acts after all algorithms that make norms. Parameters and their names stay.
-    Loading a checkpoint applies it, so that training goes on in the same precision.
+    On the event `apply_at` it applies `apply_low_precision_layernorm` to `state.model` with `state.precision`, after
+    all algorithms that add or replace norms. Parameters keep their names. Loading a checkpoint that was trained with
+    it applies it, so that the run resumes in the same precision.
 
     Args:
         apply_at: `Event.INIT`, `Event.BEFORE_LOAD` or `Event.AFTER_LOAD`.
 
     Raises:
-        ValueError: If `apply_at` is another event.
+        ValueError: If `apply_at` is any other event.
 
     Example:
         >>> LowPrecisionLayerNorm()
@@ -121,5 +123,5 @@ class LowPrecisionLayerNorm(LowPrecisionNorm):
     """
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Change the norms."""
+        """Convert the norms."""
         apply_low_precision_layernorm(state.model, state.precision, state.optimizers)
