@@ -1,4 +1,4 @@
-"""No-op model: train nothing, to see how fast the data comes."""
+"""No-op model: a model that computes next to nothing, for profiling the dataloader."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -37,12 +37,12 @@ METADATA = Metadata(
 
 
 class NoOpModelClass(ComposerModel):
-    """A model of one parameter, for any batch with a tensor in it.
+    """Model of one parameter, for any batch that contains a tensor.
 
-    The targets are the second item of a batch that is a sequence of two or more, and otherwise the first tensor found.
+    The targets are the second item of a list or tuple if that is a tensor, and otherwise the first tensor of the batch.
 
     Args:
-        original_model: Where the parameter shall be, and how many classes there are.
+        original_model: Model whose device and, if present, `num_classes` to copy.
 
     Example:
         >>> model = NoOpModelClass(nn.Linear(4, 2))
@@ -54,16 +54,17 @@ class NoOpModelClass(ComposerModel):
         super().__init__()
         first = next(iter(original_model.parameters()), None)
         self.weights = nn.Parameter(torch.tensor([1.5], device=None if first is None else first.device))
+        # Some metrics and callbacks read it from the model.
         num_classes = getattr(original_model, "num_classes", None)
         if num_classes is not None:
             self.num_classes: Any = num_classes
 
     def forward(self, batch: Any) -> Tensor:
-        """Scale the targets."""
+        """Return the targets, scaled by the parameter."""
         return _targets(batch) * self.weights
 
     def loss(self, outputs: Any, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Compare the scaled targets with the targets."""
+        """Return the mean squared error of the scaled targets."""
         return F.mse_loss(outputs, _targets(batch).to(outputs.dtype))
 
     def eval_forward(self, batch: Any, outputs: Any | None = None) -> Any:
@@ -71,22 +72,22 @@ class NoOpModelClass(ComposerModel):
         return _targets(batch)
 
     def get_metrics(self, is_train: bool) -> "dict[str, Metric]":
-        """Return an accuracy, which is always 1 or has no meaning."""
+        """Return an accuracy, whose value has no meaning."""
         from torchmetrics.classification import BinaryAccuracy  # slow to import
 
         return {"BinaryAccuracy": BinaryAccuracy()}
 
     def update_metric(self, batch: Any, outputs: Any, metric: "Metric") -> None:
-        """Count the targets as right where they are 1."""
+        """Update the metric with the targets as predictions."""
         targets = (_targets(batch) > 0).long()
         metric.update(targets, targets)
 
 
 class NoOpModel(InitSurgery):
-    """Put a model that computes next to nothing in the place of `state.model`, on `INIT`.
+    """Replace `state.model` by a `NoOpModelClass` on `INIT`.
 
-    The first group of the first optimizer gets its one parameter, the others get none. It acts before all other
-    algorithms, for which nothing is left to change.
+    Its one parameter joins the first group of the first optimizer; all other groups become empty. It acts before all
+    other algorithms, which then find nothing to change.
 
     Example:
         >>> NoOpModel()
@@ -96,19 +97,19 @@ class NoOpModel(InitSurgery):
     surgery_rank = 0
 
     def __init__(self) -> None:
-        pass  # the base takes any arguments; this one has none
+        pass  # the base class would accept any arguments
 
     def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
-        """Exchange the model."""
+        """Replace the model and the parameters of the optimizers."""
         if isinstance(state.model, NoOpModelClass):
             return
         state.model = NoOpModelClass(state.model)
         for o, optimizer in enumerate(state.optimizers):
-            optimizer.state.clear()
+            optimizer.state.clear()  # belongs to parameters that no longer exist
             for g, group in enumerate(optimizer.param_groups):
                 is_first = o == g == 0
                 group["params"] = [state.model.weights] if is_first else []
-                if "param_names" in group:  # torch keeps them beside the parameters since 2.6
+                if "param_names" in group:  # torch 2.6 and later keep them with the parameters
                     group["param_names"] = ["weights"] if is_first else []
 
     def __repr__(self) -> str:
