@@ -1,4 +1,4 @@
-"""Replace modules in a model, and keep devices, shared parameters and optimizers in step."""
+"""Module surgery: replace modules of a model and update devices, shared parameters and optimizers to match."""
 
 import copy
 import itertools
@@ -34,9 +34,9 @@ __all__ = ["ReplacementFunction", "count_module_instances", "replace_module_clas
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 MARK_PREFIX = "_already_"
-"""How attributes begin that say what was done to a module, so that it is not done again to what takes its place."""
+"""Prefix of attributes that record a change of a module. Replacements inherit them, so no change is made twice."""
 
-# nn.Module has no public way to hand over hooks. These are its dicts of them, from a handle's id to the hook.
+# nn.Module has no public way to move hooks. These are its dicts from the id of a handle to the hook.
 _HOOK_DICTS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -49,10 +49,10 @@ _HOOK_DICTS = (
 
 
 def adopt(old: nn.Module, new: nn.Module, default_device: torch.device | None) -> None:
-    """Give a replacement the device, dtype, memory format, mode, frozenness, marks and hooks of the old module.
+    """Transfer device, dtype, memory format, mode, `requires_grad`, marks and hooks from a module to its replacement.
 
-    Modules of the old one that the new one contains stay as they are. The dtype changes only for tensors in torch's
-    default dtype: another one was chosen on purpose.
+    Submodules of the old module that the new one contains are not changed. Only tensors in torch's default dtype change
+    dtype: any other was chosen on purpose.
     """
     kept = set(old.modules())
     tensors = [*old.parameters(), *old.buffers()]
@@ -64,14 +64,14 @@ def adopt(old: nn.Module, new: nn.Module, default_device: torch.device | None) -
             module.training = old.training
             module.__dict__.update(marks)
     _freeze_alike(old, new)
-    if old not in new.modules():  # otherwise they still fire where they are
+    if old not in new.modules():  # otherwise the hooks still fire for the old module
         hand_over_hooks(old, new)
 
 
 def twin(module: ModuleT) -> ModuleT:
-    """Copy a module with its parameters, buffers and submodules, but not the hooks.
+    """Copy a module with its parameters, buffers and submodules, but without its hooks.
 
-    Hooks may belong to objects of any size, which `copy.deepcopy` would copy with them.
+    `copy.deepcopy` would also copy the objects that hooks refer to, which may be large.
     """
     other = type(module).__new__(type(module))  # copy.copy refuses modules with parametrizations
     other.__dict__.update(module.__dict__)
@@ -83,10 +83,10 @@ def twin(module: ModuleT) -> ModuleT:
 
 
 class TiedParameters:
-    """Keep parameters that several modules share shared, while modules are replaced.
+    """Parameters shared by several modules, which stay shared while modules are replaced.
 
     Args:
-        root: The model that owns all of them.
+        root: Model that contains the modules.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -96,12 +96,12 @@ class TiedParameters:
             self._add_owner(module)
 
     def follow(self, path: str, old: nn.Module, old_params: Mapping[str, Tensor], new: nn.Module) -> None:
-        """Point other owners of the old module's parameters to those that took their place.
+        """Give other owners of the old module's parameters the parameters that replace them.
 
-        Call it while the old module is still in the tree.
+        Call this while the old module is still in the tree.
 
         Raises:
-            ValueError: If the new module has no parameter to take the place of a shared one.
+            ValueError: If the new module has no parameter that can replace a shared one.
         """
         new_params = dict(new.named_parameters())
         kept = {id(tensor) for tensor in new_params.values()}
@@ -109,6 +109,7 @@ class TiedParameters:
             if id(tensor) in kept or len(self._owners.get(id(tensor), ())) < 2:
                 continue
             inside = set(old.modules())
+            # Owners may have been replaced themselves since they were recorded.
             live = {module for module in self._root.modules() if module not in inside}
             others = [
                 (module, key)
@@ -119,6 +120,7 @@ class TiedParameters:
                 successor = _successor(path, name, tensor, new_params)
                 for module, key in others:
                     setattr(module, key, successor)
+                # A later replacement of `new` must find the same owners.
                 self._owners.setdefault(id(successor), []).extend(others)
         for module in new.modules():
             self._add_owner(module)
@@ -131,6 +133,7 @@ class TiedParameters:
 
 
 def _successor(path: str, name: str, tensor: Tensor, new_params: Mapping[str, Tensor]) -> Tensor:
+    # By the end of the name, as a replacement often wraps the old layer: `weight` becomes `conv.weight`.
     alike = [
         one for new_name, one in new_params.items() if one.shape == tensor.shape and f".{new_name}".endswith(f".{name}")
     ]
@@ -144,12 +147,14 @@ def _successor(path: str, name: str, tensor: Tensor, new_params: Mapping[str, Te
 
 
 def _only_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
+    # With several dtypes there is no telling which one a new tensor should have.
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _memory_format(tensors: Iterable[Tensor]) -> torch.memory_format | None:
     for tensor in tensors:
+        # Filters of 1x1 are contiguous in both formats and tell nothing about the model.
         if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
             return torch.channels_last
     return None
@@ -176,7 +181,7 @@ def _convert(
 
     for module in new.modules():
         if module not in kept:
-            # The method behind `Module.to`, which has no way to leave out submodules.
+            # `Module.to` is built on this method, but cannot exclude submodules.
             module._apply(converted, recurse=False)
 
 
@@ -189,18 +194,20 @@ def _freeze_alike(old: nn.Module, new: nn.Module) -> None:
         if id(tensor) in own:
             continue
         leaf = name.rpartition(".")[2]
+        # A parameter with a new name, such as a bias that did not exist, is trained if any old one was.
         alike = [one for key, one in old_params.items() if key.rpartition(".")[2] == leaf]
         tensor.requires_grad_(any(one.requires_grad for one in alike or old_params.values()))
 
 
 def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Let the hooks of one module fire for another; their handles remove them from both."""
+    """Make the hooks of one module fire for another; their handles remove them from both."""
     for name in _HOOK_DICTS:
         hooks, own = getattr(old, name), getattr(new, name)
         if hooks and hooks is not own:
-            # The dict itself, because that is what the handles remove their hook from.
+            # Share the dict itself: a handle removes its hook from the dict it was registered in.
             hooks.update(own)
             setattr(new, name, hooks)
+    # torch raises an error if a module mixes full and non-full backward hooks.
     if old._is_full_backward_hook is not None and new._is_full_backward_hook is None:
         new._is_full_backward_hook = old._is_full_backward_hook
 
@@ -209,19 +216,19 @@ _log = logging.getLogger("composer.algorithms.module_surgery")
 
 
 class ReplacementFunction(Protocol):
-    """Answer what takes the place of a module: another module, the same one changed in place, or `None` for no change.
+    """Policy that returns the replacement of a module, the module itself changed in place, or `None` for no change.
 
-    The second argument counts the modules of the policy's class that were asked about before this one.
+    The second argument is the number of modules of the policy's class that were visited before this one.
     """
 
     def __call__(self, module: Any, module_index: int, /) -> nn.Module | None:
-        """Answer about one module."""
+        """Return the replacement of one module."""
         ...
 
 
 @dataclass(slots=True)
 class _Site:
-    """A module of the model and everywhere that it hangs."""
+    """Module of the model, and all of its parents with the name it has in each."""
 
     module: nn.Module
     path: str
@@ -239,30 +246,30 @@ def replace_module_classes(
 ) -> dict[nn.Module, nn.Module]:
     """Replace modules by their class.
 
-    Each module below `module` is visited once, parents before their children, in the order of registration; a child is
-    visited also when its parent was replaced. A replacement hangs wherever the old module hung. It gets the old
-    module's device, dtype (unless it was made in another one than torch's default), memory format, training mode and
-    hooks, is frozen if the old one was, and parameters that another module shares stay shared. Weights are not copied:
-    that is up to the policies.
+    Each module below `module` is visited once, parents before their children, in the order of registration; children of
+    replaced modules are visited, too. A replacement is set in all parents of the old module. It gets the old module's
+    device, dtype (unless created in a dtype other than torch's default), memory format, training mode and hooks, and is
+    frozen if the old module was. Parameters shared with other modules stay shared. Copying weights is up to the
+    policies.
 
     Args:
         module: The model; changed in place.
-        policies: From a class to the function that is asked about its instances, those of subclasses included.
-        optimizers: Get the new parameters in the groups of the old ones, whose state is dropped. An optimizer that is
-            built afterwards need not be passed.
-        recurse_on_replacements: Visit replacements and what they contain, too. A policy that always answers with its
-            own class then never ends.
-        indices: From each policy's class to the count that its `module_index` begins with. Changed in place.
-        include_root: Ask the policies about `module` itself, too. They may change it in place only.
+        policies: Function to call for instances of each class, including subclasses.
+        optimizers: Optimizers to update: new parameters join the groups of the old ones, whose state is dropped.
+            Optimizers that are created later need not be passed.
+        recurse_on_replacements: Also visit replacements and their submodules. This never ends if a policy always
+            returns an instance of its own class.
+        indices: First `module_index` of each policy's class. Changed in place.
+        include_root: Also call the policies for `module` itself, which they may only change in place.
 
     Returns:
-        From each module that a policy answered about to that answer, in the order of the visits.
+        Result of the policy for each module where it is not `None`, in the order of the visits.
 
     Raises:
-        TypeError: If `module` is no module or a `DistributedDataParallel`, `optimizers` has something else in it, or
-            a policy answers with a new module for the root.
-        ValueError: If a replaced parameter is shared and the replacement has none to take its place.
-        RuntimeError: If two policies replace one module, or no parameter group fits a new parameter.
+        TypeError: If `module` is not a module or is a `DistributedDataParallel`, `optimizers` contains another object,
+            or a policy returns a new module for the root.
+        ValueError: If a replaced parameter is shared, and the replacement has no matching parameter.
+        RuntimeError: If two policies replace the same module, or no parameter group fits a new parameter.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
@@ -276,7 +283,7 @@ def replace_module_classes(
             "the model is wrapped by DistributedDataParallel, which has registered the parameters that a replacement "
             "would remove: replace modules first and wrap the changed model."
         )
-    optimizers = as_optimizers(optimizers)  # before anything is changed
+    optimizers = as_optimizers(optimizers)  # raises before the model is changed
     queue = deque(_sites(module))
     if include_root:
         queue.appendleft(_Site(module, ""))
@@ -286,6 +293,7 @@ def replace_module_classes(
     replacements: list[Replacement] = []
     while queue:
         site = queue.popleft()
+        # Before the policy runs, since it may move parameters of the old module into the new one.
         old_params = dict(site.module.named_parameters()) if isinstance(site.module, tuple(policies)) else {}
         new = _ask(site, policies, counts)
         if new is None:
@@ -302,11 +310,11 @@ def replace_module_classes(
 
 
 def count_module_instances(module: nn.Module, module_class: type[nn.Module] | tuple[type[nn.Module], ...]) -> int:
-    """Count the modules of a class below a module, each once and the module itself not.
+    """Count the submodules of a class, each once, excluding the module itself.
 
     Args:
         module: The model.
-        module_class: The class, or several as a tuple.
+        module_class: A class or a tuple of classes.
 
     Example:
         >>> count_module_instances(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(1, 1)), torch.nn.ReLU)
@@ -316,11 +324,11 @@ def count_module_instances(module: nn.Module, module_class: type[nn.Module] | tu
 
 
 def _sites(root: nn.Module, prefix: str = "") -> list[_Site]:
-    """Find everything below the root, each module once, with all places where it hangs."""
+    """List the submodules of the root, each once, with all of its parents."""
     found: dict[nn.Module, _Site] = {}
 
     def visit(parent: nn.Module, path: str) -> None:
-        for name, child in parent._modules.items():  # named_children leaves out the second name of a child
+        for name, child in parent._modules.items():  # named_children skips the second name of a child
             if child is None:
                 continue
             child_path = f"{path}.{name}" if path else name
@@ -339,6 +347,7 @@ def _ask(
     site: _Site, policies: Mapping[type[nn.Module], ReplacementFunction], counts: MutableMapping[type[nn.Module], int]
 ) -> nn.Module | None:
     answer: nn.Module | None = None
+    # All matching policies are called, so that each one's index counts every instance of its class.
     for module_class, policy in policies.items():
         if not isinstance(site.module, module_class):
             continue
@@ -365,7 +374,7 @@ def _hang(site: _Site, new: nn.Module, old_params: Mapping[str, Tensor], ties: T
             f"answered with a new {type(new).__qualname__}. Put the model into an nn.Sequential first."
         )
     adopt(site.module, new, _first_device(root))
-    ties.follow(site.path, site.module, old_params, new)
+    ties.follow(site.path, site.module, old_params, new)  # needs the old module in the tree
     for parent, name in site.parents:
         setattr(parent, name, new)
 
@@ -392,29 +401,29 @@ def _finish(
 
 
 class InitSurgery(Algorithm):
-    """Base of an algorithm that acts on INIT, and without which a checkpoint's weights do not fit the model."""
+    """Base of the algorithms that change the model on INIT, and with it the weights of checkpoints."""
 
     acts_on = frozenset({Event.INIT})
 
     @staticmethod
     def required_on_load() -> bool:
-        """Answer yes: a checkpoint loads only into a model that was changed in the same way."""
+        """Return true: a checkpoint loads only into a model that was changed in the same way."""
         return True
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether the event is INIT."""
+        """Return whether the event is INIT."""
         return event == Event.INIT
 
 
 def canonical_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:
     """Return the model's parameters by canonical name, tied ones once or under each of their names.
 
-    Of DeepSpeed's engine they are those that its optimizer moves, whole. Every rank must call this; they may be copies,
-    so changes take effect with `write_parameters`.
+    For a DeepSpeed engine, these are the whole parameters that its optimizer updates. They may be copies, so write
+    changes back with `write_parameters`. Every rank must call this.
     """
     named = unwrap_model(model).named_parameters(remove_duplicate=remove_duplicate)
     if is_model_deepspeed(model):
-        from composer_dist.deepspeed_state import gather_weights  # few train with it
+        from composer_dist.deepspeed_state import gather_weights  # imported only when needed
 
         weights = gather_weights(model)
         named = [(name, weights[name].requires_grad_(parameter.requires_grad)) for name, parameter in named]
@@ -422,7 +431,7 @@ def canonical_parameters(model: nn.Module, remove_duplicate: bool = True) -> dic
 
 
 def write_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Put changed tensors of `canonical_parameters` into the model where they may be copies: DeepSpeed's engine."""
+    """Write changed tensors of `canonical_parameters` back to a DeepSpeed engine, for which they may be copies."""
     if is_model_deepspeed(model):
         from composer_dist.deepspeed_state import scatter_weights
 
@@ -431,18 +440,19 @@ def write_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def canonical_buffers(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:
-    """Return the model's buffers by canonical name, those that are not saved included."""
+    """Return the model's buffers by canonical name, including non-persistent ones."""
     return _by_canonical_name(unwrap_model(model).named_buffers(remove_duplicate=remove_duplicate))
 
 
 @contextmanager
 def get_model_context_manager(model: nn.Module) -> Iterator[None]:
-    """Make the parameters of a sharded model ready to be read and written.
+    """Make the parameters of a sharded model readable and writable.
 
-    FSDP2 (`fully_shard`): parameters that forward left gathered go back to being the shards, as DTensors. FSDP1: the
-    whole parameters are gathered, and scattered again at the end. Every rank must enter it. Other models: nothing.
+    For FSDP2 (`fully_shard`), reshard parameters that forward left gathered, so that they are DTensors. For FSDP1,
+    gather the whole parameters and scatter them at the end. Every rank must enter the context. For other models, do
+    nothing.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # a process that has not imported it has no sharded model
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: no model is sharded
     if fsdp is None:
         yield
         return
@@ -458,13 +468,13 @@ def get_model_context_manager(model: nn.Module) -> Iterator[None]:
 
 
 def has_flat_parameters(model: nn.Module) -> bool:
-    """Answer whether FSDP1 keeps parameters of the model as slices of larger tensors."""
+    """Return whether FSDP1 keeps parameters of the model as slices of flat tensors."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
 
 
 def is_sharded_by_fsdp(model: nn.Module) -> bool:
-    """Answer whether FSDP of either version shards any part of the model."""
+    """Return whether FSDP1 or FSDP2 shards any part of the model."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return False
@@ -473,20 +483,20 @@ def is_sharded_by_fsdp(model: nn.Module) -> bool:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Answer whether the tensor is distributed over a mesh of devices."""
+    """Return whether the tensor is a DTensor."""
     distributed = sys.modules.get("torch.distributed.tensor")  # without it there are no DTensors
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
 def place_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the tensor where `like` is: on its device, and distributed over its mesh if `like` is.
+    """Return the tensor on the device of `like`, and distributed in the same way.
 
-    Where one is distributed and the other is not, every rank must call it.
+    If only one of the two is a DTensor, every rank must call this.
     """
     if is_dtensor(like) and not is_dtensor(tensor):
-        from torch.distributed.tensor import distribute_tensor  # loaded already, or there would be no DTensor
+        from torch.distributed.tensor import distribute_tensor  # already loaded, as `like` is a DTensor
 
-        # Every rank holds the whole tensor, so each cuts out its own shard and none is sent.
+        # Every rank has the whole tensor and takes its shard from it, so no data is sent.
         return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor's
     if is_dtensor(tensor) and not is_dtensor(like):
         return tensor.full_tensor().to(like.device)  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor's
