@@ -1,4 +1,4 @@
-"""Progressive resizing: train on small images first and on larger ones as training goes on."""
+"""Progressive resizing: train on small images first and increase their size during training."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -55,27 +55,26 @@ def resize_batch(
     """Make the images of a batch smaller.
 
     Args:
-        input: Shape `(batch, channels, height, width)`; one or three dims of space work as well.
-        target: Looked at with `resize_targets` only.
-        scale_factor: The new height and width as a part of the old ones, rounded down to whole pixels, at least one.
-            1 or more returns input and target themselves.
-        mode: `'resize'` samples the image anew, `'crop'` cuts out a part whose place is drawn, the same one for all
-            images.
-        resize_targets: Whether targets become smaller in the same way: class indices `(batch, height, width)`, or
-            values `(batch, classes, height, width)`.
-        interpolation: How `'resize'` samples the input; targets are always sampled by `'nearest'`, which makes no
-            classes that are not there.
-        antialias: Whether `'bilinear'` blurs first what the smaller image cannot show.
-        generator: On the CPU; what is drawn comes from it. PyTorch's default generator when `None`.
+        input: Shape `(batch, channels, height, width)`; one or three spatial dims work as well.
+        target: Used only with `resize_targets`.
+        scale_factor: Ratio of the new height and width to the old ones, rounded down to whole pixels, at least one.
+            With 1 or more, input and target are returned unchanged.
+        mode: `'resize'` resamples the images, `'crop'` takes a random crop at the same position in all images.
+        resize_targets: Also resize the targets: class indices `(batch, height, width)`, or values
+            `(batch, classes, height, width)`.
+        interpolation: Interpolation of the input for `'resize'`. Targets are always resampled with `'nearest'`, which
+            does not create new classes.
+        antialias: Whether `'bilinear'` applies an antialiasing filter.
+        generator: CPU generator of the random numbers. PyTorch's default generator when `None`.
 
     Returns:
-        The smaller inputs, and the targets, smaller or as they are.
+        The smaller inputs, and the targets, resized with `resize_targets`.
 
     Raises:
-        TypeError: If `input` is no tensor, or `scale_factor` no number; or if integers other than uint8 shall be
-            sampled anew.
-        ValueError: If `mode` or `interpolation` is unknown, `scale_factor` is 0 or less, or a tensor that shall become
-            smaller has no dims of space.
+        TypeError: If `input` is not a tensor, `scale_factor` not a number, or the input to resample has an integer
+            dtype other than uint8.
+        ValueError: If `mode` or `interpolation` is unknown, `scale_factor` is 0 or less, or a tensor to resize has no
+            spatial dims.
 
     Example:
         >>> smaller, target = resize_batch(torch.rand(2, 3, 8, 8), None, scale_factor=0.5)
@@ -91,7 +90,7 @@ def resize_batch(
         raise ValueError(f"scale_factor={scale_factor!r} leaves nothing of an image: pass a number above 0.")
     sides = _sides(input, "input")
     size = [max(1, int(side * scale_factor)) for side in sides]
-    # By the factor where it can be done: a size rounded down would be sampled at slightly other places.
+    # Pass the factor where possible: with the rounded size, interpolate would sample at slightly different positions.
     factor = scale_factor if min(sides) * scale_factor >= 1 else None
     if mode == "crop":
         corner = [draw_integer(0, side - new + 1, generator) for side, new in zip(sides, size, strict=True)]
@@ -107,30 +106,30 @@ def resize_batch(
 
 
 class ProgressiveResizing(ResumableDraws, Algorithm):
-    """Train on smaller images at first.
+    """Increase the size of the training images during training.
 
-    On `AFTER_DATALOADER` the inputs in `state.batch` are made smaller: to `initial_scale` of their sides until
-    `delay_fraction` of training is done, then growing in proportion to time, to full size for the last
-    `finetune_fraction`. Height and width are each rounded to a multiple of `size_increment`. It logs
-    `progressive_resizing/height`, `/width` and `/scale_factor`, the latter before rounding.
+    On `AFTER_DATALOADER` the inputs in `state.batch` are resized: to `initial_scale` of their height and width for the
+    first `delay_fraction` of training, then growing linearly up to full size for the last `finetune_fraction`. Height
+    and width are each rounded to a multiple of `size_increment`. It logs `progressive_resizing/height`, `/width` and
+    `/scale_factor`, the latter before rounding.
 
-    The places of crops depend on the run's seed, the rank and how many there were before; with the state of a
-    checkpoint a run goes on with the draws that it would have made.
+    Crop positions depend on the run's seed, the rank and the number of earlier draws; a resumed run continues their
+    sequence.
 
     Args:
         mode: `'resize'` or `'crop'`; see `resize_batch`.
-        initial_scale: The sides at the beginning as a part of the full ones, in [0, 1].
-        finetune_fraction: The part of training, at its end, with full size.
-        delay_fraction: The part of training, at its beginning, with the initial size.
+        initial_scale: Initial scale of height and width, in [0, 1].
+        finetune_fraction: Fraction of training with full size, at its end.
+        delay_fraction: Fraction of training with the initial size, at its beginning.
         size_increment: In pixels.
-        resize_targets: Whether targets become smaller too; see `resize_batch`.
-        input_key: Where the batch holds the inputs: an index, a key, or a `(getter, setter)` pair.
-        target_key: Where it holds the targets. Of use with `resize_targets` only.
+        resize_targets: Also resize the targets; see `resize_batch`.
+        input_key: Index, key or `(getter, setter)` pair of the inputs in the batch.
+        target_key: The same for the targets. Used only with `resize_targets`.
         interpolation: See `resize_batch`.
         antialias: See `resize_batch`.
 
     Raises:
-        ValueError: If `mode` or `interpolation` is unknown, a fraction lies outside [0, 1], `delay_fraction` and
+        ValueError: If `mode` or `interpolation` is unknown, a fraction is outside [0, 1], `delay_fraction` and
             `finetune_fraction` add up to more than 1, or `size_increment` is less than 1.
 
     Example:
@@ -169,11 +168,12 @@ class ProgressiveResizing(ResumableDraws, Algorithm):
         self.antialias = antialias
 
     def scale_factor(self, elapsed: float) -> float:
-        """Return the sides' scale when a part of training is done.
+        """Return the scale of height and width.
 
         Args:
-            elapsed: In [0, 1].
+            elapsed: Completed fraction of training, in [0, 1].
         """
+        # 0 where the two fractions add up to 1: the size then jumps.
         growing = 1 - self.delay_fraction - self.finetune_fraction
         grown = 0.0
         if elapsed >= self.delay_fraction:
@@ -181,11 +181,11 @@ class ProgressiveResizing(ResumableDraws, Algorithm):
         return self.initial_scale + (1 - self.initial_scale) * grown
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether a batch has just been loaded."""
+        """Return whether a batch has just been loaded."""
         return event == Event.AFTER_DATALOADER
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Make the inputs, and perhaps the targets, as small as they should be now."""
+        """Resize the inputs, and the targets with `resize_targets`, to the current size."""
         elapsed = state.get_elapsed_duration()
         if elapsed is None:
             raise RuntimeError(
@@ -217,7 +217,7 @@ class ProgressiveResizing(ResumableDraws, Algorithm):
         )
 
     def _rounded(self, side: int, scale: float) -> int:
-        increment = self.size_increment
+        increment = self.size_increment  # also the smallest size, as rounding could give 0
         return min(side, max(increment, round(side * scale / increment) * increment)) if scale < 1 else side
 
     def _resized(self, state: "State", input: Tensor, sides: list[int], size: list[int]) -> Tensor:
@@ -265,7 +265,8 @@ def _smaller_target(
             f"pass (batch, height, width) or (batch, classes, height, width), or resize_targets=False."
         )
     are_indices = target.ndim == input.ndim - 1
-    values = target.unsqueeze(1) if are_indices else target
+    values = target.unsqueeze(1) if are_indices else target  # the class dim that interpolate expects
+    # Segmentation targets may have a lower resolution than the images.
     sides, own_sides = _sides(input, "input"), _sides(values, "target")
     ratios = [own / side for own, side in zip(own_sides, sides, strict=True)]
     own_size = [max(1, round(new * ratio)) for new, ratio in zip(size, ratios, strict=True)]
@@ -276,7 +277,7 @@ def _smaller_target(
         ]
         smaller = _crop(values, starts, own_size)
     else:
-        # interpolate takes no integers; float64 has all of them that are ever labels, and 'nearest' only copies.
+        # interpolate does not support integer labels. float64 represents them exactly, and 'nearest' only copies.
         convertible = values if values.is_floating_point() else values.double()
         smaller = _sample(convertible, own_size, factor, "nearest").to(target.dtype)
     return smaller.squeeze(1) if are_indices else smaller
