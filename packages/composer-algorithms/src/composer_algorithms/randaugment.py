@@ -1,4 +1,4 @@
-"""RandAugment: change each image in a few randomly chosen ways."""
+"""RandAugment: apply a few random augmentations to each image."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar, overload
@@ -71,23 +71,23 @@ def randaugment_image(
     depth: int = 2,
     augmentation_set: str | Sequence[AugmentationFunction] = augmentation_sets["all"],
 ) -> "Tensor | Image | RandAugmentTransform":
-    """Apply randomly chosen changes to an image, one after the other.
+    """Apply a sequence of randomly chosen augmentations to an image.
 
-    What is drawn comes from PyTorch's default generator.
+    Random numbers come from PyTorch's default generator.
 
     Args:
-        img: A PIL image of mode RGB or L, or a tensor as `map_pillow_function` takes it. Without it, the function
-            returns a transform to put among those of a dataset.
-        severity: How strong the changes are at most, in [0, 10].
-        depth: How many there are.
-        augmentation_set: The functions to choose from: a list, or the name of one in `augmentation_sets`.
+        img: PIL image of mode RGB or L, or a tensor as for `map_pillow_function`. Without it, the function returns a
+            transform for a dataset.
+        severity: Maximum strength of the augmentations, in [0, 10].
+        depth: Number of augmentations.
+        augmentation_set: Functions to choose from: a list, or a name in `augmentation_sets`.
 
     Returns:
-        The changed image, of the type of the input.
+        The augmented image, of the same type as the input.
 
     Raises:
-        ValueError: If `severity` lies outside [0, 10] or `depth` is negative.
-        KeyError: If there is no set of that name.
+        ValueError: If `severity` is outside [0, 10] or `depth` is negative.
+        KeyError: If the name of the set is unknown.
 
     Example:
         >>> import torch
@@ -96,14 +96,15 @@ def randaugment_image(
 
     Reference:
         Cubuk et al., "Randaugment: Practical automated data augmentation with a reduced search space", CVPRW 2020,
-        arXiv:1909.13719. There every change has the full strength; here each draws its own, up to that.
+        arXiv:1909.13719. In the paper every augmentation has the maximum
+        strength; here each draws its own, up to `severity`.
     """
     transform = RandAugmentTransform(severity, depth, augmentation_set)
     return transform if img is None else transform(img)
 
 
 class RandAugmentTransform:
-    """`randaugment_image` as a transform of a dataset's images.
+    """Dataset transform that applies `randaugment_image` to each image.
 
     Args:
         severity: See `randaugment_image`.
@@ -111,8 +112,8 @@ class RandAugmentTransform:
         augmentation_set: See `randaugment_image`.
 
     Raises:
-        ValueError: If `severity` lies outside [0, 10] or `depth` is negative.
-        KeyError: If there is no set of that name.
+        ValueError: If `severity` is outside [0, 10] or `depth` is negative.
+        KeyError: If the name of the set is unknown.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class RandAugmentTransform:
         self.augmentation_set = find_set(augmentation_set)
 
     def __call__(self, img: TImage) -> TImage:
-        """Return a changed image."""
+        """Return an augmented image."""
         return map_pillow_function(self._change, img)
 
     def __repr__(self) -> str:
@@ -133,25 +134,26 @@ class RandAugmentTransform:
         return f"RandAugmentTransform(severity={self.severity!r}, depth={self.depth!r}, augmentation_set=[{names}])"
 
     def _change(self, image: Image) -> Image:
+        # Before drawing, so that an unsupported mode fails on the first image, not only when a function cannot take it.
         check_mode(image, self.augmentation_set)
         return change(image, self.augmentation_set, self.depth, self.severity)
 
 
 class RandAugment(Algorithm):
-    """Change each training image in a few randomly chosen ways.
+    """Apply a few random augmentations to each training image.
 
-    On `FIT_START` it adds a `RandAugmentTransform` to the training dataset, before what makes tensors of its images.
-    The dataset has to be one of torchvision's, in a torch `DataLoader`. Draws come from PyTorch's default generator of
-    the process that loads the image.
+    On `FIT_START` it adds a `RandAugmentTransform` to the training dataset, before the transforms that convert images
+    to tensors. The dataset must be a torchvision dataset in a torch `DataLoader`. Random numbers come from PyTorch's
+    default generator in the process that loads the image.
 
     Args:
-        severity: How strong the changes are at most, in [0, 10].
-        depth: How many there are.
+        severity: Maximum strength of the augmentations, in [0, 10].
+        depth: Number of augmentations.
         augmentation_set: `'all'`, `'safe'` or `'original'`; see `augmentation_sets`.
 
     Raises:
-        ValueError: If `severity` lies outside [0, 10] or `depth` is negative.
-        KeyError: If there is no set of that name.
+        ValueError: If `severity` is outside [0, 10] or `depth` is negative.
+        KeyError: If the name of the set is unknown.
 
     Example:
         >>> RandAugment(severity=5)
@@ -171,7 +173,7 @@ class RandAugment(Algorithm):
         self.augmentation_set = augmentation_set
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether training begins on a dataset without the transform."""
+        """Return whether training starts on a dataset without the transform."""
         return self._datasets.is_due(event, state)
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
