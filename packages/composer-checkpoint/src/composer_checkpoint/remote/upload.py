@@ -1,4 +1,4 @@
-"""Uploads that run while training goes on."""
+"""Background uploads to object stores."""
 
 import logging
 import multiprocessing
@@ -26,7 +26,7 @@ __all__ = ["RemoteFilesExistingCheckStatus", "RemoteUploader"]
 
 
 class RemoteFilesExistingCheckStatus(IntEnum):
-    """How waiting for remote files ended."""
+    """Outcome of waiting for remote files."""
 
     EXIST = 1
     TIMEOUT = 2
@@ -42,15 +42,15 @@ def await_objects(
     closing: threading.Event,
     has_failed: threading.Event,
 ) -> Future[RemoteFilesExistingCheckStatus]:
-    """Begin to wait for some objects.
+    """Start to wait for objects in a thread.
 
     Args:
-        store: Where they will be.
-        names: What they are called.
-        timeout_s: When to give up.
-        pause_s: How long to wait after an object could not be seen.
-        closing: Ends the waiting, at once.
-        has_failed: Says that an upload has failed, so that an object may never come.
+        store: Store to poll.
+        names: Names of the objects.
+        timeout_s: Maximum wait in seconds.
+        pause_s: Seconds between two looks at a missing object.
+        closing: Set to stop waiting at once.
+        has_failed: Set when an upload has failed, so that an object may never arrive.
     """
     answer: Future[RemoteFilesExistingCheckStatus] = Future()
     deadline, missing = time.monotonic() + timeout_s, list(names)
@@ -59,10 +59,11 @@ def await_objects(
         while missing:
             try:
                 store.get_object_size(missing[0])
-                missing.pop(0)
+                missing.pop(0)  # never looked up again: an object that was seen stays
                 continue
             except (FileNotFoundError, ObjectStoreTransientError):
                 pass
+            # After the look, so that objects that are there count although an upload failed.
             if has_failed.is_set() or closing.is_set():
                 return RemoteFilesExistingCheckStatus.ERROR
             left_s = deadline - time.monotonic()
@@ -74,9 +75,10 @@ def await_objects(
     def watch() -> None:
         try:
             answer.set_result(look())
-        except Exception as error:  # whatever it is, it belongs to who asked
+        except Exception as error:  # raised by the future's `result`
             answer.set_exception(error)
 
+    # A daemon, so that waiting does not keep the process alive.
     threading.Thread(target=watch, name="remote-files", daemon=True).start()
     return answer
 
@@ -88,24 +90,24 @@ _STAGGER_VARIABLE = "COMPOSER_LOCAL_RANK_STAGGER_SECONDS"
 
 
 class RemoteUploader:
-    """Copy files to a store in the background, a few at a time.
+    """Uploader of files to a store in the background.
 
-    Uploads of one name happen in the order in which they were asked for. What fails and may pass is tried again; what
-    fails for good is raised by the next `check_workers`, `wait` or `wait_and_close`, with the store's own error as its
-    cause. With the variable `COMPOSER_LOCAL_RANK_STAGGER_SECONDS`, each upload waits that long times the local rank.
+    Uploads of one name run in the order of the calls. Transient errors are retried. A permanent error is raised by the
+    next `check_workers`, `wait` or `wait_and_close`, with the store's own error as its cause. The environment variable
+    `COMPOSER_LOCAL_RANK_STAGGER_SECONDS`, times the local rank, delays each upload.
 
     Args:
-        remote_folder: An address such as `'s3://bucket/folder'`. Names of files count from the bucket.
-        backend_kwargs: More arguments of the store.
-        num_concurrent_uploads: How many files are sent at a time.
-        num_attempts: How often each is tried.
-        use_procs: Whether they are sent by processes of their own, for stores whose client keeps Python busy. Threads
-            start at once and are as fast otherwise.
-        staging_folder: Where copies of files wait; a temporary folder when `None`.
+        remote_folder: An address such as `'s3://bucket/folder'`. Names of files are relative to the bucket.
+        backend_kwargs: Additional arguments of the store.
+        num_concurrent_uploads: Number of simultaneous uploads.
+        num_attempts: Number of attempts per file.
+        use_procs: Whether to upload in separate processes, for stores whose client holds the GIL. Otherwise threads
+            are as fast, and start at once.
+        staging_folder: Folder for copies of files; a temporary folder when `None`.
 
     Raises:
         ValueError: If a count is less than 1, or the address is a local path or malformed.
-        NotImplementedError: If nothing here reaches this kind of address.
+        NotImplementedError: If no store supports this kind of address.
 
     Example:
         >>> import tempfile
@@ -137,7 +139,7 @@ class RemoteUploader:
         self.num_concurrent_uploads, self.num_attempts, self.use_procs = num_concurrent_uploads, num_attempts, use_procs
         self.futures: list[Future[None]] = []
         self._latest_of: dict[str, Future[None]] = {}
-        # With the placeholders of a run of MLflow in it, the address is not known before training begins.
+        # Opening a store with the placeholders of an MLflow run would create the run.
         is_known = "{mlflow_" not in remote_folder
         self._store: ObjectStore | None = open_store(remote_folder, self.backend_kwargs) if is_known else None
         self._threads: Executor | None = None
@@ -149,19 +151,20 @@ class RemoteUploader:
 
     @property
     def remote_backend(self) -> ObjectStore:
-        """The store. It is opened when it is first needed where `remote_folder` names a run of MLflow by placeholders.
+        """Object store of `remote_folder`.
 
-        After `wait_and_close` it is opened again.
+        If `remote_folder` has placeholders of an MLflow run, it is opened on first use. After `wait_and_close`, it is
+        reopened on next use.
         """
         if self._store is None:
             self._store = open_store(self.remote_folder, self.backend_kwargs)
         return self._store
 
     def init(self) -> None:
-        """Find out, on rank 0, whether the store lets us write, before any training step.
+        """Validate on rank 0, before training starts, that the store accepts uploads.
 
         Raises:
-            StorageError: If not.
+            StorageError: If it does not.
         """
         if get_global_rank() == 0:
             validate_credentials(self.remote_backend)
@@ -169,14 +172,14 @@ class RemoteUploader:
     def upload_file_async(
         self, remote_file_name: str, file_path: str | os.PathLike[str], overwrite: bool, *, copy: bool = True
     ) -> Future[None]:
-        """Begin to upload a file, and return at once.
+        """Start to upload a file in the background.
 
         Args:
-            remote_file_name: The object's name in the bucket.
-            file_path: The file.
-            overwrite: Whether an object that has the name is replaced.
-            copy: Whether the file is copied first, so that it may be changed or deleted at once. Otherwise it must
-                stay as it is until the future is done.
+            remote_file_name: Name of the object in the bucket.
+            file_path: Local file.
+            overwrite: Whether to replace an object of the same name.
+            copy: Whether to copy the file first, so that it may be changed or deleted at once. Otherwise it must not
+                change until the future is done.
 
         Returns:
             A future that holds the upload's error, if any.
@@ -195,24 +198,24 @@ class RemoteUploader:
     def upload_newest_async(
         self, remote_file_name: str, file_path: str | os.PathLike[str], overwrite: bool
     ) -> Future[None]:
-        """Begin to upload a file in place of one for that name that still waits, and return at once.
+        """Start to upload a file in the background, replacing a queued upload of the same name.
 
-        For files that are written over and over, faster than the store takes them.
+        Use it for files that are rewritten faster than the store accepts them.
 
         Args:
-            remote_file_name: The object's name in the bucket.
-            file_path: The file. It is copied first, so that it may be changed or deleted at once.
-            overwrite: Whether an object that has the name is replaced.
+            remote_file_name: Name of the object in the bucket.
+            file_path: Local file. It is copied first, so that it may be changed or deleted at once.
+            overwrite: Whether to replace an object of the same name.
 
         Returns:
             A future that holds the upload's error, if any.
 
         Raises:
-            FileExistsError: If an upload for that name waits or is under way, and `overwrite` is false.
+            FileExistsError: If an upload of this name is queued or running and `overwrite` is false.
         """
         with self._lock:
             unsent = self._unsent.get(remote_file_name)
-            if unsent is not None and unsent.future.done():  # with an error, which somebody has or will be told
+            if unsent is not None and unsent.future.done():  # failed: `check_workers` or `wait` raises the error
                 unsent = None
             if unsent is not None and not overwrite:
                 raise FileExistsError(
@@ -222,6 +225,7 @@ class RemoteUploader:
             source = self._copies.make(file_path)
             if unsent is not None and not unsent.has_begun:
                 unsent.source.unlink()
+                # An object of before the first queued upload must still be rejected.
                 unsent.source, unsent.overwrite = source, unsent.overwrite and overwrite
                 return unsent.future
             unsent = self._unsent[remote_file_name] = _Unsent(source, overwrite)
@@ -230,28 +234,28 @@ class RemoteUploader:
 
     @property
     def has_failed(self) -> bool:
-        """Whether any upload has failed for good."""
+        """Return whether any upload has failed permanently."""
         return self._has_failed.is_set()
 
     @property
     def unsent_names(self) -> list[str]:
-        """What `upload_newest_async` was given and the store does not have: it waits, is under way, or has failed."""
+        """Names of the uploads of `upload_newest_async` that are queued or running, or have failed."""
         with self._lock:
             return list(self._unsent)
 
     def publish_async(
         self, path: str | os.PathLike[str], remote_name: str, *, pointer: str | None = None, overwrite: bool = False
     ) -> Future[None]:
-        """Begin to upload a committed checkpoint with `publish_checkpoint`, and return at once.
+        """Start to upload a committed checkpoint with `publish_checkpoint` in the background.
 
-        Checkpoints for one pointer are uploaded in the order in which they were asked for, so that the pointer never
-        goes back. The file or folder must stay until the future is done.
+        Checkpoints for one pointer are uploaded in the order of the calls, so that the pointer never moves back. The
+        file or folder must not change until the future is done.
 
         Args:
             path: A file or a folder.
             remote_name: Its name in the bucket.
-            pointer: The name of the pointer, to which `.symlink` is added.
-            overwrite: Whether a whole checkpoint of this name may be replaced.
+            pointer: Name of the pointer without its suffix `.symlink`.
+            overwrite: Whether to replace a complete checkpoint of this name.
         """
 
         def publish() -> None:
@@ -268,11 +272,11 @@ class RemoteUploader:
         return self._submit(pointer or remote_name, publish)
 
     def run_async(self, name: str, work: Callable[[], None]) -> Future[None]:
-        """Begin to do something with an object, once what was asked for before with its name has ended.
+        """Start a function in the background, after all earlier work for the same object.
 
         Args:
-            name: The object's name in the bucket.
-            work: Called in a thread of the uploads.
+            name: Name of the object in the bucket.
+            work: Function to call in an upload thread.
 
         Returns:
             A future that holds the work's error, if any.
@@ -280,13 +284,13 @@ class RemoteUploader:
         return self._submit(name, work)
 
     def point_async(self, pointer: str, target: str, names: Sequence[str], *, timeout_s: float = 3600) -> Future[None]:
-        """Begin to wait until all of some objects can be seen, and then let a pointer name them.
+        """Start to wait in the background for objects to exist, then write a pointer to them.
 
         Args:
-            pointer: The pointer's whole name, which ends in `.symlink`. One that exists is replaced.
-            target: What it names: an object, or what the names of several begin with.
-            names: The objects, of whichever rank.
-            timeout_s: When to give up.
+            pointer: Full name of the pointer, including the suffix `.symlink`. An existing one is replaced.
+            target: Name that the pointer holds: an object, or the prefix of several.
+            names: Names of the objects, uploaded by any rank.
+            timeout_s: Maximum wait in seconds.
         """
 
         def point() -> None:
@@ -301,7 +305,7 @@ class RemoteUploader:
         return self._submit(pointer, point)
 
     def check_workers(self) -> None:
-        """Raise the first error of the uploads that have ended, and forget those."""
+        """Raise the first error of the uploads that are done, and forget them."""
         ended = [future for future in self.futures if future.done()]
         self.futures = [future for future in self.futures if not future.done()]
         _raise_first(ended)
@@ -314,9 +318,9 @@ class RemoteUploader:
         _raise_first(waiting)
 
     def wait_and_close(self) -> None:
-        """Wait for all uploads, let go of threads, processes, copies and connections, and raise the first error.
+        """Wait for all uploads, release all resources, and raise the first error.
 
-        The uploader can be used again afterwards.
+        Threads, processes, copies and connections are released. The uploader can be used again afterwards.
         """
         try:
             self.wait()
@@ -324,7 +328,7 @@ class RemoteUploader:
             self._close()
 
     def abandon(self) -> None:
-        """Give up what has not begun, wait for what has, and let go of everything as `wait_and_close` does."""
+        """Cancel queued uploads, wait for running ones, and release all resources without raising."""
         self._close(cancel=True)
         self.futures.clear()
 
@@ -334,12 +338,12 @@ class RemoteUploader:
         max_wait_time_in_seconds: float = 3600,
         wait_before_next_try_in_seconds: float = 30,
     ) -> Future[RemoteFilesExistingCheckStatus]:
-        """Begin to wait until all of some objects can be seen, such as those that other ranks upload.
+        """Start to wait in the background for objects to exist, such as those that other ranks upload.
 
         Args:
-            remote_checkpoint_file_names: Their names in the bucket.
-            max_wait_time_in_seconds: When to give up.
-            wait_before_next_try_in_seconds: How long to wait after an object could not be seen.
+            remote_checkpoint_file_names: Names of the objects in the bucket.
+            max_wait_time_in_seconds: Maximum wait.
+            wait_before_next_try_in_seconds: Wait between two looks at a missing object.
 
         Returns:
             A future with `EXIST`, `TIMEOUT`, or `ERROR` if an upload of this uploader failed or it was closed.
@@ -354,7 +358,7 @@ class RemoteUploader:
         )
 
     def _submit(self, key: str, work: Callable[[], None]) -> Future[None]:
-        """Queue work, to begin once earlier work for the same name has ended."""
+        """Queue work to run after earlier work of the same key."""
         if self._threads is None:
             self._closing.clear()
             self._threads = ThreadPoolExecutor(self.num_concurrent_uploads, thread_name_prefix="upload")
@@ -362,7 +366,7 @@ class RemoteUploader:
 
         def run() -> None:
             if before is not None:
-                before.exception()  # it stands before this in the queue, so that it has begun
+                before.exception()  # no deadlock: it is earlier in the queue, so it has started
             if self._stagger_s:
                 time.sleep(self._stagger_s)
             work()
@@ -374,7 +378,7 @@ class RemoteUploader:
         return future
 
     def _send_newest(self, name: str, unsent: "_Unsent") -> None:
-        with self._lock:
+        with self._lock:  # from here on, a newer file gets an upload of its own
             unsent.has_begun = True
         try:
             self._upload(name, unsent.source, unsent.overwrite)
@@ -393,7 +397,7 @@ class RemoteUploader:
 
     def _process_pool(self) -> Executor:
         if self._processes is None:
-            # Spawned: a forked process would share the connections of this one.
+            # Spawned, since a forked process would share the connections of this one.
             context = multiprocessing.get_context("spawn")
             self._processes = ProcessPoolExecutor(self.num_concurrent_uploads, mp_context=context)
         return self._processes
@@ -418,7 +422,7 @@ class RemoteUploader:
 
 @dataclass(slots=True, eq=False)
 class _Unsent:
-    """The newest copy of a file for one name."""
+    """Newest copy of a file that is not uploaded yet."""
 
     source: Path
     overwrite: bool
@@ -445,10 +449,10 @@ def _raise_first(futures: Sequence[Future[None]]) -> None:
 
 
 class StagedCopies:
-    """Makes copies in one temporary folder.
+    """Copies of files in one temporary folder.
 
     Args:
-        folder: In which that folder is made, when it is first needed; the system's own when `None`.
+        folder: Parent of the temporary folder, which is created on first use; the system's default when `None`.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
@@ -457,7 +461,7 @@ class StagedCopies:
         self._count = 0
 
     def make(self, file_path: str | os.PathLike[str]) -> Path:
-        """Return the path of a new copy."""
+        """Copy a file, and return the path of the copy."""
         if self._folder is None:
             if self._parent is not None:
                 os.makedirs(self._parent, exist_ok=True)
@@ -468,25 +472,25 @@ class StagedCopies:
         return copy
 
     def remove(self) -> None:
-        """Delete all of them."""
+        """Delete all copies."""
         folder, self._folder = self._folder, None
         if folder is not None:
             folder.cleanup()
 
 
 def upload_in_process(settings: bytes, name: str, source: Path, overwrite: bool, num_attempts: int) -> None:
-    """Upload a file with `upload_with_retries`.
+    """Upload a file with `upload_with_retries` in an upload process.
 
     Args:
-        settings: The pickled arguments of `open_store`, from the process that started this one.
-        name: The object's name.
-        source: The file.
-        overwrite: Whether an object that has the name is replaced.
-        num_attempts: How often it is tried.
+        settings: Pickled arguments of `open_store`, from the process that started this one.
+        name: Name of the object.
+        source: Local file.
+        overwrite: Whether to replace an object of the same name.
+        num_attempts: Number of attempts.
     """
     upload_with_retries(_store(settings), name, source, overwrite=overwrite, num_attempts=num_attempts)
 
 
-@cache
+@cache  # one store, and so one set of connections, per process
 def _store(settings: bytes) -> ObjectStore:
     return open_store(*pickle.loads(settings))
