@@ -1,4 +1,4 @@
-"""What is asked of a remote store."""
+"""Interface of object stores, their addresses, and the classification of their errors."""
 
 import errno
 import functools
@@ -17,18 +17,18 @@ from composer_checkpoint.errors import StorageError
 __all__ = ["retry", "ParsedURI", "is_uri", "parse_uri", "ObjectStore", "ObjectStoreTransientError", "Progress"]
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes so far, which never get fewer, and all of them."""
+"""Callback with the bytes transferred so far, which never decrease, and the total."""
 
 
 class ObjectStoreTransientError(StorageError, RuntimeError):
-    """A store failed in a way that may have passed by the next attempt; the cause is the store's own error."""
+    """Failure of a store that a retry may resolve; the cause is the store's own error."""
 
 
 class ObjectStore:
-    """Files under names in a remote place.
+    """Interface of remote stores, which hold files by name.
 
-    A name is a path with forward slashes. A store may leave out what it cannot do; the method then raises
-    `NotImplementedError`. Use it as a context manager, or call `close`.
+    A name is a path with forward slashes. Methods that a store does not override raise `NotImplementedError`. Use it as
+    a context manager, or call `close`.
     """
 
     def get_uri(self, object_name: str) -> str:
@@ -41,23 +41,23 @@ class ObjectStore:
         """Copy a local file to the store.
 
         Args:
-            object_name: The name it gets. An object that has it is replaced.
-            filename: The file.
+            object_name: Name of the object. An existing object is replaced.
+            filename: Local file.
             callback: Called with the bytes sent and the file's size.
-            **kwargs: What the store takes besides; `FsspecObjectStore` takes `overwrite`.
+            **kwargs: Other arguments of the store; `FsspecObjectStore` takes `overwrite`.
 
         Raises:
-            ObjectStoreTransientError: If it may work the next time.
+            ObjectStoreTransientError: If a retry may succeed.
             StorageError: If the store refuses.
         """
         self._cannot("upload")
 
     def get_object_size(self, object_name: str) -> int:
-        """Return the size of an object in bytes, as the store says now.
+        """Return the current size of an object in bytes.
 
         Raises:
-            FileNotFoundError: If it does not exist, or must not be seen.
-            ObjectStoreTransientError: If it may work the next time.
+            FileNotFoundError: If it does not exist, or the credentials may not see it.
+            ObjectStoreTransientError: If a retry may succeed.
         """
         self._cannot("say the size of an object")
 
@@ -68,42 +68,42 @@ class ObjectStore:
         overwrite: bool = False,
         callback: Progress | None = None,
     ) -> None:
-        """Copy an object to a local file, which appears whole or not at all.
+        """Copy an object to a local file atomically.
 
         Args:
-            object_name: The object.
-            filename: The file it becomes. Folders above it are made.
-            overwrite: Whether a file that exists is replaced.
+            object_name: Name of the object.
+            filename: Local file to write. Its parent folders are created.
+            overwrite: Whether to replace an existing file.
             callback: Called with the bytes received and the object's size.
 
         Raises:
-            FileNotFoundError: If the object does not exist, or must not be seen.
+            FileNotFoundError: If the object does not exist, or the credentials may not see it.
             FileExistsError: If the file exists and `overwrite` is false.
-            ObjectStoreTransientError: If it may work the next time.
+            ObjectStoreTransientError: If a retry may succeed.
         """
         self._cannot("download")
 
     def list_objects(self, prefix: str | None = None) -> list[str]:
-        """Return the names of all objects that begin with a text, in order.
+        """Return the sorted names of all objects with a prefix.
 
-        The list may be out of date. Whether one object exists is asked with `get_object_size`.
+        The list may be outdated. Use `get_object_size` to check that an object exists.
         """
         self._cannot("list objects")
 
     def delete_object(self, object_name: str) -> None:
-        """Delete an object. There need not be one of this name: an attempt that failed may have deleted it.
+        """Delete an object, or do nothing if it does not exist: an attempt that failed may have deleted it.
 
         Args:
-            object_name: The object. A folder is none.
+            object_name: Name of the object. Folders are not objects.
 
         Raises:
-            ObjectStoreTransientError: If it may work the next time.
+            ObjectStoreTransientError: If a retry may succeed.
             StorageError: If the store refuses.
         """
         self._cannot("delete")
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Release connections."""
 
     def __enter__(self) -> Self:
         return self
@@ -121,7 +121,7 @@ log = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Errors = type[BaseException] | tuple[type[BaseException], ...]
-_jitter = random.Random()  # its own, so that nobody's seed or sequence changes
+_jitter = random.Random()  # separate, so that the global random state does not change
 
 
 @overload
@@ -137,17 +137,17 @@ def retry(exc_class: _Function, /) -> _Function: ...
 def retry(
     exc_class: Any = Exception, num_attempts: int = 3, initial_backoff: float = 1.0, max_jitter: float = 0.5
 ) -> Any:
-    """Decorate a function so that it is called again when it raises.
+    """Decorate a function to call it again when it raises.
 
-    Before attempt `i + 2` it sleeps `initial_backoff * 2**i` seconds and up to `max_jitter` more, so that many
-    processes that failed together do not come back together. A function with a parameter `retry_index` gets the number
-    of attempts before this one. Works with and without parentheses.
+    Before attempt `i + 2` it sleeps `initial_backoff * 2**i` seconds, plus up to `max_jitter` so that processes that
+    failed together do not retry together. A parameter `retry_index` of the function receives the number of earlier
+    attempts. The decorator works with and without parentheses.
 
     Args:
-        exc_class: The kind, or kinds, of exception to try again after. Others pass at once.
-        num_attempts: How many calls at most. The last one's exception is raised.
-        initial_backoff: Seconds.
-        max_jitter: Seconds.
+        exc_class: Exception class, or classes, to retry after. Others propagate at once.
+        num_attempts: Maximum number of calls. The exception of the last one is raised.
+        initial_backoff: Sleep before the second attempt, in seconds.
+        max_jitter: Maximum random addition to each sleep, in seconds.
 
     Raises:
         ValueError: If `num_attempts` is less than 1, or a number of seconds is negative.
@@ -163,13 +163,13 @@ def retry(
         >>> attempts
         [0, 1, 2]
     """
-    if not isinstance(exc_class, (type, tuple)):
+    if not isinstance(exc_class, (type, tuple)):  # used without parentheses: it is the function
         return retry()(exc_class)
     errors: _Errors = exc_class
     if num_attempts < 1:
         raise ValueError(f"num_attempts={num_attempts!r} is no number of calls: it must be 1 or more.")
     for name, seconds in (("initial_backoff", initial_backoff), ("max_jitter", max_jitter)):
-        if not seconds >= 0:
+        if not seconds >= 0:  # also rejects NaN
             raise ValueError(f"{name}={seconds!r} is no number of seconds: it must be 0 or more.")
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,7 +223,7 @@ _CODES = {
 
 
 class Fault(StrEnum):
-    """The kinds of failure that are treated differently."""
+    """Kinds of failure that callers treat differently."""
 
     MISSING = "missing"
     FORBIDDEN = "forbidden"
@@ -232,7 +232,7 @@ class Fault(StrEnum):
     OTHER = "other"
 
 
-# Told by module and name, so that no client library is imported for it.
+# By top-level module and class name, to avoid importing client libraries.
 _CLASSES = {
     ("aiohttp", "ClientConnectionError"): Fault.TRANSIENT,
     ("aiohttp", "ClientPayloadError"): Fault.TRANSIENT,
@@ -264,9 +264,9 @@ _CLASSES = {
 
 
 def classify(error: BaseException) -> Fault:
-    """Return what an error means: what the deepest cause that says anything says.
+    """Return the kind of failure, from the deepest cause that can be classified.
 
-    Libraries turn the answers of a server into exceptions of their own, and sometimes into less telling ones; the
+    Client libraries wrap the response of a server in exceptions of their own, sometimes less specific ones; the
     original is among the causes.
     """
     verdicts = [verdict for verdict in map(_classify_one, _chain(error)) if verdict is not None]
@@ -277,7 +277,7 @@ def _classify_one(error: BaseException) -> Fault | None:
     status = _status(error)
     if status is not None:
         return _by_status(status)
-    for base in type(error).__mro__:  # from the particular to the general
+    for base in type(error).__mro__:  # the most specific class first
         known = _CLASSES.get((base.__module__.partition(".")[0], base.__name__))
         if known is not None:
             return known
@@ -302,7 +302,7 @@ def _by_status(status: int) -> Fault | None:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status of an answer, wherever the library keeps it."""
+    """Return the HTTP status of a response, which each library keeps elsewhere."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -321,7 +321,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
+    seen: set[int] = set()  # chains of exceptions can be cyclic
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
@@ -329,11 +329,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-_HOME_RELATIVE: Final = {"sftp", "ssh"}  # one slash after the host begins a path from home, two one from the root
+_HOME_RELATIVE: Final = {"sftp", "ssh"}  # one slash after the host: relative to home; two: absolute
 
 
 class ParsedURI(NamedTuple):
-    """The parts of an address. A local path has neither backend nor bucket."""
+    """Parts of an address. A local path has neither backend nor bucket."""
 
     backend: str
     bucket: str
@@ -341,14 +341,14 @@ class ParsedURI(NamedTuple):
 
 
 def parse_uri(uri: str | os.PathLike[str]) -> ParsedURI:
-    """Split an address.
+    """Split an address into backend, bucket and path.
 
     Args:
         uri: `backend://bucket/path`, `backend://bucket@namespace/path`, `dbfs:/path` or a local path.
 
     Returns:
-        The backend in small letters, the bucket without its namespace, and the path without a leading slash; of a
-        local path, `('', '', path)` unchanged.
+        The backend in lower case, the bucket without its namespace, and the path without a leading slash; for a local
+        path, `('', '', path)` unchanged.
 
     Example:
         >>> tuple(parse_uri("s3://bucket/a/longer/path"))
@@ -367,5 +367,5 @@ def parse_uri(uri: str | os.PathLike[str]) -> ParsedURI:
 
 
 def is_uri(text: str | os.PathLike[str]) -> bool:
-    """Return whether a text is an address of a store or of the web, and not a local path."""
+    """Return whether a text is an address of a store or of the web, instead of a local path."""
     return bool(parse_uri(text).backend)
