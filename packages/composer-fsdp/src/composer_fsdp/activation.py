@@ -1,7 +1,7 @@
-"""Which activations are computed again in the backward pass, or wait for it on the host.
+"""Activation checkpointing and activation offloading.
 
-`module._activation_checkpointing` decides; without it `activation_checkpointing_fn(module)` of the model's direct
-child, or of the model itself where the child has none. What neither chooses stays as it is.
+`module._activation_checkpointing` takes precedence, then `activation_checkpointing_fn(module)` of the model's direct
+child, or of the model if the child does not define it. Modules that neither selects are left unchanged.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-# `torch.compiler.is_compiling` is not True in every place of torch 2.11 where something is compiled.
+# In torch 2.11, `torch.compiler.is_compiling` is not True everywhere during compilation.
 from torch._guards import detect_fake_mode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -25,7 +25,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     offload_wrapper,
 )
 from torch.utils._python_dispatch import TorchDispatchMode  # torch has no public name for it
-from torch.utils._pytree import tree_leaves  # its public face, `optree`, is another package
+from torch.utils._pytree import tree_leaves  # the public equivalent, `optree`, is a separate package
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 __all__ = ["apply_ac", "chosen_for_checkpointing", "warn_of_none_chosen", "contexts_that_keep_products"]
@@ -40,26 +40,26 @@ def apply_ac(
     reentrant: bool = False,
     checkpoint_fn: Callable[..., Any] | None = None,
 ) -> dict[nn.Module, nn.Module]:
-    """Wrap the chosen modules inside a model, in place; the model itself is never wrapped.
+    """Wrap the selected modules of a model in place, but never the model itself.
 
-    Names in state dicts stay as they were.
+    State dict names do not change.
 
     Args:
-        model: Whose descendants are wrapped.
-        activation_checkpointing: Whether they compute their activations again in the backward pass; `'selective'`
-            keeps the results of matrix products and attention all the same.
-        activation_cpu_offload: Whether what they keep waits on the host.
-        check_fn: Chooses the modules. By default the rules of this module.
-        reentrant: Which of torch's implementations; the reentrant one gives no gradients to a module whose inputs need
-            none.
-        checkpoint_fn: What computes again, in place of torch's own.
+        model: The model whose descendants are wrapped.
+        activation_checkpointing: Whether to recompute activations in the backward pass; `'selective'` still saves the
+            results of matrix products and attention.
+        activation_cpu_offload: Whether to keep saved activations on the host.
+        check_fn: Selects the modules. By default the rules above apply.
+        reentrant: Whether to use PyTorch's reentrant implementation, which computes no gradients for a module whose
+            inputs do not require them.
+        checkpoint_fn: Replaces PyTorch's checkpoint function.
 
     Returns:
-        From each module that was wrapped to what stands in its place.
+        The wrapper of each wrapped module.
 
     Raises:
-        ValueError: If the settings exclude each other.
-        TypeError: If what chooses the modules is no function.
+        ValueError: If the settings are incompatible.
+        TypeError: If `activation_checkpointing_fn` is not callable.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -78,18 +78,18 @@ def apply_ac(
     wrap = _wrapper(activation_checkpointing, activation_cpu_offload, reentrant, checkpoint_fn)
     replaced = {module: wrap(module) for module in chosen}
     for parent in list(model.modules()):
-        for name, child in parent._modules.items():  # `named_children` gives one that has two names only once
-            # A wrapper's own child is the module that it wraps.
+        for name, child in parent._modules.items():  # `named_children` skips a child's second name
+            # The child of a wrapper is the wrapped module: replacing it would make the wrapper contain itself.
             if child in replaced and replaced[child] is not parent and not _is_wrapper(parent):
                 parent._modules[name] = replaced[child]
     return replaced
 
 
 def chosen_for_checkpointing(model: nn.Module, check_fn: Callable[[nn.Module], bool] | None = None) -> list[nn.Module]:
-    """Return the modules that the rules choose, each once, without those that are wrapped already.
+    """Return the selected modules that are not wrapped yet, without duplicates.
 
     Raises:
-        TypeError: If what shall choose them is no function.
+        TypeError: If `activation_checkpointing_fn` is not callable.
     """
     chosen: dict[nn.Module, None] = {}
     done = {module for wrapper in model.modules() if _is_wrapper(wrapper) for module in (wrapper, *wrapper.children())}
@@ -111,10 +111,7 @@ def chosen_for_checkpointing(model: nn.Module, check_fn: Callable[[nn.Module], b
 
 
 def warn_of_none_chosen(model: nn.Module, stacklevel: int) -> None:
-    """Warn that activations are to be computed again, or to wait on the host, and those of no module.
-
-    A model that is wrapped already does so.
-    """
+    """Warn that checkpointing or offloading is enabled but selects no module, unless a module is wrapped already."""
     if any(_is_wrapper(module) for module in model.modules()):
         return
     warnings.warn(
@@ -138,7 +135,7 @@ def _wrapper(
     def wrap(module: nn.Module) -> nn.Module:
         own = dict(settings)
         if checkpointing == "selective":
-            own["context_fn"] = contexts_that_keep_products()  # each module's own, since it remembers what was changed
+            own["context_fn"] = contexts_that_keep_products()  # one per module: it remembers in-place changes
         wrapped = checkpoint_wrapper(module, **own) if checkpointing else module
         return offload_wrapper(wrapped) if offload else wrapped
 
@@ -151,6 +148,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 _Contexts: TypeAlias = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
+# Expensive to recompute: matrix products and attention.
 _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.bmm.default,
@@ -170,18 +168,18 @@ def contexts_that_keep_products() -> Callable[[], _Contexts]:
         >>> contexts = contexts_that_keep_products()
         >>> checkpoint(lambda: (weight @ weight).exp(), use_reentrant=False, context_fn=contexts).sum().backward()
     """
-    return functools.partial(_contexts, _Seen())  # torch.compile takes a function here, and no object that is called
+    return functools.partial(_contexts, _Seen())  # torch.compile accepts no callable object here
 
 
 @dataclasses.dataclass
 class _Seen:
-    """What the first pass of a module showed: which products, by number, are not to be kept."""
+    """Products that must be recomputed, by number, as found in the first pass of a module."""
 
     changed: set[int] | None = None
 
 
 def _contexts(seen: _Seen) -> _Contexts:
-    if detect_fake_mode() is not None:
+    if detect_fake_mode() is not None:  # fake tensors have no addresses to watch
         return create_selective_checkpoint_contexts(_Policy(set()))
     if not torch.is_grad_enabled():
         return contextlib.nullcontext(), contextlib.nullcontext()
@@ -193,14 +191,14 @@ def _contexts(seen: _Seen) -> _Contexts:
 
 @dataclasses.dataclass
 class _Progress:
-    """How far one pass of a module is."""
+    """Progress of one pass through a module."""
 
     num_products: int = 0
     is_after_product: bool = False
 
 
 class _Policy:
-    """Which results of one pass are kept; torch asks in the forward pass, and older versions in the backward, too."""
+    """Policy that saves products; called in the forward pass, and in older PyTorch versions also on recomputation."""
 
     def __init__(self, changed: set[int]) -> None:
         self.changed = changed
@@ -209,7 +207,7 @@ class _Policy:
     def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         progress = self.again if context.is_recompute else self.forward
         is_product = operation in _KEPT
-        # What matmul makes of its product is kept with it, so that torch sees changes through either.
+        # Save the view that matmul returns along with its product, so that PyTorch detects changes through either.
         is_of_product = is_product or (operation is _UNSAFE_VIEW and progress.is_after_product)
         progress.num_products += is_product
         progress.is_after_product = is_product
@@ -219,7 +217,7 @@ class _Policy:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes which of the results that could be kept are changed in place by what follows, or outlive the pass."""
+    """Records which savable results are later changed in place or outlive the pass."""
 
     supports_higher_order_operators = True
 
@@ -229,18 +227,19 @@ class _Watch(TorchDispatchMode):
         self.num_products = 0
         self.numbers: dict[int, int] = {}  # by the address of a product
         self.aliases: list[tuple[int, weakref.ref[torch.Tensor]]] = []
-        self.held: list[torch.Tensor] = []  # so that no other tensor gets their memory
+        self.held: list[torch.Tensor] = []  # keeps addresses from being reused
         self.changed: set[int] = set()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # parts that are compiled stay so, as under torch's own modes
+        return True  # keep compiled regions compiled, as PyTorch's own modes do
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in _written(func, args, kwargs):
             self.changed |= {self.numbers[address] for address in _addresses(tensor) if address in self.numbers}
         result = func(*args, **kwargs)
+        # Every alias is followed, since a view of a product may be changed or kept in its place.
         tensors = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
         if func in _KEPT:
             self.numbers |= {address: self.num_products for tensor in tensors for address in _addresses(tensor)}
@@ -254,13 +253,14 @@ class _Watch(TorchDispatchMode):
     def __exit__(self, exception_type: Any, exception: Any, traceback: Any) -> None:
         super().__exit__(exception_type, exception, traceback)
         if exception is None:
+            # What outlives the pass may be changed in place later, where this mode no longer sees it.
             outliving = {number for number, tensor in self.aliases if tensor() is not None}
             self.seen.changed = self.changed | outliving
         self.held.clear()
 
 
 class _Explained:
-    """Says what to do where torch finds that a result which it kept was changed."""
+    """Context that adds advice to PyTorch's error about a saved result that was changed."""
 
     def __init__(self, context: contextlib.AbstractContextManager[Any]) -> None:
         self.context = context
@@ -281,7 +281,7 @@ class _Explained:
 
 
 def _written(operation: Any, args: Any, kwargs: Any) -> list[Any]:
-    schema = getattr(operation, "_schema", None)  # operations of higher order have none
+    schema = getattr(operation, "_schema", None)  # higher-order operators have none
     if schema is None or not schema.is_mutable:
         return []
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
@@ -290,7 +290,7 @@ def _written(operation: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _addresses(value: Any) -> set[int]:
-    """Return where the memory of a tensor begins; of one made of several, as sharded ones are, that of each."""
+    """Return the storage addresses of a tensor, or those of the inner tensors of a wrapper subclass."""
     if not isinstance(value, torch.Tensor):
         return set()
     flatten = getattr(value, "__tensor_flatten__", None)
@@ -299,5 +299,5 @@ def _addresses(value: Any) -> set[int]:
         return {address for name in names for address in _addresses(getattr(value, name))}
     try:
         return {value.untyped_storage().data_ptr()}
-    except (NotImplementedError, RuntimeError):  # of sparse and opaque tensors, which are no products that are kept
+    except (NotImplementedError, RuntimeError):  # sparse and opaque tensors, which are never saved products
         return set()
