@@ -113,6 +113,7 @@ def check_reshard(reshard: Any, shard_degree: int | None) -> None:
     Raises:
         ValueError: If the value is neither a bool nor a positive number of ranks, or does not divide `shard_degree`.
     """
+    # `bool` is a subclass of `int`, so that `isinstance` accepts all three forms.
     if not isinstance(reshard, int) or (reshard is not False and reshard < 1):
         raise ValueError(
             f"reshard_after_forward={reshard!r} is neither True nor False nor a number of ranks over which weights "
