@@ -1,6 +1,7 @@
-"""The command `composer-fsdp`: what a configuration would do to a model, without doing it.
+"""The `composer-fsdp` command, which previews what a configuration does to a model.
 
-Torch, and what needs it, is imported once the arguments are known to be right.
+PyTorch and the modules that need it are imported after the arguments are parsed, so that `--help` and usage errors are
+fast.
 """
 
 import argparse
@@ -19,7 +20,7 @@ _DOES_NOT_FIT, _IS_WRONG = 1, 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    It is 0 if all is well, 1 if an estimate is above `--gpu-memory`, and 2 if something given is wrong.
+    The code is 0 on success, 1 if an estimate exceeds `--gpu-memory`, and 2 if an input is invalid.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -27,9 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.simplefilter("always")
             result = options.run(options)
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, NotImplementedError) as error:
+        # `str` of a KeyError is the repr of its message, in quotes.
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         sys.stderr.write(f"composer-fsdp: {text}\n")
         return _IS_WRONG
+    # Each suggestion shards the model again and repeats its warnings.
     for message in dict.fromkeys(str(warning.message) for warning in warned):
         sys.stderr.write(f"composer-fsdp: {message}\n")
     sys.stdout.write((json.dumps(result.to_dict(), indent=2) if options.json else str(result)) + "\n")
@@ -50,7 +53,7 @@ def _estimate(options: argparse.Namespace) -> Any:
     from composer_fsdp.fake_run import Workload
     from composer_fsdp.model_source import load_config, load_model, load_named, load_optimizer
 
-    # Torch, which sets the levels of its logs as it loads, logs a traceback beside the error of shapes that do not fit.
+    # PyTorch also logs a traceback on a shape mismatch. It sets log levels on import, so override them afterwards.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     gpu_memory = None if options.gpu_memory is None else parse_bytes(options.gpu_memory)
     config = load_config(options.config)
@@ -75,7 +78,7 @@ def _of_run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _batch(options: argparse.Namespace, made: Any) -> Any:
-    """Return a microbatch: of a function, of a shape, or what was made together with the model."""
+    """Return a microbatch from `--batch`, from `--input-shape`, or from the function that made the model."""
     from composer_fsdp.model_source import make_batch
 
     if options.batch is not None:
