@@ -167,6 +167,7 @@ def _refuse_sharded(model: nn.Module, plan: ShardingPlan) -> None:
 def _suggestions(model: nn.Module, plan: ShardingPlan, work: Workload, peak: Moment) -> Iterator[Suggestion]:
     """Yield changes that lower the peak, each estimated on its own."""
     for change, other_plan, other_work in _candidates(model, plan, work):
+        # Not every candidate helps: another kind of memory may dominate the peak.
         needed = rehearse(model, other_plan, other_work).peak().bytes
         if needed < peak.bytes:
             yield Suggestion(change, needed)
@@ -358,7 +359,7 @@ def plan_of(
 
 def _measure(unit: Unit, depth: int, sharder: Sharder, taken: set[int], checkpointed: set[nn.Module]) -> UnitSizes:
     own = {id(p): p for m in (unit.module, *unit.partners) for p in m.parameters() if id(p) not in taken}
-    taken.update(own)
+    taken.update(own)  # nested units come first, so what is left belongs to the outer unit
     mesh, dtypes, reshard = sharder.mesh_of(unit), sharder.dtypes_of(unit), sharder.reshard_of(unit)
     axes = mesh.mesh_dim_names or (("replicate", "shard") if mesh.ndim == 2 else ("shard",))
     sizes = dict(zip(axes, mesh.mesh.shape, strict=True))
@@ -383,6 +384,7 @@ def _measure(unit: Unit, depth: int, sharder: Sharder, taken: set[int], checkpoi
 def _rows_of_rank_zero(parameter: nn.Parameter, shards: int) -> int:
     """Return the number of elements on rank 0 of a tensor sharded along dim 0."""
     rows = parameter.shape[0]
+    # FSDP2 rounds up, so that rank 0 has the largest shard and the last ranks may have less.
     return -(-rows // shards) * (parameter.numel() // rows)
 
 
