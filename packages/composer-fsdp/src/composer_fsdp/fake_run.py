@@ -1,4 +1,4 @@
-"""Two training steps of a sharded model whose tensors have shapes and no values."""
+"""Simulated training steps of a sharded model, run on fake tensors."""
 
 import copy
 import os
@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import (
-    tree_leaves,  # nor for these
-    tree_map_only,  # nor for these
+    tree_leaves,  # PyTorch has no public name for these
+    tree_map_only,  # PyTorch has no public name for these
 )
 
 from composer_dist import dist
@@ -38,9 +38,9 @@ from composer_fsdp.wrap_rules import Stage, Unit
 
 __all__ = ["FakeMeshes", "fake_world", "Workload", "is_composer_model", "rehearse"]
 
-_STEPS = 2  # the first has no optimizer state yet
-_MAX_SAID = 300  # letters of an error of the model's
-_DEVICE = torch.device("cpu")  # of tensors without values, so that it need not be there
+_STEPS = 2  # the first step begins without optimizer state
+_MAX_SAID = 300  # characters of an error raised by the model
+_DEVICE = torch.device("cpu")  # the device of fake tensors; always available
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 MakeLoss = Callable[[Any, Any], torch.Tensor]
@@ -48,16 +48,17 @@ MakeLoss = Callable[[Any, Any], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one rank does in a training step.
+    """Work of one rank in a training step.
 
     Attributes:
-        batch: A microbatch of one rank, as the dataloader gives it. Its tensors may be on the meta device.
-        batch_size: How many examples a microbatch has, if not as many as `batch`: the first dim of its tensors.
-        microbatches: How many of them a step has.
-        optimizer: Makes an optimizer of parameters.
-        loss: Computes the loss of `(outputs, batch)`. By default the model's own `loss`, or that of its outputs, or
-            the mean of these.
-        on_gpu: Whether optimizers work on lists of tensors and autocast knows float16, as on a GPU.
+        batch: A microbatch of one rank, as the dataloader yields it. Its tensors may be on the meta device.
+        batch_size: The number of examples per microbatch, that is, the first dim of its tensors; that of `batch` when
+            `None`.
+        microbatches: The number of microbatches per step.
+        optimizer: Creates an optimizer from parameters.
+        loss: Computes the loss from `(outputs, batch)`. By default the model's `loss`, the loss in its outputs, or the
+            mean of the outputs.
+        on_gpu: Whether to use foreach optimizers and float16 autocast, as on a GPU.
     """
 
     batch: Any
@@ -80,24 +81,24 @@ class Workload:
 
 
 def is_composer_model(model: nn.Module) -> bool:
-    """Say whether a model is one whose children are sharded and that has a loss, as a ComposerModel."""
+    """Return whether a model has the methods of a ComposerModel, whose children are sharded."""
     return callable(getattr(model, "loss", None)) and callable(getattr(model, "eval_forward", None))
 
 
 def rehearse(model: nn.Module, plan: ShardingPlan, work: Workload) -> MemoryLog:
-    """Shard a copy of a model and train it for two steps, without allocating either. Call it in a fake world.
+    """Shard a copy of a model and train it for two steps on fake tensors. Must be called inside `fake_world`.
 
     Args:
-        model: Whose tensors may be anywhere. It stays as it is.
-        plan: How it is sharded.
-        work: What it is trained on.
+        model: A model on any device. It is not changed.
+        plan: The sharding plan.
+        work: The work of one rank in a step.
 
     Returns:
-        What was in memory then, and the traffic of the second step.
+        The log of memory, and of the communication of the second step.
 
     Raises:
-        ValueError, KeyError: If model and plan do not go together.
-        RuntimeError: If the model looks at values, of which there are none, or its training step fails otherwise.
+        ValueError, KeyError: If model and plan are incompatible.
+        RuntimeError: If the model reads tensor values, which fake tensors lack, or its training step fails otherwise.
     """
     stage = Stage()
     no_values = FakeTensorMode(allow_non_fake_inputs=True)
@@ -105,7 +106,7 @@ def rehearse(model: nn.Module, plan: ShardingPlan, work: Workload) -> MemoryLog:
     units = units_of(model, plan, wraps_itself=not is_composer_model(model))
     if plan.layer_plan is not None:
         check_layer_plan(model, plan.layer_plan)
-    # Sharded on the meta device, beside which there are values, as the numbers of ranks in meshes.
+    # Shard outside the fake mode: building meshes reads the values of tensors of ranks.
     replica = _shard_copy(model, plan, units, log, stage, no_values)
     with _explained_failures(), no_values:
         materialize(replica, _DEVICE)
@@ -119,7 +120,7 @@ def rehearse(model: nn.Module, plan: ShardingPlan, work: Workload) -> MemoryLog:
 
 
 class _Step:
-    """A training step, with what is in memory named."""
+    """Training step that marks its tensors by kind in the memory log."""
 
     def __init__(
         self,
@@ -133,12 +134,12 @@ class _Step:
         self._model, self._batch = model, batch
         self._plan, self._work, self._stage, self._log = plan, work, stage, log
         self._is_composer = is_composer_model(model)
-        # The shards themselves: DTensor would work out each operation on the whole weights, in memory that is counted.
+        # Optimize local shards: DTensor would propagate each operation on whole fake weights, which would be counted.
         self._shards = {p: nn.Parameter(_local(p), p.requires_grad) for p in model.parameters() if p.requires_grad}
         self._optimizer = _make_optimizer(work, list(self._shards.values()))
 
     def run(self) -> None:
-        """Train for one step, and leave the gradients behind as a loop does."""
+        """Train for one step, keeping the gradients until the next one as a training loop does."""
         log, on_host = self._log, self._plan.cpu_offload
         log.mark(self._model.parameters(), "parameters", on_host=on_host)
         log.mark(self._model.buffers(), "buffers")
@@ -150,7 +151,7 @@ class _Step:
                 loss = self._loss()
             self._stage.enter("backward")
             loss.backward()
-            del loss
+            del loss  # frees it before the next microbatch
             gradients = (p.grad for p in self._model.parameters() if p.grad is not None)
             log.mark(gradients, "gradients", on_host=on_host)
         if self._is_composer:
@@ -158,7 +159,7 @@ class _Step:
         self._stage.enter("the optimizer's step")
         for parameter, shard in self._shards.items():
             shard.grad = None if parameter.grad is None else _local(parameter.grad)
-        log.works_on_host = on_host
+        log.works_on_host = on_host  # with CPU offloading the optimizer runs on the host
         self._optimizer.step()
         self._optimizer.zero_grad()
         log.works_on_host = False
@@ -167,7 +168,7 @@ class _Step:
         self._stage.enter("between two steps")
 
     def _average_what_is_whole(self) -> None:
-        """Do what the strategy does after the last microbatch with gradients that nobody has reduced."""
+        """Average the gradients of unsharded parameters, as the strategy does after the last microbatch."""
         whole = [p for p in self._shards if not isinstance(p, DTensor)]
         if whole:
             self._stage.enter("averaging the gradients of what is not sharded")
@@ -189,7 +190,7 @@ class _Step:
         return _one_loss(own if isinstance(own, torch.Tensor) else outputs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which a Trainer would compute; a loop of one's own has none."""
+        """Return the autocast context that a Trainer would use; a custom loop gets none."""
         dtype = to_dtype(self._plan.precision) if self._is_composer else torch.float32
         uses_it = dtype == torch.bfloat16 or (dtype == torch.float16 and self._work.on_gpu)
         return torch.autocast(_DEVICE.type, dtype=dtype) if uses_it else nullcontext()
@@ -215,10 +216,10 @@ def _shard_copy(
     stage: Stage,
     no_values: FakeTensorMode,
 ) -> nn.Module:
-    """Return a copy of a model, on the meta device, sharded by a plan."""
+    """Return a sharded copy of a model on the meta device."""
     meshes = FakeMeshes(plan, _DEVICE.type)
     checkpointed = chosen_for_checkpointing(model)
-    # The rules are asked about the model itself: functions in them may know its modules.
+    # Apply the rules to the original model: user functions in them may compare modules by identity.
     replica, twin_of = _copy_to_meta(model, no_values)
     ignored = tuple(twin_of(module) for module in plan.ignored_modules)
     offloads, plan = plan.activation_cpu_offload, replace(plan, ignored_modules=ignored, activation_cpu_offload=False)
@@ -228,7 +229,7 @@ def _shard_copy(
         split_tensors(replica, meshes.tensor, plan.layer_plan)
     units = wrap_activations(replica, plan, units, chosen.__contains__)
     if offloads:
-        # Around what computes activations again, as the wrapper of a real run is.
+        # Offload outside of checkpointing, in the order of the wrappers of a real run.
         wrappers = {getattr(m, "_checkpoint_wrapped_module", None): m for m in replica.modules()}
         for module in chosen:
             _offload_activations(wrappers.get(module, module), log)
@@ -241,7 +242,7 @@ def _shard_copy(
 
 
 def _copy_to_meta(model: nn.Module, no_values: FakeTensorMode) -> tuple[nn.Module, Callable[[nn.Module], nn.Module]]:
-    """Return a copy of a model, and what gives the copy's part for each of its parts."""
+    """Return a copy of a model and a function that maps each original module to its copy."""
     twins: dict[int, Any] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -250,7 +251,7 @@ def _copy_to_meta(model: nn.Module, no_values: FakeTensorMode) -> tuple[nn.Modul
         for buffer in module._buffers.values():
             if buffer is not None:
                 twins[id(buffer)] = _like(buffer, "meta")
-        with no_values:  # what is no buffer nobody moves from the meta device
+        with no_values:  # `materialize` moves no tensors that are plain attributes, so make them on the device
             own = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
             twins |= {id(tensor): _like(tensor, _DEVICE) for tensor in own}
     try:
@@ -271,7 +272,7 @@ def _like(tensor: torch.Tensor, device: torch.device | str, first_dim: int | Non
 
 
 def _offload_activations(module: nn.Module, log: MemoryLog) -> None:
-    """Let what a module saves for its backward pass count as the host's, where all is one device."""
+    """Count the tensors that a module saves for backward as host memory, although all fake tensors share a device."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         moved = tensor.detach().clone()
@@ -303,23 +304,23 @@ def _make_optimizer(work: Workload, parameters: list[nn.Parameter]) -> Optimizer
         raise TypeError(f"optimizer={work.optimizer!r} made {optimizer!r}, which is no torch.optim.Optimizer.")
     for group in optimizer.param_groups:
         if work.on_gpu and group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = True  # what torch chooses there, at the price of temporary lists
+            group["foreach"] = True  # PyTorch's default on a GPU; it needs temporary lists
     return optimizer
 
 
 @contextmanager
 def _explained_failures() -> Iterator[None]:
-    """Say of what a user's code fails at that it is the user's."""
+    """Re-raise failures of user code with an explanation."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a real run is going to give them
+            warnings.simplefilter("ignore")  # a real run will issue them
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise RuntimeError(
             f"the model asks for the values of a tensor ({error}), and here there are only shapes. Leave out what "
             f"does, such as .item() and masks as indices, or measure a real step."
         ) from error
-    except (ValueError, TypeError):  # as what is refused here, which says what to do
+    except (ValueError, TypeError):  # raised by our own validation, whose messages are clear
         raise
     except Exception as error:
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_SAID]}".rstrip(" .:")
@@ -334,17 +335,17 @@ _RANKS_OF_A_NODE = 8
 
 @contextmanager
 def fake_world(world_size: int, local_world_size: int | None = None) -> Iterator[None]:
-    """Make this process rank 0 of a run of its own imagination. Its collectives return at once, whatever they give.
+    """Make this process rank 0 of a simulated run, whose collectives return at once with arbitrary results.
 
-    The environment says so too, inside.
+    The environment variables of the launcher are set accordingly inside the context and restored after it.
 
     Args:
-        world_size: How many ranks there are.
-        local_world_size: How many of them each node has. At most 8 when `None`.
+        world_size: The number of ranks.
+        local_world_size: The number of ranks per node. At most 8 when `None`.
 
     Raises:
-        ValueError: If there are no such numbers of ranks.
-        RuntimeError: If this process has a process group already.
+        ValueError: If the numbers are not positive, or `local_world_size` does not divide `world_size`.
+        RuntimeError: If this process already has a process group.
     """
     local = min(world_size, _RANKS_OF_A_NODE) if local_world_size is None else local_world_size
     for name, number in (("world_size", world_size), ("local_world_size", local)):
@@ -364,7 +365,7 @@ def fake_world(world_size: int, local_world_size: int | None = None) -> Iterator
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update({name: str(value) for name, value in variables.items()})
     try:
-        # Torch's own backend for this, which gives every rank what rank 0 has.
+        # PyTorch's backend for simulations, which communicates nothing.
         tdist.init_process_group("fake", rank=0, world_size=world_size)
         try:
             yield
@@ -379,10 +380,10 @@ def fake_world(world_size: int, local_world_size: int | None = None) -> Iterator
 
 
 class FakeMeshes(Meshes):
-    """The meshes of a sharded model in a fake world, where no rank can ask the others for the groups they are in."""
+    """Device meshes in a simulated run, where the ranks cannot exchange the groups they belong to."""
 
     def of_groups(self, shard: Any, replicate: Any = None) -> DeviceMesh:
-        """Return a mesh of the same shape as that of the groups."""
+        """Return a mesh of the shape that the groups would give."""
         shape = [_size(group) for group in (replicate, shard) if group is not None]
         key = tuple(shape)
         if key not in self._of_groups:
@@ -392,7 +393,7 @@ class FakeMeshes(Meshes):
         return self._of_groups[key]
 
     def across(self, shard: Any) -> Any:
-        """Return as many ranks as there are groups of a kind."""
+        """Return a list with one rank per group; only its length matters here."""
         return list(range(dist.get_world_size() // _size(shard)))
 
 
