@@ -1,4 +1,4 @@
-"""Whether gradients are finite, which the ranks tell each other by the very reductions that average them."""
+"""Gradient clipping, averaging, and detection of non-finite gradients without extra communication."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -19,19 +19,19 @@ __all__ = ["clip_grad_norm", "ReductionWatch", "watch_reductions", "average_afte
 
 
 class ReductionWatch:
-    """Looks at gradients before they are reduced, so that all ranks know alike of those that are not finite.
+    """Detector of non-finite gradients whose result is the same on every rank.
 
-    A rank whose part of a sum has no finite norm writes NaN over the first number of what each rank is going to get of
-    it. All of them find it there, without a message more, and nobody waits for a device. Where all norms are finite the
-    sums are, too: no element is larger than the square root of the largest number.
+    A rank whose gradients have a non-finite norm writes NaN to the first element of every rank's part before the
+    reduce-scatter, which carries it to all ranks without another collective or a device synchronization. If all norms
+    are finite, so are the sums: no element exceeds the square root of the largest number.
 
     Args:
-        device: Where the gradients are reduced.
+        device: The device on which gradients are reduced.
 
     Attributes:
-        found: A scalar: 0, or NaN once a gradient of any rank had no finite norm. The same on every rank.
-        speaks_of_all: Whether it can be relied on. In float16 a sum of finite gradients may overflow on the one rank
-            that gets it, of which the others do not know.
+        found: A scalar tensor: 0, or NaN once any rank had a gradient without a finite norm. The same on every rank.
+        speaks_of_all: Whether `found` is reliable. In float16 a sum of finite gradients may overflow on the one rank
+            that receives it, unnoticed by the others.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,25 +39,25 @@ class ReductionWatch:
         self.speaks_of_all = True
 
     def begin(self) -> None:
-        """Forget what was found, since the gradients are computed anew."""
+        """Reset the result before gradients are computed again."""
         self.found.zero_()
 
 
 def watch_reductions(model: nn.Module, device: torch.device) -> ReductionWatch | None:
-    """Let the units of a sharded model look at the gradients that they reduce, from now on.
+    """Install a detector of non-finite gradients in the units of a sharded model.
 
     Args:
-        model: Sharded.
-        device: Where its gradients are reduced.
+        model: A sharded model.
+        device: The device on which its gradients are reduced.
 
     Returns:
-        What finds them, or `None` where a reduction does not speak to all ranks: of weights that only some of them
-        share, that are replicated, or of which several ranks hold one tensor together.
+        The detector, or `None` if a reduction does not reach all ranks: with weights that are sharded over some ranks
+        only, replicated, or split by tensor parallelism, or on a single rank.
     """
     if dist.get_world_size() == 1:
         return None
     groups = {unit: _groups_of(unit) for unit in model.modules() if isinstance(unit, FSDPModule)}
-    # Whoever has sharded a model without a plan may have split or replicated tensors that no unit reduces.
+    # In a model that was sharded without a plan, there may be DTensors that no unit reduces.
     reduced = {each.sharded_param for group in groups.values() for part in group for each in part.fsdp_params}
     sharded = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
     if not sharded <= reduced or not all(map(_is_everybodys, sharded)) or any(len(g) > 1 for g in groups.values()):
@@ -67,47 +67,48 @@ def watch_reductions(model: nn.Module, device: torch.device) -> ReductionWatch |
         for part in group:
             reduce = part._reduce_scatter_comm
             inner = reduce.inner if isinstance(reduce, _WatchedReduction) else reduce
-            unit.set_custom_reduce_scatter(_WatchedReduction(inner, watch))  # pyright: ignore[reportArgumentType]  # has all that is asked for
+            unit.set_custom_reduce_scatter(_WatchedReduction(inner, watch))  # pyright: ignore[reportArgumentType]  # has all required methods
     return watch
 
 
 def _groups_of(unit: FSDPModule) -> list[Any]:
-    """Return what a unit reduces together, one group for each mesh.
+    """Return the parameter groups of a unit, one per mesh.
 
-    It knows with what it reduces, which may be somebody's own; torch has a public way to set it, and none to ask.
+    They hold the current reduce-scatter, possibly a custom one, which PyTorch has a public setter but no getter for.
     """
     state: Any = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11, which has one mesh a unit
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11: one mesh per unit
 
 
 def _is_everybodys(parameter: DTensor) -> bool:
-    """Say whether each rank has one part of a parameter, of which no other rank has anything."""
+    """Return whether a parameter is sharded over all ranks, without replicas."""
     mesh = parameter.device_mesh
     return mesh.ndim == 1 and mesh.size() == dist.get_world_size() and parameter.placements[0].is_shard()
 
 
 class _WatchedReduction:
-    """A unit's reduction with a look at what goes in and at what comes out."""
+    """Reduce-scatter that checks its input and output for non-finite values."""
 
     def __init__(self, inner: Any, watch: ReductionWatch) -> None:
         self.inner = inner
         self._watch = watch
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory to reduce gradients in."""
+        """Allocate the buffer in which gradients are reduced."""
         return self.inner.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **settings: Any) -> Any:
-        """Reduce gradients that lie one after the other, those for each rank together."""
+        """Reduce-scatter flattened gradients, in which each rank's part is contiguous."""
         if input_tensor.dtype is torch.float16:
             self._watch.speaks_of_all = False
-        has_any = input_tensor.numel() > 0  # weights may be empty
+        has_any = input_tensor.numel() > 0  # parameters may be empty
         if has_any:
             firsts = input_tensor.view(group.size(), -1)[:, 0]
             firsts += torch.linalg.vector_norm(input_tensor) * 0  # NaN unless finite
         work = self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **settings)
+        # The output is valid only after an asynchronous reduction is done.
         if work is not None:
             work.wait()
         if has_any:
@@ -122,22 +123,22 @@ def clip_grad_norm(
     norm_type: float = 2.0,
     local_meshes: frozenset[Any] = frozenset(),
 ) -> torch.Tensor:
-    """Scale gradients, in place, so that their joint norm is at most `max_norm`. Every rank must call this.
+    """Scale gradients in place so that their total norm is at most `max_norm`. Every rank must call this.
 
     Args:
-        parameters: With gradients that are whole or sharded, over one mesh or several.
-        max_norm: The bound.
-        norm_type: Which norm; `math.inf` for the largest absolute value.
-        local_meshes: The meshes that are only a part of the ranks, where the others have weights of their own.
+        parameters: Parameters whose gradients are whole or sharded, over one or several meshes.
+        max_norm: The maximum norm.
+        norm_type: The order of the norm; `math.inf` for the largest absolute value.
+        local_meshes: The meshes that cover only some of the ranks, the others holding different weights.
 
     Returns:
-        The norm before, of all ranks' parts, the same on every rank; it stays on its device.
+        The total norm before clipping over all ranks, the same on every rank, without a device synchronization.
     """
     groups = _by_mesh([p for p in parameters if p.requires_grad])
     norms: list[torch.Tensor] = []
     for mesh, members in groups.items():
         grads = [p.grad for p in members if p.grad is not None]
-        # Where the ranks beyond a mesh add their parts they all must come, whether they have gradients or not.
+        # The norm of a local mesh is all-reduced over all ranks, so that every rank must take part, gradients or not.
         if grads or mesh in local_meshes:
             norms.append(_norm_of(mesh, grads or [torch.zeros(())], norm_type, mesh in local_meshes))
     if not norms:
@@ -161,7 +162,7 @@ def _norm_of(mesh: Any, grads: Sequence[torch.Tensor], norm_type: float, is_loca
         norm = norm.full_tensor()
     if not is_local:
         return norm
-    # Each rank of the mesh counts its share of the power, so that together the ranks count every mesh once.
+    # Every rank of the mesh has the same norm, so that dividing by its size counts each mesh once in the sum.
     if math.isinf(norm_type):
         tdist.all_reduce(norm, op=tdist.ReduceOp.MAX)
         return norm
@@ -171,14 +172,14 @@ def _norm_of(mesh: Any, grads: Sequence[torch.Tensor], norm_type: float, is_loca
 
 
 def average_after_backward(parameters: Sequence[torch.Tensor]) -> None:
-    """Let the gradients of parameters be averaged over all ranks at the end of each backward pass, in place.
+    """Register hooks that average gradients over all ranks in place at the end of each backward pass.
 
-    Sharded gradients are averaged by then, too. A mean of means and of what was added since is the mean of the sums, so
-    that gradients may be accumulated over several backward passes. Every rank has to come through one of the
-    parameters in the same passes.
+    Sharded gradients are averaged by then, too. Averaging an accumulated gradient again is correct, since averaging is
+    linear, so gradient accumulation works. In each backward pass, either every rank or no rank must compute a gradient
+    of these parameters.
 
     Args:
-        parameters: Whole on every rank, the same and in the same order.
+        parameters: Unsharded parameters, the same and in the same order on every rank.
     """
     if not parameters or dist.get_world_size() == 1:
         return
@@ -188,17 +189,17 @@ def average_after_backward(parameters: Sequence[torch.Tensor]) -> None:
 
 
 class _Averaging:
-    """Averages once in each backward pass, when all gradients are there."""
+    """Hook that averages gradients once per backward pass, when all are complete."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
         self._pass = -1
 
     def __call__(self, _: torch.Tensor) -> None:
-        number = torch._C._current_graph_task_id()  # of this backward pass; torch has no public name for it
+        number = torch._C._current_graph_task_id()  # identifies this backward pass; PyTorch has no public name for it
         if number != self._pass:
             self._pass = number
-            # Called at the end of the pass, as FSDP2 reduces what is left; torch has no public way to queue it.
+            # Runs at the end of the pass, as FSDP2's final reductions do. PyTorch has no public way to queue it.
             Variable._execution_engine.queue_callback(self._average)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _average(self) -> None:
