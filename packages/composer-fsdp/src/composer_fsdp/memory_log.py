@@ -1,4 +1,4 @@
-"""A log of the memory that tensors take, and of what is sent to other ranks."""
+"""Log of tensor memory and of communication between ranks."""
 
 import weakref
 from collections import Counter
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as tdist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode  # torch documents it, under this name only
+from torch.utils._python_dispatch import TorchDispatchMode  # documented by PyTorch under this name only
 from torch.utils._pytree import tree_leaves  # torch has no public name for it
 
 __all__ = ["Kind", "MemoryLog", "Moment"]
@@ -17,8 +17,8 @@ __all__ = ["Kind", "MemoryLog", "Moment"]
 Kind = str
 ACTIVATIONS, GATHERED, COMMUNICATION = "activations", "gathered", "communication"
 
-# Of each collective: its name, where among its arguments the group is, and how often its larger side is sent by a rank
-# of a group of n, in the algorithm of a ring, as a multiple of (n - 1) / n.
+# For each operator: the collective's name, the index of its group argument, and the traffic factor k. With ring
+# algorithms a rank in a group of n sends k * (n - 1) / n times the larger of input and output.
 _COLLECTIVES = {
     "_allgather_base_": ("all_gather", 2, 1),
     "_reduce_scatter_base_": ("reduce_scatter", 2, 1),
@@ -31,12 +31,12 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What was in memory when most of it was.
+    """Memory in use at its peak.
 
     Attributes:
-        bytes: Altogether, on the device.
-        place: What was going on.
-        kinds: How much of it was what.
+        bytes: The total in bytes.
+        place: The phase of the step.
+        kinds: The bytes of each kind of tensor.
     """
 
     bytes: int
@@ -45,18 +45,18 @@ class Moment:
 
 
 class MemoryLog(TorchDispatchMode):
-    """Writes down how much memory there is after each operation inside the context.
+    """Dispatch mode that records tensor memory after each operation.
 
-    What a storage is for may become known after it was made, so that the kinds are added up at the end.
+    The kind of a storage may become known after its allocation, so totals by kind are computed at the end.
 
     Args:
-        place: Says what is going on.
-        fake_mode: Whose tensors are counted.
+        place: Returns the current phase of the step.
+        fake_mode: The fake tensor mode whose tensors are counted.
 
     Attributes:
-        works_on_host: Whether what is made from now on is on the host.
-        calls: How many collectives of each name there were.
-        sent: How many bytes this rank sent in them.
+        works_on_host: Whether new tensors count as host memory.
+        calls: The number of collectives, by name.
+        sent: The bytes that this rank sent, by collective.
     """
 
     def __init__(self, place: Callable[[], str], fake_mode: object) -> None:
@@ -66,18 +66,18 @@ class MemoryLog(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         self._place = place
-        self._changes: list[tuple[int, int]] = []  # (storage, bytes more or less)
+        self._changes: list[tuple[int, int]] = []  # (storage number, change in bytes)
         self._began = 0
         self._sizes: dict[int, int] = {}
-        self._numbers: dict[int, int] = {}  # of storages that live, by their address
+        self._numbers: dict[int, int] = {}  # of live storages, by address
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._gathered: set[int] = set()
         self._kinds: dict[int, Kind] = {}
         self._on_host: set[int] = set()
-        self._places: list[tuple[int, str]] = []  # (changes until then, what was going on from there on)
+        self._places: list[tuple[int, str]] = []  # (index of the first change, phase)
 
     def mark(self, tensors: Iterable[torch.Tensor], kind: Kind, *, on_host: bool = False) -> None:
-        """Say what tensors are for, from their beginning on."""
+        """Set the kind of tensors, retroactively since their allocation."""
         self._note_place()
         for tensor in tensors:
             number = self._see(tensor)
@@ -86,13 +86,13 @@ class MemoryLog(TorchDispatchMode):
                 self._on_host.add(number)
 
     def begin(self) -> None:
-        """Count collectives, and look for a peak, from here on."""
+        """Restart the counts of collectives and the search for the peak."""
         self._began = len(self._changes)
         self.calls.clear()
         self.sent.clear()
 
     def peak(self, *, on_host: bool = False) -> Moment:
-        """Return the moment of most memory, on the device or on the host."""
+        """Return the peak of memory on the device or on the host."""
         total = highest = at = 0
         for index, (number, change) in enumerate(self._changes):
             if (number in self._on_host) == on_host:
@@ -107,9 +107,9 @@ class MemoryLog(TorchDispatchMode):
         return Moment(highest, place, {kind: size for kind, size in kinds.items() if size})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and look at all tensors that it read and made."""
+        """Run an operation and record its input and output tensors."""
         if any(hasattr(cls, "__tensor_flatten__") for cls in types):
-            return NotImplemented  # tensors that hold others come again as those
+            return NotImplemented  # wrapper subclasses dispatch again with their inner tensors
         self._note_place()
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -119,14 +119,14 @@ class MemoryLog(TorchDispatchMode):
         elif func.namespace in ("c10d", "_c10d_functional"):
             self._see_collective(name, args, result)
         for tensor in tree_leaves((args, kwargs, result)):
-            # Real tensors inside are nobody's, such as the numbers of ranks in a mesh.
+            # Real tensors, such as the ranks of a mesh, are not part of the simulated model.
             if isinstance(tensor, torch.Tensor) and getattr(tensor, "fake_mode", None) is self._fake_mode:
                 self._see(tensor)
         self._look_again(self._gathered)
         return result
 
     def _see_gathering(self, name: str, args: Any, kwargs: Any) -> None:
-        """Note what FSDP2's own operations read and write: it empties and fills these storages, which nobody tells."""
+        """Record the buffers of FSDP2's operators, which resizes their storages without dispatching an operation."""
         if name == "all_gather_copy_in":
             self._mark_new(args[1:2], COMMUNICATION)
             return
@@ -155,7 +155,7 @@ class MemoryLog(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor) -> int:
         storage = _plain(tensor).untyped_storage()
-        address = storage._cdata  # two storages that live are told apart by nothing else
+        address = storage._cdata  # the only unique key: storages of fake tensors have no data pointer
         number = self._numbers.get(address)
         if number is None:
             number = self._numbers[address] = len(self._sizes)
@@ -163,6 +163,7 @@ class MemoryLog(TorchDispatchMode):
             if self.works_on_host:
                 self._on_host.add(number)
             self._alive[number] = weakref.ref(storage)
+            # The address may be reused once the storage is freed, so it is forgotten right then.
             weakref.finalize(storage, self._lose, address, number).atexit = False
         self._change(number, storage.nbytes())
         return number
@@ -182,7 +183,7 @@ class MemoryLog(TorchDispatchMode):
     def _note_place(self) -> None:
         place = self._place()
         if not self._places or self._places[-1][1] != place:
-            # FSDP2 empties and fills storages of whole weights in between, which no operation shows in a world of one.
+            # FSDP2 resizes the storages of gathered weights between phases, without dispatching an operation.
             self._look_again(self._alive)
             self._places.append((len(self._changes), place))
 
@@ -198,10 +199,10 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _group_size(group: Any) -> int:
-    if isinstance(group, int):  # functional collectives of which this argument says it
+    if isinstance(group, int):  # functional collectives that take the group size
         return group
     if isinstance(group, str):
-        # Functional collectives carry the group's name, of which only this private function gives the group.
+        # Functional collectives take the group's name, which only this private function resolves.
         c10d: Any = tdist.distributed_c10d
         return c10d._resolve_process_group(group).size()
     return tdist.ProcessGroup.unbox(group).size()
