@@ -1,4 +1,4 @@
-"""The ranks of a run, arranged by what they do together."""
+"""Device meshes of a sharded model."""
 
 from typing import Any
 
@@ -14,22 +14,22 @@ from composer_fsdp.plan import ShardingPlan
 
 __all__ = ["Meshes"]
 
-# Of a hybrid strategy of which nobody said how: the fast links are those inside a node.
+# Default of the hybrid strategies: shard within a node, where links are fast, and replicate across nodes.
 _BY_NODES = ("node", "local_rank_across_nodes")
 
 
 class Meshes:
-    """The meshes of one sharded model.
+    """Device meshes of one sharded model.
 
     Args:
-        plan: What they follow from.
-        device_type: Where the ranks compute, such as `'cuda'`.
-        whole: The mesh of all axes, if somebody has made it. Its axes have the names of `AXES`.
+        plan: The sharding plan.
+        device_type: The device type, such as `'cuda'`.
+        whole: An existing mesh of all axes, named as in `AXES`. Created when `None`.
 
     Attributes:
-        whole: The mesh of all axes; `None` where groups say which ranks belong together.
-        data: The ranks that share and replicate the weights: one axis, or two, of which the first replicates.
-        tensor: The ranks that hold one tensor together, or `None`.
+        whole: The mesh of all axes; `None` if the plan uses process groups.
+        data: The data-parallel mesh: one axis that shards, or two, of which the first replicates.
+        tensor: The tensor-parallel mesh, or `None`.
     """
 
     def __init__(self, plan: ShardingPlan, device_type: str, whole: DeviceMesh | None = None) -> None:
@@ -53,22 +53,23 @@ class Meshes:
         if self.whole is None:
             return self.of_groups(*self._groups_of(plan))
         if self.whole.mesh_dim_names is None or AXES[1] not in self.whole.mesh_dim_names:
-            return self.whole  # somebody's own, with names of their own
+            return self.whole  # a user's mesh with other axis names
         return self.whole[AXES[:2]] if AXES[0] in self.whole.mesh_dim_names else self.whole[AXES[1]]
 
     def _replicating(self, plan: ShardingPlan) -> DeviceMesh:
-        """Return a mesh on which every rank has all weights."""
+        """Return a mesh that replicates all weights on every rank."""
         group = plan.process_group
         ranks = list(range(dist.get_world_size())) if group is None else self._ranks(self._groups.get(group))
         return self._from_ranks([[rank] for rank in ranks], "self", group)
 
     def of_strategy(self, strategy: str | None) -> DeviceMesh:
-        """Return the mesh of a unit that has a strategy of its own, or none. Every rank must call this.
+        """Return the mesh of a unit with its own sharding strategy. Every rank must call this.
 
         Args:
-            strategy: One of `STRATEGIES`.
+            strategy: One of `STRATEGIES`, or `None` for the mesh of the plan.
         """
         if strategy == "NO_SHARD":
+            # A shard axis of size 1, since FSDP2 has no strategy without sharding.
             return self._from_ranks([[rank] for rank in range(dist.get_world_size())], "self", None)
         if strategy in HYBRID_STRATEGIES and self.data.ndim == 1:
             return self.of_groups(*_BY_NODES)
@@ -80,11 +81,11 @@ class Meshes:
         return _BY_NODES
 
     def of_groups(self, shard: Any, replicate: Any = None) -> DeviceMesh:
-        """Return the mesh of the ranks that share, and perhaps of those that replicate. Every rank must call this.
+        """Return the mesh of a shard group and an optional replicate group. Every rank must call this.
 
         Args:
-            shard: As `process_group`.
-            replicate: As `process_group`; `None` for nobody.
+            shard: The group to shard over, in any form of `process_group`.
+            replicate: The group to replicate over, in the same forms, or `None`.
         """
         shard_group = self._groups.get(shard)
         if replicate is None:
@@ -93,13 +94,14 @@ class Meshes:
                 self._of_groups[key] = DeviceMesh.from_group(shard_group, self.device_type)
             return self._of_groups[key]
         replicate_group = self._groups.get(replicate)
+        # Each rank knows only its own groups, but `DeviceMesh.from_group` needs all ranks of the mesh.
         of_ranks = dist.all_gather_object((self._ranks(shard_group), self._ranks(replicate_group)))
         check_grids((shard, replicate), [ranks for ranks, _ in of_ranks], [ranks for _, ranks in of_ranks])
         rows = [of_ranks[rank][0] for rank in self._ranks(replicate_group)]
         return self._from_ranks(rows, shard_group, replicate_group)
 
     def across(self, shard: Any) -> Any:
-        """Return, as a list of ranks, those that have this rank's place in the other groups of a kind."""
+        """Return the ranks at this rank's position in all groups of a kind. Every rank must call this."""
         own = self._ranks(self._groups.get(shard))
         place = own.index(dist.get_global_rank())
         everybody = dist.all_gather_object(own)
@@ -111,7 +113,7 @@ class Meshes:
             replicate = list(range(dist.get_world_size()))
         replicate_group = self._groups.get(replicate)
         key = (shard_group, replicate_group)
-        if key not in self._of_groups:
+        if key not in self._of_groups:  # equal groups share one mesh, so that their units can too
             self._of_groups[key] = DeviceMesh.from_group(
                 [replicate_group, shard_group],
                 self.device_type,
