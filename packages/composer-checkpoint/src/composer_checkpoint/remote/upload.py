@@ -139,7 +139,7 @@ class RemoteUploader:
         self.num_concurrent_uploads, self.num_attempts, self.use_procs = num_concurrent_uploads, num_attempts, use_procs
         self.futures: list[Future[None]] = []
         self._latest_of: dict[str, Future[None]] = {}
-        # Opening a store with the placeholders of an MLflow run would create the run.
+        # Opening a store with the placeholders of an MLflow run may create the run.
         is_known = "{mlflow_" not in remote_folder
         self._store: ObjectStore | None = open_store(remote_folder, self.backend_kwargs) if is_known else None
         self._threads: Executor | None = None
@@ -225,7 +225,7 @@ class RemoteUploader:
             source = self._copies.make(file_path)
             if unsent is not None and not unsent.has_begun:
                 unsent.source.unlink()
-                # An object of before the first queued upload must still be rejected.
+                # If the first upload may not overwrite, an object from before it must still be rejected.
                 unsent.source, unsent.overwrite = source, unsent.overwrite and overwrite
                 return unsent.future
             unsent = self._unsent[remote_file_name] = _Unsent(source, overwrite)
