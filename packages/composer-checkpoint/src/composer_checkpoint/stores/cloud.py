@@ -1,4 +1,4 @@
-"""Amazon S3, and servers that speak its protocol."""
+"""Stores of cloud providers: Amazon S3, Azure, Google Cloud, OCI and libcloud's providers."""
 
 import importlib.util
 import os
@@ -46,21 +46,21 @@ _EXTRA_ARGS: Final = {
 
 
 class S3ObjectStore(FsspecObjectStore):
-    """A bucket of S3, or of a server that speaks its protocol (MinIO, Ceph, R2, ...).
+    """Bucket of Amazon S3 or an S3-compatible server (MinIO, Ceph, R2, ...).
 
-    What is not given comes from where the AWS tools look for it. The variable `S3_ENDPOINT_URL` names another server,
-    and `S3_CANNED_ACL` an access rule for each object. Large files are sent in parts, several at a time.
+    Arguments default to the configuration of the AWS tools. The environment variable `S3_ENDPOINT_URL` sets another
+    server, and `S3_CANNED_ACL` the ACL of each object. Large files are uploaded in parallel parts.
 
     Args:
-        bucket: The bucket.
-        prefix: Put before each name.
-        region_name: Where the bucket is.
-        endpoint_url: The server.
-        aws_access_key_id: Who asks.
-        aws_secret_access_key: The proof of it.
-        aws_session_token: For credentials that expire.
+        bucket: Name of the bucket.
+        prefix: Prefix of all object names.
+        region_name: Region of the bucket.
+        endpoint_url: URL of the server.
+        aws_access_key_id: Access key ID.
+        aws_secret_access_key: Secret access key.
+        aws_session_token: Session token of temporary credentials.
         client_config: Settings of botocore's client, such as `{'max_pool_connections': 20}`.
-        transfer_config: `max_concurrency` and `multipart_chunksize` (in bytes), as a mapping.
+        transfer_config: Mapping with `max_concurrency` and `multipart_chunksize` (in bytes).
 
     Raises:
         ValueError: If `transfer_config` has other keys.
@@ -94,6 +94,7 @@ class S3ObjectStore(FsspecObjectStore):
             secret=aws_secret_access_key,
             token=aws_session_token,
             client_kwargs={"region_name": region_name} if region_name else {},
+            # Adaptive retries slow down when S3 throttles.
             config_kwargs={"retries": {"mode": "adaptive"}, **(client_config or {})},
             use_listings_cache=False,
             **concurrency,
@@ -108,14 +109,14 @@ class S3ObjectStore(FsspecObjectStore):
         overwrite: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Copy a local file to the bucket; as `FsspecObjectStore.upload_object`.
+        """Copy a local file to the bucket, as in `FsspecObjectStore.upload_object`.
 
         Args:
-            object_name: The name it gets.
-            filename: The file.
+            object_name: Name of the object.
+            filename: Local file.
             callback: Called with the bytes sent and the file's size.
-            overwrite: Whether an object that has the name is replaced.
-            **kwargs: Only `ExtraArgs`, a mapping with what S3 takes for an object, such as `{'ACL': 'private'}`.
+            overwrite: Whether to replace an object of the same name.
+            **kwargs: Only `ExtraArgs`, a mapping with S3's settings of an object, such as `{'ACL': 'private'}`.
 
         Raises:
             ValueError: If there is another argument, or an unknown key in `ExtraArgs`.
@@ -135,17 +136,17 @@ class S3ObjectStore(FsspecObjectStore):
 
 
 class AzureObjectStore(FsspecObjectStore):
-    """A container of Azure Blob Storage.
+    """Container of Azure Blob Storage.
 
-    The account is that of `AZURE_ACCOUNT_NAME` and `AZURE_ACCOUNT_ACCESS_KEY`; what is not set there comes from where
-    the Azure tools look for it (`AZURE_STORAGE_CONNECTION_STRING`, `AZURE_STORAGE_SAS_TOKEN`, ...).
+    The environment variables `AZURE_ACCOUNT_NAME` and `AZURE_ACCOUNT_ACCESS_KEY` set the account; by default, the
+    variables of the Azure tools do (`AZURE_STORAGE_CONNECTION_STRING`, `AZURE_STORAGE_SAS_TOKEN`, ...).
 
     Args:
-        container: The container.
-        prefix: Put before each name.
+        container: Name of the container.
+        prefix: Prefix of all object names.
 
     Raises:
-        ImportError: If the package for it is not installed, with the line that installs it.
+        ImportError: If the required package is not installed, with the command that installs it.
     """
 
     def __init__(self, container: str, prefix: str = "") -> None:
@@ -162,18 +163,18 @@ _S3_FACE = "https://storage.googleapis.com"
 
 
 class GCSObjectStore(FsspecObjectStore):
-    """A bucket of Google Cloud Storage.
+    """Bucket of Google Cloud Storage.
 
-    With the variables `GCS_KEY` and `GCS_SECRET` (an HMAC key) it is reached through its S3 face, which needs the
-    extra `s3`; otherwise with Google's default credentials, which needs the extra `gcs`.
+    With the environment variables `GCS_KEY` and `GCS_SECRET` (an HMAC key), the bucket is accessed through the
+    S3-compatible API, which requires the extra `s3`; otherwise with Google's default credentials and the extra `gcs`.
 
     Args:
-        bucket: The bucket.
-        prefix: Put before each name.
+        bucket: Name of the bucket.
+        prefix: Prefix of all object names.
 
     Raises:
-        ValueError: If there are no credentials.
-        ImportError: If the package for it is not installed, with the line that installs it.
+        ValueError: If credentials are missing.
+        ImportError: If the required package is not installed, with the command that installs it.
     """
 
     def __init__(self, bucket: str, prefix: str = "") -> None:
@@ -191,14 +192,15 @@ class GCSObjectStore(FsspecObjectStore):
             client_kwargs={"region_name": "auto"},
             use_listings_cache=False,
         )
+        # Addresses name the bucket as the user did, not by the S3-compatible API.
         self.uri = f"gs://{bucket}/{self.prefix}".rstrip("/")
 
 
 def _default_credentials() -> dict[str, Any]:
     require_package("gs://")
-    if os.environ.get("STORAGE_EMULATOR_HOST"):
+    if os.environ.get("STORAGE_EMULATOR_HOST"):  # an emulator has no accounts
         return {"token": "anon"}
-    # gcsfs would look further, and at the end go on without any.
+    # Checked here, since gcsfs falls back to anonymous access when it finds no credentials.
     if importlib.util.find_spec("google.auth") is not None:
         import google.auth
         from google.auth.exceptions import DefaultCredentialsError
@@ -217,18 +219,18 @@ _GOOGLE_S3_FACE = {"endpoint_url": "https://storage.googleapis.com", "client_kwa
 
 
 class LibcloudObjectStore(FsspecObjectStore):
-    """A container of one of libcloud's providers, reached without libcloud.
+    """Container of one of libcloud's providers, accessed through fsspec.
 
     Args:
-        provider: `'local'`, `'s3'`, `'google_storage'` or `'azure_blobs'`, in any case.
-        container: The container or bucket; for `'local'`, a folder below that of `provider_kwargs`.
-        chunk_size: After how many bytes the progress is told, for `'local'`.
-        key_environ: The variable that has the key or the account's name.
-        secret_environ: The variable that has its secret.
-        provider_kwargs: For `'local'`, `{'key': folder}`; for the others, what the `fsspec` file system takes.
+        provider: `'local'`, `'s3'`, `'google_storage'` or `'azure_blobs'`, case-insensitive.
+        container: Name of the container or bucket; for `'local'`, a folder below that of `provider_kwargs`.
+        chunk_size: Bytes between two progress reports, for `'local'`.
+        key_environ: Environment variable with the key or the account's name.
+        secret_environ: Environment variable with the secret.
+        provider_kwargs: For `'local'`, `{'key': folder}`; otherwise arguments of the `fsspec` file system.
 
     Raises:
-        ValueError: If the provider is another one, with what to use instead.
+        ValueError: If the provider is another one, with alternatives.
     """
 
     def __init__(
@@ -249,7 +251,7 @@ class LibcloudObjectStore(FsspecObjectStore):
                 super().__init__((Path(key or ".").resolve() / container).as_uri())
             case "s3":
                 super().__init__(f"s3://{container}", key=key, secret=secret, **options)
-            case "google_storage":  # its credentials are an HMAC key, as the S3 face takes it
+            case "google_storage":  # the credentials are an HMAC key, for the S3-compatible API
                 super().__init__(f"s3://{container}", **{**_GOOGLE_S3_FACE, "key": key, "secret": secret, **options})
             case "azure_blobs":
                 super().__init__(f"az://{container}", account_name=key, account_key=secret, **options)
@@ -267,9 +269,9 @@ class LibcloudObjectStore(FsspecObjectStore):
 
 
 class _TellingLocalFileSystem(LocalFileSystem):
-    """Local files that tell their progress."""
+    """Local file system that reports progress after each chunk."""
 
-    cachable = False
+    cachable = False  # one instance per store
 
     def __init__(self, chunk_size: int) -> None:
         super().__init__()
@@ -290,15 +292,15 @@ class _TellingLocalFileSystem(LocalFileSystem):
 
 
 class OCIObjectStore(FsspecObjectStore):
-    """A bucket of OCI.
+    """Bucket of Oracle Cloud Infrastructure (OCI).
 
     Args:
-        bucket: The bucket, or `bucket@namespace`; without a namespace, that of the credentials.
-        prefix: Put before each name.
+        bucket: Name of the bucket, or `bucket@namespace`. The namespace defaults to that of the credentials.
+        prefix: Prefix of all object names.
 
     Raises:
-        ValueError: If the file of credentials, which the variable `OCI_CONFIG_FILE` may name, cannot be used.
-        ImportError: If the package for it is not installed, with the line that installs it.
+        ValueError: If the credentials file (`~/.oci/config` or the variable `OCI_CONFIG_FILE`) cannot be used.
+        ImportError: If the required package is not installed, with the command that installs it.
     """
 
     def __init__(self, bucket: str, prefix: str = "") -> None:
