@@ -1,4 +1,4 @@
-"""Artifacts of an MLflow run on Databricks."""
+"""Stores on Databricks: MLflow artifacts and Unity Catalog volumes."""
 
 import os
 import posixpath
@@ -19,21 +19,21 @@ RUN_PLACEHOLDER: Final = "{mlflow_run_id}"
 
 
 class MLFlowObjectStore(ObjectStore):
-    """The artifacts of one MLflow run on Databricks, through MLflow's own client.
+    """Artifacts of one MLflow run on Databricks, through MLflow's own client.
 
-    Names are relative to the artifacts, or whole paths of the same run. Artifacts are not deleted one by one: MLflow's
-    client has no way to.
+    Names are relative to the artifacts, or full paths of the same run. Artifacts cannot be deleted: MLflow's client
+    does not support it.
 
     Args:
         path: `databricks/mlflow-tracking/<experiment>/<run>/artifacts/...`. The placeholders `{mlflow_experiment_id}`
-            and `{mlflow_run_id}` stand for those of the run that is active in this process, or else for new ones.
-        multipart_upload_chunk_size: In bytes, how large the parts of large files are; MLflow reads it from
-            `MLFLOW_MULTIPART_UPLOAD_CHUNK_SIZE`, which is set for each upload.
-        client: An `mlflow.MlflowClient`. One of the environment's workspace when `None`.
+            and `{mlflow_run_id}` stand for the active run of this process, or for new ones if none is active.
+        multipart_upload_chunk_size: Size of the parts of large files in bytes. MLflow reads it from the environment
+            variable `MLFLOW_MULTIPART_UPLOAD_CHUNK_SIZE`, which is set for each upload.
+        client: An `mlflow.MlflowClient`; when `None`, a client of the environment's workspace.
 
     Raises:
-        ValueError: If the path is not of this form, names a run without its experiment, or `MLFLOW_TRACKING_URI` is
-            not Databricks; the workspace is asked nothing before that is clear.
+        ValueError: If the path has another form, names a run without its experiment, or `MLFLOW_TRACKING_URI` is
+            not Databricks; all are checked before any request.
         ImportError: If the package `mlflow` is not installed.
     """
 
@@ -60,7 +60,7 @@ class MLFlowObjectStore(ObjectStore):
         """Return the experiment, the run, and the path below its artifacts.
 
         Raises:
-            ValueError: If it is no path of MLflow's artifacts.
+            ValueError: If it is not a path of MLflow artifacts.
 
         Example:
             >>> MLFlowObjectStore.parse_dbfs_path("dbfs:/databricks/mlflow-tracking/7/5eed/artifacts/ck/ep1.pt")
@@ -72,7 +72,7 @@ class MLFlowObjectStore(ObjectStore):
         """Return a name relative to the run's artifacts.
 
         Raises:
-            ValueError: If it is a whole path of another run.
+            ValueError: If it is a full path of another run.
         """
         name = object_name.removeprefix("dbfs:").lstrip("/")
         if ".." in name.split("/"):
@@ -80,6 +80,7 @@ class MLFlowObjectStore(ObjectStore):
         if not name.startswith(MLFLOW_PREFIX):
             return name
         experiment, run = _parse(name)
+        # Placeholders mean this run: they may have been replaced only after the name was made.
         if (experiment, run) not in {
             (self.experiment_id, self.run_id),
             (EXPERIMENT_PLACEHOLDER, RUN_PLACEHOLDER),
@@ -92,7 +93,7 @@ class MLFlowObjectStore(ObjectStore):
         return "/".join(name.split("/")[5:])
 
     def get_dbfs_path(self, object_name: str) -> str:
-        """Return the whole path of an object, `databricks/mlflow-tracking/<experiment>/<run>/artifacts/<name>`."""
+        """Return the full path of an object, `databricks/mlflow-tracking/<experiment>/<run>/artifacts/<name>`."""
         artifacts = f"{MLFLOW_PREFIX}{self.experiment_id}/{self.run_id}/artifacts"
         return f"{artifacts}/{self.get_artifact_path(object_name)}"
 
@@ -100,7 +101,7 @@ class MLFlowObjectStore(ObjectStore):
         """Return the address of an object, whether or not it exists."""
         return f"dbfs:/{self.get_dbfs_path(object_name)}"
 
-    def upload_object(  # pyright: ignore[reportIncompatibleMethodOverride]  # there is nothing more to say
+    def upload_object(  # pyright: ignore[reportIncompatibleMethodOverride]  # no other arguments
         self,
         object_name: str,
         filename: str | os.PathLike[str],
@@ -108,25 +109,26 @@ class MLFlowObjectStore(ObjectStore):
         *,
         overwrite: bool = True,
     ) -> None:
-        """Copy a local file to the artifacts; as `ObjectStore.upload_object`, with `overwrite`."""
+        """Copy a local file to the artifacts, as in `ObjectStore.upload_object`, with `overwrite`."""
         name, size = self.get_artifact_path(object_name), os.path.getsize(filename)
         if not overwrite and self._size(name) is not None:
             raise FileExistsError(f"Object {self.get_uri(name)} already exists, but overwrite was set to False.")
         with tempfile.TemporaryDirectory() as folder:
-            named = Path(folder, posixpath.basename(name))  # MLflow takes the name from the file
+            named = Path(folder, posixpath.basename(name))  # MLflow names the artifact after the file
             named.symlink_to(os.path.abspath(filename))
             try:
                 os.environ["MLFLOW_MULTIPART_UPLOAD_CHUNK_SIZE"] = str(self.multipart_upload_chunk_size)
                 self.client.log_artifact(self.run_id, str(named), posixpath.dirname(name) or None)
             except Exception as error:
                 raise self._explained(error, name) from error
+        # Raised as transient, so that the callers' retries upload it again.
         if self._size(name) != size:
             raise ObjectStoreTransientError(f"{self.get_uri(name)} is not whole after an upload. Upload it again.")
         if callback is not None:
             callback(size, size)
 
     def get_object_size(self, object_name: str) -> int:
-        """Return the size of an object in bytes, as the workspace says now."""
+        """Return the current size of an object in bytes."""
         size = self._size(self.get_artifact_path(object_name))
         if size is None:
             raise FileNotFoundError(f"{self.get_uri(object_name)} does not exist. Look at the name and the run.")
@@ -139,11 +141,12 @@ class MLFlowObjectStore(ObjectStore):
         overwrite: bool = False,
         callback: Progress | None = None,
     ) -> None:
-        """Copy an object to a local file, which appears whole or not at all; as `ObjectStore.download_object`."""
+        """Copy an object to a local file atomically, as in `ObjectStore.download_object`."""
         refuse_existing(Path(filename), overwrite)
         name = self.get_artifact_path(object_name)
         size = self.get_object_size(name)
         with write_atomically(filename, overwrite=overwrite, need_bytes=size) as unfinished:
+            # A folder on the same file system, which `os.replace` needs.
             with tempfile.TemporaryDirectory(dir=unfinished.parent) as folder:
                 try:
                     fetched = self.client.download_artifacts(self.run_id, name, folder)
@@ -156,7 +159,7 @@ class MLFlowObjectStore(ObjectStore):
             callback(size, size)
 
     def list_objects(self, prefix: str | None = None) -> list[str]:
-        """Return the names of all artifacts that begin with a text, in order."""
+        """Return the sorted names of all artifacts with a prefix."""
         prefix = self.get_artifact_path(prefix or "")
         names: list[str] = []
         pending = [posixpath.dirname(prefix)]
@@ -166,6 +169,7 @@ class MLFlowObjectStore(ObjectStore):
         return sorted(name for name in names if name.startswith(prefix))
 
     def _size(self, name: str) -> int | None:
+        # MLflow reports sizes only in the listing of a folder.
         try:
             entries = self.client.list_artifacts(self.run_id, posixpath.dirname(name) or None)
         except Exception as error:
@@ -175,7 +179,8 @@ class MLFlowObjectStore(ObjectStore):
         return next((entry.file_size for entry in entries if entry.path == name and not entry.is_dir), None)
 
     def _create_run(self) -> None:
-        find_active: Any = getattr(sys.modules.get("mlflow"), "active_run", lambda: None)  # who began one has loaded it
+        # Not imported: without mlflow in `sys.modules`, no run is active.
+        find_active: Any = getattr(sys.modules.get("mlflow"), "active_run", lambda: None)
         active = find_active()
         if active is not None and self.experiment_id in (EXPERIMENT_PLACEHOLDER, active.info.experiment_id):
             self.experiment_id, self.run_id = active.info.experiment_id, active.info.run_id
@@ -221,14 +226,14 @@ _CHUNK_BYTES = 8 << 20
 
 
 class UCObjectStore(ObjectStore):
-    """A volume of Unity Catalog, through Databricks' own client.
+    """Volume of Unity Catalog, through Databricks' own client.
 
     Args:
-        path: `Volumes/<catalog>/<schema>/<volume>`, with or without more behind it.
-        client: A `databricks.sdk.WorkspaceClient`. One with the environment's credentials when `None`.
+        path: `Volumes/<catalog>/<schema>/<volume>`, optionally with a path below.
+        client: A `databricks.sdk.WorkspaceClient`; when `None`, a client with the environment's credentials.
 
     Raises:
-        ValueError: If the path is not of this form; the workspace is asked nothing before that is clear.
+        ValueError: If the path has another form, which is checked before any request.
         ImportError: If the package `databricks-sdk` is not installed.
     """
 
@@ -247,10 +252,10 @@ class UCObjectStore(ObjectStore):
 
     @staticmethod
     def validate_path(path: str) -> str:
-        """Return the volume's part of a path: its first four names.
+        """Return the volume of a path: its first four names.
 
         Raises:
-            ValueError: If it has fewer, or does not begin with `Volumes`.
+            ValueError: If it has fewer names, or does not start with `Volumes`.
         """
         parts = path.strip("/").split("/")
         if parts[0] != "Volumes" or len(parts) < 4 or not all(parts[:4]) or ".." in parts:
@@ -264,7 +269,7 @@ class UCObjectStore(ObjectStore):
         """Return the address of an object, whether or not it exists."""
         return f"dbfs:{self._path(object_name)}"
 
-    def upload_object(  # pyright: ignore[reportIncompatibleMethodOverride]  # there is nothing more to say
+    def upload_object(  # pyright: ignore[reportIncompatibleMethodOverride]  # no other arguments
         self,
         object_name: str,
         filename: str | os.PathLike[str],
@@ -272,7 +277,7 @@ class UCObjectStore(ObjectStore):
         *,
         overwrite: bool = True,
     ) -> None:
-        """Copy a local file to the volume; as `ObjectStore.upload_object`, with `overwrite`."""
+        """Copy a local file to the volume, as in `ObjectStore.upload_object`, with `overwrite`."""
         path, size = self._path(object_name), os.path.getsize(filename)
         try:
             self.client.files.create_directory(os.path.dirname(path))
@@ -289,7 +294,7 @@ class UCObjectStore(ObjectStore):
             callback(size, size)
 
     def get_object_size(self, object_name: str) -> int:
-        """Return the size of an object in bytes, as the volume says now."""
+        """Return the current size of an object in bytes."""
         try:
             return int(self.client.files.get_metadata(self._path(object_name)).content_length)
         except Exception as error:
@@ -302,7 +307,7 @@ class UCObjectStore(ObjectStore):
         overwrite: bool = False,
         callback: Progress | None = None,
     ) -> None:
-        """Copy an object to a local file, which appears whole or not at all; as `ObjectStore.download_object`."""
+        """Copy an object to a local file atomically, as in `ObjectStore.download_object`."""
         refuse_existing(Path(filename), overwrite)
         size, done = self.get_object_size(object_name), 0
         with write_atomically(filename, overwrite=overwrite, need_bytes=size) as unfinished:
@@ -323,7 +328,7 @@ class UCObjectStore(ObjectStore):
                 )
 
     def list_objects(self, prefix: str | None = None) -> list[str]:
-        """Return the names of all objects that begin with a text, in order, relative to the volume."""
+        """Return the sorted names of all objects with a prefix, relative to the volume."""
         prefix = (prefix or "").lstrip("/").removeprefix(f"{self.prefix}/")
         names: list[str] = []
         pending = [f"/{self.prefix}/{os.path.dirname(prefix)}".rstrip("/")]
@@ -339,11 +344,11 @@ class UCObjectStore(ObjectStore):
         return sorted(name for name in names if name.startswith(prefix))
 
     def delete_object(self, object_name: str) -> None:
-        """Delete an object. There need not be one of this name."""
+        """Delete an object, or do nothing if it does not exist."""
         try:
             self.client.files.delete(self._path(object_name))
         except Exception as error:
-            if classify(error) is not Fault.MISSING:
+            if classify(error) is not Fault.MISSING:  # an attempt that failed may have deleted it
                 raise self._explained(error, object_name, asks=False) from error
 
     def _path(self, object_name: str) -> str:
