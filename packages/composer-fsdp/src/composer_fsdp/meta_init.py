@@ -1,4 +1,4 @@
-"""Giving weights to a model that was built on the meta device, or on rank 0 alone."""
+"""Initialization of models built on the meta device or on rank 0 only."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -29,26 +29,26 @@ __all__ = [
 
 
 class Beginning(StrEnum):
-    """What the ranks have before the model is sharded."""
+    """State of the weights before the model is sharded."""
 
     REAL = "real"
-    """Weights of their own on every rank, which are the same."""
+    """Every rank has its own, equal weights."""
     RANK_ZERO = "rank_zero"
-    """Weights on rank 0, which the others receive."""
+    """Rank 0 has the weights and the other ranks receive them."""
     META = "meta"
-    """No weights on any rank."""
+    """No rank has weights."""
 
 
 def agree_on_beginning(model: nn.Module, *, sync: bool, follows_weights: bool) -> Beginning:
-    """Say what the ranks begin with, alike on every rank. Every rank must call this.
+    """Return the state of the weights, the same on every rank. Every rank must call this.
 
     Args:
-        model: Before it is sharded.
-        sync: Whether the ranks shall begin with rank 0's weights.
-        follows_weights: Whether they do so without being asked, where rank 0 alone has any.
+        model: The model, not sharded yet.
+        sync: Whether all ranks use rank 0's weights.
+        follows_weights: Whether they do so even without `sync` if only rank 0 has weights.
 
     Raises:
-        ValueError: On every rank, if some have weights and some have none in a way that cannot be made good.
+        ValueError: On every rank, if the mix of real and meta parameters is not supported.
     """
     on_meta = [parameter.is_meta for parameter in model.parameters()]
     mine = "meta" if on_meta and all(on_meta) else "mixed" if any(on_meta) else "real"
@@ -73,7 +73,7 @@ def agree_on_beginning(model: nn.Module, *, sync: bool, follows_weights: bool) -
 
 
 def state_to_share(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return rank 0's weights and buffers by name, before the model is sharded; nothing on other ranks."""
+    """Return the weights and buffers by name on rank 0, and an empty dict on other ranks. Call it before sharding."""
     if dist.get_global_rank() != 0:
         return {}
     with _whole_state_dicts(model):
@@ -82,12 +82,12 @@ def state_to_share(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def take_rank_zero_state(model: nn.Module, state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Give a sharded model rank 0's weights and buffers. Every rank must call this.
+    """Load rank 0's weights and buffers into a sharded model. Every rank must call this.
 
     Args:
-        model: Sharded.
-        state: What `state_to_share` returned.
-        device: Where tensors go that are on the meta device.
+        model: The sharded model.
+        state: The result of `state_to_share`.
+        device: The device for tensors that are on the meta device.
     """
     materialize(model, device)
     given: dict[str, Any] = dict(state)
@@ -97,34 +97,35 @@ def take_rank_zero_state(model: nn.Module, state: dict[str, torch.Tensor], devic
         )
     persistent = set(model.state_dict())
     for name, buffer in model.named_buffers():
-        if name not in persistent:  # caches that the forward pass reads, such as frequencies
+        if name not in persistent:  # caches that no state dict has, such as rotary frequencies
             tdist.broadcast(buffer, src=0)
 
 
 def initialize(model: nn.Module, device: torch.device, default: Callable[[nn.Module], None] | None = None) -> None:
-    """Fill the weights of a sharded model that is on the meta device, alike however many ranks share them.
+    """Initialize a sharded model on the meta device, with values that do not depend on the number of ranks.
 
-    A module that has parameters or buffers itself is filled by `param_init_fn(module)` of the nearest of its ancestors
-    that has one, itself included, or else by the default, or else by its `reset_parameters()`. Each is called once,
-    children first. The function sees whole tensors of that module: every rank draws them, and keeps its shard.
+    A module with parameters or buffers of its own is initialized by `param_init_fn(module)` of the module or its
+    nearest ancestor that defines it, else by `default`, else by its `reset_parameters()`. Modules are initialized once
+    each, children first. The function sees the module's whole tensors: every rank draws them and keeps its shard.
 
     Args:
-        model: Sharded, on the meta device.
-        device: Where its tensors go.
-        default: Called with modules for which there is no `param_init_fn`.
+        model: A sharded model on the meta device.
+        device: The device to move its tensors to.
+        default: Called with modules that have no `param_init_fn`.
 
     Raises:
-        ValueError: If a module has neither, and there is no default.
-        TypeError: If a `param_init_fn` is no function.
-        AssertionError: If a parameter is not sharded although it could be.
+        ValueError: If a module has neither `param_init_fn` nor `reset_parameters`, and there is no default.
+        TypeError: If a `param_init_fn` is not callable.
+        AssertionError: If a parameter on the meta device is not sharded although it could be.
     """
+    # Find all functions before any tensor moves: errors leave the model unchanged, and nothing is on meta afterwards.
     pending = [
         (module, _init_function(name, module, ancestors, default)) for name, module, ancestors in _to_fill(model)
     ]
     on_meta = [(name, p) for name, p in model.named_parameters() if p.is_meta and not isinstance(p, DTensor)]
     whole = [name for name, parameter in on_meta if not stays_whole(parameter)]
     if whole:
-        # They would be made anew, each rank's with numbers of its own, and lose what they share with others.
+        # They would be recreated with different values on each rank, and lose their ties.
         raise AssertionError(
             f"the parameters {whole[:5]} are on the meta device and are not sharded (_fsdp_wrap=False, "
             f"ignored_modules, or a parameter of the model itself), so that nobody can fill them alike on every rank. "
@@ -136,7 +137,7 @@ def initialize(model: nn.Module, device: torch.device, default: Callable[[nn.Mod
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Move what is on the meta device to a device, tied parameters still tied; the values are arbitrary."""
+    """Move meta tensors to a device with uninitialized values, preserving tied parameters."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
@@ -146,15 +147,15 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta and not isinstance(parameter, DTensor):
                 whole.setdefault(parameter, []).append((module, name))
-    # The children are what was sharded, whose own `_apply` knows of it, unless the model itself was.
+    # `_apply` reaches the FSDP2 units among the modules, which update their own references to the shards.
     model._apply(move)
-    for (first, name), *others in whole.values():  # what is not sharded was made anew for each of its names
+    for (first, name), *others in whole.values():  # `_apply` made a new parameter for each name of a tied one
         for module, other_name in others:
             module._parameters[other_name] = first._parameters[name]
 
 
 def _to_fill(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
-    """Yield the modules with tensors of their own on the meta device, children first, with their ancestors."""
+    """Yield the modules that directly hold meta tensors, children first, each with its name and ancestors."""
     seen: set[nn.Module] = set()
 
     def walk(name: str, module: nn.Module, ancestors: list[nn.Module]) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -195,7 +196,7 @@ def _init_function(
 
 
 def _fill_whole(module: nn.Module, fill: Callable[[nn.Module], object], device: torch.device) -> None:
-    """Let a function fill whole tensors in place of a module's shards, and keep this rank's part of them."""
+    """Initialize whole tensors in place of a module's shards, and keep this rank's part of them."""
     sharded = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
     for name, shard in sharded.items():
         whole = torch.empty(shard.shape, dtype=shard.dtype, device=device)
@@ -204,7 +205,7 @@ def _fill_whole(module: nn.Module, fill: Callable[[nn.Module], object], device: 
         fill(module)
         with torch.no_grad():
             for name, shard in sharded.items():
-                filled = module._parameters[name]
+                filled = module._parameters[name]  # the function may have replaced it
                 assert filled is not None
                 shard.to_local().copy_(own_region(shard, filled.detach()))
     finally:
@@ -213,7 +214,7 @@ def _fill_whole(module: nn.Module, fill: Callable[[nn.Module], object], device: 
 
 @contextmanager
 def _whole_state_dicts(model: nn.Module) -> Iterator[None]:
-    """Let a model that adapts another one give and take all its weights, where it else has the trained ones only."""
+    """Make PEFT models use whole state dicts instead of adapter weights only."""
     partial: list[Any] = [module for module in model.modules() if getattr(module, "should_save_peft_only", False)]
     for module in partial:
         module.should_save_peft_only = False
@@ -231,16 +232,15 @@ def meta_safe_apply(
     ignored_modules: Collection[str | nn.Module] = (),
     module_name: str = "",
 ) -> nn.Module:
-    """Put what a function makes of each parameter, gradient and buffer in its place, tied ones still tied.
+    """Apply a function to each parameter, gradient and buffer of a module in place, preserving tied tensors.
 
-    A parameter stays the same object, which optimizers know, unless it leaves the meta device or goes there.
+    A parameter stays the same object, which optimizers refer to, unless it moves to or from the meta device.
 
     Args:
-        module: With all that is inside it. Of a sharded model, the outermost unit, since a unit owns what is inside.
+        module: The module, including its descendants. For a sharded model, the outermost unit.
         fn: Called once with each tensor, such as `lambda tensor: torch.empty_like(tensor, device="cpu")`.
-        ignored_modules: What is left as it is: modules, with all inside them, or names of modules, parameters and
-            buffers.
-        module_name: With which those names begin, where the module is inside another one.
+        ignored_modules: Modules to skip with their descendants, or names of modules, parameters and buffers to skip.
+        module_name: The prefix of those names if `module` is part of a larger model.
 
     Returns:
         The module.
@@ -269,7 +269,7 @@ def meta_safe_apply(
             part._buffers[key] = buffers[buffer]
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            part._apply(lambda tensor: tensor)  # when units look at their tensors anew
+            part._apply(lambda tensor: tensor)  # makes FSDP2 units refresh their references to the shards
     return module
 
 
@@ -285,7 +285,7 @@ def _applied(parameter: nn.Parameter, fn: Callable[[torch.Tensor], torch.Tensor]
     applied, grad = fn(parameter), None if parameter.grad is None else fn(parameter.grad)
     if applied.is_meta == parameter.is_meta:
         parameter.data = applied
-    else:  # PyTorch keeps no object across that border
+    else:  # `.data` cannot change between meta and a real device
         parameter = nn.Parameter(applied, requires_grad=parameter.requires_grad)
     parameter.grad = grad
     return parameter
