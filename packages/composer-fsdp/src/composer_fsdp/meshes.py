@@ -113,7 +113,7 @@ class Meshes:
             replicate = list(range(dist.get_world_size()))
         replicate_group = self._groups.get(replicate)
         key = (shard_group, replicate_group)
-        if key not in self._of_groups:  # equal groups share one mesh, so that their units can too
+        if key not in self._of_groups:
             self._of_groups[key] = DeviceMesh.from_group(
                 [replicate_group, shard_group],
                 self.device_type,
