@@ -1,4 +1,4 @@
-"""Things of a user's own that are named on a command line: models, batches, functions and settings."""
+"""Loading of models, batches, functions and settings given on the command line."""
 
 import importlib
 import importlib.util
@@ -20,14 +20,14 @@ __all__ = ["load_config", "load_model", "load_named", "load_optimizer", "make_ba
 
 
 def load_named(where: str, option: str) -> Any:
-    """Return what a name such as `path/to/file.py:name` or `package.module:name` stands for.
+    """Load the object named by `path/to/file.py:name` or `package.module:name`.
 
     Args:
-        where: As it was typed.
-        option: What it was typed for.
+        where: The name of the object.
+        option: The command-line option, for error messages.
 
     Raises:
-        ValueError: If there is no such file, module or name, or it cannot be loaded.
+        ValueError: If the file, module or object does not exist or cannot be loaded.
     """
     source, _, name = where.rpartition(":")
     if not source or not name:
@@ -43,17 +43,17 @@ def load_named(where: str, option: str) -> Any:
 
 
 def load_model(where: str) -> tuple[nn.Module, Any]:
-    """Make a model on the meta device, so that nothing of it has to fit anywhere, and perhaps a batch with it.
+    """Create a model, and optionally a batch, on the meta device without allocating memory.
 
     Args:
-        where: Names a function without arguments, or a class, that makes a model, or a pair of a model and a batch.
+        where: The name of a class or a function without arguments that returns a model or a pair of model and batch.
 
     Returns:
         The model, and the batch or `None`.
 
     Raises:
-        ValueError: If there is no such function, it fails, or the name is that of a model.
-        TypeError: If it makes something else.
+        ValueError: If the function does not exist or fails, or if the name is that of a model instance.
+        TypeError: If the function returns something else.
     """
     named = load_named(where, "MODEL")
     if isinstance(named, nn.Module):
@@ -73,15 +73,15 @@ def load_model(where: str) -> tuple[nn.Module, Any]:
 
 
 def make_batch(where: str, batch_size: int | None) -> Any:
-    """Return what a function makes, which may take the number of examples."""
+    """Return the batch made by a function, which is passed `batch_size` if it has such a parameter."""
     return _call(load_named(where, "--batch"), where, "--batch", batch_size=batch_size)
 
 
 def load_optimizer(where: str) -> Callable[..., torch.optim.Optimizer]:
-    """Return the class of an optimizer of torch by its name, or a function of one's own that makes one of parameters.
+    """Return an optimizer class of `torch.optim` by name, or load a function that makes an optimizer from parameters.
 
     Raises:
-        ValueError: If there is none of that name.
+        ValueError: If there is no optimizer with that name.
     """
     if ":" in where:
         return load_named(where, "--optimizer")
@@ -95,15 +95,15 @@ def load_optimizer(where: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 def load_config(text: str | None) -> ParallelismConfig:
-    """Return settings given as JSON, as a file of JSON or TOML, or by the name of an object in Python.
+    """Load settings given as JSON, a JSON or TOML file, or the name of a Python object.
 
     Args:
-        text: As it was typed; `None` for an `FSDPConfig()`. A table is the value of `parallelism_config`, or of its
-            `'fsdp'`.
+        text: The value of the option; `None` means `FSDPConfig()`. A dict is the value of `parallelism_config`, or of
+            its `'fsdp'` entry.
 
     Raises:
-        ValueError, TypeError: If it cannot be read, or settings in it are none.
-        OSError: If there is no such file.
+        ValueError, TypeError: If the settings cannot be parsed or are invalid.
+        OSError: If a file cannot be read.
     """
     given: Any = {} if text is None else _read(text)
     if isinstance(given, FSDPConfig):
@@ -136,7 +136,7 @@ def _read(text: str) -> Any:
 def _parse(text: str, parse: Callable[[str], Any], where: str) -> Any:
     try:
         given = parse(text)
-    except ValueError as error:  # as both parsers' own errors are
+    except ValueError as error:  # base class of the errors of both parsers
         raise ValueError(f"{where} cannot be read: {error}. It has {text[:80]!r}. Give a table of settings.") from error
     if not isinstance(given, dict):
         raise TypeError(f"{where} holds {given!r}, a {type(given).__name__}. Give a table of settings.")
@@ -148,10 +148,11 @@ def _load_file(path: Path, option: str) -> Any:
         raise ValueError(f"{option}: there is no file {str(path)!r}. Give it as path/to/file.py:name.")
     name = f"composer_fsdp_given_{path.stem}"
     if getattr(sys.modules.get(name), "__file__", None) == str(path):
-        return sys.modules[name]  # a model and its batch are made by the same module
+        return sys.modules[name]  # run a file once even if several options name it
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
+    # Registered before it runs, as dataclasses and pickle look up a class's module there.
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # as `python file.py` does
@@ -181,7 +182,7 @@ def _call(function: Any, where: str, option: str, **known: Any) -> Any:
         raise TypeError(f"{option}={where!r} is {function!r}, which cannot be called. Give a function.")
     try:
         taken = {name: value for name, value in known.items() if name in inspect.signature(function).parameters}
-        with torch.device("meta"):
+        with torch.device("meta"):  # tensors without storage, so that models of any size can be created
             return function(**{name: value for name, value in taken.items() if value is not None})
     except Exception as error:
         raise ValueError(
