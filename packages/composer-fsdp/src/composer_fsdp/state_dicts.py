@@ -1,4 +1,4 @@
-"""Whole weights and optimizer state of a sharded model, as a model that is not sharded has them."""
+"""Full (unsharded) model and optimizer state dicts of a sharded model."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,11 +27,11 @@ __all__ = [
 
 
 def get_model(model: nn.Module) -> dict[str, Any]:
-    """Return the weights by name. Every rank must call this.
+    """Return the full model state dict. Every rank must call this.
 
-    What is sharded is gathered one tensor after the other, as copies on the host.
+    Sharded tensors are gathered one at a time and copied to the host.
     """
-    gathered: dict[int, Any] = {}  # tied weights once
+    gathered: dict[int, Any] = {}  # gathers tied weights once and keeps them tied
     weights: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in gathered:
@@ -41,17 +41,18 @@ def get_model(model: nn.Module) -> dict[str, Any]:
 
 
 def set_model(model: nn.Module, weights: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
-    """Load whole weights, of which each rank takes its part, in place. No rank waits for another.
+    """Load a full model state dict in place; each rank copies its part, without communication.
 
     Returns:
-        The names that were missing, and those that were not expected.
+        The missing names and the unexpected names.
 
     Raises:
-        RuntimeError: If `strict` and there are any such names, or if a shape does not fit.
+        RuntimeError: If `strict` and there are missing or unexpected names, or if a shape does not match.
     """
     own = {canonical_name(name): value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     missing = [name for name in own if name not in weights]
     unexpected = [name for name in weights if name not in own]
+    # Collect all problems before copying anything, so that an error leaves the model unchanged.
     problems = [f"Missing key(s) in state_dict: {', '.join(missing)}. "] if missing and strict else []
     if unexpected and strict:
         problems.append(f"Unexpected key(s) in state_dict: {', '.join(unexpected)}. ")
@@ -71,7 +72,7 @@ def set_model(model: nn.Module, weights: Mapping[str, Any], *, strict: bool) -> 
 
 
 def get_optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state, whole, with its own numbering of the parameters. Every rank must call this."""
+    """Return the full optimizer state dict, with parameters numbered as usual. Every rank must call this."""
     saved = optimizer.state_dict()
     state = {
         key: {name: _whole(value) for name, value in of_one.items()} if isinstance(of_one, Mapping) else of_one
@@ -81,7 +82,7 @@ def get_optimizer(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def set_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load such a state, of which each rank takes its part. No rank waits for another."""
+    """Load a full optimizer state dict; each rank takes its part, without communication."""
     numbered = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     state = {
         key: {name: _like(numbered.get(key), value) for name, value in of_one.items()}
@@ -93,11 +94,11 @@ def set_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def _whole(value: Any) -> Any:
-    """Return a tensor, whole, as a copy on the host, which no later step changes."""
+    """Return a full copy of a tensor on the host, which later steps do not change."""
     if not isinstance(value, torch.Tensor):
         return value
     whole = value.full_tensor() if isinstance(value, DTensor) else value
-    # What a single rank holds, or all of them do, is not gathered.
+    # `full_tensor` and `cpu` return the same storage if there is nothing to gather or to move.
     is_own = whole.untyped_storage().data_ptr() == _own_part(value).untyped_storage().data_ptr()
     return whole.clone() if is_own and whole.device.type == "cpu" else whole.cpu()
 
@@ -111,7 +112,7 @@ def _part_of(sharded: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _like(parameter: torch.Tensor | None, value: Any) -> Any:
-    """Shard what an optimizer keeps of each element of a parameter."""
+    """Shard per-element optimizer state like its parameter; return other values as they are."""
     if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return value
     return DTensor.from_local(
@@ -128,7 +129,7 @@ _ALL = "Passing in a subset of model parameters to the optimizer is not supporte
 
 
 def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the first name of each parameter, without what wrappers add to it."""
+    """Return the first name of each parameter, without prefixes added by wrappers."""
     return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
 
 
@@ -139,18 +140,19 @@ def check_optimizers(
     use_orig_params: bool = True,
     splits_tensors: bool = False,
 ) -> None:
-    """Refuse optimizers that cannot go on with a sharded model.
+    """Validate that the optimizers support sharding of their model.
 
     Args:
-        optimizers: Made for the model.
-        names: The model's parameters.
+        optimizers: The optimizers of the model.
+        names: The names of the model's parameters.
         use_orig_params: As in `FSDPConfig`.
-        splits_tensors: Whether tensor parallelism is going to split them.
+        splits_tensors: Whether tensor parallelism will split parameters.
 
     Raises:
-        NotImplementedError: If there are several.
-        ValueError: If one has parameters that are not the model's, or cannot work on sharded ones.
-        RuntimeError: If it has several groups where that is not allowed.
+        NotImplementedError: If there are several optimizers.
+        ValueError: If the optimizer has parameters that are not in the model, or lacks some where it must have all, or
+            if it does not support sharded parameters.
+        RuntimeError: If the optimizer has several parameter groups where only one is supported.
     """
     if len(optimizers) > 1:
         raise NotImplementedError(
@@ -171,12 +173,12 @@ def check_optimizers(
 
 
 def rebuild(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
-    """Let optimizers own the parameters of a sharded model, found by their names, in place.
+    """Replace the parameters of optimizers with those of the sharded model, matched by name, in place.
 
     Args:
-        optimizers: Whose groups keep their order and settings.
-        names: The parameters before, and their names.
-        model: The model after.
+        optimizers: The optimizers, whose groups keep their order and settings.
+        names: The parameters before sharding and their names.
+        model: The sharded model.
     """
     after = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
     for optimizer in optimizers:
@@ -189,7 +191,7 @@ def rebuild(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], 
             )
             optimizer.state.clear()
         for group in optimizer.param_groups:
-            # In place: optimizers that wrap another one share its lists.
+            # Assign in place: optimizers that wrap another one share its lists.
             group["params"][:] = [after[names[p]] if p in names else p for p in group["params"]]
             sharded = [isinstance(parameter, DTensor) for parameter in group["params"]]
             if any(sharded) and not all(sharded):
@@ -197,7 +199,7 @@ def rebuild(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], 
 
 
 def _take_one_by_one(group: dict[str, Any]) -> None:
-    """Let an optimizer not work on lists of tensors, which have to be of one kind for torch."""
+    """Disable foreach and fused kernels, which do not accept a mix of DTensors and plain tensors."""
     for name in ("foreach", "fused"):
         if group.get(name):
             warnings.warn(
@@ -212,14 +214,14 @@ def _take_one_by_one(group: dict[str, Any]) -> None:
 
 @contextmanager
 def sync_optimizer_and_model_params(optimizer: Optimizer | None, model: nn.Module) -> Iterator[None]:
-    """Let an optimizer follow whatever replaces the parameters of its model inside the context.
+    """Update an optimizer on exit with the parameters that replaced those of its model inside the context.
 
     Args:
-        optimizer: `None` for nothing to do.
-        model: Its model, whose parameters keep their names.
+        optimizer: The optimizer; `None` to do nothing.
+        model: The model, whose parameters keep their names.
 
     Raises:
-        ValueError: On entering, if the optimizer has parameters that are not the model's.
+        ValueError: On entry, if the optimizer has parameters that are not in the model.
     """
     names = names_of_parameters(model)
     if optimizer is not None:
@@ -232,15 +234,15 @@ def sync_optimizer_and_model_params(optimizer: Optimizer | None, model: nn.Modul
 def update_optimizer_modules(
     optimizer: Optimizer, model: nn.Module, orig_param_to_name: Mapping[nn.Parameter, str]
 ) -> None:
-    """Let an optimizer own the parameters that stand in the place of those it has, found by their names.
+    """Replace the parameters of an optimizer with the current ones of the model, matched by name.
 
     Args:
-        optimizer: Changed in place.
-        model: With the parameters of now.
-        orig_param_to_name: The parameters before, and their names.
+        optimizer: The optimizer, changed in place.
+        model: The model with the current parameters.
+        orig_param_to_name: The original parameters and their names.
 
     Raises:
-        ValueError: If the optimizer has parameters that are not among those before.
+        ValueError: If the optimizer has parameters that are not among the original ones.
     """
     _refuse_foreign(optimizer, orig_param_to_name)
     rebuild([optimizer], orig_param_to_name, model)
