@@ -1,4 +1,4 @@
-"""Any place that fsspec can write to, as a store."""
+"""Object store on top of any fsspec file system."""
 
 import importlib.util
 import inspect
@@ -22,7 +22,7 @@ __all__ = ["FsspecObjectStore", "require_package"]
 
 log = logging.getLogger(__name__)
 
-# By protocol: the package that fsspec loads for it, and our extra that brings it.
+# By protocol: the package that fsspec imports, and the extra that installs it.
 _EXTRAS: Final = {
     "s3": ("s3fs", "s3"),
     "gs": ("gcsfs", "gcs"),
@@ -35,24 +35,24 @@ _EXTRAS: Final = {
     "ssh": ("paramiko", "sftp"),
     "hf": ("huggingface_hub", "hf"),
 }
-# Folders in the ordinary sense: a file is there from its first byte on, so that it is sent under another name.
+# File systems with real folders: a file is visible while it is written, so it is written under a temporary name.
 _FOLDERS: Final = {"file", "local", "sftp", "ssh", "smb", "hdfs", "arrow_hdfs"}
-_ASKS: Final = {"look up", "download", "list"}  # what "not found" is an answer to
+_ASKS: Final = {"look up", "download", "list"}  # actions for which a missing object is an ordinary outcome
 _LISTS_BY_PREFIX: Final = {"s3", "s3a", "gs", "gcs"}
 
 
 class FsspecObjectStore(ObjectStore):
-    """A store at any address that fsspec knows: `s3://`, `gs://`, `az://`, `oci://`, `sftp://`, `hf://`, `memory://`...
+    """Store at any fsspec address: `s3://`, `gs://`, `az://`, `oci://`, `sftp://`, `hf://`, `memory://`...
 
-    An object appears whole or not at all, and the store is asked for its size after each upload. Nothing is retried
-    here beyond what the client library does by itself: that is up to the caller, who sees `ObjectStoreTransientError`.
+    Objects appear atomically, and their size is checked after each upload. Apart from the client library's own retries,
+    nothing is retried: callers may retry after `ObjectStoreTransientError`.
 
     Args:
-        uri: Where the names begin, such as `'s3://bucket/runs'`.
-        **storage_options: What the file system's class takes, such as `endpoint_url` or `token`.
+        uri: Address that names are relative to, such as `'s3://bucket/runs'`.
+        **storage_options: Arguments of the file system's class, such as `endpoint_url` or `token`.
 
     Raises:
-        ImportError: If the package for this kind of address is not installed, with the line that installs it.
+        ImportError: If the required package is not installed, with the command that installs it.
         ValueError: If fsspec does not know this kind of address.
 
     Example:
@@ -63,15 +63,15 @@ class FsspecObjectStore(ObjectStore):
 
     def __init__(self, uri: str, **storage_options: Any) -> None:
         self.uri = uri if uri.endswith((":///", "://")) else uri.rstrip("/")
-        self.filesystem: Any  # fsspec and what it loads tell no types
+        self.filesystem: Any  # fsspec and its implementations are not typed
         self.filesystem, self._root = self._open(uri, storage_options)
         protocols = self.filesystem.protocol
         self._protocols = {protocols} if isinstance(protocols, str) else set(protocols)
 
     def _open(self, uri: str, storage_options: dict[str, Any]) -> tuple[Any, str]:
-        """Return the file system, and the path in it at which names begin."""
+        """Return the file system, and its path that names are relative to."""
         require_package(uri)
-        # Not shared with the user's own file systems, whose caches would be emptied.
+        # A new instance, since invalidating the cache of a shared one would affect the user's own file systems.
         return url_to_fs(uri, skip_instance_cache=True, **storage_options)
 
     def get_uri(self, object_name: str) -> str:
@@ -79,7 +79,7 @@ class FsspecObjectStore(ObjectStore):
         return f"{self.uri}{'' if self.uri.endswith('/') else '/'}{object_name.lstrip('/')}"
 
     def get_key(self, object_name: str) -> str:
-        """Return the name that an object has in its bucket, where this store may begin with a prefix."""
+        """Return the name of an object in its bucket, including the prefix of this store."""
         return posixpath.join(getattr(self, "prefix", ""), object_name.lstrip("/"))
 
     def upload_object(
@@ -94,16 +94,16 @@ class FsspecObjectStore(ObjectStore):
         """Copy a local file to the store.
 
         Args:
-            object_name: The name it gets.
-            filename: The file.
+            object_name: Name of the object.
+            filename: Local file.
             callback: Called with the bytes sent and the file's size.
-            overwrite: Whether an object that has the name is replaced. Where the store can create an object on the
-                condition that there is none (S3), two writers cannot both succeed.
+            overwrite: Whether to replace an object of the same name. If not, and the store supports conditional writes
+                (S3), two writers cannot both succeed.
             **kwargs: Passed to the file system's `put_file`.
 
         Raises:
             FileExistsError: If the object exists and `overwrite` is false.
-            ObjectStoreTransientError: If it may work the next time, also if the store holds fewer bytes than it got.
+            ObjectStoreTransientError: If a retry may succeed, also if the stored size differs from the file's.
             StorageError: If the store refuses.
         """
         path, size = self._path(object_name), os.path.getsize(filename)
@@ -121,14 +121,14 @@ class FsspecObjectStore(ObjectStore):
         progress.finish()
 
     def get_object_size(self, object_name: str) -> int:
-        """Return the size of an object in bytes, as the store says now.
+        """Return the current size of an object in bytes.
 
         Raises:
-            FileNotFoundError: If it does not exist, or must not be seen.
-            ObjectStoreTransientError: If it may work the next time.
+            FileNotFoundError: If it does not exist, or the credentials may not see it.
+            ObjectStoreTransientError: If a retry may succeed.
         """
         with self._explained(object_name, "look up"):
-            self.filesystem.invalidate_cache()  # what an earlier listing said may be out of date
+            self.filesystem.invalidate_cache()  # an earlier listing may be outdated
             info = self.filesystem.info(self._path(object_name))
             if info["type"] == "directory":
                 raise FileNotFoundError(f"{self.get_uri(object_name)} is a folder")
@@ -141,21 +141,21 @@ class FsspecObjectStore(ObjectStore):
         overwrite: bool = False,
         callback: Progress | None = None,
     ) -> None:
-        """Copy an object to a local file, which appears whole or not at all.
+        """Copy an object to a local file atomically.
 
         Args:
-            object_name: The object.
-            filename: The file it becomes. Folders above it are made.
-            overwrite: Whether a file that exists is replaced.
+            object_name: Name of the object.
+            filename: Local file to write. Its parent folders are created.
+            overwrite: Whether to replace an existing file.
             callback: Called with the bytes received and the object's size.
 
         Raises:
-            FileNotFoundError: If the object does not exist, or must not be seen.
+            FileNotFoundError: If the object does not exist, or the credentials may not see it.
             FileExistsError: If the file exists and `overwrite` is false.
-            ObjectStoreTransientError: If it may work the next time, also if fewer bytes came than the store holds.
-            StorageError: If the store refuses, or the local disk cannot take the file.
+            ObjectStoreTransientError: If a retry may succeed, also if the received size differs from the object's.
+            StorageError: If the store refuses, or the local disk cannot hold the file.
         """
-        refuse_existing(Path(filename), overwrite)
+        refuse_existing(Path(filename), overwrite)  # before any request
         size = self.get_object_size(object_name)
         progress = _Progress(callback, size)
         with write_atomically(filename, overwrite=overwrite, need_bytes=size) as unfinished:
@@ -169,14 +169,14 @@ class FsspecObjectStore(ObjectStore):
         progress.finish()
 
     def list_objects(self, prefix: str | None = None) -> list[str]:
-        """Return the names of all objects that begin with a text, in order.
+        """Return the sorted names of all objects with a prefix.
 
-        The list may be out of date. Whether one object exists is asked with `get_object_size`.
+        The list may be outdated. Use `get_object_size` to check that an object exists.
         """
         prefix = (prefix or "").lstrip("/")
         with self._explained(prefix, "list"):
             self.filesystem.invalidate_cache()
-            if self._protocols & _LISTS_BY_PREFIX:
+            if self._protocols & _LISTS_BY_PREFIX:  # others can list whole folders only
                 found = self.filesystem.find(self._root, prefix=prefix)
             else:
                 found = self._find_below(posixpath.dirname(prefix))
@@ -185,10 +185,10 @@ class FsspecObjectStore(ObjectStore):
         return sorted(name for name in names if name.startswith(prefix))
 
     def delete_object(self, object_name: str) -> None:
-        """Delete an object. There need not be one of this name.
+        """Delete an object, or do nothing if it does not exist.
 
         Raises:
-            ObjectStoreTransientError: If it may work the next time.
+            ObjectStoreTransientError: If a retry may succeed.
             StorageError: If the store refuses.
         """
         path = self._path(object_name)
@@ -196,12 +196,12 @@ class FsspecObjectStore(ObjectStore):
             try:
                 self.filesystem.rm_file(path)
             except Exception as error:
-                if classify(error) is not Fault.MISSING:
+                if classify(error) is not Fault.MISSING:  # an attempt that failed may have deleted it
                     raise
             self.filesystem.invalidate_cache()
 
     def filesystem_path(self, object_name: str) -> str:
-        """Return what `filesystem` calls an object, for those who read or write it piece by piece."""
+        """Return the path of an object in `filesystem`, for partial reads and writes."""
         return self._path(object_name)
 
     def _find_below(self, folder: str) -> list[str]:
@@ -212,7 +212,7 @@ class FsspecObjectStore(ObjectStore):
             return []
 
     def _path(self, object_name: str) -> str:
-        """Return the file system's path, which stays below the root."""
+        """Return the path of an object in the file system, after checking that it is below the root."""
         name = object_name.lstrip("/")
         if not name or ".." in name.split("/"):
             raise ValueError(
@@ -230,7 +230,7 @@ class FsspecObjectStore(ObjectStore):
         try:
             self.filesystem.put_file(filename, unfinished, callback=progress, **kwargs)
             self.filesystem.mv(unfinished, path)
-        except BaseException:
+        except BaseException:  # also an interrupt must leave no temporary file
             with suppress(Exception):
                 self.filesystem.rm_file(unfinished)
             raise
@@ -252,13 +252,13 @@ class FsspecObjectStore(ObjectStore):
 
     @contextmanager
     def _explained(self, object_name: str, action: str) -> Iterator[None]:
-        """Turn what any client library raises into this package's errors, the cause kept."""
+        """Convert the errors of any client library to those of this package, keeping the cause."""
         try:
             yield
         except CheckpointError:
             raise
         except (ValueError, TypeError, NotImplementedError, ImportError):
-            raise  # a slip of the caller's, not the store's
+            raise  # a mistake of the caller, not a failure of the store
         except Exception as error:
             raise self._explain(error, object_name, action) from error
 
@@ -270,7 +270,7 @@ class FsspecObjectStore(ObjectStore):
             case Fault.MISSING if action in _ASKS:
                 return FileNotFoundError(f"{uri} does not exist: {_reason(error)}. Look at the name and the folder.")
             case Fault.FORBIDDEN if action in _ASKS:
-                # Stores answer so also for what does not exist, to those who may not list.
+                # Without permission to list, stores deny access to missing objects as well.
                 return FileNotFoundError(
                     f"{uri} does not exist, or these credentials may not see it: {_reason(error)}. Look at both."
                 )
@@ -283,7 +283,7 @@ class FsspecObjectStore(ObjectStore):
 
 
 class _Progress(Callback):
-    """Tell a caller of the bytes so far, never fewer than before, and at the end all."""
+    """Report transferred bytes to a callback, without decreasing, and the total at the end."""
 
     def __init__(self, callback: Progress | None, size: int) -> None:
         super().__init__(size=size)
@@ -299,7 +299,7 @@ class _Progress(Callback):
         self._tell(self._size)
 
     def set_size(self, size: int) -> None:
-        """Keep the size that was asked for: some libraries say another one at first."""
+        """Ignore the new size: some libraries report another one at first."""
 
     def _tell(self, value: int) -> None:
         if self._callback is not None and value > self._told:
@@ -308,10 +308,10 @@ class _Progress(Callback):
 
 
 def require_package(uri: str) -> None:
-    """Raise if the package for this kind of address is not installed.
+    """Raise if the package that an address requires is not installed.
 
     Raises:
-        ImportError: With the line that installs it.
+        ImportError: If it is not installed, with the command that installs it.
     """
     package, extra = _EXTRAS.get(uri.partition("://")[0].lower(), ("", ""))
     if package and importlib.util.find_spec(package) is None:
@@ -332,7 +332,8 @@ def _normalized(path: str) -> str:
 
 
 def _overwriting(filesystem: Any, overwrite: bool) -> dict[str, Any]:
-    """Return how a file system is told whether to replace an object, where it can be told."""
+    """Return the `put_file` arguments that control overwriting, if the file system has any."""
+    # The synchronous `put_file` of asynchronous file systems hides the parameters.
     method = getattr(filesystem, "_put_file", filesystem.put_file)
     parameters = inspect.signature(method).parameters
     if "overwrite" in parameters:  # Azure's
@@ -341,7 +342,7 @@ def _overwriting(filesystem: Any, overwrite: bool) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the last cause's own words, since libraries often say less."""
+    """Return the message of the deepest cause, which is often more specific."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
