@@ -1,4 +1,4 @@
-"""The store in which an address lies."""
+"""Opening of the store of an address, and checks that it responds."""
 
 import logging
 import tempfile
@@ -45,8 +45,8 @@ CREDENTIALS_PROBE: Final = ".credentials_validated_successfully"
 _FIRST_ANSWER_S: Final = 12.0
 _spent_s: Final = dict[tuple[str, str], float]()
 _answered: Final = set[tuple[str, str]]()  # backends and buckets, in this process
-_NO_STORES: Final = {"wandb", "http", "https"}  # fsspec reads some of them
-# By functions, which look the classes up when they are called: tests of users put others in their place.
+_NO_STORES: Final = {"wandb", "http", "https"}  # fsspec supports some of them, but read-only
+# Lambdas look the classes up when called, so that users' tests can patch the classes in this module.
 _BACKENDS: Final[dict[str, Callable[..., ObjectStore]]] = {
     "s3": lambda **settings: S3ObjectStore(**settings),
     "oci": lambda **settings: OCIObjectStore(**settings),
@@ -58,18 +58,18 @@ _BACKENDS: Final[dict[str, Callable[..., ObjectStore]]] = {
 
 
 def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
-    """Return the store in which an address lies, or `None` for a local path.
+    """Return the store of an address, or `None` for a local path.
 
     The path of the address is not part of the store: `parse_uri(uri).path` is the object's name in it.
 
     Args:
-        uri: An address. `s3`, `gs`, `oci`, `azure`, `sftp` and `dbfs` have stores of their own; other schemes are
-            those that fsspec knows (`az`, `abfs`, `hf`, `memory`, `file`, ...).
+        uri: An address. `s3`, `gs`, `oci`, `azure`, `sftp` and `dbfs` have store classes of their own; other schemes
+            are opened with fsspec (`az`, `abfs`, `hf`, `memory`, `file`, ...).
 
     Raises:
-        NotImplementedError: If nothing here reaches this kind of address.
-        ImportError: If the package for it is not installed, with the line that installs it.
-        ValueError: If the address is malformed, or there are no credentials.
+        NotImplementedError: If no store supports this kind of address.
+        ImportError: If the required package is not installed, with the command that installs it.
+        ValueError: If the address is malformed, or credentials are missing.
     """
     parsed = parse_uri(uri)
     netloc = urlsplit(uri).netloc
@@ -92,14 +92,14 @@ def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
             return _databricks_store(parsed.path)
     check_scheme(uri)
     address = f"{parsed.backend}://{netloc}{'' if netloc else '/'}"
-    return _made(address, lambda: FsspecObjectStore(address))  # some libraries look for credentials at once
+    return _made(address, lambda: FsspecObjectStore(address))  # some libraries fetch credentials at once
 
 
 def check_scheme(uri: str) -> None:
-    """Raise if no store has this kind of address.
+    """Raise if no store supports this kind of address.
 
     Raises:
-        NotImplementedError: If nothing here reaches it.
+        NotImplementedError: If no store supports it.
     """
     backend = parse_uri(uri).backend
     if backend in {*_BACKENDS, "ssh", "dbfs"} - {"libcloud"}:
@@ -116,16 +116,16 @@ def check_scheme(uri: str) -> None:
 
 
 def open_store(uri: str, backend_kwargs: Mapping[str, Any] | None = None) -> ObjectStore:
-    """Return the store in which an address lies, with more arguments for its class.
+    """Return the store of an address, with additional arguments of its class.
 
     Args:
         uri: As in `maybe_create_object_store_from_uri`, or `libcloud://container`.
-        backend_kwargs: The arguments. Those that the address gives, such as the bucket, may be among them.
+        backend_kwargs: The arguments. They override those of the address, such as the bucket.
 
     Raises:
-        NotImplementedError: If nothing here reaches this kind of address.
-        ImportError: If the package for it is not installed, with the line that installs it.
-        ValueError: If it is a local path or malformed, or there are no credentials.
+        NotImplementedError: If no store supports this kind of address.
+        ImportError: If the required package is not installed, with the command that installs it.
+        ValueError: If it is a local path or malformed, or credentials are missing.
     """
     parsed = parse_uri(uri)
     if parsed.backend in (*_BACKENDS, "dbfs") and (backend_kwargs or parsed.backend == "libcloud"):
@@ -139,13 +139,13 @@ def open_store(uri: str, backend_kwargs: Mapping[str, Any] | None = None) -> Obj
 
 
 def arguments_of(uri: str) -> dict[str, str]:
-    """Return the arguments that an address gives to `build_remote_backend`."""
+    """Return the arguments of `build_remote_backend` that an address contains."""
     match parse_uri(uri):
         case ("s3" | "oci" | "gs", bucket, _):
             return {"bucket": bucket}
         case ("azure" | "libcloud", container, _):
             return {"container": container}
-        case ("sftp" | "ssh", _, path):  # names count from the root where the path does
+        case ("sftp" | "ssh", _, path):  # names are absolute if the path is
             return {"host": f"sftp://{urlsplit(uri).netloc}{'//' if path.startswith('/') else ''}"}
         case ("dbfs", _, path):
             return {"path": path}
@@ -154,22 +154,23 @@ def arguments_of(uri: str) -> dict[str, str]:
 
 
 def build_remote_backend(remote_backend_name: str, backend_kwargs: dict[str, Any]) -> ObjectStore:
-    """Return the store of a name.
+    """Return a store by the name of its backend.
 
     Args:
         remote_backend_name: `s3`, `oci`, `gs`, `sftp`, `azure`, `libcloud` or `dbfs`.
-        backend_kwargs: The arguments of its class.
+        backend_kwargs: Arguments of the store's class.
 
     Raises:
-        ValueError: If the name is another one.
+        ValueError: If the name is unknown.
     """
     if remote_backend_name == "dbfs":
         path = str(backend_kwargs.get("path", "")).removeprefix("dbfs:").lstrip("/")
         kind, package = (UCObjectStore, "databricks.sdk")
         if path.startswith(MLFLOW_PREFIX):
             kind, package = MLFlowObjectStore, "mlflow"
-        with suppress(ImportError):  # of which the store says more
-            import_module(package)  # which may take longer than an answer
+        # The import may take longer than the time limit of the first response.
+        with suppress(ImportError):  # the store raises it again, with the command that installs the package
+            import_module(package)
         return _made(f"dbfs:/{path}", lambda: kind(**backend_kwargs))
     if remote_backend_name not in _BACKENDS:
         raise ValueError(
@@ -180,14 +181,14 @@ def build_remote_backend(remote_backend_name: str, backend_kwargs: dict[str, Any
 
 
 def validate_credentials(store: ObjectStore, remote_file_name: str = CREDENTIALS_PROBE) -> None:
-    """Upload a small file, so that wrong credentials are found before training and not at the first checkpoint.
+    """Upload a small file, to find wrong credentials before training instead of at the first checkpoint.
 
     Args:
-        store: The store.
-        remote_file_name: What the file is called there.
+        store: Store to validate.
+        remote_file_name: Name of the object.
 
     Raises:
-        StorageError: If the store refuses, or does not answer in three attempts, or 12 seconds; with what to check.
+        StorageError: If the store refuses, or does not respond in three attempts or 12 seconds; with what to check.
     """
     with tempfile.TemporaryDirectory() as folder:
         probe = Path(folder) / "probe"
@@ -199,16 +200,17 @@ def validate_credentials(store: ObjectStore, remote_file_name: str = CREDENTIALS
 
 
 def reach(store: ObjectStore, address: str) -> None:
-    """Raise if a store does not respond. A store that has responded before is not asked again.
+    """Raise if a store does not respond in time.
 
-    The libraries of some stores try for minutes, and their callers several times more.
+    Without this check, the retries of some client libraries take minutes, and their callers retry again. A store that
+    has responded is not checked again.
 
     Args:
-        store: In which the address lies.
-        address: Of an object or a folder.
+        store: Store of the address.
+        address: Address of an object or a folder.
 
     Raises:
-        StorageError: If so, with what to check.
+        StorageError: If it does not respond, with what to check.
     """
     backend, bucket, name = parse_uri(address)
     if (backend, bucket) in _answered:
@@ -219,7 +221,7 @@ def reach(store: ObjectStore, address: str) -> None:
             store.get_object_size(name)
         except ObjectStoreTransientError:
             raise
-        except Exception as error:  # an answer, of which the caller will hear
+        except Exception as error:  # also an error is a response; the caller's own request will raise it
             log.debug("%s answers: %s", address, error)
 
     _first_answer(address, ask)
@@ -227,7 +229,7 @@ def reach(store: ObjectStore, address: str) -> None:
 
 
 def _made(address: str, make: Callable[[], ObjectStore]) -> ObjectStore:
-    """Return a store whose maker may have to ask for credentials; the time counts as part of its first answer."""
+    """Open a store that may fetch credentials, counting the time as part of its first response."""
     began = time.monotonic()
     store = _first_answer(address, make)
     _spent_s[parse_uri(address)[:2]] = time.monotonic() - began
@@ -235,7 +237,7 @@ def _made(address: str, make: Callable[[], ObjectStore]) -> ObjectStore:
 
 
 def _first_answer(place: str, ask: Callable[[], A]) -> A:
-    from composer_checkpoint._ranks import in_thread  # loads torch
+    from composer_checkpoint._ranks import in_thread  # imports torch, which is slow
 
     failures: list[str] = []
 
@@ -253,6 +255,7 @@ def _first_answer(place: str, ask: Callable[[], A]) -> A:
             f"needs a proxy; and the endpoint, if one is set."
         )
 
+    # At least a second, however long opening the store took.
     timeout_s = max(_FIRST_ANSWER_S - _spent_s.pop(parse_uri(place)[:2], 0.0), 1.0)
     try:
         return in_thread(retry(ObjectStoreTransientError)(attempt), timeout_s, told)
@@ -264,7 +267,7 @@ def list_remote_objects(remote_path: str) -> list[str]:
     """Return the names of the objects below an address.
 
     Raises:
-        ValueError: If it is a local path, or there is nothing.
+        ValueError: If it is a local path, or no objects are found.
     """
     store = maybe_create_object_store_from_uri(remote_path)
     if store is None:
@@ -277,17 +280,18 @@ def list_remote_objects(remote_path: str) -> list[str]:
 
 
 def list_if_allowed(store: ObjectStore, prefix: str) -> list[str]:
-    """Return the names of the objects that begin with a text; none where the store or these credentials cannot list.
+    """Return the names of the objects with a prefix, or none if the store or the credentials cannot list.
 
     Raises:
-        FileNotFoundError: If the store does not show what `validate_credentials` has put there either, so that what is
-            not seen may be there all the same.
+        FileNotFoundError: If the object of `validate_credentials` is not visible either, so that objects may exist
+            without being visible.
     """
     try:
         return store.list_objects(prefix)
     except NotImplementedError:
         return []
     except FileNotFoundError as error:
+        # If the probe is visible, only listing is denied, and names that are known can be looked up.
         try:
             store.get_object_size(CREDENTIALS_PROBE)
         except FileNotFoundError:
@@ -297,6 +301,6 @@ def list_if_allowed(store: ObjectStore, prefix: str) -> list[str]:
 
 
 def _databricks_store(path: str) -> ObjectStore:
-    if not path.startswith(MLFLOW_PREFIX):
+    if not path.startswith(MLFLOW_PREFIX):  # a malformed path is rejected before a slow import
         UCObjectStore.validate_path(path)
     return build_remote_backend("dbfs", {"path": path})
