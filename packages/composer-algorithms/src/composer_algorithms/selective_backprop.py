@@ -1,4 +1,4 @@
-"""Selective backprop: spend the backward pass on the examples that are not learned yet."""
+"""Selective backprop: run the backward pass mainly for examples with a large loss."""
 
 import copy
 import inspect
@@ -53,14 +53,14 @@ _INTERPOLATION = {3: "linear", 4: "bilinear", 5: "trilinear"}
 def should_selective_backprop(
     current_duration: float, batch_idx: int, start: float = 0.5, end: float = 0.9, interrupt: int = 2
 ) -> bool:
-    """Answer whether examples of this batch should be dropped.
+    """Return whether examples of this batch should be dropped.
 
     Args:
-        current_duration: How far training is, in the unit of `start` and `end`: a part of it, or epochs.
-        batch_idx: The batch's number in its epoch, from 0.
-        start: From when on examples are dropped.
-        end: Up to when, exclusive.
-        interrupt: Each batch of so many is left whole: 2 for every other one, 0 for none.
+        current_duration: Progress of training in the unit of `start` and `end`, such as a fraction or epochs.
+        batch_idx: Index of the batch in its epoch, from 0.
+        start: Start of the interval in which examples are dropped, inclusive.
+        end: End of the interval, exclusive.
+        interrupt: Keep every `interrupt`-th batch whole: 2 for every other batch, 0 for none.
 
     Example:
         >>> [should_selective_backprop(0.6, batch) for batch in range(4)]
@@ -80,29 +80,29 @@ def select_using_loss(
     *,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw a part of a batch in which examples with a large loss are more likely to be.
+    """Draw a subset of a batch that favors examples with a large loss.
 
-    An example that has the `r`-th smallest of `n` losses, `r` from 0, is drawn with a probability in proportion to
-    `((r + 0.5) / n) ** (1 / keep - 1)`, without replacement. The host waits for nothing: which ranks are drawn does not
-    depend on the losses.
+    The example with the `r`-th smallest of `n` losses, `r` from 0, is drawn with a probability proportional to
+    `((r + 0.5) / n) ** (1 / keep - 1)`, without replacement. No device synchronization is needed, because the drawn
+    positions in the order of the losses do not depend on their values.
 
     Args:
         input: Shape `(batch, ...)`.
         target: Shape `(batch, ...)`.
-        model: Gives outputs for the inputs. Called once without gradients, in the mode that it is in.
-        loss_fun: Called as `loss_fun(outputs, target, reduction="none")`; what it gives for one example is averaged.
-        keep: The part of the examples to draw, in (0, 1], at least one example. With 1 nothing is computed.
-        scale_factor: Score smaller inputs, with dims of space of so much of the size. 1 or less.
-        generator: On the CPU; what is drawn comes from it. PyTorch's default generator when `None`.
+        model: Function from inputs to outputs. Called once without gradients, in its current mode.
+        loss_fun: Called as `loss_fun(outputs, target, reduction="none")`; several values of an example are averaged.
+        keep: Fraction of the examples to draw, in (0, 1]; at least one is drawn. With 1 nothing is computed.
+        scale_factor: Scale of the spatial dims of the inputs for computing the losses, in (0, 1].
+        generator: CPU generator of the random numbers. PyTorch's default generator when `None`.
 
     Returns:
         The drawn inputs, in full size, and their targets.
 
     Raises:
-        TypeError: If `loss_fun` cannot be called, or takes no `reduction`; if one of the others is no tensor, or inputs
-            that shall be scaled are integers.
-        ValueError: If `keep` lies outside (0, 1], `scale_factor` outside (0, 1], or inputs that shall be scaled do not
-            have one, two or three dims of space; or if the loss has no value for each example.
+        TypeError: If `loss_fun` is not callable or takes no `reduction`, `input` or `target` is not a tensor, or the
+            inputs to scale are integers.
+        ValueError: If `keep` or `scale_factor` is outside (0, 1], the inputs to scale do not have one, two or three
+            spatial dims, or the loss has fewer than one value per example.
 
     Example:
         >>> x, y = torch.rand(8, 2), torch.tensor([0, 1] * 4)
@@ -120,37 +120,37 @@ def select_using_loss(
 
 
 def selective_backprop(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Do what `select_using_loss` does, by an older name."""
+    """Call `select_using_loss`, of which this is a deprecated alias."""
     warn_deprecated("selective_backprop is now called select_using_loss.", stacklevel=2)
     return select_using_loss(*args, **kwargs)
 
 
 class SelectiveBackprop(ResumableDraws, Algorithm):
-    """Train on a part of each batch in which examples with a large loss are more likely to be.
+    """Train on a subset of each batch that favors examples with a large loss.
 
-    On `AFTER_DATALOADER`, while training is between `start` and `end`, the batch goes to the device, its losses are
-    computed in the run's precision, and `state.batch` keeps the examples that `select_using_loss` draws. It acts before
-    every other algorithm, on the examples as they were loaded. All tensors, lists and tuples at the top of the batch
-    that have an entry for each example are cut in the same way.
+    On `AFTER_DATALOADER`, while training is between `start` and `end`, the batch is moved to the device, its losses are
+    computed in the run's precision, and `state.batch` is reduced to the examples that `select_using_loss` draws. It
+    acts before every other algorithm, on the examples as loaded. All tensors, lists and tuples at the top level of the
+    batch that have one entry per example are reduced in the same way.
 
-    The model has to be a `ComposerModel` whose `loss` takes `reduction`. Its draws depend on the run's seed, the rank
-    and how many there were before; with the state of a checkpoint a run goes on with the draws that it would have made.
+    The model must be a `ComposerModel` whose `loss` takes `reduction`. Random numbers depend on the run's seed, the
+    rank and the number of earlier draws; a resumed run continues their sequence.
 
     Args:
-        start: The part of training from which on examples are dropped, in [0, 1].
-        end: The part of training up to which they are, in [0, 1].
-        keep: The part of the examples to keep, in (0, 1].
+        start: Fraction of training after which examples are dropped, in [0, 1].
+        end: Fraction of training until which examples are dropped, in [0, 1].
+        keep: Fraction of the examples to keep, in (0, 1].
         scale_factor: See `select_using_loss`.
         interrupt: See `should_selective_backprop`.
-        input_key: Where the batch holds the inputs: an index, a key, or a `(getter, setter)` pair.
-        target_key: Where it holds the targets.
-        score_mode: `'train'` computes the losses in the mode that the model trains in, so batch norms see those
-            examples as well and dropout is active; `'eval'` in eval mode.
+        input_key: Index, key or `(getter, setter)` pair of the inputs in the batch.
+        target_key: The same for the targets.
+        score_mode: Mode of the model when computing the losses. With `'train'`, its current mode, dropout is active and
+            these examples update batch norm statistics, too; `'eval'` is eval mode.
 
     Raises:
-        ValueError: If a number lies outside its range or `score_mode` is unknown.
-        RuntimeError: On INIT, if the model is no `ComposerModel`.
-        TypeError: On INIT, if its loss, or the loss function that was given to it, takes no `reduction`.
+        ValueError: If a number is outside its range or `score_mode` is unknown.
+        RuntimeError: On INIT, if the model is not a `ComposerModel`.
+        TypeError: On INIT, if its loss, or the loss function passed to it, takes no `reduction`.
 
     Example:
         >>> SelectiveBackprop(start=0.3, keep=0.25).end
@@ -191,7 +191,7 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
         self.score_mode = score_mode
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether the event is INIT, or a batch has been loaded whose turn it is."""
+        """Return whether the event is INIT, or a batch has been loaded that is to be reduced."""
         if event == Event.INIT:
             return True
         if event != Event.AFTER_DATALOADER or self.keep >= 1:
@@ -206,7 +206,7 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
         return should_selective_backprop(float(elapsed), batch_idx, self.start, self.end, self.interrupt)
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Check the model on INIT, drop examples later."""
+        """Validate the model on INIT, and drop examples on AFTER_DATALOADER."""
         if event == Event.INIT:
             _check_model(state.model)
             if self.keep < 1:
@@ -240,7 +240,7 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
         return state.device.batch_to_device(batch_set(batch, self.target_key, target))
 
     def _loss_of(self, state: "State") -> Callable[..., Any]:
-        loss = find_loss(state.model)  # anew each time, since an algorithm may have replaced the model
+        loss = find_loss(state.model)  # not cached, since an algorithm may have replaced the model
         _check_loss(loss)
         input = state.batch_get_item(self.input_key)
 
@@ -251,6 +251,7 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
 
     def _selected(self, state: "State", input: Tensor, target: Tensor, chosen: Tensor) -> Any:
         num_examples = len(state.batch_get_item(self.input_key))
+        # A shallow copy, so that the batch of the dataloader is not changed.
         batch = batch_set(copy.copy(state.batch), self.input_key, input)
         batch = batch_set(batch, self.target_key, target)
         keys = list(batch) if isinstance(batch, Mapping) else range(len(batch) if isinstance(batch, Sequence) else 0)
@@ -268,7 +269,7 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
 def _is_list_of_examples(value: Any, num_examples: int) -> bool:
     if type(value) not in (list, tuple) or len(value) != num_examples:
         return False
-    # As many tensors as examples may also be parts, each of all examples.
+    # As many tensors as examples may also be columns, each with one entry per example.
     return not all(isinstance(one, Tensor) and one.ndim > 0 and len(one) == num_examples for one in value)
 
 
@@ -295,6 +296,7 @@ def _choose(
             f"scale_factor={scale_factor!r} needs inputs with one, two or three dims of space, and these have the "
             f"shape {tuple(input.shape)}: pass scale_factor=1."
         )
+    # Each rank keeps the same number of examples from batches of one size, whatever their losses.
     num_kept = max(1, int(keep * len(input)))
     if num_kept >= len(input):
         return None
@@ -309,7 +311,7 @@ def _choose(
 
 
 def _drawn_ranks(num_examples: int, num_kept: int, keep: float, generator: torch.Generator | None) -> Tensor:
-    # The largest of log-probabilities with Gumbel noise are a draw without replacement from those probabilities.
+    # Gumbel top-k: the largest log-probabilities with Gumbel noise are a sample without replacement.
     log_p = (1 / keep - 1) * ((torch.arange(num_examples, dtype=torch.float64) + 0.5) / num_examples).log()
     noise = -torch.empty(num_examples, dtype=torch.float64).exponential_(generator=generator).log()
     return (log_p + noise).topk(num_kept).indices
@@ -327,11 +329,11 @@ def _per_example(losses: Any, num_examples: int) -> Tensor:
 
 def _check_loss(loss_fun: object) -> None:
     if callable(loss_fun):
-        # A module takes whatever it is called with, and only its forward knows what that may be.
+        # Module.__call__ accepts any arguments, so look at forward.
         called = loss_fun.forward if isinstance(loss_fun, nn.Module) else loss_fun
         try:
             parameters = inspect.signature(called).parameters
-        except ValueError:  # written in C, which names none
+        except ValueError:  # written in C, without a signature
             return
         if "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return
@@ -342,8 +344,8 @@ def _check_loss(loss_fun: object) -> None:
 
 
 def _inner_loss(model: nn.Module) -> object:
-    """Return the function that gets the options of `model.loss`."""
-    from composer_models import ComposerClassifier  # they load the metrics, which the function above does not need
+    """Return the function to which `model.loss` passes its keyword arguments."""
+    from composer_models import ComposerClassifier  # loads the metrics, which select_using_loss does not need
     from composer_models.base import ModuleAdapter
 
     loss: Any = find_loss(model)
@@ -373,7 +375,7 @@ def _check_window(start: float, end: float, interrupt: int) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
-    from composer_models.base import ComposerModel  # it loads the metrics, which the function above does not need
+    from composer_models.base import ComposerModel  # loads the metrics, as above
 
     if not isinstance(unwrap_model(model), ComposerModel):
         raise RuntimeError(
@@ -387,6 +389,6 @@ def _mode_of(score_mode: str, model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def _precision(state: "State", input: Tensor) -> AbstractContextManager[Any]:
-    if state.precision is None:  # a loop that has its own state and leaves precision alone
+    if state.precision is None:  # a custom loop that does not set the precision
         return nullcontext()
     return get_precision_context(state.precision, state.precision_config, device_type=input.device.type)
