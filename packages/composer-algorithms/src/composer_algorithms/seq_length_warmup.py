@@ -1,4 +1,4 @@
-"""Sequence length warm-up: train on short sequences first and on longer ones as training goes on."""
+"""Sequence length warm-up: train on short sequences first and increase their length during training."""
 
 import copy
 from collections.abc import Collection, Mapping, MutableMapping
@@ -56,20 +56,20 @@ def set_batch_sequence_length(
     """Shorten the sequences of a batch.
 
     Args:
-        batch: Maps names to tensors of shape `(batch, length, ...)`. Not changed.
-        curr_seq_len: The new length. If the sequences are no longer than that, the batch itself is returned.
-        truncate: Cut off what is too long. Otherwise each sequence becomes several of the new length, and what does
-            not fill one is dropped at the end of the batch; `position_ids` count anew in each.
+        batch: Tensors of shape `(batch, length, ...)` by name. Not changed.
+        curr_seq_len: New length. If the sequences do not exceed it, the batch itself is returned.
+        truncate: Truncate the sequences. Otherwise the batch is split into more sequences of the new length, dropping
+            an incomplete one at its end, and `position_ids` start from 0 in each.
         preserve_end_of_sequence: When truncating, put each sequence's last token (by `attention_mask`) at the new end.
-        non_sequence_keys: Names of what has no dim of length and stays as it is. Only with `truncate`.
+        non_sequence_keys: Names of entries without a length dim, which are not changed. Only with `truncate`.
 
     Returns:
         A batch of the same type with shorter sequences.
 
     Raises:
-        TypeError: If the batch is no mapping.
-        ValueError: If the length is less than 1, a tensor has no dim of length, `attention_mask` is needed and missing,
-            or tensors of different shapes or none named `input_ids` shall be cut into several.
+        TypeError: If the batch is not a mapping.
+        ValueError: If the length is less than 1, a tensor has no length dim, `attention_mask` is required and missing,
+            or, with `truncate=False`, `input_ids` is missing or the tensors differ in shape.
 
     Example:
         >>> batch = {"input_ids": torch.arange(8).view(2, 4)}
@@ -98,35 +98,36 @@ def set_batch_sequence_length(
         shorter = {name: _truncated(name, value, curr_seq_len) for name, value in sequences.items()}
         if preserve_end_of_sequence:
             _keep_last_token(shorter, sequences, curr_seq_len)
-    result = copy.copy(batch)
+    result = copy.copy(batch)  # keeps the type, such as BatchEncoding
     for name, value in shorter.items():
         result[name] = value
     return result
 
 
 class SeqLengthWarmup(Algorithm):
-    """Train on shorter sequences at first.
+    """Increase the sequence length during training.
 
-    On `AFTER_DATALOADER` `state.batch` becomes `set_batch_sequence_length` of itself, with a length that grows from
-    `min_seq_length` in steps of `step_size` and reaches `max_seq_length` when `duration` of training is done. It logs
-    `seq_length_warmup/curr_seq_len` and `/curr_bs`. Before the first step it runs one microbatch of the maximal length
-    forward and backward, so that the device's memory is laid out for what is to come, and too little of it shows at
-    once; its gradients and random draws are undone. DeepSpeed's engine has no such pass outside of a step.
+    On `AFTER_DATALOADER` it applies `set_batch_sequence_length` to `state.batch`, with a length that grows from
+    `min_seq_length` in steps of `step_size` and reaches `max_seq_length` after the fraction `duration` of training. It
+    logs `seq_length_warmup/curr_seq_len` and `/curr_bs`. Before the first step it runs one microbatch of the maximal
+    length forward and backward, so that the allocator reserves the peak memory and an out-of-memory error occurs at
+    the start; gradients and random state are restored. With DeepSpeed, whose engine has no such pass outside of a step,
+    it is skipped.
 
-    The model has to have an attribute `model`, as `HuggingFaceModel` does, and batches have to be mappings.
+    The model must have an attribute `model`, like `HuggingFaceModel`, and batches must be mappings.
 
     Args:
-        duration: The part of training in which the length grows, in [0, 1].
-        min_seq_length: The length at the beginning.
-        max_seq_length: The length in the end.
-        step_size: By how much the length grows at once.
+        duration: Fraction of training in which the length grows, in [0, 1].
+        min_seq_length: Initial length.
+        max_seq_length: Final length.
+        step_size: Increment of the length.
         truncate: See `set_batch_sequence_length`.
         preserve_end_of_sequence: See `set_batch_sequence_length`.
         non_sequence_keys: See `set_batch_sequence_length`.
 
     Raises:
-        ValueError: If `duration` lies outside [0, 1], a length or the step is less than 1, or the lengths are in the
-            wrong order.
+        ValueError: If `duration` is outside [0, 1], a length or `step_size` is less than 1, or `max_seq_length` is less
+            than `min_seq_length`.
 
     Example:
         >>> SeqLengthWarmup(duration=0.5, max_seq_length=64).seq_length(warmup_done=0.5)
@@ -159,14 +160,14 @@ class SeqLengthWarmup(Algorithm):
         self.truncate = truncate
         self.preserve_end_of_sequence = preserve_end_of_sequence
         self.non_sequence_keys = ensure_tuple(non_sequence_keys)
-        self._activated = False  # set it to True to do without the microbatch of maximal length
+        self._activated = False  # set it to True to skip the microbatch of maximal length
         self._is_checked = False
 
     def seq_length(self, warmup_done: float | Fraction) -> int:
-        """Return the length of sequences when a part of the warm-up is done.
+        """Return the sequence length.
 
         Args:
-            warmup_done: 0 or more; from 1 on the length is maximal.
+            warmup_done: Completed fraction of the warm-up, 0 or more. From 1 on the length is maximal.
         """
         if warmup_done >= 1:
             return self.max_seq_length
@@ -174,11 +175,11 @@ class SeqLengthWarmup(Algorithm):
         return self.min_seq_length + self.step_size * int(num_steps * warmup_done)
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether the model is there to be looked at, or a batch has just been loaded."""
+        """Return whether the model has yet to be validated, or a batch has just been loaded."""
         return (event == Event.INIT and not self._is_checked) or event == Event.AFTER_DATALOADER
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Check the model on INIT, shorten the batch later."""
+        """Validate the model on INIT, and shorten the sequences on AFTER_DATALOADER."""
         if event == Event.INIT:
             _check_model(state.model)
             self._is_checked = True
@@ -193,11 +194,11 @@ class SeqLengthWarmup(Algorithm):
             logger.log_metrics({"seq_length_warmup/curr_seq_len": length, "seq_length_warmup/curr_bs": len(first)})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return whether the microbatch of maximal length has been run."""
+        """Return the state, including whether the microbatch of maximal length has been run."""
         return {**super().state_dict(), "activated": self._activated}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over whether the microbatch of maximal length has been run."""
+        """Restore whether the microbatch of maximal length has been run."""
         super().load_state_dict(state)
         self._activated = bool(state.get("activated", False))
 
@@ -225,7 +226,7 @@ class SeqLengthWarmup(Algorithm):
             return 1
         if max_duration.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH):
             return float(state.timestamp.get(max_duration.unit) / max_duration) / self.duration
-        # Counted in batches, since the clock of epochs stands still for the whole of each.
+        # Count batches, since the epoch of the timestamp does not change within an epoch.
         num_batches = max_duration.value
         if max_duration.unit == TimeUnit.EPOCH:
             if state.dataloader_len is None:
@@ -235,6 +236,7 @@ class SeqLengthWarmup(Algorithm):
                 )
             num_batches *= state.dataloader_len.value
         warmup = int(num_batches * self.duration)
+        # A Fraction, because a rounded quotient could miss a step of the length by one batch.
         return Fraction(state.timestamp.batch.value, warmup) if warmup else 1
 
 
@@ -278,7 +280,7 @@ def _keep_last_token(shorter: Mapping[str, Tensor], sequences: Mapping[str, Tens
             f"preserve_end_of_sequence=True finds the ends by 'attention_mask', and the batch has the keys "
             f"{list(sequences)}: add it, or pass preserve_end_of_sequence=False."
         )
-    end = mask.sum(dim=1).long() - 1
+    end = mask.sum(dim=1).long() - 1  # padding is on the right
     rows = torch.arange(len(mask), device=mask.device)
     for name, value in shorter.items():
         value[rows, end.clamp(max=length - 1)] = sequences[name][rows, end]
@@ -300,14 +302,14 @@ def _cut_into_several(sequences: Mapping[str, Tensor], length: int) -> dict[str,
             )
         whole = value.flatten()
         shorter[name] = whole[: len(whole) // length * length].view(-1, length)
-    if "position_ids" in shorter:
+    if "position_ids" in shorter:  # the new sequences start within the old ones, but at position 0
         positions = torch.arange(length, device=shorter["position_ids"].device, dtype=shorter["position_ids"].dtype)
         shorter["position_ids"] = positions.repeat(len(shorter["position_ids"]), 1)
     return shorter
 
 
 def _of_length(batch: Any, length: int, non_sequence_keys: Collection[str]) -> dict[str, Any]:
-    # Longer sequences than the batch has are repeated: their tokens do not matter, their number does.
+    # Repeat shorter sequences up to the length: memory depends on the number of tokens, not on their values.
     result = dict(batch)
     for name, value in _sequences(batch, non_sequence_keys).items():
         if value.ndim > 1:
