@@ -1,4 +1,4 @@
-"""Squeeze-and-excitation: channels that are scaled by what the whole image shows."""
+"""Squeeze-and-excitation: scale the channels of an image depending on the means of all channels."""
 
 import functools
 import logging
@@ -42,11 +42,11 @@ _log = logging.getLogger("composer.algorithms.squeeze_excite")
 
 
 class SqueezeExcite2d(nn.Module):
-    """Scale each channel of an image by a factor in (0, 1) that depends on the means of all channels.
+    """Module that scales each channel of an image by a factor in (0, 1) computed from the means of all channels.
 
     Args:
-        num_features: The number of channels.
-        latent_channels: Width of the hidden layer: a number of channels, or below 1 a share of `num_features`.
+        num_features: Number of channels.
+        latent_channels: Width of the hidden layer: a number of channels, or below 1 a fraction of `num_features`.
 
     Raises:
         ValueError: If `latent_channels` is not above 0.
@@ -57,13 +57,14 @@ class SqueezeExcite2d(nn.Module):
         torch.Size([2, 16, 8, 8])
 
     Reference:
-        Hu et al., "Squeeze-and-Excitation Networks", CVPR 2018, arXiv:1709.01507, section 3. As there, but without
-        biases.
+        Hu et al., "Squeeze-and-Excitation Networks", CVPR 2018, arXiv:1709.01507, section 3. Without the biases of
+        the paper.
     """
 
     def __init__(self, num_features: int, latent_channels: float = 0.125) -> None:
         super().__init__()
         _check_latent_channels(latent_channels)
+        # At least one, as a small fraction of few channels would round down to an empty layer.
         latent_channels = max(1, int(latent_channels if latent_channels >= 1 else latent_channels * num_features))
         self.latent_channels = latent_channels
         self.pool_and_mlp = nn.Sequential(
@@ -81,13 +82,13 @@ class SqueezeExcite2d(nn.Module):
 
 
 class SqueezeExciteConv2d(nn.Module):
-    """A convolution with a `SqueezeExcite2d` behind it.
+    """Convolution followed by a `SqueezeExcite2d`.
 
     Args:
-        *args: Of `torch.nn.Conv2d`.
-        latent_channels: As in `SqueezeExcite2d`, of the convolution's output channels.
-        conv: The convolution to use, instead of a new one.
-        **kwargs: Of `torch.nn.Conv2d`.
+        *args: Arguments of `torch.nn.Conv2d`.
+        latent_channels: As in `SqueezeExcite2d`, where `num_features` are the output channels of the convolution.
+        conv: Existing convolution to use instead of a new one.
+        **kwargs: Keyword arguments of `torch.nn.Conv2d`.
 
     Example:
         >>> import torch
@@ -95,8 +96,8 @@ class SqueezeExciteConv2d(nn.Module):
         torch.Size([2, 16, 6, 6])
 
     Reference:
-        Hu et al., "Squeeze-and-Excitation Networks", CVPR 2018, arXiv:1709.01507. The paper puts one at the end of
-        each residual block.
+        Hu et al., "Squeeze-and-Excitation Networks", CVPR 2018, arXiv:1709.01507. The paper places the module
+        at the end of each residual block.
     """
 
     def __init__(
@@ -104,16 +105,17 @@ class SqueezeExciteConv2d(nn.Module):
     ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(*args, **kwargs) if conv is None else conv
+        # A second surgery visits this convolution again and must not wrap it twice.
         self.conv._already_squeeze_excited = True  # pyright: ignore[reportArgumentType]  # a mark, not a submodule
         self.se = SqueezeExcite2d(self.conv.out_channels, latent_channels)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Convolve and scale a batch of images."""
+        """Apply the convolution, then scale its output channels."""
         return self.se(self.conv(input))
 
     @staticmethod
     def from_conv2d(module: nn.Conv2d, module_index: int = -1, latent_channels: float = 0.125) -> "SqueezeExciteConv2d":
-        """Put a `SqueezeExcite2d` behind a convolution that exists; `module_index` is not used."""
+        """Create the module from an existing convolution; `module_index` is not used."""
         return SqueezeExciteConv2d(conv=module, latent_channels=latent_channels)
 
 
@@ -123,15 +125,15 @@ def apply_squeeze_excite(
     min_channels: int = 128,
     optimizers: Optimizer | Sequence[Optimizer] | None = None,
 ) -> None:
-    """Put a `SqueezeExcite2d` behind the wide convolutions of a model.
+    """Add a `SqueezeExcite2d` after each wide convolution of a model.
 
-    The convolutions stay the objects that they are. A second call changes nothing.
+    The convolutions stay the same objects. A second call changes nothing.
 
     Args:
         model: Changed in place.
-        latent_channels: Width of the hidden layers: a number of channels, or below 1 a share of the output channels.
-        min_channels: Only convolutions with at least so many input and output channels get one.
-        optimizers: Those that train the model, if they exist already: they get the new parameters.
+        latent_channels: Width of the hidden layers: a number of channels, or below 1 a fraction of the output channels.
+        min_channels: Minimum number of both input and output channels of a convolution.
+        optimizers: Existing optimizers of the model, which get the new parameters.
 
     Raises:
         ValueError: If `latent_channels` is not above 0.
@@ -168,14 +170,15 @@ def _excited_conv(
 
 
 class SqueezeExcite(InitSurgery):
-    """Put squeeze-and-excitation behind wide convolutions: on `INIT`, `state.model` is changed in place.
+    """Add squeeze-and-excitation after wide convolutions.
 
-    The new parameters join the optimizers' groups of their convolutions. It acts after the algorithms that replace
-    convolutions, and before those that change their weights. Loading a checkpoint of the changed model applies it.
+    On `INIT` it applies `apply_squeeze_excite` to `state.model`. The new parameters join the optimizer groups of their
+    convolutions. It acts after the algorithms that replace convolutions, and before those that change their weights.
+    Loading a checkpoint of the changed model applies it.
 
     Args:
-        latent_channels: Width of the hidden layers: a number of channels, or below 1 a share of the output channels.
-        min_channels: Only convolutions with at least so many input and output channels get one.
+        latent_channels: Width of the hidden layers: a number of channels, or below 1 a fraction of the output channels.
+        min_channels: Minimum number of both input and output channels of a convolution.
 
     Raises:
         ValueError: If `latent_channels` is not above 0.
@@ -185,11 +188,11 @@ class SqueezeExcite(InitSurgery):
         SqueezeExcite(latent_channels=64, min_channels=512)
 
     Reference:
-        Hu et al., "Squeeze-and-Excitation Networks", CVPR 2018, arXiv:1709.01507. The paper excites the output of each
-        residual block, this each wide convolution.
+        Hu et al., "Squeeze-and-Excitation Networks", CVPR 2018, arXiv:1709.01507. The paper scales the output of each
+        residual block, and this that of each wide convolution.
     """
 
-    surgery_rank = 3
+    surgery_rank = 3  # after algorithms that replace convolutions, before those that change their weights
 
     def __init__(self, latent_channels: float = 64, min_channels: int = 128) -> None:
         _check_latent_channels(latent_channels)
@@ -198,7 +201,7 @@ class SqueezeExcite(InitSurgery):
         self.min_channels = min_channels
 
     def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
-        """Change the model, and log how many layers it has now."""
+        """Change the model, and log its number of squeeze-and-excitation layers."""
         apply_squeeze_excite(state.model, self.latent_channels, self.min_channels, state.optimizers)
         count = count_module_instances(state.model, SqueezeExciteConv2d)
         _log.info("SqueezeExcite: %d convolutions are followed by squeeze-and-excitation.", count)
