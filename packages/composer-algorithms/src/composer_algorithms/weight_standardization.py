@@ -1,4 +1,4 @@
-"""Weight standardization: convolutions whose filters have mean 0 and variance 1."""
+"""Weight standardization: convolutions with filters of mean 0 and variance 1."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -51,29 +51,29 @@ class _Standardize(nn.Module):
 
 
 class _StandardizedWeight(parametrize.ParametrizationList):
-    """The parametrizations of a weight, of which the first and in most cases the only one is `_Standardize`."""
+    """Parametrizations of a weight with `_Standardize` as the first and usually the only one."""
 
     def forward(self) -> Tensor:
-        # torch looks for further ones by name and calls each as a module, which for small filters takes longer than
-        # their arithmetic.
+        # A fast path: torch's loop looks up each parametrization by name and calls it as a module, which for small
+        # filters takes longer than the arithmetic.
         return _standardized(self.original) if len(self) == 1 else super().forward()
 
 
 def apply_weight_standardization(module: nn.Module, n_last_layers_ignore: int = 0) -> int:
     """Standardize the filters of the convolutions in a model.
 
-    Each `weight` becomes a parametrization: reading it computes the standardized filters, and training changes the
-    same `Parameter` object as before, which is now called `parametrizations.weight.original`. A second call changes
-    nothing. `torch.nn.utils.parametrize.remove_parametrizations(conv, "weight")` writes the standardized filters into
-    the weight, for export.
+    Each `weight` is parametrized: reading it computes the standardized filters, and training updates the same
+    `Parameter` object as before, now named `parametrizations.weight.original`. A second call changes nothing. For
+    export, `torch.nn.utils.parametrize.remove_parametrizations(conv, "weight")` writes the standardized filters to the
+    weight.
 
     Args:
         module: Changed in place; it may be a convolution itself.
-        n_last_layers_ignore: Leave the last so many convolutions as they are. The last ones to be executed, where
-            `torch.fx` can trace the model; otherwise the last in the order of registration.
+        n_last_layers_ignore: Number of last convolutions that are not standardized: the last in the order of execution
+            if `torch.fx` can trace the model, and otherwise in the order of registration.
 
     Returns:
-        How many convolutions are standardized.
+        The number of standardized convolutions.
 
     Raises:
         ValueError: If `n_last_layers_ignore` is negative, or a convolution is lazy and has no weight yet.
@@ -92,6 +92,7 @@ def apply_weight_standardization(module: nn.Module, n_last_layers_ignore: int = 
     check_is_module(module, "convolutions")
     _check_n_last_layers_ignore(n_last_layers_ignore)
     convs = {name: conv for name, conv in module.named_modules() if isinstance(conv, _CONVS)}
+    # Tracing is slow and may fail, so only where the order matters.
     names = _in_order_of_execution(module, list(convs)) if 0 < n_last_layers_ignore < len(convs) else list(convs)
     chosen = names[: max(len(names) - n_last_layers_ignore, 0)]
     for name in chosen:
@@ -116,7 +117,7 @@ def _standardize(name: str, conv: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
             f"the convolution {name!r} is a {type(conv).__qualname__} that has no weight yet: run a batch through the "
             f"model first."
         )
-    # unsafe: the check would compute every weight once and find that shape and dtype stay.
+    # unsafe=True skips a check that computes every weight once; shape and dtype do not change.
     parametrize.register_parametrization(conv, "weight", _Standardize(), unsafe=True)
     if len(found := _parametrizations(conv)) == 1:
         found.__class__ = _StandardizedWeight
@@ -127,7 +128,8 @@ def _parametrizations(conv: nn.Module) -> parametrize.ParametrizationList:
 
 
 def _standardized(weight: Tensor) -> Tensor:
-    # What a layer norm does to the last dims; in channels_last those lie side by side once they are in that order.
+    # Layer norm is a fused kernel for this arithmetic. It needs contiguous last dims, which channels_last weights have
+    # after the permutation.
     if not _is_channels_last(weight):
         return F.layer_norm(weight, weight.shape[1:], eps=_EPS)
     nhwc = weight.permute(0, 2, 3, 1)
@@ -135,7 +137,7 @@ def _standardized(weight: Tensor) -> Tensor:
 
 
 def _is_channels_last(weight: Tensor) -> bool:
-    # By the strides: filters of 1x1 are contiguous in either order, and convolutions ask them which one they are in.
+    # Filters of 1x1 are contiguous in both formats. Convolutions tell the formats apart by the strides, as this does.
     if weight.ndim != 4:
         return False
     _, channels, _, width = weight.stride()
@@ -146,7 +148,7 @@ def _is_channels_last(weight: Tensor) -> bool:
 def _in_order_of_execution(module: nn.Module, names: list[str]) -> list[str]:
     try:
         nodes = torch.fx.symbolic_trace(module).graph.nodes
-    except Exception as error:  # whatever the model's own code raises when it is run on placeholders
+    except Exception as error:  # the model's code may raise any error when traced
         reason = f"torch.fx cannot trace the model ({type(error).__name__})"
     else:
         executed = list(dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module"))
@@ -163,13 +165,14 @@ def _in_order_of_execution(module: nn.Module, names: list[str]) -> list[str]:
 
 
 class WeightStandardization(InitSurgery):
-    """Standardize the filters of convolutions: on `INIT`, `state.model` is changed in place.
+    """Standardize the filters of convolutions.
 
-    It acts after all algorithms that make or replace convolutions. The optimizers keep their parameters, whose names
-    in the model change. Loading a checkpoint of the changed model applies it.
+    On `INIT` it applies `apply_weight_standardization` to `state.model`, after all algorithms that add or replace
+    convolutions. The optimizers keep their parameters, whose names in the model change. Loading a checkpoint of the
+    changed model applies it.
 
     Args:
-        n_last_layers_ignore: Leave the last so many convolutions as they are.
+        n_last_layers_ignore: See `apply_weight_standardization`.
 
     Raises:
         ValueError: If `n_last_layers_ignore` is negative.
@@ -183,15 +186,16 @@ class WeightStandardization(InitSurgery):
         arXiv:1903.10520.
     """
 
-    surgery_rank = 4
+    surgery_rank = 4  # after the algorithms that add or replace convolutions
 
     def __init__(self, n_last_layers_ignore: int = 0) -> None:
         _check_n_last_layers_ignore(n_last_layers_ignore)
         self.n_last_layers_ignore = n_last_layers_ignore
 
     def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
-        """Change the model, and log how many convolutions are standardized."""
+        """Standardize the convolutions, and log their number."""
         count = apply_weight_standardization(state.model, self.n_last_layers_ignore)
+        # torch keeps parameter names in the groups of an optimizer.
         rename_in_optimizer(state.model, state.optimizers)
         _log.info("WeightStandardization: %d convolutions are standardized.", count)
         if logger is not None:
