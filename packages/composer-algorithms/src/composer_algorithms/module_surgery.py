@@ -207,7 +207,7 @@ def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
             # Share the dict itself: a handle removes its hook from the dict it was registered in.
             hooks.update(own)
             setattr(new, name, hooks)
-    # torch raises an error if a module mixes full and non-full backward hooks.
+    # By this flag torch calls the backward hooks as full or as legacy ones.
     if old._is_full_backward_hook is not None and new._is_full_backward_hook is None:
         new._is_full_backward_hook = old._is_full_backward_hook
 
@@ -293,7 +293,7 @@ def replace_module_classes(
     replacements: list[Replacement] = []
     while queue:
         site = queue.popleft()
-        # Before the policy runs, since it may move parameters of the old module into the new one.
+        # Before the policy is called, which may change the module in place.
         old_params = dict(site.module.named_parameters()) if isinstance(site.module, tuple(policies)) else {}
         new = _ask(site, policies, counts)
         if new is None:
@@ -423,7 +423,7 @@ def canonical_parameters(model: nn.Module, remove_duplicate: bool = True) -> dic
     """
     named = unwrap_model(model).named_parameters(remove_duplicate=remove_duplicate)
     if is_model_deepspeed(model):
-        from composer_dist.deepspeed_state import gather_weights  # imported only when needed
+        from composer_dist.deepspeed_state import gather_weights  # most runs do not need it
 
         weights = gather_weights(model)
         named = [(name, weights[name].requires_grad_(parameter.requires_grad)) for name, parameter in named]
