@@ -54,7 +54,6 @@ class NoOpModelClass(ComposerModel):
         super().__init__()
         first = next(iter(original_model.parameters()), None)
         self.weights = nn.Parameter(torch.tensor([1.5], device=None if first is None else first.device))
-        # Some metrics and callbacks read it from the model.
         num_classes = getattr(original_model, "num_classes", None)
         if num_classes is not None:
             self.num_classes: Any = num_classes
@@ -105,7 +104,7 @@ class NoOpModel(InitSurgery):
             return
         state.model = NoOpModelClass(state.model)
         for o, optimizer in enumerate(state.optimizers):
-            optimizer.state.clear()  # belongs to parameters that no longer exist
+            optimizer.state.clear()  # of the replaced parameters
             for g, group in enumerate(optimizer.param_groups):
                 is_first = o == g == 0
                 group["params"] = [state.model.weights] if is_first else []
