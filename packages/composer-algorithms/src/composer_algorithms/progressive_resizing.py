@@ -266,7 +266,7 @@ def _smaller_target(
         )
     are_indices = target.ndim == input.ndim - 1
     values = target.unsqueeze(1) if are_indices else target  # the class dim that interpolate expects
-    # Segmentation targets may have a lower resolution than the images.
+    # Targets may have another resolution than the images, so size and position are scaled.
     sides, own_sides = _sides(input, "input"), _sides(values, "target")
     ratios = [own / side for own, side in zip(own_sides, sides, strict=True)]
     own_size = [max(1, round(new * ratio)) for new, ratio in zip(size, ratios, strict=True)]
