@@ -134,7 +134,7 @@ class RandAugmentTransform:
         return f"RandAugmentTransform(severity={self.severity!r}, depth={self.depth!r}, augmentation_set=[{names}])"
 
     def _change(self, image: Image) -> Image:
-        # Before drawing, so that an unsupported mode fails on the first image, not only when a function cannot take it.
+        # Before the draw, so that an unsupported mode always fails, not only with some of the functions.
         check_mode(image, self.augmentation_set)
         return change(image, self.augmentation_set, self.depth, self.severity)
 
