@@ -1,4 +1,4 @@
-"""FSDP2 as a strategy of a training loop: every rank holds a part of the weights."""
+"""Training strategy for FSDP2, in which every rank holds a shard of the weights."""
 
 import sys
 import warnings
@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves  # its public face, `optree`, is another package
+from torch.utils._pytree import tree_leaves  # the public equivalent, `optree`, is a separate package
 
 from composer_dist import dist, seed_context
 from composer_dist.ddp import average_gradients, average_values, sum_counts
@@ -36,20 +36,21 @@ _NOTHING = nullcontext()  # reentrant and without state, so one serves every mic
 
 
 class FSDP(SingleDevice):
-    """Every rank computes on a part of the batch, and holds a part of weights, gradients and optimizer state.
+    """Strategy for fully sharded data parallelism with FSDP2.
 
-    Weights are gathered unit by unit where they are needed. What is not sharded, such as modules with
-    `_fsdp_wrap = False`, is whole on each rank, and its gradients are averaged after the last microbatch.
+    Every rank computes on a part of the batch and holds a shard of the weights, gradients and optimizer state. Weights
+    are gathered unit by unit when needed. Unsharded parameters, such as those of modules with `_fsdp_wrap = False`, are
+    whole on each rank, and their gradients are averaged after the last microbatch.
 
     Args:
-        device: This rank's.
-        plan: How the model is sharded.
-        seed: With which weights are drawn that are on the meta device. The same on every rank.
-        mesh: The ranks by their axes, if somebody has made the mesh; else `prepare` makes it.
+        device: The device of this rank.
+        plan: The sharding plan.
+        seed: The seed for weights on the meta device. Must be the same on every rank.
+        mesh: An existing device mesh of all axes. By default `prepare` creates it.
 
     Attributes:
-        plan: How the model is sharded.
-        mesh: The ranks by their axes; `None` where groups of ranks say it.
+        plan: The sharding plan.
+        mesh: The device mesh; `None` before `prepare` if it was not given.
     """
 
     prepares_before_load = True
@@ -61,18 +62,18 @@ class FSDP(SingleDevice):
         self.seed = seed
         self.mesh = mesh
         self._sharded: ShardedModel | None = None
-        self._postpones = False  # whether gradients wait for the end of an attempt
-        self._first_batch: FirstBatch | None = None  # where several ranks must read the same
-        self._watch: ReductionWatch | None = None  # if somebody asked for it
+        self._postpones = False  # whether averaging is deferred to the end of an attempt
+        self._first_batch: FirstBatch | None = None  # only with tensor parallelism, where ranks must read the same
+        self._watch: ReductionWatch | None = None  # set by `watch_reductions`
 
     @property
     def world_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]  # constant by then
-        """Over how many ranks the gradients are a mean: those that have batches of their own."""
+        """Return the number of data-parallel ranks, over which gradients are averaged."""
         return dist.get_world_size() // self.plan.tensor_parallel_degree
 
     @property
     def batch_rank(self) -> int:
-        """Which part of a step's batch this rank reads. Ranks that hold one tensor together read the same part."""
+        """Return the index of this rank's part of the batch, the same for all ranks of a tensor-parallel group."""
         given = self.plan.tp_device_mesh
         if given is not None:
             return min(tdist.get_process_group_ranks(given.get_group()))
@@ -80,31 +81,31 @@ class FSDP(SingleDevice):
 
     @property
     def is_prepared(self) -> bool:
-        """Whether there is a sharded model."""
+        """Return whether `prepare` has sharded a model."""
         return self._sharded is not None
 
     @property
     def sharded(self) -> ShardedModel:
-        """What became of the model.
+        """Return the sharded model with its meshes and units.
 
         Raises:
-            RuntimeError: Before `prepare`.
+            RuntimeError: If `prepare` has not been called.
         """
         if self._sharded is None:
             raise RuntimeError("there is no sharded model yet. Call prepare(model, [optimizer]) first.")
         return self._sharded
 
     def place(self, model: "Module", optimizers: Sequence[Optimizer]) -> None:
-        """Leave the model where it is: only a rank's part of it has to fit on the device."""
+        """Leave the model on its current device, since only a shard of it has to fit on this rank's device."""
 
     def prepare(self, model: "Module", optimizers: Sequence[Optimizer]) -> "tuple[Module, Sequence[Optimizer]]":
-        """Shard the model and let the optimizers own the shards, all in place. Every rank must call this.
+        """Shard the model and point the optimizers to the shards, in place. Every rank must call this.
 
         Raises:
-            ValueError, KeyError, NotImplementedError, RuntimeError: If model, optimizers and plan do not go together.
-                What one rank can know by itself is refused before any rank waits for another.
+            ValueError, KeyError, NotImplementedError, RuntimeError: If model, optimizers and plan are incompatible.
+                Checks that need only one rank run before any collective.
         """
-        with seed_context(self.seed):
+        with seed_context(self.seed):  # every rank must draw the same weights, of which it keeps its shard
             self._sharded = shard_model(
                 model, self.plan, device=self.device.torch_device, optimizers=optimizers, mesh=self.mesh
             )
@@ -118,23 +119,23 @@ class FSDP(SingleDevice):
         return model, optimizers
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Return the batch as it is.
+        """Return the batch unchanged.
 
-        The first one is compared among the ranks that hold one tensor together, which are warned if theirs differ.
+        The first batch is compared within each tensor-parallel group, with a warning if it differs.
         """
         if self._first_batch is not None:
             self._first_batch.see(batch)
-            if not self._postpones:
+            if not self._postpones:  # no collective within an attempt, which another rank may abort
                 self._first_batch.compare()
         return batch
 
     def microbatch(self, *, is_last: bool, sync: bool = True, is_aligned: bool = True) -> AbstractContextManager[Any]:
         """Return the context in which one microbatch runs forward and backward.
 
-        Without `sync` the gradients are averaged all the same: no rank has whole ones of its own.
+        `sync` is ignored: gradients are always averaged, since no rank holds whole ones.
 
         Raises:
-            ValueError: If the ranks have unequally many microbatches, in each of which they gather weights.
+            ValueError: If the ranks have different numbers of microbatches, since each one gathers weights.
         """
         if not is_aligned:
             raise ValueError(
@@ -157,10 +158,10 @@ class FSDP(SingleDevice):
             average_gradients(self.sharded.whole)
 
     def check_repeatable(self) -> None:
-        """Refuse to give up a step and repeat it, if it is known that this cannot be done.
+        """Validate that a step can be aborted and repeated.
 
         Raises:
-            ValueError: If torch is too old to forget a pass that was broken off.
+            ValueError: If this PyTorch version cannot reset FSDP2 after an aborted pass.
         """
         if not hasattr(FSDPModule, "reset_iter_state"):
             raise ValueError(
@@ -170,18 +171,18 @@ class FSDP(SingleDevice):
 
     @contextmanager
     def attempt(self, check: Callable[[], None], *, sync: bool = True) -> Iterator[None]:
-        """Return the context around the microbatches of a step that any rank may have to give up, and all then repeat.
+        """Return the context around the microbatches of a step that all ranks repeat if any rank aborts it.
 
-        The ranks call `check` before they gather weights and before they reduce gradients, each time. What takes
-        memory in between may fail; what fails inside of a collective leaves the other ranks waiting.
+        `check` is called before each gathering of weights and each reduction of gradients. Failures between these
+        points, such as running out of memory, are recoverable; after a failure inside a collective other ranks hang.
 
         Raises:
-            ValueError: If torch is too old to forget a pass that was broken off.
+            ValueError: If this PyTorch version cannot reset FSDP2 after an aborted pass.
         """
         self.check_repeatable()
         self._postpones = True
         if self._first_batch is not None:
-            self._first_batch.forget()  # what an attempt saw that was given up may be cut otherwise
+            self._first_batch.forget()  # an aborted attempt may have used another microbatch size
         try:
             with checked_meetings(self.sharded.roots, check):
                 yield
@@ -194,17 +195,17 @@ class FSDP(SingleDevice):
             average_gradients(self.sharded.whole)
 
     def watch_reductions(self) -> ReductionWatch | None:
-        """Let the reductions of gradients say, from now on, whether all of them are finite. Every rank must call this.
+        """Detect non-finite gradients during their reduction from now on. Every rank must call this.
 
         Returns:
-            Who knows after each backward pass, of all that is sharded, or `None` where reductions cannot tell it to all
-            ranks. `zero_grad` lets it begin anew.
+            The detector, valid for all sharded gradients after each backward pass and reset by `zero_grad`, or `None`
+            if reductions do not reach all ranks.
         """
         self._watch = watch_reductions(self.sharded.model, self.device.torch_device)
         return self._watch
 
     def zero_grad(self, optimizer: Optimizer) -> None:
-        """Drop the gradients of an optimizer's parameters."""
+        """Reset the gradients of an optimizer's parameters, and the detector of non-finite gradients."""
         super().zero_grad(optimizer)
         if self._watch is not None:
             self._watch.begin()
@@ -212,46 +213,42 @@ class FSDP(SingleDevice):
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, *, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Scale the gradients, in place, to a joint norm of at most `max_norm`, and return the norm before.
+        """Scale the gradients in place to a total norm of at most `max_norm`, and return the norm before clipping.
 
-        Every rank must call this. The norm is that of all ranks' parts, over however many meshes.
+        The norm covers the shards of all ranks and all meshes. Every rank must call this.
         """
         return clip_grad_norm(parameters, max_norm, norm_type=norm_type, local_meshes=self.sharded.local_meshes)
 
     def sum(self, values: Sequence[TNumber]) -> Sequence[TNumber]:
-        """Return, for each of a few counts below 2**53, its sum over the ranks that have batches of their own.
-
-        Every rank must call this.
-        """
+        """Return the sum of each count, below 2**53, over the data-parallel ranks. Every rank must call this."""
         tensor_mesh = None if self._sharded is None else self._sharded.meshes.tensor
         if tensor_mesh is None:
             return sum_counts(values)
         return _sum_without_twins(values, tensor_mesh)
 
     def mean(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the mean of each value over all ranks, by way of one collective that nobody waits for."""
+        """Return the mean of each value over all ranks, using one collective without a device synchronization."""
         return average_values(values)
 
     def model_state_dict(self, model: "Module") -> dict[str, Any]:
-        """Return the whole weights, as copies on the host of every rank. Every rank must call this."""
+        """Return the full model state dict as copies on the host of every rank. Every rank must call this."""
         return state_dicts.get_model(model)
 
     def load_model_state_dict(
         self, model: "Module", state_dict: Mapping[str, Any], *, strict: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Load whole weights, of which each rank takes its part, and return the names missing and not expected."""
+        """Load a full model state dict, and return the missing and the unexpected names."""
         return state_dicts.set_model(model, state_dict, strict=strict)
 
     def optimizer_state_dict(self, model: "Module", optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state as the optimizer of a model that is not sharded has it. Every rank must call this."""
+        """Return the full optimizer state dict, as for an unsharded model. Every rank must call this."""
         return state_dicts.get_optimizer(optimizer)
 
     def load_optimizer_state_dict(self, model: "Module", optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Load such a whole state, of which each rank takes its part, in place."""
+        """Load a full optimizer state dict in place; each rank takes its part."""
         state_dicts.set_optimizer(optimizer, state_dict)
 
     def _tell(self) -> None:
-        """Say how the model was sharded, if somebody asked for it."""
         if not self.plan.verbose or dist.get_global_rank() != 0:
             return
         text = f"{self.sharded.model}\n{self.plan.describe()}"
@@ -262,21 +259,21 @@ class FSDP(SingleDevice):
 
 
 def _sum_without_twins(values: Sequence[TNumber], mesh: DeviceMesh) -> list[TNumber]:
-    """Return sums in which the ranks that hold one tensor together, and read the same batches, count once."""
+    """Return sums that count each tensor-parallel group once, since its ranks read the same batches."""
     of_ranks = dist.all_gather_object((list(values), tdist.get_process_group_ranks(mesh.get_group())))
     teams = dict.fromkeys(tuple(ranks) for _, ranks in of_ranks)
     columns = zip(*teams, strict=True)
     totals = [[sum(column) for column in zip(*(of_ranks[r][0] for r in ranks), strict=True)] for ranks in columns]
-    # What only one of the team knows, such as rank 0's clock, all of them take from it.
+    # The maximum also covers values that only one rank of a group has, such as the clock of rank 0.
     return [max(of_columns) for of_columns in zip(*totals, strict=True)]
 
 
 @contextmanager
 def checked_meetings(roots: Sequence[FSDPModule], check: Callable[[], None]) -> Iterator[None]:
-    """Return a context in which sharded modules call a function each time before the ranks meet.
+    """Return a context in which sharded modules call `check` before each collective.
 
-    They meet where weights are gathered, before a unit's forward and backward pass, and where gradients are reduced,
-    after its backward pass. After an error everything that was begun is forgotten, so that the modules can run anew.
+    The collectives gather weights before a unit's forward and backward pass, and reduce gradients after its backward
+    pass. After an error the state of FSDP2 is reset, so that the modules can run again.
 
     Args:
         roots: The outermost sharded modules.
@@ -294,7 +291,7 @@ def checked_meetings(roots: Sequence[FSDPModule], check: Callable[[], None]) -> 
         yield
     except BaseException:
         for root in roots:
-            if root in begun:  # one that has never run has nothing to forget, and torch fails on it
+            if root in begun:  # `reset_iter_state` fails on a root that has never run
                 root.reset_iter_state()
         raise
     finally:
@@ -307,7 +304,7 @@ def _watch(module: nn.Module, check: Callable[[], None], *, is_root: bool) -> li
         check()
 
     def before_reducing(_: nn.Module, args: Any, kwargs: Any) -> None:
-        # FSDP, whose own hook has run by now, has put a node behind the inputs that reduces in its backward pass.
+        # FSDP2's pre-hook, which has run by now, gives the inputs a grad_fn whose backward reduces the gradients.
         for tensor in _with_gradient((args, kwargs)):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(lambda _: check())
@@ -326,7 +323,7 @@ def _watch(module: nn.Module, check: Callable[[], None], *, is_root: bool) -> li
 
 
 class _Once:
-    """Checks when the first of several gradients arrives."""
+    """Hook that runs a check on the first of several gradients."""
 
     def __init__(self, check: Callable[[], None], is_root: bool) -> None:
         self._check = check
@@ -338,8 +335,8 @@ class _Once:
             return
         self._is_done = True
         if self._is_root:
-            # At the end of the backward pass a root reduces what has no input to wait for. Its callback comes after
-            # this one, in the order in which they are queued; torch has no public way to queue one.
+            # At the end of the backward pass the root reduces units whose inputs need no gradients. Callbacks run in
+            # the order of queueing, and this one is queued first. PyTorch has no public way to queue one.
             Variable._execution_engine.queue_callback(self._check)  # pyright: ignore[reportAttributeAccessIssue]
         self._check()
 
@@ -351,10 +348,10 @@ def _with_gradient(values: Any) -> Iterator[torch.Tensor]:
 
 
 class FirstBatch:
-    """Compares the first batch of the ranks of a mesh, once.
+    """Comparison of the first batch within a tensor-parallel group.
 
     Args:
-        mesh: The ranks that hold one tensor together.
+        mesh: The tensor-parallel mesh.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -363,16 +360,16 @@ class FirstBatch:
         self._is_compared = False
 
     def see(self, batch: Any) -> None:
-        """Remember a batch, if it is the first. It waits for the batch's device that once."""
+        """Record the fingerprint of the first batch, which synchronizes with the device once."""
         if self._seen is None and not self._is_compared:
             self._seen = _fingerprint(batch)
 
     def forget(self) -> None:
-        """Take the next batch for the first, unless one was compared."""
+        """Discard the recorded batch, so that the next one is recorded in its place."""
         self._seen = None
 
     def compare(self) -> None:
-        """Warn if the others saw another batch. Every rank must call this once it has seen one."""
+        """Warn if the first batches of the group differ. Every rank must call this, after `see`."""
         if self._is_compared:
             return
         self._is_compared = True
@@ -389,7 +386,7 @@ class FirstBatch:
 
 
 def _fingerprint(batch: Any) -> str:
-    """Return what tells a batch from another one: a checksum of its tensors."""
+    """Return a checksum of the tensors and other leaves of a batch."""
     checksum = 0
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
