@@ -132,7 +132,7 @@ def clip_grad_norm(
         local_meshes: The meshes that cover only some of the ranks, the others holding different weights.
 
     Returns:
-        The total norm before clipping over all ranks, the same on every rank, without a device synchronization.
+        The total norm before clipping over all ranks, the same on every rank, as a tensor on the gradients' device.
     """
     groups = _by_mesh([p for p in parameters if p.requires_grad])
     norms: list[torch.Tensor] = []
