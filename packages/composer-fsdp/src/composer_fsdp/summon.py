@@ -1,4 +1,4 @@
-"""Whole parameters in place of the shards, for a while."""
+"""Temporary access to the full parameters of a sharded model."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,21 +24,21 @@ def summon_full_params_fsdp2(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Let a model have whole, plain parameters inside the context. Every rank must enter and leave it together.
+    """Replace sharded parameters with full, plain ones inside the context. All ranks must enter and exit it together.
 
-    Tied parameters appear once, and stay tied. The shards are back afterwards, also after an error.
+    Tied parameters are gathered once and stay tied. The shards are restored on exit, also after an error.
 
     Args:
-        model: A model of which parts are sharded.
-        writeback: Whether what is changed inside is kept: each rank takes its part of its own whole tensors, which all
-            ranks must have changed alike. With `rank0_only` those of rank 0 are sent to all.
-        recurse: Whether units inside the model's own unit are gathered, too.
-        rank0_only: Gather whole parameters on rank 0 alone; the others keep their shards.
-        offload_to_cpu: Put the whole parameters on the host.
-        with_grads: Gather the gradients, too. They are not written back.
+        model: A model with sharded modules.
+        writeback: Whether to keep changes made inside: each rank copies its part of its own full tensors, which all
+            ranks must have changed in the same way. With `rank0_only` the tensors of rank 0 are broadcast.
+        recurse: Whether to also gather the units nested in the model's own unit.
+        rank0_only: Whether only rank 0 has full parameters; the others keep their shards.
+        offload_to_cpu: Whether to put the full parameters on the host.
+        with_grads: Whether to also gather gradients. They are not written back.
 
     Raises:
-        ValueError: If a parameter is split by tensor parallelism, too.
+        ValueError: If a parameter is also split by tensor parallelism.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -52,7 +52,7 @@ def summon_full_params_fsdp2(
     whole: dict[DTensor, nn.Parameter] = {}
     with torch.no_grad():
         for shard in places:
-            gathered = _gathered(shard, offload_to_cpu)
+            gathered = _gathered(shard, offload_to_cpu)  # a collective: every rank joins, even if rank 0 alone keeps it
             grad = _gathered(shard.grad, offload_to_cpu) if with_grads and isinstance(shard.grad, DTensor) else None
             if is_here:
                 whole[shard] = nn.Parameter(gathered, requires_grad=shard.requires_grad)
@@ -60,31 +60,29 @@ def summon_full_params_fsdp2(
     try:
         for shard, parameter in whole.items():
             for module, name in places[shard]:
-                module._parameters[name] = parameter  # `setattr` would refuse to put one kind in place of the other
+                module._parameters[name] = parameter  # `setattr` of a unit rejects a plain parameter for a DTensor
         yield
     finally:
         for shard, owners in places.items():
             for module, name in owners:
                 module._parameters[name] = cast("nn.Parameter", shard)
+        # After the shards are back, so that the model is intact even if this fails.
         if writeback:
             _write_back(list(places), whole, rank0_only=rank0_only)
 
 
 def get_summon_params_fn(model: nn.Module) -> Callable[..., AbstractContextManager[Any]]:
-    """Return what gives a model whole parameters for a while, as `summon_full_params_fsdp2` does.
-
-    Of a model that is not sharded the parameters are whole already, and nothing is done.
-    """
+    """Return `summon_full_params_fsdp2`, or a null context with the same arguments if the model is not sharded."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return summon_full_params_fsdp2
     return lambda *args, **kwargs: nullcontext()
 
 
 def validate_all_dtensors_are_fsdp_based(model: nn.Module) -> None:
-    """Refuse a model of which a parameter is spread by anything else than sharding.
+    """Validate that every DTensor parameter of a model is managed by FSDP2 alone.
 
     Raises:
-        ValueError: With the parameter's name.
+        ValueError: If a parameter is distributed otherwise. The message names it.
     """
     managed: set[int] = set()
     for module in model.modules():
@@ -102,7 +100,7 @@ def validate_all_dtensors_are_fsdp_based(model: nn.Module) -> None:
 
 
 def _places(model: nn.Module, recurse: bool) -> dict[DTensor, list[tuple[nn.Module, str]]]:
-    """Return each sharded parameter with the modules and names that have it."""
+    """Return the sharded parameters, each with the modules and names under which it is registered."""
     places: dict[DTensor, list[tuple[nn.Module, str]]] = {}
     seen: set[nn.Module] = set()
 
@@ -117,7 +115,7 @@ def _places(model: nn.Module, recurse: bool) -> dict[DTensor, list[tuple[nn.Modu
             if recurse or not isinstance(child, FSDPModule):
                 walk(child)
 
-    # What a forward pass has left gathered is registered in place of the shards.
+    # After a forward pass the root may still have its gathered parameters registered in place of the shards.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -127,7 +125,7 @@ def _places(model: nn.Module, recurse: bool) -> dict[DTensor, list[tuple[nn.Modu
 
 def _gathered(shard: DTensor, offload_to_cpu: bool) -> torch.Tensor:
     with torch.no_grad():
-        whole = shard.full_tensor().clone()
+        whole = shard.full_tensor().clone()  # on a single rank `full_tensor` may return the shard's own memory
     return whole.cpu() if offload_to_cpu else whole
 
 
