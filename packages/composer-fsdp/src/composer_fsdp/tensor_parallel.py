@@ -1,4 +1,4 @@
-"""Splitting single tensors over ranks, before the parts are sharded."""
+"""Tensor parallelism, applied before sharding."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +20,11 @@ __all__ = ["agreed", "warn_of_different_weights", "check_layer_plan", "split_ten
 
 
 def check_layer_plan(model: nn.Module, layer_plan: Mapping[str, Any]) -> None:
-    """Refuse a plan that names modules which there are not or cannot be split, and warn of one that splits nothing.
+    """Validate a tensor parallelism plan, and warn if it splits nothing.
 
     Raises:
-        ValueError: If a pattern fits no module, its value is no `ParallelStyle` or none for such a module, or if it
-            would split a weight that another module has, too.
+        ValueError: If a pattern matches no module, its value is not a `ParallelStyle` or does not support the module,
+            or the plan would split a weight that is tied to another one.
     """
     if not layer_plan and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         warnings.warn(
@@ -50,7 +50,7 @@ def check_layer_plan(model: nn.Module, layer_plan: Mapping[str, Any]) -> None:
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return the names of each parameter."""
+    """Return all names of each parameter, of which tied ones have several."""
     owners: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(parameter, []).append(canonical_name(name))
@@ -61,7 +61,7 @@ def _check_module(
     pattern: str, style: ParallelStyle, name: str, module: nn.Module, owners: Mapping[nn.Parameter, Sequence[str]]
 ) -> None:
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
-        return  # what others do to a module only they know
+        return  # other styles, including custom ones, may support any module
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise ValueError(
             f"layer_plan[{pattern!r}] is a {type(style).__name__} and fits {name!r}, a {type(module).__name__}. It "
@@ -76,12 +76,13 @@ def _check_module(
 
 
 def split_tensors(model: nn.Module, mesh: DeviceMesh, layer_plan: Mapping[str, Any]) -> None:
-    """Split the tensors of the modules that a plan names, in place. Every rank must call this."""
+    """Apply tensor parallelism to the modules named in a plan, in place. Every rank must call this."""
+    # A copy, since `parallelize_module` may consume the plan.
     parallelize_module(model, mesh, dict(layer_plan))
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Say whether a module's name fits a pattern, part by part, as `parallelize_module` does."""
+    """Return whether a module name matches a pattern component by component, as in `parallelize_module`."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
@@ -90,32 +91,33 @@ T = TypeVar("T")
 
 
 def agreed(choose: Callable[[], T], describe: Callable[[T], Mapping[str, Any]]) -> T:
-    """Return what a function gives on this rank, if it gives the same on all. Every rank must call this.
+    """Return the result of a function after checking that all ranks agree on it. Every rank must call this.
 
     Args:
-        choose: Asks no other rank.
-        describe: The facts of its result that must be alike.
+        choose: The function, which must not communicate.
+        describe: Returns the facts of the result that must be equal on all ranks.
 
     Raises:
-        RankDisagreementError: If the facts differ, or another rank has refused.
-        Exception: What `choose` raises on this rank. Where there is no process group yet it comes at once.
+        RankDisagreementError: If the facts differ, or `choose` failed on another rank only.
+        Exception: The exception of `choose` on this rank, at once if there is no process group yet.
     """
     try:
         chosen = choose()
     except Exception as refusal:
-        with suppress(RankDisagreementError):  # what this rank has to say is more than that others do not say it
+        with suppress(RankDisagreementError):  # this rank's own error is more specific
             check_agreement({"refused": f"{type(refusal).__name__}: {refusal}"})
         raise
+    # Matches the call of a rank that failed, which would otherwise leave this one hanging in the next collective.
     check_agreement({"refused": "nothing"})
     check_agreement(describe(chosen))
     return chosen
 
 
 def warn_of_different_weights(model: nn.Module) -> None:
-    """Warn if the ranks have different weights, of which each would keep a part. Every rank must call this."""
+    """Warn if the ranks have different weights before sharding. Every rank must call this."""
     if dist.get_world_size() == 1:
         return
-    # What comes in parts is each rank's own.
+    # DTensors differ by rank by design.
     whole = [(name, parameter) for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     sums = dist.all_gather_object(_checksums([parameter for _, parameter in whole]))
     for index, (name, _) in enumerate(whole):
@@ -130,7 +132,7 @@ def warn_of_different_weights(model: nn.Module) -> None:
 
 
 def _checksums(parameters: Sequence[torch.Tensor]) -> list[float]:
-    """Return a number for each parameter that its values decide."""
+    """Return a checksum of the values of each parameter."""
     with torch.no_grad():
         if not parameters:
             return []
