@@ -1,15 +1,15 @@
-"""Which modules are sharded as units of their own.
+"""Rules that select the modules to shard as units.
 
-A model's direct children are its roots: each is a unit with all that none of its descendants takes. Of a descendant,
-the first rule that speaks decides:
+The direct children of a model are its roots. Each is a unit that holds the parameters not claimed by nested units. For
+a descendant, the first applicable rule decides:
 
-1. `module._fsdp_wrap`, if it has this attribute;
-2. `fsdp_wrap_fn(module)` of the direct child, which returns a bool, or a dict of settings for this unit;
-3. its size: at least `min_params` parameters that no unit inside it takes. It also overrules a `False` of rule 2.
+1. `module._fsdp_wrap`, if the module has this attribute;
+2. `fsdp_wrap_fn(module)` of the direct child, which returns a bool or a dict of settings for the unit;
+3. its size: at least `min_params` parameters not claimed by nested units. This overrides a `False` from rule 2.
 
-A direct child with `_fsdp_wrap = False` is left alone, and a plain module that has it is no unit itself: its children
-are the roots. Metrics and modules without parameters are passed over, and so are modules that are reached a second
-time. What only holds others, such as a `ModuleList` or a `ParameterList`, computes nothing and is no unit.
+A direct child with `_fsdp_wrap = False` is not sharded. A plain module with it is not a unit; its children are the
+roots. Metrics, modules without parameters and repeated modules are skipped. Containers without a `forward`, such as
+`ModuleList` and `ParameterList`, are never units.
 """
 
 import sys
@@ -49,14 +49,14 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A module that is sharded as one: its weights are gathered together.
+    """Module whose parameters are sharded and gathered together.
 
     Attributes:
         name: The module's name in the model; empty for the model itself.
         module: The module.
-        is_root: Whether no other unit holds it.
-        options: Settings of this unit alone, as `fsdp_wrap_fn` gave them.
-        partners: Modules that are sharded together with it, since they share weights.
+        is_root: Whether the unit is not nested in another one.
+        options: The settings returned by `fsdp_wrap_fn` for this unit.
+        partners: The modules sharded together with it because they share weights.
     """
 
     name: str
@@ -69,18 +69,18 @@ class Unit:
 def choose_units(
     model: nn.Module, plan: ShardingPlan, *, wraps_itself: bool = False, wrap_fn: WrapFunction | None = None
 ) -> list[Unit]:
-    """Return the units of a model, each after those inside it. Nothing is changed, and no rank asks another one.
+    """Return the units of a model, nested units first, without changing the model or communicating.
 
     Args:
-        model: Whose direct children are sharded.
-        plan: The settings.
-        wraps_itself: Whether the model itself is the root, as a plain module is.
-        wrap_fn: In place of the `fsdp_wrap_fn` of the roots.
+        model: The model whose direct children are sharded.
+        plan: The sharding plan.
+        wraps_itself: Whether the model itself is the root, as for a plain module.
+        wrap_fn: Replaces the `fsdp_wrap_fn` of the roots.
 
     Raises:
-        ValueError: If `fsdp_wrap_fn` returns a setting that there is not, or an ignored module is not in the model. A
-            KeyError for the settings of an `FSDP2Config`.
-        TypeError: If `fsdp_wrap_fn` returns neither yes, no, nor a dict.
+        ValueError: If `fsdp_wrap_fn` returns an unknown setting, or an ignored module is not in the model. An unknown
+            setting is a KeyError with an `FSDP2Config`.
+        TypeError: If `fsdp_wrap_fn` returns neither a bool nor a dict.
     """
     if not plan.auto_wrap:
         return []
@@ -109,7 +109,7 @@ def choose_units(
 
 
 def roots_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that may become roots: the direct children, and in place of containers what these hold."""
+    """Yield the potential roots: the direct children, with containers replaced by their contents."""
     for name, child in model.named_children():
         if _is_metric(child) or getattr(child, "_fsdp_wrap", None) is False:
             continue
@@ -120,23 +120,23 @@ def roots_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
 
 
 def own_parameters(module: nn.Module, taken: set[int], ignored: set[int]) -> list[nn.Parameter]:
-    """Return the parameters of a module, each once, that nobody has taken."""
+    """Return the parameters of a module that are neither taken, ignored nor unshardable, without duplicates."""
     return [p for p in module.parameters() if id(p) not in taken and id(p) not in ignored and not stays_whole(p)]
 
 
 def stays_whole(parameter: nn.Parameter) -> bool:
-    """Say whether there is nothing to share out of a parameter: a single number without a dim, or no number at all."""
+    """Return whether a parameter cannot be sharded because it is a scalar or empty."""
     return not is_lazy(parameter) and (parameter.ndim == 0 or parameter.numel() == 0)
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Say whether a module computes anything when it is called, or names the methods that do."""
+    """Return whether a module defines `forward`, or other methods in `fsdp_forward_methods`."""
     defines = type(module).forward is not nn.Module.forward or "forward" in vars(module)
     return defines or bool(getattr(module, "fsdp_forward_methods", ()))
 
 
 class _Rules:
-    """Walks through the modules, descendants first, and collects units."""
+    """Traversal of the modules in post-order that collects units."""
 
     def __init__(self, plan: ShardingPlan, wrap_fn: WrapFunction | None) -> None:
         self.units: list[Unit] = []
@@ -154,7 +154,7 @@ class _Rules:
         function = self._wrap_fn or function_of(name, root)
         num_units, num_seen = len(self.units), len(self._seen)
         self._descend(name, root, function)
-        is_own = function is not None and (self._wrap_fn is None or not name)  # and not one for several roots
+        is_own = function is not None and (self._wrap_fn is None or not name)  # not one that several roots share
         if is_own and len(self.units) == num_units and len(self._seen) > num_seen:
             warnings.warn(
                 f"fsdp_wrap_fn chooses none of the {len(self._seen) - num_seen} modules in the {type(root).__name__} "
@@ -174,6 +174,7 @@ class _Rules:
             if id(module) in self._seen or id(module) in self._ignored_modules or _is_metric(module):
                 continue
             self._seen.add(id(module))
+            # Nested units claim their parameters first, so that the size rule counts only the rest.
             self._descend(full_name, module, function)
             choice = self._decide(full_name, module, function)
             if choice is not False:
@@ -188,7 +189,7 @@ class _Rules:
             return given
         if given or self._is_large(module):
             return True
-        # A group of its own in float32, since its statistics would be mixed with weights of another format.
+        # Modules with running statistics stay in float32, and a unit cannot mix dtypes.
         return self._counts_in_low_precision(module)
 
     def _by_attribute(self, module: nn.Module) -> bool | None:
@@ -221,7 +222,7 @@ class _Rules:
         if not any(True for _ in module.parameters()) or _is_container(module):
             return
         if not own and not is_root:
-            # Two modules with the very same weights: both are named, so that the check of tied weights sees them.
+            # All weights are tied to those of an earlier unit. Keep this one too, so that the check of ties sees both.
             own = [p for p in module.parameters(recurse=False) if id(p) not in self._ignored and not stays_whole(p)]
             if not own:
                 return
@@ -236,33 +237,33 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _is_metric(module: nn.Module) -> bool:
-    """Say whether a module is of torchmetrics, which is known only to those who have loaded it."""
+    """Return whether a module is a torchmetrics metric, without importing torchmetrics."""
     torchmetrics: Any = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(module, torchmetrics.Metric | torchmetrics.MetricCollection)
 
 
 def generate_default_policy(parent: nn.Module) -> CustomPolicy:
-    """Return a policy that chooses the units of a plain module, the module itself among them."""
+    """Return a policy that selects the units of a plain module, including the module itself."""
     return _policy(parent, wraps_itself=True)
 
 
 def generate_composer_model_policy(composer_model: nn.Module) -> CustomPolicy:
-    """Return a policy that chooses the units of a ComposerModel, which are below it."""
+    """Return a policy that selects the units of a ComposerModel, excluding the model itself."""
     return _policy(composer_model, wraps_itself=False)
 
 
 def function_of_policy(model: nn.Module, policy: Any) -> WrapFunction | None:
-    """Return what a policy says of the modules of a model, as an `fsdp_wrap_fn` says it.
+    """Return the `fsdp_wrap_fn` equivalent to a wrapping policy.
 
     Args:
-        model: That is going to be sharded.
-        policy: A policy of torch's, such as `CustomPolicy` or `ModuleWrapPolicy`; a function of a module; or `None`.
+        model: The model to shard.
+        policy: A PyTorch policy, such as `CustomPolicy` or `ModuleWrapPolicy`; a function of a module; or `None`.
 
     Raises:
-        TypeError: If it is none of these.
+        TypeError: If the policy has another type.
     """
     if isinstance(policy, _Policy):
-        chosen = policy._run_policy(model, set(), {})  # the only way to ask one without FSDP1
+        chosen = policy._run_policy(model, set(), {})  # the only way to evaluate a policy without FSDP1
         return lambda module: (dict(chosen[module]) or True) if module in chosen else False
     if policy is None or callable(policy):
         return cast("WrapFunction | None", policy)
@@ -274,7 +275,7 @@ def function_of_policy(model: nn.Module, policy: Any) -> WrapFunction | None:
 
 def _policy(model: nn.Module, *, wraps_itself: bool) -> CustomPolicy:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # these settings are nobody's choice
+        warnings.simplefilter("ignore", UserWarning)  # the user did not choose these settings
         plan = make_plan(FSDP2Config(), world_size=1)
     chosen = {unit.module: dict(unit.options) for unit in choose_units(model, plan, wraps_itself=wraps_itself)}
 
@@ -286,10 +287,10 @@ def _policy(model: nn.Module, *, wraps_itself: bool) -> CustomPolicy:
 
 
 class Stage:
-    """Knows which phase of a step and which unit runs.
+    """Tracker of the current phase of a step and the running unit.
 
     Attributes:
-        phase: `'forward'`, `'backward'`, or words for another one.
+        phase: `'forward'`, `'backward'`, or a description of another phase.
     """
 
     def __init__(self) -> None:
@@ -298,7 +299,7 @@ class Stage:
         self._backward = ""
 
     def place(self) -> str:
-        """Say what is going on, in words that follow `in`."""
+        """Describe the current place, worded to follow "in"."""
         if self.phase == "backward":
             return f"backward of {self._backward or 'the loss'}"
         if self.phase == "forward":
@@ -306,7 +307,7 @@ class Stage:
         return self.phase
 
     def watch(self, units: Sequence[Unit]) -> None:
-        """Follow which unit runs."""
+        """Register hooks that track the running unit."""
         for unit in units:
             name = unit.name or "the model's outermost unit"
             unit.module.register_forward_pre_hook(lambda *_, name=name: self._units.append(name))
@@ -321,6 +322,7 @@ class Stage:
         self._units.pop()
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                # The gradient of a unit's output arrives when its backward pass begins.
                 tensor.register_hook(lambda _: self._go_back(name))
 
     def _go_back(self, name: str) -> None:
