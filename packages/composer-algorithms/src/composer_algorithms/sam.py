@@ -1,4 +1,4 @@
-"""SAM: step with the gradient at a nearby point where the loss is larger, towards minima that are flat."""
+"""Sharpness-aware minimization (SAM): step with the gradient at a nearby point of higher loss, towards flat minima."""
 
 import inspect
 import math
@@ -44,30 +44,31 @@ METADATA = Metadata(
 
 
 class SAMOptimizer(Optimizer):
-    """Let an optimizer step with the gradient at the worst point nearby.
+    """Optimizer wrapper that steps with the gradient at a nearby point of higher loss.
 
-    Each `interval`-th step calls the closure twice. With the gradient `g` of the first call the weights go to
-    `w + rho * g / (norm(g) + epsilon)`, the second call leaves the gradient there, the weights go back to exactly what
-    they were, and the base optimizer steps. All other steps are the base optimizer's.
+    Every `interval`-th step calls the closure twice. With the gradient `g` of the first call, the weights are moved to
+    `w + rho * g / (norm(g) + epsilon)`, where the second call computes the gradient. The weights are then restored
+    exactly, and the base optimizer steps. All other steps are those of the base optimizer.
 
-    Parameter groups and state are the base optimizer's own, so schedulers may hold either of the two. The state dict
-    is that of the base optimizer, with the count of steps in its groups; a state that the base optimizer saved, or
-    Composer, loads as well.
+    Parameter groups and state are shared with the base optimizer, so schedulers may use either of the two. The state
+    dict is that of the base optimizer, with the number of steps in its groups. State dicts of the base optimizer and of
+    Composer can be loaded as well.
 
     Args:
-        base_optimizer: Makes the steps.
-        rho: How far away the other point is, 0 or more. A parameter group may have its own.
-        epsilon: Keeps the division finite, 0 or more.
-        interval: One step of so many looks at two points.
-        replay: Whether the second call of the closure makes the same random draws as the first, as dropout does, so
-            that both see the same function. Only draws from PyTorch's generators and of `algorithms` are repeated.
-        **defaults: Further options for parameter groups that do not have them.
+        base_optimizer: Optimizer to wrap.
+        rho: Distance to the other point, 0 or more. A parameter group may have its own.
+        epsilon: Added to the norm to keep the division finite, 0 or more.
+        interval: Number of steps from one two-point step to the next.
+        replay: Whether the second call of the closure repeats the random draws of the first, such as those of dropout,
+            so that both evaluate the same function. Only draws from PyTorch's generators and those of `algorithms` are
+            repeated.
+        **defaults: Additional options for parameter groups without them.
 
     Attributes:
-        algorithms: Those that act inside the closure and draw something of their own, as MixUp does.
+        algorithms: Algorithms that act inside the closure and draw random numbers, such as MixUp.
 
     Raises:
-        TypeError: If `base_optimizer` is no optimizer.
+        TypeError: If `base_optimizer` is not an optimizer.
         ValueError: If `rho` or `epsilon` is negative, or `interval` less than 1.
 
     Example:
@@ -84,10 +85,10 @@ class SAMOptimizer(Optimizer):
 
     Reference:
         Foret et al., "Sharpness-Aware Minimization for Efficiently Improving Generalization", ICLR 2021,
-        arXiv:2010.01412, algorithm 1. Its weight decay is the base optimizer's here.
+        arXiv:2010.01412, algorithm 1. Weight decay is left to the base optimizer.
     """
 
-    # Tells the training loop that step needs a closure, and a gradient scaler that works with one.
+    # Makes the training loop step with a closure, and use a gradient scaler that supports closures.
     _step_supports_amp_closure = True
 
     def __init__(
@@ -112,12 +113,12 @@ class SAMOptimizer(Optimizer):
 
     @property
     def global_step(self) -> int:
-        """How many steps were made."""
+        """Number of steps."""
         return self.param_groups[0]["global_step"]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the base optimizer, and with it to this one."""
-        if not hasattr(self, "base_optimizer"):  # called by the constructor, with the groups that the base has
+        """Add a parameter group to the base optimizer and thereby to this one."""
+        if not hasattr(self, "base_optimizer"):  # called by the base class constructor
             super().add_param_group(param_group)
             return
         self.base_optimizer.add_param_group(param_group)
@@ -125,18 +126,18 @@ class SAMOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[..., Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # the closure may take arguments
-        """Make one step.
+        """Perform a single optimization step.
 
         Args:
-            closure: Zeroes the gradients, computes the loss, calls backward and returns the loss, or `None` if the
-                gradients are not finite, in which case there is no step. If it takes `loss_dict`, its second call has
-                an empty dict for what the losses would be logged from.
+            closure: Zeroes the gradients, computes the loss, calls backward and returns the loss, or `None` to skip the
+                step because the gradients are not finite. If it takes `loss_dict`, the second call passes an empty
+                dict, so that its losses are not logged.
 
         Returns:
-            What the first call of the closure returned.
+            Result of the first call of the closure.
 
         Raises:
-            RuntimeError: If there is no closure.
+            RuntimeError: If `closure` is `None`.
         """
         if closure is None:
             raise RuntimeError(
@@ -151,21 +152,21 @@ class SAMOptimizer(Optimizer):
             is_finite = loss is not None
         if is_finite:
             self.base_optimizer.step()
-        for group in self.param_groups:
+        for group in self.param_groups:  # in the groups, so that the state dict includes it
             group["global_step"] += 1
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the base optimizer what this class, the base optimizer or Composer saved.
+        """Load a state dict of this class, the base optimizer or Composer's SAM into the base optimizer.
 
         Args:
             state_dict: Not changed.
         """
         saved = state_dict
-        if "base" in saved:
+        if "base" in saved:  # a nested layout, with the base optimizer's own state dict
             groups = [{**group, "global_step": saved["global_step"]} for group in saved["base"]["param_groups"]]
             saved = {**saved["base"], "param_groups": groups}
-        # Composer's has the way up, from which no step begins, and nothing of the base optimizer's.
+        # Composer saves no state of the base optimizer, only the ascent `e_w` of each parameter, which no step needs.
         state = {
             key: {name: value for name, value in values.items() if name != "e_w"}
             for key, values in saved["state"].items()
@@ -175,17 +176,19 @@ class SAMOptimizer(Optimizer):
         self._share_with_base()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A scheduler's wrapper of `step` belongs to this object: a copy would make steps of this one.
+        # Schedulers wrap `step` in the instance's dict. In a copy, that wrapper would still step this optimizer.
         own = {name: value for name, value in self.__dict__.items() if name != "step"}
         return {**own, "state": None, "param_groups": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        # A copy shares groups and state with its own base optimizer, not with the original one.
         if "base_optimizer" in state:
             self._share_with_base()
         super().__setstate__({})
 
     def _share_with_base(self) -> None:
+        # Again after each load, as torch replaces both objects of the base optimizer.
         self.param_groups = self.base_optimizer.param_groups
         self.state = self.base_optimizer.state
         for group in self.param_groups:
@@ -193,7 +196,7 @@ class SAMOptimizer(Optimizer):
                 group.setdefault(name, default)
 
     def _look_twice(self, closure: Callable[..., Any]) -> tuple[Any, bool]:
-        """Return the loss, and whether the gradients are there to step with."""
+        """Return the loss, and whether the gradients are finite."""
         parameters = inspect.signature(closure).parameters
         takes_losses = "loss_dict" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         second = partial(closure, loss_dict={}) if takes_losses else closure
@@ -203,7 +206,7 @@ class SAMOptimizer(Optimizer):
         if loss is None:
             return None, False
         parameters = [local_part(p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        # Copies rather than the difference: adding and subtracting would leave the rounding in the weights.
+        # Keep copies, since adding and then subtracting the ascent would leave rounding errors in the weights.
         weights = [parameter.clone() for parameter in parameters]
         try:
             self._ascend()
@@ -212,7 +215,7 @@ class SAMOptimizer(Optimizer):
                 draws.repeat()
             with torch.enable_grad():
                 is_finite = second() is not None
-        finally:
+        finally:  # an error in the closure, such as out of memory, must not leave the weights moved
             if parameters:
                 torch._foreach_copy_(parameters, weights)  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
         return loss, is_finite
@@ -221,12 +224,12 @@ class SAMOptimizer(Optimizer):
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not gradients:
             return
-        norm = joint_norm(gradients)
+        norm = joint_norm(gradients)  # over all groups: the paper's step has length rho in the space of all weights
         for group in self.param_groups:
             scale = group["rho"] / (norm + group["epsilon"])
             pairs = [(local_part(p), local_part(p.grad)) for p in group["params"] if p.grad is not None]
             for device, parameters, steps in _by_device(pairs):
-                # In place: the second call of the closure makes new gradients.
+                # The gradients may be overwritten, since the second call of the closure computes new ones.
                 torch._foreach_mul_(steps, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
                 torch._foreach_add_(parameters, steps)  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
 
@@ -237,13 +240,13 @@ class SAMOptimizer(Optimizer):
 class SAM(Algorithm):
     """Wrap each optimizer in a `SAMOptimizer`.
 
-    On `BEFORE_LOAD`, or `AFTER_LOAD` where that does not come first, `state.optimizers` become those that wrap them.
-    Wherever the step looks at two points, all events from `BEFORE_TRAIN_BATCH` to `AFTER_TRAIN_BATCH` come twice, and
-    algorithms such as MixUp repeat their draws of the first time.
+    On `BEFORE_LOAD`, or on `AFTER_LOAD` in loops without it, it replaces `state.optimizers` by wrappers. In a two-point
+    step, all events from `BEFORE_TRAIN_BATCH` to `AFTER_TRAIN_BATCH` occur twice, and algorithms such as MixUp repeat
+    their random draws.
 
-    The training loop must step with a closure. All ranks go up together, along the gradient of the whole batch, so that
-    the weights do not depend on how many there are; the paper's experiments let each go up along that of its part.
-    DeepSpeed, whose engine steps by itself, cannot be used.
+    The training loop must step with a closure. All ranks ascend along the gradient of the whole batch, so that the
+    weights do not depend on the world size; in the paper's experiments each rank ascends along the gradient of its own
+    part. DeepSpeed is not supported, because its engine steps without a closure.
 
     Args:
         rho: See `SAMOptimizer`.
@@ -271,11 +274,11 @@ class SAM(Algorithm):
         self.interval = interval
 
     def match(self, event: Event, state: "State") -> bool:
-        """Answer whether a checkpoint is about to be loaded, or could have been, and an optimizer is not wrapped."""
+        """Return whether a checkpoint may be loaded at this event, and an optimizer is not wrapped."""
         return event in (Event.BEFORE_LOAD, Event.AFTER_LOAD) and not all(map(_is_wrapped, state.optimizers))
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Wrap the optimizers that are not wrapped yet."""
+        """Wrap the optimizers that are not yet wrapped."""
         if state.deepspeed_enabled:
             raise ValueError(
                 f"{self!r} cannot be used under DeepSpeed, whose engine steps without a closure: train with DDP or "
@@ -290,12 +293,12 @@ class SAM(Algorithm):
 
     def _wrap(self, optimizer: Optimizer, state: "State") -> SAMOptimizer:
         wrapped = SAMOptimizer(optimizer, self.rho, self.epsilon, self.interval)
-        wrapped.algorithms = state.algorithms  # the list itself, which algorithms may still join
+        wrapped.algorithms = state.algorithms  # not a copy: algorithms may be added later
         return wrapped
 
 
 class _Draws:
-    """Where the generators stand, to make the same draws once more."""
+    """Snapshot of the random number generators, to repeat the draws that follow."""
 
     def __init__(self, devices: Iterable[torch.device], algorithms: Iterable[object]) -> None:
         self._cpu = torch.get_rng_state()
@@ -312,6 +315,7 @@ class _Draws:
 
 
 def _by_device(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[torch.device, list[Tensor], list[Tensor]]]:
+    # torch's multi-tensor functions are fast only if all tensors are on one device.
     groups: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for parameter, gradient in pairs:
         parameters, gradients = groups.setdefault(parameter.device, ([], []))
