@@ -57,8 +57,8 @@ class SqueezeExcite2d(nn.Module):
         torch.Size([2, 16, 8, 8])
 
     Reference:
-        Hu et al., "Squeeze-and-Excitation Networks", CVPR 2018, arXiv:1709.01507, section 3. Without the biases of
-        the paper.
+        Hu et al., "Squeeze-and-Excitation Networks", CVPR 2018, arXiv:1709.01507, section 3. As in the paper, but
+        without biases.
     """
 
     def __init__(self, num_features: int, latent_channels: float = 0.125) -> None:
