@@ -296,7 +296,6 @@ def _choose(
             f"scale_factor={scale_factor!r} needs inputs with one, two or three dims of space, and these have the "
             f"shape {tuple(input.shape)}: pass scale_factor=1."
         )
-    # Each rank keeps the same number of examples from batches of one size, whatever their losses.
     num_kept = max(1, int(keep * len(input)))
     if num_kept >= len(input):
         return None
