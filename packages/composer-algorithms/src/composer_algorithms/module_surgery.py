@@ -147,7 +147,7 @@ def _successor(path: str, name: str, tensor: Tensor, new_params: Mapping[str, Te
 
 
 def _only_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
-    # With several dtypes there is no telling which one a new tensor should have.
+    # With several dtypes, the one for a new tensor would be ambiguous.
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     return dtypes.pop() if len(dtypes) == 1 else None
 
