@@ -280,7 +280,7 @@ def _keep_last_token(shorter: Mapping[str, Tensor], sequences: Mapping[str, Tens
             f"preserve_end_of_sequence=True finds the ends by 'attention_mask', and the batch has the keys "
             f"{list(sequences)}: add it, or pass preserve_end_of_sequence=False."
         )
-    end = mask.sum(dim=1).long() - 1  # padding is on the right
+    end = mask.sum(dim=1).long() - 1  # assumes padding on the right
     rows = torch.arange(len(mask), device=mask.device)
     for name, value in shorter.items():
         value[rows, end.clamp(max=length - 1)] = sequences[name][rows, end]
