@@ -50,7 +50,7 @@ class SaveHistory:
     def lineage(self) -> str:
         """Return the id that all checkpoints of this run share, drawn on first use. Every rank must call this."""
         if self._lineage is None:
-            drawn = [uuid.uuid4().hex]
+            drawn = [uuid.uuid4().hex]  # each rank draws another one, so rank 0's is used
             dist.broadcast_object_list(drawn, src=0)
             self._lineage = drawn[0]
         return self._lineage
@@ -79,8 +79,9 @@ class SaveHistory:
             timestamp = Timestamp()
             timestamp.load_state_dict(saved)
             self.timestamps[name] = timestamp
-        if resumes:
+        if resumes:  # any other load begins a new lineage
             self._lineage = state.get(LINEAGE_KEY)
+        # Adopted by `take_over`, which knows the folder and names of this run.
         self._loaded_kept = state.get("kept", ())
         self._loaded_kept_remotely = state.get("kept_remotely")
 
@@ -124,6 +125,7 @@ class Measured:
         for name in () if label is None else state.eval_metrics.get(label, ()):
             if name in state.eval_metric_values:
                 self._values |= by_entry({f"metrics/{label}/{name}": state.eval_metric_values[name]})
+        # Other evaluators, and training, may measure it later.
         to_come = tuple(f"metrics/{other}/" for other in {*state.eval_metrics, "train"} - {label})
         for metric in metrics - self._values.keys():
             if metric.startswith("metrics/") and not metric.startswith(to_come):
