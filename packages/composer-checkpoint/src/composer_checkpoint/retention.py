@@ -280,7 +280,7 @@ class KeptFiles:
         latest = None if keeps_none else self._history[-1].name
         for path in choose_to_delete(self._history, self.policy, latest=latest):
             upload = self._uploads.get(path)
-            if upload is not None and not upload.done():
+            if upload is not None and not upload.done():  # its file is being read; a later call deletes it
                 continue
             self._uploads.pop(path, None)
             self._history = [saved for saved in self._history if saved.name != path]
@@ -313,7 +313,7 @@ class KeptFiles:
 
     def _may_delete(self, path: str) -> bool:
         """Return whether a checkpoint was saved by this process or, by its manifest, by this run."""
-        if path not in self._of_run:
+        if path not in self._of_run:  # this process saved it
             return True
         run_name = self._of_run.pop(path)
         try:
@@ -330,6 +330,7 @@ def saved_checkpoints(saved: Any) -> Iterator[tuple[str, Timestamp, dict[str, fl
     """Yield the entries of a checkpoint's list of checkpoints, skipping invalid ones."""
     for entry in saved if isinstance(saved, list | tuple) else ():
         timestamp = Timestamp()
+        # Skipped, not raised: a bad entry must not prevent a resume.
         try:
             name, time, metrics = entry
             timestamp.load_state_dict(time)
@@ -430,6 +431,7 @@ class KeptRemotely:
         if uploader is None:
             raise ValueError(f"{said} is for checkpoints in a store, and save_folder is a folder of this machine.")
         store = uploader.remote_backend
+        # Found out before training, not at the first deletion.
         if type(store).delete_object is ObjectStore.delete_object:
             raise ValueError(f"{said}: {type(store).__name__} cannot delete. Leave it out, or save to another store.")
         return cls(policy, uploader)
@@ -514,6 +516,7 @@ class KeptRemotely:
                     self._postponed = True
                     return
                 delete_checkpoint(store, name)
+            # Logged, not raised: a checkpoint too many must not stop training.
             except (CheckpointError, OSError, NotImplementedError) as error:
                 log.warning("%s is left in the store, and could not be deleted: %s", store.get_uri(name), error)
                 return
@@ -573,6 +576,7 @@ def _parts(store: ObjectStore, name: str) -> list[str]:
         copy = Path(folder, "manifest")
         try:
             retry(ObjectStoreTransientError, _ATTEMPTS)(store.download_object)(f"{name}/{MANIFEST_NAME}", copy)
+            # Only plain names: the manifest comes from the store, and must not lead out of the folder.
             listed = {part for part in Manifest.from_json(copy.read_bytes()).files if posixpath.basename(part) == part}
         except FileNotFoundError:
             pass
