@@ -187,7 +187,7 @@ def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKe
     """
     strategy = owner_of(state)
     attributes = ["model"] if weights_only else list(state.serialized_attributes)
-    if strategy is not None:
+    if strategy is not None:  # it collects these parts itself, below
         attributes = [name for name in attributes if name not in PARTS]
     with as_sharded(state), _only(state, attributes):
         content: dict[str, Any] = {"state": state.state_dict()}
@@ -396,6 +396,7 @@ def check_spread(path: str | os.PathLike[str], state: "State") -> None:
 def _empty_content(path: str | os.PathLike[str], state: "State", weights_only: bool) -> dict[Any, Any]:
     """Return the structure of a folder's content, with uninitialized tensors."""
     read: list[Metadata] = []
+    # Together, so that a rank that cannot read it does not leave the others in a collective.
     Ranks().together(lambda: read.append(read_folder_metadata(path)))
     metadata = read[0]
     parameters = _spread_parameters(state)
@@ -406,6 +407,7 @@ def _empty_content(path: str | os.PathLike[str], state: "State", weights_only: b
         if weights_only and keys[:2] not in (("state", "model"), ("state", "algorithms")):
             continue
         leaf: Any = None
+        # DCP loads into the tensors that it gets, so that they determine the sharding.
         if isinstance(described, TensorStorageMetadata):
             leaf = _empty(described, _parameter_of(keys, parameters))
         _put(content, keys, leaf)
@@ -492,7 +494,7 @@ def _with_lists(tree: Any) -> Any:
 
 def unchanged_until_step(state: "State") -> list[torch.Tensor]:
     """Return the tensors that nothing changes before the optimizer's next step; none if there are algorithms."""
-    if state.algorithms:
+    if state.algorithms:  # they may change weights at any event
         return []
     stable: list[torch.Tensor] = list(state.model.parameters()) if hasattr(state.model, "parameters") else []
     for optimizer in state.optimizers:
