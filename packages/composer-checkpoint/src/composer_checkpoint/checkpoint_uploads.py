@@ -175,7 +175,7 @@ class CheckpointUploads:
     def note(self, job: Save) -> None:
         """Record a committed save, which replaces an earlier one of the same name."""
         if job.address is not None and job.remote_name is not None:
-            self._addresses.pop(own_file(job.remote_name), None)
+            self._addresses.pop(own_file(job.remote_name), None)  # re-inserted as the newest
             self._addresses[own_file(job.remote_name)] = own_file(job.address)
 
     def expect(self) -> None:
@@ -241,6 +241,7 @@ class CheckpointUploads:
             here = _HAS_ENDED
         else:
             here = _UNDER_WAY if futures else _NOTHING
+        # All ranks must take the same branch, since both raising and waiting are collective.
         anywhere = ranks.least(here)
         if anywhere == _HAS_ENDED:
             ranks.together(self._raise_first)
@@ -285,7 +286,7 @@ class CheckpointUploads:
         ranks, deadline = Ranks(), time.monotonic() + self._timeout_s
         while True:  # in short steps: an upload may take longer than the timeout of a collective
             ranks.together(lambda: self._raise_first(deadline))
-            if ranks.all(not self._futures):
+            if ranks.all(not self._futures):  # agreed on, so that all ranks leave the loop in the same step
                 return
             wait(self._futures, timeout=max(0.0, min(_POLL_S, deadline - time.monotonic())))
 
@@ -311,7 +312,7 @@ class CheckpointUploads:
             self._hand_to_loggers(path, name, pointer, logger)
         elif not is_uri(path):
             return self._uploader.publish_async(path, name, pointer=pointer, overwrite=self.overwrite)
-        elif pointer is not None:
+        elif pointer is not None:  # the ranks have written the checkpoint there already
             write_pointer(self._uploader.remote_backend, pointer + SYMLINK_SUFFIX, name)
         return None
 
@@ -323,6 +324,7 @@ class CheckpointUploads:
             logger.upload_file(remote_name, file, overwrite=self.overwrite)
         if pointer is None:
             return
+        # Loggers do not need the file after `upload_file` returns.
         with tempfile.TemporaryDirectory() as folder:
             link = os.path.join(folder, "latest" + SYMLINK_SUFFIX)
             create_symlink_file(name, link)
@@ -366,6 +368,7 @@ def run_of(logger: "Logger", uploader: "RemoteUploader | None") -> dict[str, str
         return {}
     ranks = Ranks()
 
+    # Opening the store may create a run, so that only rank 0 may do it.
     def begin() -> dict[str, str]:
         store = uploader.remote_backend if ranks.rank == 0 else None
         if not isinstance(store, MLFlowObjectStore):
