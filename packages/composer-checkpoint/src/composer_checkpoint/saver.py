@@ -221,7 +221,7 @@ class CheckpointSaver(Callback):
         self._uploads = CheckpointUploads(
             self.remote_uploader, self.overwrite, upload_timeout_in_seconds, self._kept_remotely
         )
-        self.folder = folder
+        self.folder = folder  # before the templates, which use it
         self.filename, self.latest_filename = filename, latest_filename
         self.remote_file_name, self.latest_remote_file_name = remote_file_name, latest_remote_file_name
 
@@ -244,6 +244,7 @@ class CheckpointSaver(Callback):
     @folder.setter
     def folder(self, folder: str) -> None:
         self._folder = HeldFolder(os.fspath(folder))
+        # The templates contain the folder, so they are set again.
         for name in ("filename", "latest_filename"):
             if (path := getattr(self, name, None)) is not None:
                 setattr(self, name, path.filename)
@@ -421,13 +422,14 @@ class CheckpointSaver(Callback):
         if self._async is not None and self._skips(state):
             log.warning("A checkpoint at batch %s is skipped: the one before is being written.", state.timestamp.batch)
             return
-        if self.before_save is not None:
+        if self.before_save is not None:  # before anything is recorded, since it may raise
             self.before_save()
         if self._async is not None:  # so that this checkpoint lists the previous one
             self._async.wait()
             self._settle(logger)
         if self._misses_stop(state) and self.last_checkpoint_batch == state.timestamp.batch:
             self._uploads.overwrite = True  # the checkpoint from before the stop may have the same name
+        # A checkpoint records the stop only if all ranks have stopped by now.
         self._holds_stop = Ranks().all(state.stopped_duration is not None)
         lineage = self._history.lineage()
         job = self._name_save(state)
@@ -455,6 +457,7 @@ class CheckpointSaver(Callback):
         assert self._async is not None
         self._async.check()
         elapsed = state.get_elapsed_duration()
+        # The last save is never skipped, since no later one would replace it.
         is_last = elapsed is not None and float(elapsed) >= 1.0
         return self.save_async_policy == "skip" and self._async.is_saving and not is_last
 
@@ -463,7 +466,7 @@ class CheckpointSaver(Callback):
         return name_save(
             state,
             self.filename,
-            None if keeps_none else self.latest_filename,
+            None if keeps_none else self.latest_filename,  # the link would dangle after the deletion
             self.remote_file_name,
             self.latest_remote_file_name,
             self._remote_folder,
