@@ -196,7 +196,7 @@ def _fault_of(path: Path, verify: Callable[[Path], object]) -> str | None:
         verify(path)
     except NewerCheckpointError:
         raise
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except (FileNotFoundError, NotADirectoryError) as error:  # for example, deleted since it was listed
         return str(error)
     except OSError as error:
         raise StorageError(
@@ -229,7 +229,7 @@ def _paths(where: str, skipped: list[Skipped]) -> Iterator[Path]:
             if target is not None and not target.exists():
                 skipped.append(Skipped(path, f"it points to {target}, which does not exist"))
                 continue
-            real = Path(os.path.realpath(target or path))
+            real = Path(os.path.realpath(target or path))  # a pointer and its target are the same candidate
             if real not in seen and not is_unfinished(real.name) and (target is None or _could_be(real)):
                 seen.add(real)
                 yield target or path
@@ -469,7 +469,7 @@ def ensure_folder_is_empty(folder_name: str | os.PathLike[str]) -> None:
         CheckpointConflictError: If it does; it is a `FileExistsError`.
     """
     for root, folders, files in os.walk(folder_name):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".")]  # in place, so that `walk` skips the others
         for name in files:
             if not name.startswith("."):
                 raise CheckpointConflictError(
@@ -506,7 +506,7 @@ def _is_later(numbers: dict[str, str], now: dict[str, int]) -> bool:
 
 def _names_below(folder: Path) -> Iterator[str]:
     for root, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not is_unfinished(name)]
+        folders[:] = [name for name in folders if not is_unfinished(name)]  # in place, so that `walk` skips the others
         for name in (*folders, *files):
             if not is_unfinished(name):
                 yield os.path.relpath(os.path.join(root, name), folder)
@@ -558,6 +558,7 @@ class HeldFolder:
         folder = format_name_with_dist(self.name, state.run_name)
         if self._lock is None:
             self._lock = FolderLock(folder).acquire()
+        # After locking: another process might still write what looks like leftovers.
         try:
             remove_leftovers(folder, locked=True)
             if link is not None:
