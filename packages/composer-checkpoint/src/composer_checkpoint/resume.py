@@ -232,7 +232,7 @@ def _fetch(
         else:
             path, error = _fetch_file(store, name, layout, attempt)
         told = None if error is None else (_is_absent(error), isinstance(error, NoCheckpointError), str(error))
-        problems = dist.all_gather_object(told)
+        problems = dist.all_gather_object(told)  # all ranks accept or skip the candidate together
         if not any(problems):
             fetched.push(attempt.pop_all())
             return path
@@ -309,7 +309,7 @@ def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tu
     """Download one file for the ranks of a node, or each rank's own file."""
     own = attempt.enter_context(tempfile.TemporaryDirectory(prefix="composer-resume-"))
     fetches = layout is Layout.LOCAL or dist.get_local_rank() == 0
-    if layout is not Layout.LOCAL:
+    if layout is not Layout.LOCAL:  # the ranks of a node share the folder of the one that downloads
         places = dist.all_gather_object((dist.get_node_rank(), own))
         own = next(place for node, place in places if node == dist.get_node_rank())
         # The rank that downloaded deletes the file once the others have read it; after an exception they may not get
@@ -346,6 +346,7 @@ def _fetch_and_check(store: Any, name: str, path: str) -> Manifest | None:
     except FileNotFoundError as error:
         if "{rank}" not in name:
             raise
+        # As unfinished instead of absent, since other ranks may have files of this save.
         raise NoCheckpointError(f"there is no file of rank {dist.get_global_rank()}: {error}") from error
     manifest = verify(here)
     refuse_what_does_not_resume(manifest, here, name)
@@ -406,6 +407,7 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
     layout = layout_of(state)
     found: list[Any] = [None, []]
     Ranks().together(lambda: _search_together(found, saver, state, layout))
+    # Only rank 0 has searched, so that all ranks use the same checkpoint.
     dist.broadcast_object_list(found, src=0)
     path, unusable = found
     saver.resumes = path is not None
@@ -422,6 +424,7 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
 def _search_together(found: list[Any], saver: "CheckpointSaver", state: "State", layout: Layout) -> None:
     """Search the folder on rank 0. For per-rank files each rank checks its own."""
     if layout is not Layout.LOCAL:
+        # Verification reads whole files, so only one rank does it.
         if dist.get_global_rank() == 0:
             _search(found, saver, state, layout, lambda path: [_check(path)])
         return
@@ -449,7 +452,7 @@ def _search(
             [None if manifest is None else manifest.info.get(SAVE_ID_KEY) for manifest in manifests], path
         )
 
-    _refuse_unreadable(folder)
+    _refuse_unreadable(folder)  # `glob` would find no checkpoints instead of raising
     target = None if saver.latest_filename is None else read_pointer(saver.latest_filename.format(state))
     latest = target if target is not None and target.exists() else None
     pattern = os.path.join(glob.escape(folder), _as_glob(template, state))
