@@ -128,8 +128,8 @@ def _parametrizations(conv: nn.Module) -> parametrize.ParametrizationList:
 
 
 def _standardized(weight: Tensor) -> Tensor:
-    # Layer norm is a fused kernel for this arithmetic. It needs contiguous last dims, which channels_last weights have
-    # after the permutation.
+    # Layer norm over the last dims is the same arithmetic in one kernel. For channels_last weights, the permutation
+    # makes these dims contiguous.
     if not _is_channels_last(weight):
         return F.layer_norm(weight, weight.shape[1:], eps=_EPS)
     nhwc = weight.permute(0, 2, 3, 1)
@@ -195,7 +195,7 @@ class WeightStandardization(InitSurgery):
     def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
         """Standardize the convolutions, and log their number."""
         count = apply_weight_standardization(state.model, self.n_last_layers_ignore)
-        # torch keeps parameter names in the groups of an optimizer.
+        # Optimizers created with named parameters keep the names in their groups.
         rename_in_optimizer(state.model, state.optimizers)
         _log.info("WeightStandardization: %d convolutions are standardized.", count)
         if logger is not None:
