@@ -112,7 +112,7 @@ class LabelSmoothing(Algorithm):
         Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2015, arXiv:1512.00567.
     """
 
-    runs_after = frozenset({"MixUp", "CutMix"})
+    runs_after = frozenset({"MixUp", "CutMix"})  # they mix the original labels
     acts_on = frozenset({Event.BEFORE_LOSS, Event.AFTER_LOSS})
 
     @accept_legacy_arguments("LabelSmoothing", renamed={"alpha": "smoothing"})
