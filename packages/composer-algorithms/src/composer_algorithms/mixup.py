@@ -84,6 +84,7 @@ def mixup_batch(
     elif not 0 <= mixing <= 1:
         raise ValueError(f"mixing={mixing!r} is not a weight: pass a number from 0 to 1, or None to draw it.")
     if indices is None:
+        # On the CPU, so that the permutation does not depend on the device of the batch.
         indices = torch.randperm(len(input), generator=generator)
     if not (input.is_floating_point() or input.is_complex()):
         input = input.to(torch.get_default_dtype())
