@@ -202,7 +202,7 @@ class ProgressiveResizing(ResumableDraws, Algorithm):
             logger.log_metrics(
                 {
                     "progressive_resizing/height": input.shape[2],
-                    "progressive_resizing/width": input.shape[-1],
+                    "progressive_resizing/width": input.shape[-1],  # the height with one spatial dim
                     "progressive_resizing/scale_factor": scale,
                 }
             )
@@ -218,6 +218,7 @@ class ProgressiveResizing(ResumableDraws, Algorithm):
 
     def _rounded(self, side: int, scale: float) -> int:
         increment = self.size_increment  # also the smallest size, as rounding could give 0
+        # At full scale, keep sides that are not a multiple of the increment.
         return min(side, max(increment, round(side * scale / increment) * increment)) if scale < 1 else side
 
     def _resized(self, state: "State", input: Tensor, sides: list[int], size: list[int]) -> Tensor:
@@ -250,6 +251,7 @@ def _sample(
         )
     mode: str = interpolation
     if interpolation == "bilinear":
+        # interpolate has a different name for each number of spatial dims.
         mode = {1: "linear", 2: "bilinear", 3: "trilinear"}[len(size)]
     if factor is not None:
         return F.interpolate(tensor, scale_factor=factor, mode=mode, antialias=antialias)
