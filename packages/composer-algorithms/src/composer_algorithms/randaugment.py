@@ -167,6 +167,7 @@ class RandAugment(Algorithm):
     acts_on = frozenset({Event.FIT_START})
 
     def __init__(self, severity: float = 9, depth: int = 2, augmentation_set: str = "all") -> None:
+        # Created first, since the transform validates the arguments.
         self._datasets = TransformedDatasets("RandAugment", RandAugmentTransform(severity, depth, augmentation_set))
         self.severity = severity
         self.depth = depth
