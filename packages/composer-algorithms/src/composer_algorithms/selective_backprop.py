@@ -209,7 +209,7 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
         """Validate the model on INIT, and drop examples on AFTER_DATALOADER."""
         if event == Event.INIT:
             _check_model(state.model)
-            if self.keep < 1:
+            if self.keep < 1:  # otherwise the loss is never called with `reduction`
                 _check_loss(_inner_loss(state.model))
             return
         to_device = state.device.tensor_to_device
@@ -257,7 +257,7 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
         keys = list(batch) if isinstance(batch, Mapping) else range(len(batch) if isinstance(batch, Sequence) else 0)
         for key in keys:
             value = batch[key]
-            if value is input or value is target:
+            if value is input or value is target:  # already reduced
                 continue
             if isinstance(value, Tensor) and value.ndim > 0 and len(value) == num_examples:
                 batch = batch_set(batch, key, state.device.tensor_to_device(value)[chosen])
