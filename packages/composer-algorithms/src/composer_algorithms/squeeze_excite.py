@@ -78,7 +78,7 @@ class SqueezeExcite2d(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Scale a batch of images of shape `(batch, num_features, height, width)`."""
-        return input * self.pool_and_mlp(input)[:, :, None, None]
+        return input * self.pool_and_mlp(input)[:, :, None, None]  # broadcast over height and width
 
 
 class SqueezeExciteConv2d(nn.Module):
