@@ -1,13 +1,13 @@
-"""In which formats sharded weights compute, gradients are reduced and buffers are seen.
+"""Mixed precision, buffer casting and prefetching of sharded models.
 
-| `mixed_precision` | weights compute in | gradients are reduced in | buffers are seen in |
+| `mixed_precision` | computation | gradient reduction | buffers |
 |---|---|---|---|
 | `'FULL'` | float32 | float32 | float32 |
 | `'DEFAULT'` | the run's precision | float32 | the run's precision |
 | `'PURE'` | the run's precision | the run's precision | the run's precision |
 | a dict | `param_dtype` | `reduce_dtype` | `buffer_dtype` |
 
-What a dict leaves out is float32. The weights that are stored and optimized keep the format they have.
+Dtypes missing from a dict are float32. The stored and optimized weights keep their dtype.
 """
 
 import warnings
@@ -33,18 +33,18 @@ _NAMES = {
 }
 _FLOAT8 = ["float8", "torch.float8", "fp8", "amp_fp8"]
 _DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names.split()}
-_OF_TORCH = frozenset(map(str, _NAMES))  # as a plan writes down the precision of who gave a torch.dtype
+_OF_TORCH = frozenset(map(str, _NAMES))  # how a plan records a precision given as torch.dtype
 _KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """The three formats.
+    """Dtypes of computation, gradient reduction and buffers.
 
     Attributes:
-        param: What weights and floating-point inputs are cast to for a forward and backward pass.
-        reduce: What gradients are cast to while the ranks average them.
-        buffer: What buffers are cast to for a forward pass.
+        param: The dtype of weights and floating-point inputs in the forward and backward pass.
+        reduce: The dtype in which gradients are averaged across ranks.
+        buffer: The dtype of buffers in the forward pass.
     """
 
     param: torch.dtype = torch.float32
@@ -52,22 +52,22 @@ class Dtypes:
     buffer: torch.dtype = torch.float32
 
     def policy(self, *, output_dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
-        """Return it as `fully_shard` takes it, which knows nothing of buffers."""
-        # Said explicitly: what no reduce_dtype means has changed in torch 2.15.
+        """Return the equivalent policy for `fully_shard`, which has no dtype of buffers."""
+        # reduce_dtype is always explicit: the meaning of `None` changed in torch 2.15.
         return MixedPrecisionPolicy(param_dtype=self.param, reduce_dtype=self.reduce, output_dtype=output_dtype)
 
 
 def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return a format by any of its names.
+    """Return the dtype for any of its names; float8 becomes bfloat16 with a warning.
 
     Raises:
-        ValueError: If it has no such name, or is no format of real numbers.
+        ValueError: If the name is unknown or the dtype is not floating-point.
 
     Example:
         >>> to_dtype("bf16")
         torch.bfloat16
     """
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1:
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1:  # not float8
         return dtype
     name = dtype.lower() if isinstance(dtype, str) else ""
     if name in _FLOAT8 or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -86,15 +86,15 @@ def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def resolve_dtypes(mixed_precision: object, precision: str | Precision | torch.dtype) -> Dtypes:
-    """Return the formats that a `mixed_precision` setting means.
+    """Return the dtypes for a `mixed_precision` setting.
 
     Args:
-        mixed_precision: `'FULL'`, `'DEFAULT'`, `'PURE'` in any case, a dict, or torch's own `MixedPrecision` or
+        mixed_precision: `'FULL'`, `'DEFAULT'` or `'PURE'` (case-insensitive), a dict, or PyTorch's `MixedPrecision` or
             `MixedPrecisionPolicy`.
-        precision: In which the run computes.
+        precision: The precision of the run.
 
     Raises:
-        ValueError: If it is none of these, or a format has no such name.
+        ValueError: If the setting or the name of a dtype is invalid.
 
     Example:
         >>> resolve_dtypes("DEFAULT", "amp_bf16")
@@ -108,7 +108,7 @@ def resolve_dtypes(mixed_precision: object, precision: str | Precision | torch.d
     if isinstance(mixed_precision, MixedPrecision):
         full = torch.float32
         param = mixed_precision.param_dtype or full
-        # Of this one torch says that gradients are reduced in the weights' format unless they have one of their own.
+        # PyTorch documents for this class that reduce_dtype defaults to param_dtype.
         return Dtypes(param, mixed_precision.reduce_dtype or param, mixed_precision.buffer_dtype or full)
     if isinstance(mixed_precision, Mapping):
         for key in mixed_precision:
@@ -136,21 +136,21 @@ def resolve_dtypes(mixed_precision: object, precision: str | Precision | torch.d
 
 
 def has_running_statistics(module: nn.Module) -> bool:
-    """Say whether a module is of those that count over many batches, which needs float32: BatchNorm and its kin."""
+    """Return whether a module is a BatchNorm or InstanceNorm, whose running statistics need float32."""
     return isinstance(module, _NormBase)
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Let a module see its own floating-point buffers in another format during each forward pass.
+    """Register hooks that cast a module's own floating-point buffers during each forward pass.
 
-    What it writes into them there is kept, in the format of the buffer. Modules with running statistics are left out.
+    Writes to the cast buffers are copied back in the stored dtype. Modules with running statistics are skipped.
 
     Returns:
-        Whether there is anything to cast.
+        Whether any buffer is cast.
     """
     names = [
         name
-        for name, buffer in module._buffers.items()  # `buffers()` gives no names to assign to
+        for name, buffer in module._buffers.items()  # `buffers()` yields no names to assign to
         if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
     ]
     if not names or has_running_statistics(module):
@@ -162,7 +162,7 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 class _BufferCasts:
-    """Puts copies in the place of buffers, and the buffers back."""
+    """Forward hooks that replace buffers with cast copies and restore them."""
 
     def __init__(self, names: list[str], dtype: torch.dtype) -> None:
         self._names = names
@@ -171,7 +171,7 @@ class _BufferCasts:
 
     def before(self, module: nn.Module, _: Any) -> None:
         if self._stored:
-            return  # a module that calls itself
+            return  # a recursive call: the buffers are cast already
         for name in self._names:
             stored = module._buffers[name]
             if stored is not None:
@@ -182,6 +182,7 @@ class _BufferCasts:
     def after(self, module: nn.Module, *_: Any) -> None:
         for name, (stored, shadow, version) in self._stored.items():
             now = module._buffers[name]
+            # Copy back only what was replaced or written in place; an unchanged buffer keeps its full precision.
             if now is not None and (now is not shadow or now._version != version):
                 stored = now.to(stored.dtype)
             module._buffers[name] = stored
@@ -189,17 +190,18 @@ class _BufferCasts:
 
 
 class Prefetching:
-    """Tells each unit which others to gather ahead.
+    """Explicit prefetching of the units of a sharded model.
 
-    The order is that of the first forward pass; until then that in which the model lists them.
+    The order is that of the first forward pass, and until it is complete, the model order.
 
     Args:
-        units: The sharded modules by name, in the order of the model.
-        settings: Of each unit by its name: `(backward_prefetch, limit, forward_limit)`, with a limit of 0 for none.
+        units: The sharded modules by name, in model order.
+        settings: The `(backward_prefetch, limit, forward_limit)` of each unit by name; a forward limit of 0 disables
+            explicit forward prefetching.
 
     Attributes:
-        backward: Of each unit, the names of those gathered ahead in the backward pass. It is left out where torch's own
-            order is kept, one unit after the unit's turn.
+        backward: The names of the units that each unit prefetches in the backward pass. A unit is missing if it keeps
+            PyTorch's implicit prefetching of one unit.
         forward: The same for the forward pass.
     """
 
@@ -231,7 +233,7 @@ class Prefetching:
             assert isinstance(unit, FSDPModule)
             if kind == "NONE":
                 self.backward[name] = []
-                # An empty list would mean torch's own order; a unit that is gathered already is not gathered again.
+                # An empty list means implicit prefetching; the unit itself is gathered already, so this has no effect.
                 unit.set_modules_to_backward_prefetch([unit])
             elif kind == "BACKWARD_PRE" or limit > 1:
                 self.backward[name] = list(reversed(order[max(0, index - limit) : index]))
