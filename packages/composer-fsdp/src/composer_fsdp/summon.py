@@ -60,7 +60,7 @@ def summon_full_params_fsdp2(
     try:
         for shard, parameter in whole.items():
             for module, name in places[shard]:
-                module._parameters[name] = parameter  # `setattr` of a unit rejects a plain parameter for a DTensor
+                module._parameters[name] = parameter  # bypasses the checks of `setattr`
         yield
     finally:
         for shard, owners in places.items():
