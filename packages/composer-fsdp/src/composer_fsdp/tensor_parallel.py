@@ -77,7 +77,7 @@ def _check_module(
 
 def split_tensors(model: nn.Module, mesh: DeviceMesh, layer_plan: Mapping[str, Any]) -> None:
     """Apply tensor parallelism to the modules named in a plan, in place. Every rank must call this."""
-    # A copy, since `parallelize_module` may consume the plan.
+    # `parallelize_module` accepts only a dict, not any mapping.
     parallelize_module(model, mesh, dict(layer_plan))
 
 
