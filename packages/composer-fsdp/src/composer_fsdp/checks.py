@@ -46,6 +46,7 @@ def check_flags(config: FSDPConfig | FSDP2Config) -> None:
     for entry in fields(config):
         if not isinstance(entry.default, bool) or entry.name in _MORE_THAN_FLAGS:
             continue
+        # Compared by equality, so that 0 and 1 are accepted too.
         if (value := getattr(config, entry.name)) not in (True, False, None):
             raise ValueError(f"{entry.name}={value!r} is neither True nor False. Give one of them, without quotes.")
 
@@ -61,7 +62,7 @@ def check_fsdp(config: FSDPConfig) -> None:
     one_of(config, "tie_policy", ("error", "group"))
     for name in ("backward_prefetch_limit", "forward_prefetch_limit"):
         limit = getattr(config, name)
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:  # `bool` is a subclass of `int`
             raise ValueError(f"{name}={limit!r} is not a number of modules: it has to be 1 or more.")
     if config.activation_cpu_offload and not config.use_orig_params:
         raise ValueError(
@@ -82,7 +83,7 @@ def check_fsdp(config: FSDPConfig) -> None:
         if not isinstance(module, torch.nn.Module):
             raise ValueError(f"ignored_modules has {module!r}, which is no torch.nn.Module. Give modules of the model.")
     if config.cpu_offload:
-        if os.environ.get(_STRICT_VARIABLE) == "1":
+        if os.environ.get(_STRICT_VARIABLE) == "1":  # Composer refuses the setting
             raise ValueError(
                 f"FSDP CPU Offload not supported yet. cpu_offload=True was given, and {_STRICT_VARIABLE}=1 asks for "
                 f"what Composer does. Leave one of them out."
@@ -183,7 +184,7 @@ def check_mesh(mesh: Any, world_size: int) -> None:
             f"device_mesh={mesh!r} has {mesh.size()} ranks, in which the {world_size} ranks of this run cannot be "
             f"dealt out. Give a mesh of all ranks, or of a divisor of their number on each."
         )
-    if mesh.get_coordinate() is None:
+    if mesh.get_coordinate() is None:  # on ranks outside the mesh
         raise ValueError(
             f"device_mesh={mesh!r} has the ranks {mesh.mesh.flatten().tolist()}, and this rank is none of them. Give "
             f"each rank the mesh that it is in."
@@ -276,7 +277,7 @@ def number_of_parameters(value: Any) -> float | None:
         raise ValueError(
             f"min_params={value!r} is not a number of parameters. Give one such as 1e8, or None to go by names alone."
         )
-    return number or None
+    return number or None  # 0 turns the rule off
 
 
 def warn(message: str, stacklevel: int, category: type[Warning] = UserWarning) -> None:
