@@ -141,6 +141,7 @@ def estimate(
         peak = log.peak()
         suggestions: list[Suggestion] = []
         if gpu_memory is not None and peak.bytes > gpu_memory:
+            # Suggestions without an estimate come last.
             suggestions = sorted(_suggestions(model, plan, work, peak), key=lambda s: s.peak_bytes or peak.bytes)
     return _estimate_of(log, world_size, gpu_memory, suggestions)
 
@@ -197,9 +198,10 @@ def _candidates(model: nn.Module, plan: ShardingPlan, work: Workload) -> Iterato
             reshard_after_forward=True,
             degrees={"data_parallel_shard": world_size},
             process_group=None,
-            device_mesh=None,
+            device_mesh=None,  # a given mesh would take precedence over the degrees
         )
         yield "sharding_strategy='FULL_SHARD' over all ranks", everywhere, work
+    # With 'FULL' the precision of the run has no effect on weights and gradients.
     if plan.precision == "fp32" and plan.mixed_precision != "FULL":
         dtypes = resolve_dtypes(plan.mixed_precision, "amp_bf16")
         yield "precision='amp_bf16'", replace(plan, precision="amp_bf16", dtypes=dtypes), work
@@ -383,6 +385,7 @@ def _measure(unit: Unit, depth: int, sharder: Sharder, taken: set[int], checkpoi
 
 def _rows_of_rank_zero(parameter: nn.Parameter, shards: int) -> int:
     """Return the number of elements on rank 0 of a tensor sharded along dim 0."""
+    # Rows are never split.
     rows = parameter.shape[0]
     # FSDP2 rounds up, so that rank 0 has the largest shard and the last ranks may have less.
     return -(-rows // shards) * (parameter.numel() // rows)
