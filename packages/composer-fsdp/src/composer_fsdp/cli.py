@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
+        # Record warnings, to print each as one line without its source location.
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             result = options.run(options)
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for message in dict.fromkeys(str(warning.message) for warning in warned):
         sys.stderr.write(f"composer-fsdp: {message}\n")
     sys.stdout.write((json.dumps(result.to_dict(), indent=2) if options.json else str(result)) + "\n")
-    return 0 if getattr(result, "fits", True) else _DOES_NOT_FIT
+    return 0 if getattr(result, "fits", True) else _DOES_NOT_FIT  # an explanation has no `fits`
 
 
 def _explain(options: argparse.Namespace) -> Any:
