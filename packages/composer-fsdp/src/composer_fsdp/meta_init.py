@@ -51,6 +51,7 @@ def agree_on_beginning(model: nn.Module, *, sync: bool, follows_weights: bool) -
         ValueError: On every rank, if the mix of real and meta parameters is not supported.
     """
     on_meta = [parameter.is_meta for parameter in model.parameters()]
+    # A model without parameters counts as real.
     mine = "meta" if on_meta and all(on_meta) else "mixed" if any(on_meta) else "real"
     kinds = dist.all_gather_object(mine)
     if set(kinds) == {"real"}:
@@ -89,7 +90,7 @@ def take_rank_zero_state(model: nn.Module, state: dict[str, torch.Tensor], devic
         state: The result of `state_to_share`.
         device: The device for tensors that are on the meta device.
     """
-    materialize(model, device)
+    materialize(model, device)  # a state dict cannot be loaded into meta tensors
     given: dict[str, Any] = dict(state)
     with _whole_state_dicts(model):
         set_model_state_dict(
