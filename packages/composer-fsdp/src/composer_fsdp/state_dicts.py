@@ -33,6 +33,7 @@ def get_model(model: nn.Module) -> dict[str, Any]:
     """
     gathered: dict[int, Any] = {}  # gathers tied weights once and keeps them tied
     weights: dict[str, Any] = {}
+    # `keep_vars` returns the parameters themselves, so that tied ones are recognized by identity.
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in gathered:
             gathered[id(value)] = _whole(value.detach() if isinstance(value, torch.Tensor) else value)
@@ -113,6 +114,7 @@ def _part_of(sharded: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 def _like(parameter: torch.Tensor | None, value: Any) -> Any:
     """Shard per-element optimizer state like its parameter; return other values as they are."""
+    # State of another shape, such as a step count, is not per element and stays whole.
     if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return value
     return DTensor.from_local(
@@ -189,7 +191,7 @@ def rebuild(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], 
                 UserWarning,
                 stacklevel=2,
             )
-            optimizer.state.clear()
+            optimizer.state.clear()  # its keys are the old parameters
         for group in optimizer.param_groups:
             # Assign in place: optimizers that wrap another one share its lists.
             group["params"][:] = [after[names[p]] if p in names else p for p in group["params"]]
