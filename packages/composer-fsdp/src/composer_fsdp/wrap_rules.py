@@ -209,7 +209,7 @@ class _Rules:
         if threshold is None or _is_container(module):
             return False
         own = own_parameters(module, self._taken, self._ignored)
-        return sum(p.numel() for p in own if not is_lazy(p)) >= threshold
+        return sum(p.numel() for p in own if not is_lazy(p)) >= threshold  # lazy parameters have no size yet
 
     def _counts_in_low_precision(self, module: nn.Module) -> bool:
         dtypes = self._plan.dtypes
@@ -227,6 +227,7 @@ class _Rules:
             if not own:
                 return
         self._taken.update(map(id, own))
+        # The user's own settings for the unit take precedence.
         if has_running_statistics(module) and self._plan.dtypes.param.itemsize < 4:
             options = {"mixed_precision": "FULL", **options}
         self.units.append(Unit(name, module, is_root, dict(options)))
