@@ -181,6 +181,7 @@ def _call(function: Any, where: str, option: str, **known: Any) -> Any:
     if not callable(function):
         raise TypeError(f"{option}={where!r} is {function!r}, which cannot be called. Give a function.")
     try:
+        # Pass only the arguments that the function declares.
         taken = {name: value for name, value in known.items() if name in inspect.signature(function).parameters}
         with torch.device("meta"):  # tensors without storage, so that models of any size can be created
             return function(**{name: value for name, value in taken.items() if value is not None})
