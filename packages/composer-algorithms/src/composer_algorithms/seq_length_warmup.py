@@ -185,6 +185,7 @@ class SeqLengthWarmup(Algorithm):
             self._is_checked = True
             return
         length = self.seq_length(self._warmup_done(state))
+        # Before the batch is shortened, since the maximal batch is made from it.
         if not self._activated and not state.deepspeed_enabled:
             run_maximal_batch(state, _of_length(state.batch, self.max_seq_length, self.non_sequence_keys))
             self._activated = True
@@ -236,7 +237,8 @@ class SeqLengthWarmup(Algorithm):
                 )
             num_batches *= state.dataloader_len.value
         warmup = int(num_batches * self.duration)
-        # A Fraction, because a rounded quotient could miss a step of the length by one batch.
+        # A Fraction, because a rounded quotient could miss a step of the length by one batch. A warm-up of less than
+        # one batch is complete from the start.
         return Fraction(state.timestamp.batch.value, warmup) if warmup else 1
 
 
