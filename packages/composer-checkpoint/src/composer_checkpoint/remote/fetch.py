@@ -61,9 +61,9 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _SYMLINK = ".symlink"
-_MOST_LINKS = 8
+_MOST_LINKS = 8  # more are taken for a cycle
 _WEB = ("http", "https")
-_SILENCE_S = 60
+_SILENCE_S = 60  # longest wait for the next bytes of a web server
 _CHUNK_BYTES = 1 << 20
 _ATTEMPTS = 5
 
@@ -117,10 +117,10 @@ def get_file(
         if owned is None:
             _link_local(path, destination, overwrite)
             return
-        reach(owned, path)
+        reach(owned, path)  # fails sooner than the retries of the store's library
         object_store = owned
         path = parse_uri(path).path
-    elif parse_uri(path).backend:
+    elif parse_uri(path).backend:  # the store is given, so only the path of the address counts
         path = parse_uri(path).path
     try:
         _fetch_or_follow(object_store, path, destination, overwrite, progress_bar)
@@ -247,7 +247,7 @@ def _fetch_from_web(url: str, destination: str, overwrite: bool, progress_bar: b
     done = 0
     try:
         with urllib.request.urlopen(url, timeout=_SILENCE_S) as answer, _Bar(url, progress_bar) as bar:
-            total = int(answer.headers.get("Content-Length", -1))
+            total = int(answer.headers.get("Content-Length", -1))  # -1 if the server does not send it
             with write_atomically(destination, overwrite=overwrite, need_bytes=max(total, 0)) as unfinished:
                 with unfinished.open("wb") as file:
                     while chunk := answer.read(_CHUNK_BYTES):
@@ -255,7 +255,7 @@ def _fetch_from_web(url: str, destination: str, overwrite: bool, progress_bar: b
                         bar(done, max(total, done))
                 if 0 <= total != done:  # a connection that closes early may look like the end of the file
                     raise ObjectStoreTransientError(f"{done} of the {total} bytes of {url} came. Download it again.")
-    except (StorageError, FileExistsError):
+    except (StorageError, FileExistsError):  # raised above; both are OSErrors
         raise
     except OSError as error:  # includes the errors of urllib
         raise _explained(error, url) from error
