@@ -118,7 +118,7 @@ class RemoteUploaderDownloader(LoggerDestination):
     def serves(self, backend_name: str, bucket_name: str) -> bool:
         """Return whether files are uploaded to this bucket."""
         names = [self.remote_backend_name, str(self.backend_kwargs.get("provider", "")).lower()]
-        aliases = {"azure": "azure_blobs"}
+        aliases = {"azure": "azure_blobs"}  # libcloud's name of the provider
         return bucket_name == self.remote_bucket_name and aliases.get(backend_name, backend_name) in names
 
     @property
@@ -126,7 +126,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         """Object store of the address, opened on first use.
 
         Raises:
-            ValueError: If nothing here reaches this kind of address.
+            ValueError: If no store supports this kind of address.
         """
         return self._uploader.remote_backend
 
@@ -189,6 +189,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         if remote_file_name.endswith(".symlink"):  # the caller wants the pointer itself
             self._download(remote_file_name, destination, overwrite)
         else:
+            # Pointers hold names as passed to `upload_file`, so each name that is followed must be formatted.
             get_file(remote_file_name, destination, _HandedOver(self._download), overwrite, progress_bar)
 
     def get_uri_for_file(self, remote_file_name: str) -> str:
@@ -250,7 +251,7 @@ class RemoteUploaderDownloader(LoggerDestination):
             ranks.together(uploader.check_workers)
             if ranks.all(not uploader.futures):
                 return
-            wait(uploader.futures, timeout=_POLL_S)
+            wait(uploader.futures, timeout=_POLL_S)  # a rank without uploads waits in the next collective
 
     def _object_name(self, remote_file_name: str, run_name: str | None) -> str:
         if run_name is None and "{run_name" in self.file_path_format_string:
@@ -276,7 +277,7 @@ class RemoteUploaderDownloader(LoggerDestination):
             store = self.remote_backend if ranks.rank == 0 else None
             return (store.experiment_id, store.run_id) if isinstance(store, MLFlowObjectStore) else None
 
-        ids = ranks.exchange(begin, lambda found: found[:1] * len(found))
+        ids = ranks.exchange(begin, lambda found: found[:1] * len(found))  # those of rank 0, on all ranks
         if ids is not None:
             self.backend_kwargs["path"] = partial_format(path, mlflow_experiment_id=ids[0], mlflow_run_id=ids[1])
         if self._opened is not None:
@@ -304,7 +305,7 @@ def maybe_create_remote_uploader_downloader_from_uri(
         The destination; `None` for a local path and, with a warning, for a bucket that a logger uploads to.
 
     Raises:
-        NotImplementedError: If nothing here reaches this kind of address.
+        NotImplementedError: If no store supports this kind of address.
 
     Example:
         >>> maybe_create_remote_uploader_downloader_from_uri("memory://bucket/traces", []).bucket_uri
