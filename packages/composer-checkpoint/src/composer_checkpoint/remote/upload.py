@@ -314,7 +314,7 @@ class RemoteUploader:
         """Wait for all uploads, forget them, and raise the first error."""
         waiting, self.futures = self.futures, []
         for future in waiting:
-            future.exception()
+            future.exception()  # waits without raising, so that all uploads end first
         _raise_first(waiting)
 
     def wait_and_close(self) -> None:
@@ -360,7 +360,7 @@ class RemoteUploader:
     def _submit(self, key: str, work: Callable[[], None]) -> Future[None]:
         """Queue work to run after earlier work of the same key."""
         if self._threads is None:
-            self._closing.clear()
+            self._closing.clear()  # set if the uploader was closed before
             self._threads = ThreadPoolExecutor(self.num_concurrent_uploads, thread_name_prefix="upload")
         before = self._latest_of.get(key)
 
@@ -385,13 +385,14 @@ class RemoteUploader:
         finally:
             unsent.source.unlink(missing_ok=True)
         with self._lock:
-            if self._unsent.get(name) is unsent:
+            if self._unsent.get(name) is unsent:  # a newer upload may have replaced it
                 del self._unsent[name]
 
     def _upload(self, name: str, source: Path, overwrite: bool) -> None:
         if not self.use_procs:
             upload_with_retries(self.remote_backend, name, source, overwrite=overwrite, num_attempts=self.num_attempts)
             return
+        # As bytes, by which the process can cache the store.
         settings = pickle.dumps((self.remote_folder, self.backend_kwargs))
         self._process_pool().submit(upload_in_process, settings, name, source, overwrite, self.num_attempts).result()
 
@@ -403,15 +404,17 @@ class RemoteUploader:
         return self._processes
 
     def _remember_failure(self, future: Future[None]) -> None:
+        # `exception` raises if the future was cancelled.
         if not future.cancelled() and future.exception() is not None:
             self._has_failed.set()
 
     def _close(self, *, cancel: bool = False) -> None:
         self._closing.set()
+        # The threads first, since they submit to the processes.
         for executor in (self._threads, self._processes):
             if executor is not None:
                 executor.shutdown(cancel_futures=cancel)
-        self._copies.remove()
+        self._copies.remove()  # only now, since uploads read them
         if self._store is not None:
             self._store.close()
         self._threads = self._processes = self._store = None
