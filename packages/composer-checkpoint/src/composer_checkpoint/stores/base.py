@@ -208,6 +208,7 @@ _TRANSIENT_ERRNO = {
     errno.EPIPE,
     errno.ETIMEDOUT,
 }
+# Error codes of the stores' APIs, with the HTTP statuses that they stand for.
 _CODES = {
     "NoSuchKey": 404,
     "NoSuchBucket": 404,
@@ -298,6 +299,7 @@ def _classify_one(error: BaseException) -> Fault | None:
 def _by_status(status: int) -> Fault | None:
     if status in _TRANSIENT_STATUS:
         return Fault.TRANSIENT
+    # 412: a conditional write has found an object.
     return {401: Fault.FORBIDDEN, 403: Fault.FORBIDDEN, 404: Fault.MISSING, 412: Fault.EXISTS}.get(status)
 
 
@@ -326,6 +328,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link
+        # As in tracebacks: the explicit cause, or else the context.
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
@@ -358,6 +361,7 @@ def parse_uri(uri: str | os.PathLike[str]) -> ParsedURI:
     """
     text = os.fspath(uri)
     scheme, colon, rest = text.partition(":")
+    # Databricks writes `dbfs:/path`, with one slash.
     if not colon or not (rest.startswith("//") or scheme == "dbfs"):
         return ParsedURI("", "", text)
     backend = "azure" if scheme == "AZURE_BLOBS" else scheme.lower()
