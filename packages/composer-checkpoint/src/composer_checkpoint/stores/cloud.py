@@ -130,7 +130,7 @@ class S3ObjectStore(FsspecObjectStore):
             )
         canned_acl = os.environ.get("S3_CANNED_ACL")
         if canned_acl:
-            extra.setdefault("ACL", canned_acl)
+            extra.setdefault("ACL", canned_acl)  # an explicit ACL has priority
         chunks = {} if self._chunk_bytes is None else {"chunksize": self._chunk_bytes}
         super().upload_object(object_name, filename, callback, overwrite=overwrite, **chunks, **extra)
 
@@ -155,6 +155,7 @@ class AzureObjectStore(FsspecObjectStore):
             "account_name": os.environ.get("AZURE_ACCOUNT_NAME"),
             "account_key": os.environ.get("AZURE_ACCOUNT_ACCESS_KEY"),
         }
+        # Unset ones are left out, so that the configuration of the Azure tools applies.
         options = {name: value for name, value in given.items() if value}
         super().__init__(f"az://{container}/{self.prefix}", use_listings_cache=False, **options)
 
@@ -242,7 +243,7 @@ class LibcloudObjectStore(FsspecObjectStore):
         secret_environ: str | None = None,
         provider_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self.chunk_size = chunk_size
+        self.chunk_size = chunk_size  # before the base class, which calls `_open`
         options = dict(provider_kwargs or {})
         key = os.environ.get(key_environ) if key_environ else options.pop("key", None)
         secret = os.environ.get(secret_environ) if secret_environ else options.pop("secret", None)
