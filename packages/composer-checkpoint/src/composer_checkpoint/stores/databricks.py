@@ -115,7 +115,7 @@ class MLFlowObjectStore(ObjectStore):
             raise FileExistsError(f"Object {self.get_uri(name)} already exists, but overwrite was set to False.")
         with tempfile.TemporaryDirectory() as folder:
             named = Path(folder, posixpath.basename(name))  # MLflow names the artifact after the file
-            named.symlink_to(os.path.abspath(filename))
+            named.symlink_to(os.path.abspath(filename))  # a copy would need as much disk space again
             try:
                 os.environ["MLFLOW_MULTIPART_UPLOAD_CHUNK_SIZE"] = str(self.multipart_upload_chunk_size)
                 self.client.log_artifact(self.run_id, str(named), posixpath.dirname(name) or None)
@@ -162,7 +162,7 @@ class MLFlowObjectStore(ObjectStore):
         """Return the sorted names of all artifacts with a prefix."""
         prefix = self.get_artifact_path(prefix or "")
         names: list[str] = []
-        pending = [posixpath.dirname(prefix)]
+        pending = [posixpath.dirname(prefix)]  # other folders hold no names with the prefix
         while pending:
             for entry in self.client.list_artifacts(self.run_id, pending.pop() or None):
                 (pending if entry.is_dir else names).append(entry.path)
@@ -334,6 +334,7 @@ class UCObjectStore(ObjectStore):
         pending = [f"/{self.prefix}/{os.path.dirname(prefix)}".rstrip("/")]
         while pending:
             try:
+                # A list, so that the requests of the generator happen inside the `try`.
                 entries = list(self.client.files.list_directory_contents(pending.pop()))
             except Exception as error:
                 if classify(error) is Fault.MISSING:
@@ -352,7 +353,7 @@ class UCObjectStore(ObjectStore):
                 raise self._explained(error, object_name, asks=False) from error
 
     def _path(self, object_name: str) -> str:
-        name = object_name.lstrip("/").removeprefix(f"{self.prefix}/")
+        name = object_name.lstrip("/").removeprefix(f"{self.prefix}/")  # full paths are accepted, too
         if ".." in name.split("/"):
             raise ValueError(f"object_name={object_name!r} leads out of /{self.prefix}. Use a path without '..'.")
         return f"/{self.prefix}/{name}"
