@@ -262,7 +262,7 @@ def _is_abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) 
 def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> str | None:
     """Return why a downloaded checkpoint belongs to an abandoned run, or `None` if it does not.
 
-    A damaged target of the pointer is no reason to reject a later checkpoint.
+    A damaged target of the pointer does not rule out a later checkpoint.
     """
     if candidate.latest is None:
         return None
@@ -301,7 +301,7 @@ def _of_this_rank(name: str) -> str:
 
 
 def _is_absent(error: Exception) -> bool:
-    """Return whether there is no sign that the checkpoint exists."""
+    """Return whether the checkpoint does not exist at all, not even in part."""
     return isinstance(error, FileNotFoundError | NotImplementedError) and not isinstance(error, NoCheckpointError)
 
 
@@ -381,7 +381,7 @@ log = getLogger(__name__)
 
 @contextmanager
 def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logger") -> Iterator[str | None]:
-    """Yield the path of the newest complete checkpoint of a saver, or `None` if there is none.
+    """Yield the path of the newest complete checkpoint of a saver, or `None`.
 
     The saver's folder is searched first, then the loggers that keep files, then the saver's store. The link to the
     latest checkpoint does not decide alone, since its target may be damaged or outdated. But later checkpoints of an
