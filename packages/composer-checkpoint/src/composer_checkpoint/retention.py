@@ -371,7 +371,7 @@ def remote_policy(num_to_keep: int, keep: Any, local: RetentionPolicy) -> tuple[
         local: The rules for this machine's disk.
 
     Raises:
-        ValueError: If there are no local rules to use, no checkpoint would be kept, or both arguments are set.
+        ValueError: If local rules are missing, no checkpoint would be kept, or both arguments are set.
         TypeError: If a length of training is invalid.
     """
     setting = keep.get("remote") if isinstance(keep, Mapping) else None
@@ -424,7 +424,7 @@ class KeptRemotely:
             uploader: Of the store, if there is one.
 
         Raises:
-            ValueError: If there is no store, or it cannot delete.
+            ValueError: If the store is missing or cannot delete.
         """
         if policy is None:
             return None
