@@ -105,7 +105,7 @@ class _Candidate:
 def find_newest(
     folder_or_pattern: str | os.PathLike[str], *, verify: Callable[[Path], object] | None = None
 ) -> Found | None:
-    """Return the newest checkpoint that is committed and valid, or `None` if there is none.
+    """Return the newest checkpoint that is committed and valid, or `None`.
 
     The newest has trained longest by the time in its manifest, or by `ep` and `ba` in its name. Checkpoints with
     neither come after these, ordered by modification time. Unfinished files are ignored. A pointer such as `latest`
