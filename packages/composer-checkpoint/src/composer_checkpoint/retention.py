@@ -81,6 +81,7 @@ class RetentionPolicy:
 
     def __post_init__(self) -> None:
         for name, count in (("last", self.last), ("num_best", self.num_best)):
+            # `type`, since `isinstance` would accept booleans.
             if count is not None and (type(count) is not int or count < 0):
                 raise ValueError(f"{name}={count!r} is not a number of checkpoints: it must be a whole number from 0.")
         if self.mode not in ("max", "min", None):
@@ -187,6 +188,7 @@ def _best_by(history: Sequence[SavedCheckpoint], metric: str, mode: str | None, 
     """
     sign = -1 if mode == "max" else 1
     measured = [(saved, saved.metrics[metric]) for saved in history if metric in saved.metrics]
+    # Without NaN, which compares with nothing and would break the order.
     ranked = sorted((pair for pair in measured if not math.isnan(pair[1])), key=lambda pair: sign * pair[1])
     unmeasured = {saved.name for saved in history if metric not in saved.metrics}
     return {saved.name for saved, _ in ranked[:num_best]} | (unmeasured if len(ranked) < num_best else set())
@@ -224,6 +226,7 @@ def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy
     try:
         policy = RetentionPolicy.from_setting(keep)
     except (TypeError, ValueError) as error:
+        # Of the same class, with the argument named.
         raise type(error)(f"save_keep={keep!r} cannot be used: {error}") from error
     if num_checkpoints_to_keep == -1:
         return policy
@@ -463,7 +466,7 @@ class KeptRemotely:
     def rotate(self) -> None:
         """Begin to delete uploaded checkpoints that the policy does not keep."""
         ended = {name: upload for name, upload in self._awaited.items() if upload is None or upload.done()}
-        if not ended and not self._postponed:
+        if not ended and not self._postponed:  # nothing has changed since the last call
             return
         self._postponed = False
         for name, upload in ended.items():
@@ -480,6 +483,7 @@ class KeptRemotely:
         for name in choose_to_delete(arrived, self.policy, latest=newest):
             if name not in self._going:
                 self._going.add(name)
+                # In the queue of the name, so that a new upload of it is not deleted.
                 self.uploader.run_async(name, self._deletion(name, self._names.get(newest, [newest])))
 
     def state_dict(self) -> dict[str, Any]:
