@@ -327,6 +327,7 @@ def _add_loader_state(state: "State", saved: dict[str, Any]) -> None:
     if saved.get("dataset_state"):
         train = begin_next_epoch(saved["dataset_state"].get("train"), state)
         saved["dataset_state"] = {**saved["dataset_state"], "train": train}
+    # Ranks without a state of their own must take part in the gather, too.
     if "dataset_state" in saved and any(dist.all_gather_object(has_state)):
         own = state.train_dataloader.state_dict() if has_state else None
         states = dist.all_gather_object(own)
@@ -472,7 +473,7 @@ def _parameter_of(keys: tuple[Any, ...], parameters: Mapping[str, DTensor]) -> D
 def _empty(described: TensorStorageMetadata, like: DTensor | None) -> torch.Tensor:
     dtype = described.properties.dtype
     if like is not None and like.shape == described.size:
-        return torch.empty_like(like, dtype=dtype)
+        return torch.empty_like(like, dtype=dtype)  # sharded in the same way, so each rank reads only its part
     return torch.empty(described.size, dtype=dtype)
 
 
@@ -486,6 +487,7 @@ def _with_lists(tree: Any) -> Any:
     """Return a tree in which dicts with the keys 0 to n-1 are lists."""
     if not isinstance(tree, dict) or not tree:
         return tree
+    # DCP stores the items of a list under integer keys.
     items = {key: _with_lists(value) for key, value in tree.items()}
     if all(isinstance(key, int) for key in items) and sorted(items) == list(range(len(items))):
         return [items[index] for index in range(len(items))]
