@@ -183,7 +183,7 @@ class CheckpointSaver(Callback):
         save_timeout_in_seconds: float | None = 1800,
         remote_num_checkpoints_to_keep: int = -1,
     ) -> None:
-        check_saver_arguments(locals())
+        check_saver_arguments(locals())  # first, while `locals` has only the arguments
         folder, filename = os.fspath(folder), os.fspath(filename).lstrip("/")
         interval = to_interval("save_interval", save_interval)
         self.save_timeout_in_seconds = save_timeout_in_seconds
@@ -216,6 +216,7 @@ class CheckpointSaver(Callback):
                 latest_remote_file_name = f"{inside}/{os.fspath(latest_filename or _LATEST).lstrip('/')}"
             # Files for the store are written here first.
             folder = tempfile.mkdtemp(prefix="composer-save-")
+            # Also runs when the saver is deleted, or Python exits, without `post_close`.
             self._remove_temporary = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._kept_remotely = KeptRemotely.under(remote_rules, said, self.remote_uploader)
         self._uploads = CheckpointUploads(
@@ -313,7 +314,7 @@ class CheckpointSaver(Callback):
     def batch_end(self, state: "State", logger: "Logger") -> None:
         """Raise errors of saves and uploads in the background."""
         if self._async is None and not self._committed and not self._uploads.may_have_news:
-            return
+            return  # without communication between ranks, as after most batches
         if self._async is not None:
             self._async.check()
         self._settle(logger)
@@ -505,7 +506,7 @@ class CheckpointSaver(Callback):
 
     def _settle(self, logger: "Logger") -> None:
         """Upload committed checkpoints, and apply the retention rules."""
-        while self._committed:
+        while self._committed:  # the background thread may append to it
             job = self._committed.pop(0)
             upload = self._uploads.send(job, logger) if self._kept.deletes else None
             self._kept.add(own_file(job.path), job.timestamp, job.metrics, upload)
