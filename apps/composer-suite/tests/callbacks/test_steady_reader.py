@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from composer.callbacks.system_metrics_monitor import SteadyReader
+from composer.callbacks.system_metrics_monitor import BackgroundReader
 
 
 def eventually(is_so, timeout_s=120.0):
@@ -26,7 +26,7 @@ def threads():
 
 def test_the_first_answer_is_there_at_once_and_later_ones_follow_by_themselves():
     counter = itertools.count()
-    reader = SteadyReader("The counter", lambda: next(counter), interval_s=0.001)
+    reader = BackgroundReader("The counter", lambda: next(counter), interval_s=0.001)
     assert reader.latest() == 0
     assert eventually(lambda: reader.latest() >= 3)
     reader.close()
@@ -41,7 +41,7 @@ def test_a_reading_that_hangs_delays_nobody(threads):
             go_on.wait()
         return number
 
-    reader = SteadyReader("The disk", read, interval_s=0.001)
+    reader = BackgroundReader("The disk", read, interval_s=0.001)
     assert [reader.latest() for _ in range(100)] == [0] * 100
     reader.close()
     go_on.set()
@@ -50,7 +50,7 @@ def test_a_reading_that_hangs_delays_nobody(threads):
 
 def test_a_reading_that_fails_costs_one_line_and_the_last_answer_stays(threads, caplog):
     answers = iter([1, 2])
-    reader = SteadyReader("The machine", lambda: next(answers), interval_s=0.001)
+    reader = BackgroundReader("The machine", lambda: next(answers), interval_s=0.001)
     assert reader.latest() == 1
     assert eventually(lambda: not threads())
     assert reader.latest() in (1, 2)
@@ -63,11 +63,11 @@ def test_the_first_failure_is_the_callers():
         raise OSError("no such device")
 
     with pytest.raises(OSError, match="no such device"):
-        SteadyReader("The device", read, interval_s=1.0).latest()
+        BackgroundReader("The device", read, interval_s=1.0).latest()
 
 
 def test_no_thread_outlives_a_reader_that_nobody_closes(threads):
-    reader = SteadyReader("The counter", lambda: 1, interval_s=0.001)
+    reader = BackgroundReader("The counter", lambda: 1, interval_s=0.001)
     reader.latest()
     assert threads()
     del reader
@@ -77,7 +77,7 @@ def test_no_thread_outlives_a_reader_that_nobody_closes(threads):
 
 def test_after_close_it_begins_anew(threads):
     counter = itertools.count()
-    reader = SteadyReader("The counter", lambda: next(counter), interval_s=60.0)
+    reader = BackgroundReader("The counter", lambda: next(counter), interval_s=60.0)
     reader.latest()
     reader.close()
     assert eventually(lambda: not threads())

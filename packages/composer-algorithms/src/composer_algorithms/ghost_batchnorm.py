@@ -15,8 +15,8 @@ from composer_algorithms.metadata import Metadata
 from composer_algorithms.module_surgery import (
     InitSurgery,
     count_module_instances,
-    hand_over_hooks,
     replace_module_classes,
+    transfer_hooks,
 )
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class _GhostBatchNorm(nn.Module):
         # A subclass may have a forward of its own, and has to be called.
         self._is_plain = type(base_batchnorm) in _GHOSTS
         if self._is_plain:
-            hand_over_hooks(base_batchnorm, self)  # forward does not call the module that has them
+            transfer_hooks(base_batchnorm, self)  # forward does not call the module that has them
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize a batch."""

@@ -65,7 +65,7 @@ def adopt(old: nn.Module, new: nn.Module, default_device: torch.device | None) -
             module.__dict__.update(marks)
     _freeze_alike(old, new)
     if old not in new.modules():  # otherwise the hooks still fire for the old module
-        hand_over_hooks(old, new)
+        transfer_hooks(old, new)
 
 
 def twin(module: ModuleT) -> ModuleT:
@@ -199,7 +199,7 @@ def _freeze_alike(old: nn.Module, new: nn.Module) -> None:
         tensor.requires_grad_(any(one.requires_grad for one in alike or old_params.values()))
 
 
-def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
+def transfer_hooks(old: nn.Module, new: nn.Module) -> None:
     """Make the hooks of one module fire for another; their handles remove them from both."""
     for name in _HOOK_DICTS:
         hooks, own = getattr(old, name), getattr(new, name)

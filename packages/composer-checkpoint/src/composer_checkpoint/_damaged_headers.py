@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from composer_checkpoint._pickle_inspection import Rehearsal, rehearse
+from composer_checkpoint._pickle_inspection import PickleInspection, inspect_pickle
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError
 from composer_checkpoint.formats._zip import Entry, Readable, offset_of_data, read_entries
 from composer_checkpoint.manifest import PAYLOAD_FOLDER, is_sealed
@@ -49,16 +49,16 @@ def _is_damaged(file: Readable, entry: Entry, exactly: bool) -> bool:
     return False
 
 
-def _rehearsal(file: Readable, entries: list[Entry]) -> Rehearsal:
+def _rehearsal(file: Readable, entries: list[Entry]) -> PickleInspection:
     """Return the result of inspecting the pickle, which is empty if the pickle itself is damaged."""
     try:
         pickled = next(entry for entry in entries if _inside(entry) == "data.pkl")
-        return rehearse(file.read(offset_of_data(file, pickled), pickled.size_bytes), record_unknown=True)
+        return inspect_pickle(file.read(offset_of_data(file, pickled), pickled.size_bytes), record_unknown=True)
     except (CheckpointError, StopIteration):
-        return Rehearsal()
+        return PickleInspection()
 
 
-def _names(entry: Entry, rehearsal: Rehearsal) -> str:
+def _names(entry: Entry, rehearsal: PickleInspection) -> str:
     key = _inside(entry).removeprefix(PAYLOAD_FOLDER)
     names = [name for name, tensor in rehearsal.tensors.items() if tensor.storage.key == key]
     return " and ".join(names[:_MAX_NAMES]) or repr(entry.name[:200])

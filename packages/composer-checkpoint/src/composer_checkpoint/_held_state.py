@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from composer_checkpoint._tree import encode
-from composer_checkpoint.formats.pt import refuse_more_than_data
+from composer_checkpoint.formats.pt import refuse_unsafe_objects
 
 __all__ = ["HeldState", "holds_generators", "holds_state", "set_epoch_everywhere"]
 
@@ -206,7 +206,7 @@ class HeldState:
     def _ask(self, part: _Part) -> Any:
         try:
             state = copy.deepcopy(part.value.state_dict())
-            refuse_more_than_data(encode(state)[0], part.name)
+            refuse_unsafe_objects(encode(state)[0], part.name)
         except Exception as error:
             if part.name not in self._warned:
                 self._warned.add(part.name)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from composer_checkpoint._tree import map_tree, named_leaves, untaken
+from composer_checkpoint._tree import map_tree, named_leaves, unique_name
 from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError, shown
 from composer_checkpoint.file_io import FileReader
 from composer_checkpoint.pickles import (
@@ -48,12 +48,12 @@ __all__ = [
     "safe_unpickle",
     "SPARSE_PARTS",
     "AnyTensorSpec",
-    "Rehearsal",
-    "RehearsingUnpickler",
+    "PickleInspection",
+    "InspectingUnpickler",
     "SparseSpec",
     "StorageSpec",
     "TensorSpec",
-    "rehearse",
+    "inspect_pickle",
     "rehearse_with_attributes",
 ]
 
@@ -182,7 +182,7 @@ class SparseSpec(AnyTensorSpec):
 
 
 @dataclass(slots=True)
-class Rehearsal:
+class PickleInspection:
     """Result of an inspection: the tree, its tensors by name, its storages by key, and globals not on the allowlist.
 
     `tensors` are dense; the components of a sparse tensor in `sparse` are among them, as `name/indices`. `views` has
@@ -205,10 +205,10 @@ class Rehearsal:
                 self.sparse[name] = spec
         taken = dict.fromkeys(self.tensors, 0)
         for name, spec in self.sparse.items():
-            self.tensors |= {untaken(f"{name}/{part}", taken): own for part, own in spec.parts.items()}
+            self.tensors |= {unique_name(f"{name}/{part}", taken): own for part, own in spec.parts.items()}
 
 
-def rehearse(data: bytes | memoryview, *, record_unknown: bool = False) -> Rehearsal:
+def inspect_pickle(data: bytes | memoryview, *, record_unknown: bool = False) -> PickleInspection:
     """Inspect a pickle of torch, with descriptions in place of tensors.
 
     Args:
@@ -222,8 +222,8 @@ def rehearse(data: bytes | memoryview, *, record_unknown: bool = False) -> Rehea
     """
     # Before anything is built; the restricted unpickler relies on it.
     scan(data)
-    rehearsal = Rehearsal()
-    rehearsal.tree = run_restricted(RehearsingUnpickler(data, rehearsal, record_unknown))
+    rehearsal = PickleInspection()
+    rehearsal.tree = run_restricted(InspectingUnpickler(data, rehearsal, record_unknown))
     rehearsal.name_tensors()
     names = {id(tensor): name for name, tensor in rehearsal.tensors.items()}
     # All views are checked, not only the named ones: torch would build the others as well.
@@ -238,10 +238,10 @@ def _check_view(name: str, tensor: TensorSpec) -> None:
     check_geometry(name, tensor.shape, tensor.stride, tensor.offset, numel, item_bytes)
 
 
-class RehearsingUnpickler(RestrictedUnpickler):
+class InspectingUnpickler(RestrictedUnpickler):
     """Unpickler that builds descriptions of tensors; subclasses may extend the allowlist."""
 
-    def __init__(self, data: bytes | memoryview, rehearsal: Rehearsal, record_unknown: bool) -> None:
+    def __init__(self, data: bytes | memoryview, rehearsal: PickleInspection, record_unknown: bool) -> None:
         super().__init__(data, _stand_ins())
         self.rehearsal = rehearsal
         self.record_unknown = record_unknown
@@ -411,7 +411,7 @@ LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _LEADING_PICKLES = 3  # magic number, version, and the writer's byte order and sizes
 
 
-def read_legacy_pt(reader: FileReader, *, record_unknown: bool = False) -> Rehearsal:
+def read_legacy_pt(reader: FileReader, *, record_unknown: bool = False) -> PickleInspection:
     """Read and check everything but the tensors' elements."""
     with mapping.mmap(reader.descriptor, reader.size_bytes, access=mapping.ACCESS_READ) as mapped:
         view = memoryview(mapped)
@@ -421,24 +421,24 @@ def read_legacy_pt(reader: FileReader, *, record_unknown: bool = False) -> Rehea
             view.release()
 
 
-def read_legacy_bytes(view: memoryview, *, record_unknown: bool = False) -> Rehearsal:
+def read_legacy_bytes(view: memoryview, *, record_unknown: bool = False) -> PickleInspection:
     """Inspect a file in memory, as `read_legacy_pt` does."""
     position = 0
     for _ in range(_LEADING_PICKLES):
         # Checked as well, since torch unpickles all of them.
         start, position = position, scan(view, position)
-        rehearse(bytes(view[start:position]))
+        inspect_pickle(bytes(view[start:position]))
     end = scan(view, position)
-    rehearsal = rehearse(bytes(view[position:end]), record_unknown=record_unknown)
+    rehearsal = inspect_pickle(bytes(view[position:end]), record_unknown=record_unknown)
     position = end
     # The last pickle is the list of storages, in the order in which their bytes follow.
     end = scan(view, position)
-    keys = rehearse(bytes(view[position:end])).tree
+    keys = inspect_pickle(bytes(view[position:end])).tree
     _check_storages(view, end, keys, rehearsal)
     return rehearsal
 
 
-def _check_storages(view: memoryview, position: int, keys: Any, rehearsal: Rehearsal) -> None:
+def _check_storages(view: memoryview, position: int, keys: Any, rehearsal: PickleInspection) -> None:
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(rehearsal.storages):
         raise CorruptCheckpointError("the file lists other storages than its tensors need. Load another checkpoint.")
     for key in keys:
@@ -641,15 +641,15 @@ def _itself(_: str, value: Any) -> Any:
             return Call.itself(plain_array(value))
 
 
-def rehearse_with_attributes(data: bytes) -> Rehearsal:
-    """Inspect a pickle like `rehearse`, recording unknown globals and dropping Python attributes of tensors.
+def rehearse_with_attributes(data: bytes) -> PickleInspection:
+    """Inspect a pickle like `inspect_pickle`, recording unknown globals and dropping Python attributes of tensors.
 
     Raises:
         UnsafeCheckpointError: If it has instructions that no checkpoint needs.
         CorruptCheckpointError: If it is damaged, or a tensor does not fit its storage.
     """
     scan(data)
-    rehearsal = Rehearsal()
+    rehearsal = PickleInspection()
     rehearsal.tree = run_restricted(_Unpickler(data, rehearsal, True))
     rehearsal.name_tensors()
     for tensor in rehearsal.views:
@@ -659,7 +659,7 @@ def rehearse_with_attributes(data: bytes) -> Rehearsal:
     return rehearsal
 
 
-class _Unpickler(RehearsingUnpickler):
+class _Unpickler(InspectingUnpickler):
     def find_unknown(self, name: str) -> Any:
         found = _EXTRA.get(name)
         return super().find_unknown(name) if found is None else Call(found, self.budget)

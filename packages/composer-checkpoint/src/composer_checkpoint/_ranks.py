@@ -21,7 +21,7 @@ from composer_dist.env import get_world_size
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["PATIENCE", "in_thread", "meet_within", "work_within", "Ranks"]
+__all__ = ["PATIENCE", "in_thread", "gather_with_timeout", "work_within", "Ranks"]
 
 A = TypeVar("A")
 
@@ -58,7 +58,7 @@ def work_within(work: Callable[[], A], timeout_s: float, rank: int) -> A:
     return in_thread(work, timeout_s, overdue)
 
 
-def meet_within(talk: Callable[[], A], group: "ProcessGroup", timeout_s: float, rank: int) -> A:
+def gather_with_timeout(talk: Callable[[], A], group: "ProcessGroup", timeout_s: float, rank: int) -> A:
     """Return the result of a collective, or raise on all ranks that came if others do not. Every rank must call this.
 
     A dead rank makes the collective fail at once. A rank that hangs does not, so each rank sets a key in the group's
@@ -220,7 +220,7 @@ class Ranks:
             return talk()
         group = self._group or tdist.group.WORLD
         assert group is not None  # since there are several ranks
-        return meet_within(talk, group, PATIENCE * self._timeout_s, self.rank)
+        return gather_with_timeout(talk, group, PATIENCE * self._timeout_s, self.rank)
 
     def _within_time(self, work: Callable[[], A]) -> A:
         return work() if self._timeout_s is None else work_within(work, self._timeout_s, self.rank)

@@ -32,7 +32,7 @@ __all__ = [
     "map_tree",
     "named_leaves",
     "text_of",
-    "untaken",
+    "unique_name",
     "with_items",
 ]
 
@@ -234,14 +234,14 @@ def named_leaves(root: Any, kind: type[Any] = object) -> Iterator[tuple[str, Any
         children = children_of(value)
         if children is None:
             if isinstance(value, kind):
-                yield untaken(names.join(parent, key, depth), taken), value
+                yield unique_name(names.join(parent, key, depth), taken), value
         elif id(value) not in seen:
             seen.add(id(value))
             name = names.join(parent, key, depth)
             pending.extend((name, key, child, depth + 1) for key, child in reversed(children))
 
 
-def untaken(name: str, taken: dict[str, int]) -> str:
+def unique_name(name: str, taken: dict[str, int]) -> str:
     """Return the name, with a number appended if it is taken, and mark the result as taken."""
     own, count = name, taken.get(name, 0)
     while own in taken:

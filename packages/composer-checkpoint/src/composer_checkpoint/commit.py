@@ -19,7 +19,7 @@ from composer_checkpoint.errors import (
     require_space,
 )
 from composer_checkpoint.lock import discard, find_leftovers, is_folder, remove_leftovers, remove_leftovers_of
-from composer_checkpoint.names import name_beside
+from composer_checkpoint.names import sibling_name
 
 __all__ = [
     "find_leftovers",
@@ -88,7 +88,7 @@ def write_atomically(
     if need_bytes is not None:
         # Before anything is written, so that a full disk keeps the old checkpoint and no temporary file.
         require_space(final, need_bytes)
-    temporary = name_beside(final)
+    temporary = sibling_name(final)
     with _whole_or_nothing(temporary, final, need_bytes):
         make_folders(final.parent)
         if folder:
@@ -114,7 +114,7 @@ def write_beside(temporary: Path, final: Path, write: Callable[[Path], object], 
     """Write a file under a temporary name and flush it, for `put_in_place` to rename. An exception deletes it.
 
     Args:
-        temporary: From `name_beside(final)`.
+        temporary: From `sibling_name(final)`.
         final: The final name. Its parent folders are created.
         write: Writes to the path that it receives.
         overwrite: Whether an existing file may be replaced.
@@ -238,7 +238,7 @@ def _replace_folder(temporary: Path, final: Path) -> None:
 
 
 def _move_aside_and_replace(temporary: Path, final: Path) -> None:
-    aside = name_beside(final, "old")
+    aside = sibling_name(final, "old")
     # Without a swap, the name is missing between the two renames; `remove_leftovers` repairs that after a crash.
     os.rename(final, aside)
     try:
@@ -283,7 +283,7 @@ def write_on_rank_zero(
             CheckpointError: On all ranks, if rank 0 cannot write, or takes too long. The old file is untouched.
     """
     final = Path(os.path.abspath(path))
-    temporary = name_beside(final)
+    temporary = sibling_name(final)
 
     def begin() -> None:
         if ranks.rank == 0:
@@ -331,7 +331,7 @@ def replace_pointer(link: str | os.PathLike[str], target: str | os.PathLike[str]
             f"{link} is a checkpoint, which a link to itself would replace. Choose another name for the link."
         )
     refuse_folder(link)
-    temporary = name_beside(link)
+    temporary = sibling_name(link)
     try:
         make_folders(link.parent)
         _write(temporary, os.path.relpath(os.path.abspath(target), link.parent))

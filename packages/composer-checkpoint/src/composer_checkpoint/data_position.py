@@ -18,11 +18,11 @@ from composer_checkpoint.seeded_batches import (
     SeededBatches,
     can_be_seeded,
     derive_seed,
-    draws_nothing,
     has_own_order,
     open_seeded,
     open_streamed,
     reads_in_workers,
+    uses_no_rng,
 )
 from composer_dist.env import get_global_rank, get_world_size
 from composer_dist.reproducibility import load_rng_state
@@ -229,7 +229,7 @@ class DataPosition:
         seed = start.get(SEED_KEY)
         if seed is not None and (can_be_seeded(loader) or reads_in_workers(loader)):
             replays, lead = num_left_out > 0 and self._must_replay(loader), None
-            if num_left_out > 0 and not draws_nothing(loader.dataset, loader.collate_fn):
+            if num_left_out > 0 and not uses_no_rng(loader.dataset, loader.collate_fn):
                 # After the first epoch, `_warm_up` has already made what a dataset creates on its first access.
                 begins = epoch == 0 or (loader.num_workers > 0 and not loader.persistent_workers)
                 lead = max(1, loader.num_workers) if begins else 0
@@ -274,7 +274,7 @@ class DataPosition:
             or (num_workers > 0 and not persists and not is_own)
         ):
             return
-        if is_map and not is_own and draws_nothing(loader.dataset, loader.collate_fn):
+        if is_map and not is_own and uses_no_rng(loader.dataset, loader.collate_fn):
             return
         held = self.watch(loader)
         before = held.numbers()

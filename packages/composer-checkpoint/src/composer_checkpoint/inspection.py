@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from composer_checkpoint._pickle_inspection import Rehearsal, read_legacy_pt, rehearse
+from composer_checkpoint._pickle_inspection import PickleInspection, inspect_pickle, read_legacy_pt
 from composer_checkpoint._tree import text_of
 from composer_checkpoint.commit import read_pointer
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError, UnsafeCheckpointError
@@ -94,11 +94,11 @@ def inspect_file(path: str | os.PathLike[str]) -> FileDescription:
         if kind == "legacy pt":
             rehearsal = read_legacy_pt(reader, record_unknown=True)
         else:
-            rehearsal = rehearse(reader.read(0, reader.size_bytes), record_unknown=True)
+            rehearsal = inspect_pickle(reader.read(0, reader.size_bytes), record_unknown=True)
         return _describe(kind, size_bytes, rehearsal, None)
 
 
-def _describe(kind: Format, size_bytes: int, rehearsal: Rehearsal, manifest: Manifest | None) -> FileDescription:
+def _describe(kind: Format, size_bytes: int, rehearsal: PickleInspection, manifest: Manifest | None) -> FileDescription:
     # A sparse tensor is listed once, not by its components.
     parts = {id(part) for sparse in rehearsal.sparse.values() for part in sparse.parts.values()}
     tensors = {

@@ -37,13 +37,13 @@ from composer_checkpoint.state import (
     PARTS,
     Layout,
     as_sharded,
-    as_spread,
     as_whole,
     layout_of,
     load_parts,
     other_number_of_ranks,
     owner_of,
     read_sharded,
+    to_dtensors,
 )
 from composer_checkpoint.stores.base import is_uri
 from composer_dist import dist
@@ -369,7 +369,7 @@ def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, t
         if LAYOUT_KEY not in content:
             return content
         _refuse_own_file_of_a_rank(content, state, path)
-        return as_spread(content, state, path)
+        return to_dtensors(content, state, path)
     if load_weights_only and isinstance(content, dict) and all(map(torch.is_tensor, content.values())):
         return {"state": {"model": content}}  # a model's own state dict
     raise IncompatibleCheckpointError(

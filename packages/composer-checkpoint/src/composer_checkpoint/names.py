@@ -281,7 +281,7 @@ UNFINISHED = re.compile(rf"(?P<name>.+)\.(?P<kind>tmp|old|set)-(?P<writer>{WRITE
 _LONGEST_NAME_BYTES = 255
 
 
-def name_beside(final: Path, kind: Literal["tmp", "old", "set"] = "tmp") -> Path:
+def sibling_name(final: Path, kind: Literal["tmp", "old", "set"] = "tmp") -> Path:
     """Return a unique path in the same folder that names its writer."""
     mark = f".{kind}-{this_writer()}-{secrets.token_hex(4)}"
     # Cut, since file systems limit names to 255 bytes.

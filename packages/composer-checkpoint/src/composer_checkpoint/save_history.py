@@ -15,7 +15,7 @@ from composer_time import Timestamp
 if TYPE_CHECKING:
     from composer_events import State
 
-__all__ = ["Measured", "metric_of", "SaveHistory"]
+__all__ = ["MetricHistory", "metric_of", "SaveHistory"]
 
 
 class SaveHistory:
@@ -105,7 +105,7 @@ class SaveHistory:
 log = getLogger(__name__)
 
 
-class Measured:
+class MetricHistory:
     """Latest values of metrics, by which retention keeps the best checkpoints."""
 
     def __init__(self) -> None:

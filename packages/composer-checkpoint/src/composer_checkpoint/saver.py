@@ -28,7 +28,7 @@ from composer_checkpoint.names import OF_FOLDER, OF_SAVE, PartialFilePath, forma
 from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.retention import KeptFiles, KeptRemotely, RetentionPolicy, combine_policies, remote_policy
 from composer_checkpoint.save_folder import LINEAGE_KEY, HeldFolder
-from composer_checkpoint.save_history import Measured, SaveHistory, metric_of
+from composer_checkpoint.save_history import MetricHistory, SaveHistory, metric_of
 from composer_checkpoint.state import (
     Layout,
     collect,
@@ -235,7 +235,7 @@ class CheckpointSaver(Callback):
         self.before_save: Callable[[], object] | None = None
         self._async: AsyncSaver | None = None
         self._committed: list[Save] = []
-        self._measured = Measured()
+        self._measured = MetricHistory()
 
     @property
     def folder(self) -> str:
@@ -317,7 +317,7 @@ class CheckpointSaver(Callback):
             return  # without communication between ranks, as after most batches
         if self._async is not None:
             self._async.check()
-        self._settle(logger)
+        self._finish_committed(logger)
         self._uploads.check(more_to_come=self._async is not None and self._async.is_saving)
 
     def eval_end(self, state: "State", logger: "Logger") -> None:
@@ -343,7 +343,7 @@ class CheckpointSaver(Callback):
         """
         if self._async is not None:
             self._async.wait()
-        self._settle(logger)
+        self._finish_committed(logger)
         self._uploads.wait()
         self._kept.rotate()
 
@@ -354,7 +354,7 @@ class CheckpointSaver(Callback):
                 self._async.drain()
                 self._async.close()
                 self._async = None
-            self._settle(logger)
+            self._finish_committed(logger)
         finally:
             self._folder.give_back()
 
@@ -427,7 +427,7 @@ class CheckpointSaver(Callback):
             self.before_save()
         if self._async is not None:  # so that this checkpoint lists the previous one
             self._async.wait()
-            self._settle(logger)
+            self._finish_committed(logger)
         if self._misses_stop(state) and self.last_checkpoint_batch == state.timestamp.batch:
             self._uploads.overwrite = True  # the checkpoint from before the stop may have the same name
         # A checkpoint records the stop only if all ranks have stopped by now.
@@ -451,7 +451,7 @@ class CheckpointSaver(Callback):
         planner = save_planner_of(state)
         if write(content, job.path, layout, info, self.save_timeout_in_seconds, planner) is not None:
             self._commit(job)
-        self._settle(logger)
+        self._finish_committed(logger)
         self._uploads.check()
 
     def _skips(self, state: "State") -> bool:
@@ -504,7 +504,7 @@ class CheckpointSaver(Callback):
             replace_pointer(job.link, own_file(job.path))
         self._committed.append(job)
 
-    def _settle(self, logger: "Logger") -> None:
+    def _finish_committed(self, logger: "Logger") -> None:
         """Upload committed checkpoints, and apply the retention rules."""
         while self._committed:  # the background thread may append to it
             job = self._committed.pop(0)

@@ -206,7 +206,7 @@ class SeededBatches:
         view, sampler = self._prepare(epoch)
         sampler.begin(epoch_seed, start, lead, first, order)
         self._shared[:] = torch.tensor([epoch if self._sets_epoch else -1, epoch_seed])
-        if self.loader.num_workers == 0 and not draws_nothing(self.loader.dataset, self.loader.collate_fn):
+        if self.loader.num_workers == 0 and not uses_no_rng(self.loader.dataset, self.loader.collate_fn):
             batches = open_seeded(view, epoch_seed, chain(range(lead), count(start)))
         else:
             with seeded(epoch_seed):
@@ -465,15 +465,15 @@ def _seed_process(seed: int) -> None:
 _PLAIN = (TensorDataset, list, tuple, range, torch.Tensor, np.ndarray, np.memmap)
 
 
-def draws_nothing(dataset: Any, collate_fn: object) -> bool:
+def uses_no_rng(dataset: Any, collate_fn: object) -> bool:
     """Return whether a dataset only looks up stored samples, and `collate_fn` only stacks them.
 
     Anything else, such as a custom dataset or a transform, is assumed to draw random numbers.
 
     Example:
-        >>> draws_nothing(TensorDataset(torch.rand(3)), default_collate)
+        >>> uses_no_rng(TensorDataset(torch.rand(3)), default_collate)
         True
-        >>> draws_nothing(TensorDataset(torch.rand(3)), lambda samples: samples)
+        >>> uses_no_rng(TensorDataset(torch.rand(3)), lambda samples: samples)
         False
     """
     return (collate_fn is default_collate or collate_fn is default_convert) and _only_looks_up(dataset)

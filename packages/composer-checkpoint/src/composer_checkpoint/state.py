@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from composer_events import State
 
 __all__ = [
-    "as_spread",
+    "to_dtensors",
     "check_spread",
     "other_number_of_ranks",
     "read_sharded",
@@ -415,7 +415,7 @@ def _empty_content(path: str | os.PathLike[str], state: "State", weights_only: b
     return _with_lists(content)
 
 
-def as_spread(content: dict[str, Any], state: "State", path: str) -> dict[str, Any]:
+def to_dtensors(content: dict[str, Any], state: "State", path: str) -> dict[str, Any]:
     """Return the content of a per-rank file with its shards as DTensors.
 
     Raises:

@@ -7,19 +7,19 @@ from typing import Any, Generic, SupportsIndex, TypeVar, overload
 
 from composer_events.batches import ensure_tuple
 
-__all__ = ["KeptList", "OptimizerList", "SteppingList", "WatchedList"]
+__all__ = ["StableListAttribute", "OptimizerList", "SteppingList", "VersionedList"]
 
 T = TypeVar("T")
 
 
-class WatchedList(list[T]):
+class VersionedList(list[T]):
     """List with a `version` that increases with every change, so that derived data can be cached.
 
     Changes inside an item do not count. A state keeps each such list for its lifetime and replaces only the contents,
     so a reference to the list stays valid.
 
     Example:
-        >>> numbers = WatchedList([2, 1])
+        >>> numbers = VersionedList([2, 1])
         >>> before = numbers.version
         >>> numbers.sort()
         >>> numbers.version > before
@@ -73,20 +73,20 @@ class WatchedList(list[T]):
         self.version += 1
         super().__delitem__(index)
 
-    def __iadd__(self, items: Iterable[T], /) -> WatchedList[T]:
+    def __iadd__(self, items: Iterable[T], /) -> VersionedList[T]:
         self.extend(items)
         return self
 
-    def __imul__(self, times: SupportsIndex, /) -> WatchedList[T]:
+    def __imul__(self, times: SupportsIndex, /) -> VersionedList[T]:
         self.version += 1
         super().__imul__(times)
         return self
 
 
-L = TypeVar("L", bound=WatchedList[Any])
+L = TypeVar("L", bound=VersionedList[Any])
 
 
-class SteppingList(WatchedList[Any]):
+class SteppingList(VersionedList[Any]):
     """Optimizers or schedulers. `step` and `zero_grad` apply to each, so a loop written for one works with several."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ class OptimizerList(SteppingList):
         return super().step(*args, **kwargs)
 
 
-class KeptList(Generic[L]):
+class StableListAttribute(Generic[L]):
     """Descriptor of a list attribute: assignment replaces the contents and keeps the list object.
 
     One object, a sequence of objects, or `None` for an empty list may be assigned. The instance must first store its
@@ -130,7 +130,7 @@ class KeptList(Generic[L]):
         self._name = name
 
     @overload
-    def __get__(self, instance: None, owner: type) -> KeptList[L]: ...
+    def __get__(self, instance: None, owner: type) -> StableListAttribute[L]: ...
     @overload
     def __get__(self, instance: object, owner: type) -> L: ...
     def __get__(self, instance: object, owner: type) -> Any:

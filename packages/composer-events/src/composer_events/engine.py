@@ -22,7 +22,7 @@ from composer_events._hooks import (
     method_of,
     parse_passes,
 )
-from composer_events._lists import WatchedList
+from composer_events._lists import VersionedList
 from composer_events._state_dict import DataSource
 from composer_events.algorithm import Algorithm
 from composer_events.arguments import overrides
@@ -32,7 +32,7 @@ from composer_events.explanation import explain, log_explanation
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination
 from composer_events.passes import DEFAULT_PASSES, AlgorithmPass
-from composer_events.state import BatchInParts, State
+from composer_events.state import InputsTargetsMixin, State
 
 if TYPE_CHECKING:
     from composer_events.explanation import Explanation
@@ -180,7 +180,7 @@ class Engine:
             if event not in ENTRANCES:
                 self._call_methods(calls, event)
                 return OrderedDict()
-        if not isinstance(state, BatchInParts):  # pyright: ignore[reportUnnecessaryIsInstance]  # any object may be one
+        if not isinstance(state, InputsTargetsMixin):  # pyright: ignore[reportUnnecessaryIsInstance]  # any object may be one
             return self._run(event)
         # Counted, so that State can distinguish the assignments of hooks from those of the loop.
         state.num_running_events += 1
@@ -459,7 +459,7 @@ class Listeners:
         self.callbacks, self.algorithms = state.callbacks, state.algorithms
         lists: list[object] = [self.callbacks, self.algorithms]
         is_state = isinstance(state, DataSource)  # pyright: ignore[reportUnnecessaryIsInstance]  # any object may be one
-        is_watched = is_state and all(isinstance(hooks, WatchedList) for hooks in lists)
+        is_watched = is_state and all(isinstance(hooks, VersionedList) for hooks in lists)
         self.watched_state = state if is_watched else None
         self.version = self.callbacks.version if is_watched else -1
         self._snapshot = tuple(self.callbacks)

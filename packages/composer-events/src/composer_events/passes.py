@@ -81,7 +81,7 @@ def sort_selective_backprop_first(algorithms: Sequence[Algorithm], event: Event)
         event: The event.
     """
     del event  # on every event alike
-    return _stable_partition(algorithms, lambda a: class_says(a, "runs_first") or is_named(a, "SelectiveBackprop"))
+    return _stable_partition(algorithms, lambda a: class_flag(a, "runs_first") or is_named(a, "SelectiveBackprop"))
 
 
 def sort_by_surgery_rank(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
@@ -105,7 +105,7 @@ def sort_low_precision_layernorm_last(algorithms: Sequence[Algorithm], event: Ev
     """
     del event  # on every event alike
     names = ("LowPrecisionLayerNorm", "LowPrecisionGroupNorm")
-    return _stable_partition(algorithms, lambda a: not (class_says(a, "runs_last") or is_named(a, *names)))
+    return _stable_partition(algorithms, lambda a: not (class_flag(a, "runs_last") or is_named(a, *names)))
 
 
 sort_fused_layernorm_last = sort_low_precision_layernorm_last
@@ -180,7 +180,7 @@ def surgery_rank(algorithm: object) -> int:
     return _class_value(algorithm, "surgery_rank", Algorithm.surgery_rank)
 
 
-def class_says(algorithm: object, attribute: str) -> bool:
+def class_flag(algorithm: object, attribute: str) -> bool:
     """Return whether an attribute of the algorithm's class is true."""
     return _class_value(algorithm, attribute, False) is True
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
-from composer_events._lists import KeptList, OptimizerList, SteppingList, WatchedList
+from composer_events._lists import OptimizerList, StableListAttribute, SteppingList, VersionedList
 from composer_events._state_dict import (
     SERIALIZED_ATTRIBUTES,
     DataSource,
@@ -34,7 +34,7 @@ _NAMES: Final = ("inputs", "targets")
 
 
 class BatchPart:
-    """Descriptor of `inputs` or `targets`, one of the two parts of a batch; see `BatchInParts`."""
+    """Descriptor of `inputs` or `targets`, one of the two parts of a batch; see `InputsTargetsMixin`."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -68,7 +68,7 @@ class BatchPart:
         return AttributeError(message, name=self._name, obj=instance)
 
 
-class BatchInParts:
+class InputsTargetsMixin:
     """The part of `State` that holds `inputs` and `targets`.
 
     A loop such as `for state.inputs, state.targets in dataloader:` does not set `state.batch`, which algorithms read
@@ -118,7 +118,7 @@ else:  # for typing.get_type_hints; importing it would be circular
     Evaluator = Any
 
 
-class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
+class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
     """Everything about a run that algorithms and callbacks may read and change.
 
     Values that change at every batch are plain attributes: `timestamp`, `previous_timestamp` (`None` before the first
@@ -164,11 +164,11 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
         (Time(3, TimeUnit.BATCH), Time(0.0, TimeUnit.DURATION))
     """
 
-    optimizers: KeptList[OptimizerList] = KeptList()
-    schedulers: KeptList[SteppingList] = KeptList()
-    algorithms: KeptList[WatchedList[Algorithm]] = KeptList()
-    callbacks: KeptList[WatchedList[Callback]] = KeptList()
-    evaluators: KeptList[WatchedList[Evaluator]] = KeptList()
+    optimizers: StableListAttribute[OptimizerList] = StableListAttribute()
+    schedulers: StableListAttribute[SteppingList] = StableListAttribute()
+    algorithms: StableListAttribute[VersionedList[Algorithm]] = StableListAttribute()
+    callbacks: StableListAttribute[VersionedList[Callback]] = StableListAttribute()
+    evaluators: StableListAttribute[VersionedList[Evaluator]] = StableListAttribute()
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class State(DataSource, BatchInParts, ShardingAnswers, Serializable):
 
         # The descriptors need their lists in `__dict__` before anything can be assigned.
         self.__dict__.update(optimizers=OptimizerList(), schedulers=SteppingList())
-        self.__dict__.update(algorithms=WatchedList(), callbacks=WatchedList(), evaluators=WatchedList())
+        self.__dict__.update(algorithms=VersionedList(), callbacks=VersionedList(), evaluators=VersionedList())
         self.optimizers = optimizers
         self.algorithms = algorithms
         self.callbacks = callbacks

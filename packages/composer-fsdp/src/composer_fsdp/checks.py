@@ -24,7 +24,7 @@ __all__ = [
     "check_tensor_parallel",
     "number_of_parameters",
     "one_of",
-    "say_what_does_nothing",
+    "warn_ignored_options",
     "warn",
 ]
 
@@ -127,7 +127,7 @@ def check_reshard(reshard: Any, shard_degree: int | None) -> None:
         )
 
 
-def say_what_does_nothing(config: FSDPConfig, stacklevel: int) -> None:
+def warn_ignored_options(config: FSDPConfig, stacklevel: int) -> None:
     """Warn about settings that have no effect.
 
     Raises:

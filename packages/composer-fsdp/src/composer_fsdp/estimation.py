@@ -14,7 +14,7 @@ from composer_dist import Precision
 from composer_fsdp.activation import chosen_for_checkpointing
 from composer_fsdp.choice import left_whole, units_of
 from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig, format_bytes
-from composer_fsdp.fake_run import FakeMeshes, Workload, fake_world, is_composer_model, rehearse
+from composer_fsdp.fake_run import FakeMeshes, Workload, fake_world, inspect_pickle, is_composer_model
 from composer_fsdp.memory_log import MemoryLog, Moment
 from composer_fsdp.mixed_precision import resolve_dtypes
 from composer_fsdp.plan import ShardingPlan, make_plan
@@ -137,7 +137,7 @@ def estimate(
     with fake_world(world_size, local_world_size):
         plan = plan_of(config, precision, world_size)
         _refuse_sharded(model, plan)
-        log = rehearse(model, plan, work)
+        log = inspect_pickle(model, plan, work)
         peak = log.peak()
         suggestions: list[Suggestion] = []
         if gpu_memory is not None and peak.bytes > gpu_memory:
@@ -169,7 +169,7 @@ def _suggestions(model: nn.Module, plan: ShardingPlan, work: Workload, peak: Mom
     """Yield changes that lower the peak, each estimated on its own."""
     for change, other_plan, other_work in _candidates(model, plan, work):
         # Not every candidate helps: another kind of memory may dominate the peak.
-        needed = rehearse(model, other_plan, other_work).peak().bytes
+        needed = inspect_pickle(model, other_plan, other_work).peak().bytes
         if needed < peak.bytes:
             yield Suggestion(change, needed)
     if not plan.activation_checkpointing and not chosen_for_checkpointing(model):

@@ -36,7 +36,7 @@ from composer_fsdp.sharding import Sharder, prefetch_ahead, wrap_activations
 from composer_fsdp.tensor_parallel import check_layer_plan, split_tensors
 from composer_fsdp.wrap_rules import Stage, Unit
 
-__all__ = ["FakeMeshes", "fake_world", "Workload", "is_composer_model", "rehearse"]
+__all__ = ["FakeMeshes", "fake_world", "Workload", "is_composer_model", "inspect_pickle"]
 
 _STEPS = 2  # the first step begins without optimizer state
 _MAX_SAID = 300  # characters of an error raised by the model
@@ -85,7 +85,7 @@ def is_composer_model(model: nn.Module) -> bool:
     return callable(getattr(model, "loss", None)) and callable(getattr(model, "eval_forward", None))
 
 
-def rehearse(model: nn.Module, plan: ShardingPlan, work: Workload) -> MemoryLog:
+def inspect_pickle(model: nn.Module, plan: ShardingPlan, work: Workload) -> MemoryLog:
     """Shard a copy of a model and train it for two steps on fake tensors. Must be called inside `fake_world`.
 
     Args:

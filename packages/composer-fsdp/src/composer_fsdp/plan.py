@@ -20,8 +20,8 @@ from composer_fsdp.checks import (
     check_tensor_parallel,
     number_of_parameters,
     one_of,
-    say_what_does_nothing,
     warn,
+    warn_ignored_options,
 )
 from composer_fsdp.config import (
     AXES,
@@ -237,7 +237,7 @@ def _check_both_meshes(mesh: Any, tp: TPConfig, world_size: int) -> None:
 
 def _from_fsdp(config: FSDPConfig, tp: TPConfig | None, world_size: int, stacklevel: int) -> dict[str, Any]:
     check_fsdp(config)
-    say_what_does_nothing(config, stacklevel + 1)
+    warn_ignored_options(config, stacklevel + 1)
     has_degrees = config.data_parallel_shard_degree != -1 or config.data_parallel_replicate_degree is not None
     group = config.process_group
     if group is not None and (has_degrees or tp is not None):

@@ -29,7 +29,7 @@ from composer_fsdp.sharding import ShardedModel, shard_model
 if TYPE_CHECKING:
     from torch.nn import Module
 
-__all__ = ["checked_meetings", "FSDP", "FirstBatch"]
+__all__ = ["checked_meetings", "FSDP", "TensorParallelBatchCheck"]
 
 log = getLogger(__name__)
 _NOTHING = nullcontext()  # reentrant and without state, so one serves every microbatch
@@ -63,7 +63,9 @@ class FSDP(SingleDevice):
         self.mesh = mesh
         self._sharded: ShardedModel | None = None
         self._postpones = False  # whether averaging is deferred to the end of an attempt
-        self._first_batch: FirstBatch | None = None  # only with tensor parallelism, where ranks must read the same
+        self._first_batch: TensorParallelBatchCheck | None = (
+            None  # only with tensor parallelism, where ranks must read the same
+        )
         self._watch: ReductionWatch | None = None  # set by `watch_reductions`
 
     @property
@@ -111,7 +113,7 @@ class FSDP(SingleDevice):
             )
         self.mesh = self._sharded.meshes.whole or self._sharded.meshes.data
         if self._sharded.meshes.tensor is not None:
-            self._first_batch = FirstBatch(self._sharded.meshes.tensor)
+            self._first_batch = TensorParallelBatchCheck(self._sharded.meshes.tensor)
         for optimizer in optimizers:
             if not self.plan.cpu_offload:
                 self.device.optimizer_to_device(optimizer)
@@ -347,7 +349,7 @@ def _with_gradient(values: Any) -> Iterator[torch.Tensor]:
             yield value
 
 
-class FirstBatch:
+class TensorParallelBatchCheck:
     """Comparison of the first batch within a tensor-parallel group.
 
     Args:

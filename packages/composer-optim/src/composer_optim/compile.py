@@ -77,7 +77,7 @@ class _BesideComposers(LRScheduler):
         return {name: value for name, value in super().state_dict().items() if name != _SHARED}
 
 
-def put_beside(theirs: LRScheduler, shared: Sequence[SharedRate]) -> None:
+def link_lr_schedulers(theirs: LRScheduler, shared: Sequence[SharedRate]) -> None:
     """Make a PyTorch scheduler share its rates with Composer's schedulers, which may then be stepped in any order.
 
     Its class is replaced by a subclass of the same name, as `fully_shard` does with modules: a method set on the
@@ -299,7 +299,7 @@ def compile_composer_schedulers(
     for scheduler, scaled in zip(theirs, lengths, strict=True):
         vars(scheduler).update(scaled)
         if isinstance(factors, list):
-            put_beside(scheduler, factors)
+            link_lr_schedulers(scheduler, factors)
     rest = iter(compiled)
     return [scheduler if isinstance(scheduler, LRScheduler) else next(rest) for scheduler in schedulers]
 

@@ -57,7 +57,7 @@ class OptimizerMonitor(Callback):
         parameters = {canonical_name(name): each for name, each in named if each.grad is not None}
         metrics: dict[str, Any] = {}
         if self.log_optimizer_metrics:
-            metrics = numbers_at_hand(_optimizer_metrics(state.optimizers[0], parameters))
+            metrics = host_values(_optimizer_metrics(state.optimizers[0], parameters))
         gradients = {f"{_GRADIENT}/{name}": parameter.grad for name, parameter in parameters.items()}
         unknown = [name for name in gradients if name not in metrics]
         metrics |= zip(unknown, _whole_norms([gradients[name] for name in unknown]), strict=True)
@@ -145,13 +145,13 @@ def _num_shards(tensor: Any) -> int:
     return parts
 
 
-def numbers_at_hand(values: Mapping[str, Any]) -> dict[str, Any]:
+def host_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values by name, with one-element CPU tensors replaced by numbers.
 
     Loggers can keep and write numbers as they are. Tensors on an accelerator are not read, which would synchronize.
 
     >>> import torch
-    >>> numbers_at_hand({"norm": torch.tensor(1.5), "lr": 0.1})
+    >>> host_values({"norm": torch.tensor(1.5), "lr": 0.1})
     {'norm': 1.5, 'lr': 0.1}
     """
     at_hand = {name: value for name, value in values.items() if _is_at_hand(value)}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import torch
 
-from composer.loggers._service_queue import warn_of_trouble
+from composer.loggers._service_queue import warn_logging_problem
 from composer_dist import dist
 from composer_events.arguments import check_flags
 from composer_events.callback import Callback
@@ -84,7 +84,7 @@ class SystemMetricsMonitor(Callback):
     def _look_for_machine(self) -> None:
         self._has_gpu = torch.cuda.is_available() and torch.version.hip is None
         reading = _reading(HostReader(), GPUReader() if self._has_gpu else None)
-        self._machine = SteadyReader("The machine's load", reading, _FRESH_S)
+        self._machine = BackgroundReader("The machine's load", reading, _FRESH_S)
 
     def _log(self, state: State, logger: Logger) -> None:
         of_host, of_gpu = self._machine.latest()
@@ -188,7 +188,7 @@ def _import(module: str, package: str) -> ModuleType:
 T = TypeVar("T")
 
 
-class SteadyReader(Generic[T]):
+class BackgroundReader(Generic[T]):
     """Reader that reads once in the caller, and then at an interval in a thread until it is closed.
 
     A failed reading ends the thread with one warning, and the last successful one is kept.
@@ -199,7 +199,7 @@ class SteadyReader(Generic[T]):
         interval_s: Time between two readings, in seconds.
 
     Example:
-        >>> reader = SteadyReader("the answer", lambda: 42, interval_s=1.0)
+        >>> reader = BackgroundReader("the answer", lambda: 42, interval_s=1.0)
         >>> reader.latest()
         42
         >>> reader.close()
@@ -243,4 +243,6 @@ def _keep_reading(what: str, read: Callable[[], T], interval_s: float, readings:
             readings.latest = read()
     except Exception as error:  # a monitor must not end training
         if not readings.ends.is_set():
-            warn_of_trouble(f"{what} can no longer be read, so the last reading stays: {type(error).__name__}: {error}")
+            warn_logging_problem(
+                f"{what} can no longer be read, so the last reading stays: {type(error).__name__}: {error}"
+            )

@@ -5,7 +5,7 @@ import os
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from composer.loggers._service_queue import warn_of_trouble
+from composer.loggers._service_queue import warn_logging_problem
 
 __all__ = ["KeptFile"]
 
@@ -63,7 +63,7 @@ class KeptFile:
         num_lost = 0 if self._offer() else len(self._gathered)
         self._file.close()
         if num_lost:
-            warn_of_trouble(
+            warn_logging_problem(
                 f"The last {num_lost} bytes of the log are not in {str(self.path)!r}: it could not be written to."
             )
 
@@ -83,7 +83,7 @@ class KeptFile:
         if self._has_warned:
             return
         self._has_warned = True
-        warn_of_trouble(
+        warn_logging_problem(
             f"{str(self.path)!r} cannot be written to now; training continues: {error}. Logged lines are "
             f"kept in memory and written later."
         )

@@ -21,7 +21,7 @@ from composer_dist import dist, get_global_rank
 from composer_events.arguments import check_seconds
 from composer_models import MissingConditionalImportError
 
-__all__ = ["PATIENCE_S", "Outbox", "open_on_ranks", "require", "StagedFile", "UncaughtErrors", "warn_of_trouble"]
+__all__ = ["PATIENCE_S", "Outbox", "open_on_ranks", "require", "StagedFile", "UncaughtErrors", "warn_logging_problem"]
 
 PATIENCE_S = 120.0
 """Seconds that the start and the end of a run wait for a service."""
@@ -214,7 +214,7 @@ class Outbox:
             _log.warning(message)
             return
         line.has_warned = True
-        warn_of_trouble(message)
+        warn_logging_problem(message)
 
 
 @dataclass(slots=True, eq=False)
@@ -363,7 +363,7 @@ class UncaughtErrors:
         self._before(kind, error, trace)
 
 
-def warn_of_trouble(message: str) -> None:
+def warn_logging_problem(message: str) -> None:
     """Issue a `RuntimeWarning`, or log at the level WARNING if warnings are errors."""
     try:
         warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from composer.loggers._service_queue import warn_of_trouble
+from composer.loggers._service_queue import warn_logging_problem
 from composer_events.arguments import check_flags, check_seconds
 from composer_events.callback import Callback
 
@@ -117,7 +117,7 @@ def _succeeds(read: Callable[[], None]) -> bool:
     try:
         read()
     except Exception as error:  # profiling must not end training
-        warn_of_trouble(f"The SystemProfiler leaves out what cannot be read: {type(error).__name__}: {error}")
+        warn_logging_problem(f"The SystemProfiler leaves out what cannot be read: {type(error).__name__}: {error}")
         return False
     return True
 

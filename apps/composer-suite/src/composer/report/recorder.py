@@ -13,7 +13,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from composer.loggers._service_queue import warn_of_trouble
+from composer.loggers._service_queue import warn_logging_problem
 from composer.report._activity import Acting, StepTime
 from composer.report._run_facts import (
     environment,
@@ -239,7 +239,7 @@ class RunRecorder(LoggerDestination):
             self._release()
             if not self.is_optional:
                 raise
-            warn_of_trouble(
+            warn_logging_problem(
                 f"folder={self.folder_format!r} cannot be written, so this run leaves no record, and training goes on: "
                 f"{error}. Give a folder that can be."
             )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch.optim import Optimizer
 
-from composer.trainer._rank_sync import share_refusal
+from composer.trainer._rank_sync import broadcast_error
 from composer_dist import Precision, reproducibility
 from composer_dist.devices import Device, DeviceGPU, validate_precision
 from composer_events.arguments import to_interval
@@ -46,10 +46,10 @@ __all__ = [
     "is_whole",
     "refuse_twice",
     "to_plain",
-    "call_for_user",
-    "level_of_user",
-    "naming_unknown",
-    "say_unknown",
+    "warn_at_user",
+    "user_stacklevel",
+    "suggest_keywords",
+    "unknown_keyword_error",
     "FitArguments",
     "TrainerArguments",
 ]
@@ -157,7 +157,7 @@ class TrainerArguments:
         try:
             return cls(**translate(values | _OLDER_NAMES_ONLY, arguments["older_names"], defaults), defaults=defaults)
         except Exception as refusal:
-            share_refusal(refusal, values["device"], values["dist_timeout"])
+            broadcast_error(refusal, values["device"], values["dist_timeout"])
             raise
 
     def items(self) -> Iterator[tuple[str, Any]]:
@@ -245,7 +245,7 @@ def choose_precision(precision: Any, device: Device) -> Precision:
     """
     if precision is None:
         return Precision.AMP_FP16 if isinstance(device, DeviceGPU) else Precision.FP32
-    chosen = call_for_user(Precision, precision)
+    chosen = warn_at_user(Precision, precision)
     validate_precision(chosen, device)
     return chosen
 
@@ -286,13 +286,13 @@ def choose_optimizers(optimizers: Any, model: ComposerModel) -> list[Optimizer]:
     if not parameters:
         warnings.warn(
             "No optimizer was specified, and the model does not have parameters, so it can be evaluated, not trained.",
-            stacklevel=level_of_user(),
+            stacklevel=user_stacklevel(),
         )
         return []
     warnings.warn(
         "No optimizer was specified. Training uses DecoupledSGDW(model.parameters(), lr=0.1); pass optimizers=... "
         "to choose your own.",
-        stacklevel=level_of_user(),
+        stacklevel=user_stacklevel(),
     )
     return [DecoupledSGDW(parameters, lr=0.1)]
 
@@ -345,7 +345,7 @@ def check_iterable(name: str, dataloader: Any) -> None:
         raise TypeError(f"{name}={dataloader!r} is no iterable of batches. Give a torch DataLoader, or a list of them.")
 
 
-def how_to_make(given: Any, kind: type) -> str:
+def how_to_create(given: Any, kind: type) -> str:
     """Return advice on how to create an object of a class, for an error."""
     if isinstance(given, type):
         return f"Call it: {given.__name__}()."
@@ -362,7 +362,7 @@ def check_members(name: str, given: Any, kind: type) -> list[Any]:
     members = list(given) if is_many else list(ensure_tuple(given))
     for member in members:
         if not isinstance(member, kind):
-            raise TypeError(f"{name} holds {member!r}, which is no {kind.__name__}. {how_to_make(member, kind)}")
+            raise TypeError(f"{name} holds {member!r}, which is no {kind.__name__}. {how_to_create(member, kind)}")
     return members
 
 
@@ -493,7 +493,7 @@ TResult = TypeVar("TResult")
 _HERE = str(Path(__file__).parent)
 
 
-def level_of_user() -> int:
+def user_stacklevel() -> int:
     """Return the `stacklevel` for a warning that points at the first frame outside the Trainer's modules."""
     level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):
@@ -501,20 +501,20 @@ def level_of_user() -> int:
     return level
 
 
-def call_for_user(function: Callable[..., TResult], *args: Any) -> TResult:
+def warn_at_user(function: Callable[..., TResult], *args: Any) -> TResult:
     """Call a function, and make its warnings point at the first frame outside the Trainer's modules."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = function(*args)
     for warning in caught:
-        warnings.warn(warning.message, warning.category, stacklevel=level_of_user())
+        warnings.warn(warning.message, warning.category, stacklevel=user_stacklevel())
     return result
 
 
 TParameters = ParamSpec("TParameters")
 
 
-def naming_unknown(**meant: str) -> Callable[[Callable[TParameters, TResult]], Callable[TParameters, TResult]]:
+def suggest_keywords(**meant: str) -> Callable[[Callable[TParameters, TResult]], Callable[TParameters, TResult]]:
     """Decorate a method so that an unknown keyword raises with a suggestion.
 
     Args:
@@ -528,7 +528,7 @@ def naming_unknown(**meant: str) -> Callable[[Callable[TParameters, TResult]], C
         def checked(*args: TParameters.args, **kwargs: TParameters.kwargs) -> TResult:
             for name in kwargs:
                 if name not in names:
-                    raise TypeError(say_unknown(method.__name__, name, names, meant.get(name)))
+                    raise TypeError(unknown_keyword_error(method.__name__, name, names, meant.get(name)))
             return method(*args, **kwargs)
 
         return checked
@@ -536,7 +536,7 @@ def naming_unknown(**meant: str) -> Callable[[Callable[TParameters, TResult]], C
     return decorate
 
 
-def say_unknown(method: str, name: str, names: Iterable[str], instead: str | None = None) -> str:
+def unknown_keyword_error(method: str, name: str, names: Iterable[str], instead: str | None = None) -> str:
     """Return the error message for an unknown keyword, with similar ones.
 
     Args:
@@ -589,7 +589,7 @@ def translate(values: dict[str, Any], older: Mapping[str, Any], defaults: Mappin
     """
     for name in older:
         if name not in _OLDER:
-            raise TypeError(say_unknown("__init__", name, [*values, *_OLDER]))
+            raise TypeError(unknown_keyword_error("__init__", name, [*values, *_OLDER]))
     for name, value in older.items():
         known = _OLDER[name]
         if known.newer is not None and not _is_default(known.newer, values[known.newer], defaults):
@@ -598,7 +598,7 @@ def translate(values: dict[str, Any], older: Mapping[str, Any], defaults: Mappin
                 f"Give {known.newer} alone."
             )
         warnings.warn(
-            f"{name}={value!r} is an older spelling. {known.instead}", DeprecationWarning, stacklevel=level_of_user()
+            f"{name}={value!r} is an older spelling. {known.instead}", DeprecationWarning, stacklevel=user_stacklevel()
         )
         known.apply(values, value)
     return values

@@ -12,7 +12,7 @@ from composer.loggers.file_logger import FileLogger
 from composer.loggers.mosaicml_logger import MOSAICML_ACCESS_TOKEN_ENV_VAR, MOSAICML_PLATFORM_ENV_VAR, MosaicMLLogger
 from composer.loggers.progress_bar_logger import ProgressBarLogger
 from composer.report.recorder import RunRecorder, recorder_of_environment
-from composer.trainer._arguments import how_to_make, level_of_user
+from composer.trainer._arguments import how_to_create, user_stacklevel
 from composer.trainer._rank_sync import first_failure_of_others
 from composer_dist import get_global_rank
 from composer_events.batches import ensure_tuple
@@ -50,7 +50,7 @@ def choose_destinations(given: TrainerArguments) -> list[LoggerDestination]:
         destinations += recorder_of_environment()
     for destination in destinations:
         if not isinstance(destination, LoggerDestination):
-            hint = how_to_make(destination, LoggerDestination)
+            hint = how_to_create(destination, LoggerDestination)
             raise TypeError(f"loggers holds {destination!r}, which is no LoggerDestination. {hint}")
         if isinstance(destination, FileLogger | RunRecorder):
             destination.is_resuming = given.autoresume
@@ -63,7 +63,7 @@ def choose_destinations(given: TrainerArguments) -> list[LoggerDestination]:
             warnings.warn(
                 "progress_bar=True and log_to_console=True both write to the console, each into the other's lines. "
                 "Give progress_bar=False.",
-                stacklevel=level_of_user(),
+                stacklevel=user_stacklevel(),
             )
         destinations.append(console)
     is_given = any(isinstance(destination, MosaicMLLogger) for destination in destinations)
@@ -97,7 +97,7 @@ def _is_given(argument: str, kind: type, destinations: list[Any]) -> bool:
     if not any(isinstance(destination, kind) for destination in destinations):
         return False
     warnings.warn(
-        f"loggers already holds a {kind.__name__}; {argument}=True adds no second.", stacklevel=level_of_user()
+        f"loggers already holds a {kind.__name__}; {argument}=True adds no second.", stacklevel=user_stacklevel()
     )
     return True
 
@@ -169,7 +169,7 @@ def check_profiler(profiler: Any, destinations: list[LoggerDestination]) -> None
         raise TypeError(f"profiler={profiler!r} is no composer.profiler.Profiler.{hint}")
     warnings.warn(
         "The profiler is enabled. Using the profiler adds additional overhead when training.",
-        stacklevel=level_of_user(),
+        stacklevel=user_stacklevel(),
     )
     for name in profiler.remote_filenames:
         sender = maybe_create_remote_uploader_downloader_from_uri(name, destinations)

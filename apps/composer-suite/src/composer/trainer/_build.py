@@ -53,9 +53,9 @@ from composer.trainer._fit_settings import (
     to_duration,
 )
 from composer.trainer._microbatching import Microbatching, refuse_unrepeatable, size_of_batches
-from composer.trainer._oom import AsGiven, UntilItFits
+from composer.trainer._oom import AsGiven, HalveOnOom
 from composer.trainer._prediction import Prediction
-from composer.trainer._rank_sync import Ranks, begin_stage, check_dist_timeout, share_refusal
+from composer.trainer._rank_sync import Ranks, begin_stage, broadcast_error, check_dist_timeout
 from composer.trainer._report import Report, log_run_facts
 from composer.trainer._scaler import ClosureGradScaler, ShardedGradScaler
 from composer.trainer._sharding import facts_of, needs_group, plan_sharding, read_parallelism, share_mesh
@@ -181,7 +181,7 @@ def resolve(arguments: TrainerArguments) -> ResolvedArguments:
     try:
         return _resolve_on_this_rank(arguments)
     except Exception as refusal:
-        share_refusal(refusal, arguments.device, arguments.dist_timeout)
+        broadcast_error(refusal, arguments.device, arguments.dist_timeout)
         raise
 
 
@@ -487,7 +487,7 @@ class Runtime:
         position: The position in the training data, which checkpoints store.
         plan: The data and duration of training.
         preemption: Handling of signals.
-        until_it_fits: The state of `'auto'` microbatching.
+        halve_on_oom: The state of `'auto'` microbatching.
         divergences: The batches for which `on_divergence` acted.
         local_hparams: What `auto_log_hparams` logged.
         has_failed: Whether this rank has raised an error, so that it must not wait for other ranks.
@@ -519,7 +519,7 @@ class Runtime:
         self.preemption = Preemption(self.state, self.logger, self.saver)
         self._clock = Clock()
         self.plan = FitPlan(self.state, self.engine, self.ranks, self.position, resolved.microbatching)
-        self.until_it_fits = UntilItFits(self.state, self.strategy)
+        self.halve_on_oom = HalveOnOom(self.state, self.strategy)
         self.local_hparams: dict[str, Any] = {}
         self.has_failed = False
 
@@ -653,7 +653,7 @@ class Runtime:
             ranks=self.ranks,
             by_tokens=self._by_tokens,
             guard=make_guard(self._on_divergence, state, self.strategy, self.divergences),
-            fitting=self.until_it_fits if state.auto_microbatching else AsGiven(state),
+            fitting=self.halve_on_oom if state.auto_microbatching else AsGiven(state),
         )
         if self.saver is not None:
             self.saver.before_save = train_batch.check_weights

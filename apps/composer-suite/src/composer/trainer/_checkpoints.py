@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer.trainer._arguments import level_of_user
+from composer.trainer._arguments import user_stacklevel
 from composer.utils import checkpoint
 from composer_checkpoint.ignore_keys import check_ignore_keys
 from composer_events.arguments import to_interval
@@ -141,7 +141,7 @@ def _check_without_folder(saving: Saving) -> None:
 def _warn_of_no_effect(given: str, missing: str) -> None:
     warnings.warn(
         f"{given} has no effect without {missing}, which is None. Give {missing} too, or leave the other out.",
-        stacklevel=level_of_user(),
+        stacklevel=user_stacklevel(),
     )
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
-from composer.trainer._arguments import level_of_user
+from composer.trainer._arguments import user_stacklevel
 from composer.trainer._error_context import in_stage
 from composer.trainer._rank_sync import Ranks, next_batch
 from composer.trainer._step import transform_batch
@@ -133,7 +133,7 @@ class TrainBatches:
             f"Another rank had no batch left after {self._num_read}, so epoch {self._state.timestamp.num_epochs} ends "
             f"there on all ranks; what global rank {get_global_rank()} still had is not trained on. A sampler of "
             "dist.get_sampler(dataset) gives all ranks as many.",
-            stacklevel=level_of_user(),
+            stacklevel=user_stacklevel(),
         )
 
     def _say_nothing_came(self) -> None:
@@ -148,7 +148,7 @@ class TrainBatches:
         duration = state.max_duration
         if state.timestamp.num_batches > 0 or duration is None or duration.unit is not TimeUnit.EPOCH:
             raise ValueError(message)
-        warnings.warn(message, stacklevel=level_of_user())
+        warnings.warn(message, stacklevel=user_stacklevel())
 
     def _show_end(self) -> None:
         """Advance stateful or seeded data to the end of the epoch, where the next one starts."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from composer.trainer._rank_sync import TOTAL, mean_total, missing_share
-from composer.trainer._restore import KeptBuffers, Snapshot, StepUndo
+from composer.trainer._restore import KeptBuffers, Snapshot, StepSnapshot
 from composer.trainer._sharding import watch_reductions
 from composer.trainer.divergence import Divergence, DivergenceError, OnDivergence
 from composer_dist import get_world_size
@@ -126,7 +126,7 @@ class DivergenceGuard:
         self._sees_gradients = state.scaler is None and not state.deepspeed_enabled
         device = state.device.torch_device
         self._found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
-        self._arrivals = Arrivals(device)
+        self._arrivals = DelayedReadback(device)
         # With sharded gradients, a reduction carries the result to all ranks; each rank sees only its own shard.
         self._reductions = watch_reductions(strategy) if self._sees_gradients else None
         self._defers = (
@@ -190,7 +190,7 @@ class DivergenceGuard:
         before each step.
         """
         self._refused = None
-        undo = None if takes_none(optimizer) else StepUndo(optimizer)
+        undo = None if takes_none(optimizer) else StepSnapshot(optimizer)
         try:
             yield
         except _Refused:
@@ -219,7 +219,7 @@ class DivergenceGuard:
                 _log.warning("%d batches had a loss that is not finite beside finite gradients.", self._num_bad_losses)
             self._num_bad_losses = 0
             for optimizer in self._state.optimizers:
-                tell_device(optimizer, None)
+                set_found_inf(optimizer, None)
 
     def _look(self, optimizer: Optimizer, losses: Mapping[str, Tensor], *, may_defer: bool = True) -> Divergence | None:
         """Return the divergence of the batch, if one is known."""
@@ -233,7 +233,7 @@ class DivergenceGuard:
         else:
             self._look_into_engine(is_bad_loss)
         if self._defers and may_defer:
-            tell_device(optimizer, self._found if scaler is None else None)
+            set_found_inf(optimizer, self._found if scaler is None else None)
             facts = [self._found, torch.zeros_like(self._found) if overflow is None else overflow, is_bad_loss]
             self._arrivals.send(self._state.timestamp.num_batches, torch.stack([fact.float() for fact in facts]))
             return None
@@ -342,7 +342,7 @@ class DivergenceGuard:
             self._arrivals.forget()  # pending results belong to steps that were blocked or are undone
         if divergence.action == "raise":
             for optimizer in self._state.optimizers:
-                tell_device(optimizer, None)
+                set_found_inf(optimizer, None)
             raise DivergenceError(message, divergence)
         if divergence.action == "rollback":
             assert self._snapshot is not None
@@ -412,7 +412,7 @@ def _values(entries: Mapping[str, object]) -> list[Tensor]:
 LAG = 2  # batches; by then the host reads a finished result without a visible stall
 
 
-class Arrivals:
+class DelayedReadback:
     """Transfer of a few numbers per batch to the host, in order.
 
     They are read after a fixed number of batches on all ranks: acting as soon as they arrive would leave the other
@@ -572,7 +572,7 @@ def has_fused_step(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def tell_device(optimizer: Any, found: Tensor | None) -> None:
+def set_found_inf(optimizer: Any, found: Tensor | None) -> None:
     """Make a fused optimizer step only if `found` is 0, by the attributes that GradScaler uses."""
     if found is not None:
         optimizer.grad_scale, optimizer.found_inf = None, found

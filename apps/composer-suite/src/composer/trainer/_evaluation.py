@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from composer.trainer._arguments import check_interval, check_iterable, check_subset, level_of_user
+from composer.trainer._arguments import check_interval, check_iterable, check_subset, user_stacklevel
 from composer.trainer._data import Clock
 from composer.trainer._error_context import in_stage, name_setters
 from composer.trainer._oom import Attempts, Stage, halve, release_memory
@@ -165,7 +165,7 @@ class Evaluation:
         parts = [(microbatch, True) for microbatch in microbatches]
         if has_repeated:
             parts[-1] = without_last(microbatches[-1], spec)
-        if self._strategy.meets_in_forward and not ranks.keep_step:
+        if self._strategy.meets_in_forward and not ranks.same_batch_size:
             # Repeat the last one uncounted, so that ranks with fewer microbatches still join every collective.
             parts += [(microbatches[-1], False)] * (ranks.most(len(parts)) - len(parts))
         if not evaluator.auto_microbatching:
@@ -208,7 +208,7 @@ class Evaluation:
                 f"An evaluation ran out of memory. Eval microbatch size of {evaluator.label!r} will be decreased from "
                 f"{old} to {evaluator.device_eval_microbatch_size}.",
                 RuntimeWarning,
-                stacklevel=level_of_user(),
+                stacklevel=user_stacklevel(),
             )
             release_memory()
 
@@ -259,7 +259,7 @@ def _warn_of_nothing(evaluator: Evaluator) -> None:
     warnings.warn(
         f"No batches were evaluated for global rank {get_global_rank()}: the dataloader of evaluator "
         f"{evaluator.label!r} yielded none. An iterator, for one, can be read only once.",
-        stacklevel=level_of_user(),
+        stacklevel=user_stacklevel(),
     )
 
 
@@ -375,7 +375,7 @@ def _warn_of_idle(eval_interval: Any, subset_num_batches: int, present: Sequence
         f"Without an eval_dataloader, eval_interval={eval_interval!r} and "
         f"eval_subset_num_batches={subset_num_batches!r} has no effect. If trying to run an evaluator, give it as "
         f"eval_dataloader{keep}.",
-        stacklevel=level_of_user(),
+        stacklevel=user_stacklevel(),
     )
 
 
@@ -387,7 +387,7 @@ def warn_of_known_labels(evaluators: Sequence[Evaluator], others: Iterable[Evalu
             warnings.warn(
                 f"eval_dataloader label {evaluator.label!r} is that of another evaluator of this Trainer; its metrics "
                 "are replaced. Use Evaluator(label=...) with a label of its own.",
-                stacklevel=level_of_user(),
+                stacklevel=user_stacklevel(),
             )
         elif evaluator.label in known:
             _log.warning("Several evaluators have the label %r and share its metrics.", evaluator.label)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from composer.trainer._arguments import level_of_user
+from composer.trainer._arguments import user_stacklevel
 from composer.trainer._sharding import check_repeatable
 from composer_dist.ddp import DDP
 from composer_dist.devices import Device
@@ -105,7 +105,7 @@ def size_for(batch: Any, data_spec: DataSpec, state: State) -> int | float:
             warnings.warn(
                 f"Cannot split batch of length {num_samples} into grad_accum={state.grad_accum} microbatches, so each "
                 "of its samples is one.",
-                stacklevel=level_of_user(),
+                stacklevel=user_stacklevel(),
             )
         state.device_train_microbatch_size = max(math.ceil(num_samples / state.grad_accum), 1)
     assert state.device_train_microbatch_size is not None, "the Trainer sets it with the dataloader"
@@ -120,7 +120,7 @@ def warn_of_padding(microbatches: Sequence[Any], data_spec: DataSpec) -> None:
         warnings.warn(
             f"accumulate_train_batch_on_tokens=True counts all tokens of a microbatch, also those with the label "
             f"{_IGNORED}, which enter no loss. Have them counted apart: {_COUNTED}",
-            stacklevel=level_of_user(),
+            stacklevel=user_stacklevel(),
         )
 
 
@@ -195,7 +195,7 @@ def _warn_of_grad_accum(count: int | str) -> None:
         f"grad_accum={count!r} is an older spelling. Write device_train_microbatch_size=..., here {newer}. A "
         "DataSpec's split_batch gets a number of samples, not of microbatches. It goes with release 1.0.",
         DeprecationWarning,
-        stacklevel=level_of_user(),
+        stacklevel=user_stacklevel(),
     )
 
 
@@ -214,7 +214,7 @@ def _check_auto(name: str, device: Device, profiler: Any) -> None:
         f"{name}='auto' is experimental: it may run into CUDA errors that cannot be told from a lack of memory. If "
         "training fails with one, give a number.",
         UserWarning,
-        stacklevel=level_of_user(),
+        stacklevel=user_stacklevel(),
     )
 
 

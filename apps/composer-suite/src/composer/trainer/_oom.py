@@ -11,14 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from composer.trainer._arguments import level_of_user
+from composer.trainer._arguments import user_stacklevel
 from composer.trainer._rank_sync import sum_over_everybody
-from composer.trainer._restore import BatchUndo, StepUndo
+from composer.trainer._restore import BatchUndo, StepSnapshot
 from composer.trainer._scaler import forget_checks
 from composer_dist.strategy import Strategy
 from composer_events.state import State
 
-__all__ = ["AsGiven", "Fitting", "UntilItFits", "halve", "release_memory", "Attempts", "Stage", "is_out_of_memory"]
+__all__ = ["AsGiven", "Fitting", "HalveOnOom", "halve", "release_memory", "Attempts", "Stage", "is_out_of_memory"]
 
 _log = logging.getLogger(__name__)
 _NOTHING = nullcontext()  # reentrant and without state, so one serves every batch
@@ -68,7 +68,7 @@ class AsGiven:
             take()
 
 
-class UntilItFits:
+class HalveOnOom:
     """Repetition of a batch with microbatches of half the size, on all ranks alike, until it fits on every rank.
 
     Memory may run out on any rank, from the first forward pass to the end of the optimizer's step. Buffers, random
@@ -122,7 +122,7 @@ class UntilItFits:
         """
         undo = BatchUndo(self._state)
         while prepare is None or prepare():
-            undo_step = StepUndo(optimizer, on_host=prepare is None)
+            undo_step = StepSnapshot(optimizer, on_host=prepare is None)
             if self._attempts.succeeds(take, Stage.STEP, may_fail=True, thrashes=self._thrashes):
                 break
             undo_step()
@@ -185,7 +185,7 @@ def _make_smaller(state: State, lack: str) -> bool:
             return False
         state.device_train_microbatch_size = new
         change = f"Train microbatch size will be decreased from {old} to {new}."
-    warnings.warn(f"A batch ran out of {lack}. {change}", RuntimeWarning, stacklevel=level_of_user())
+    warnings.warn(f"A batch ran out of {lack}. {change}", RuntimeWarning, stacklevel=user_stacklevel())
     _log.info("%s is %s now.", name, new)
     return True
 

@@ -38,7 +38,7 @@ __all__ = [
     "missing_share",
     "over_their_shares",
     "compare",
-    "share_refusal",
+    "broadcast_error",
     "open_store",
 ]
 
@@ -50,8 +50,8 @@ class Ranks:
         strategy: Provides the collectives.
 
     Attributes:
-        keep_length: Whether every rank has the same number of batches.
-        keep_step: Whether, in addition, every rank has the same number of samples in each batch.
+        same_num_batches: Whether every rank has the same number of batches.
+        same_batch_size: Whether, in addition, every rank has the same number of samples in each batch.
         listen: Whether any rank has a listener that reads the losses or the clock of each batch.
         may_stop: Whether any rank has a listener that can stop the training, such as an algorithm.
         log: Whether any rank has a logger.
@@ -61,8 +61,8 @@ class Ranks:
         self._strategy = strategy
         self.world_size = strategy.world_size
         self._is_alone = get_world_size() == 1  # `world_size` of the strategy is 1 for ranks that share a batch, too
-        self.keep_length = True
-        self.keep_step = True
+        self.same_num_batches = True
+        self.same_batch_size = True
         self.listen = True
         self.may_stop = True
         self.log = True
@@ -88,13 +88,13 @@ class Ranks:
                 int(logs),
             ]
         )
-        self.keep_length = of_length == self.world_size or self.world_size == 1
-        self.keep_step = in_step == self.world_size or self.world_size == 1
+        self.same_num_batches = of_length == self.world_size or self.world_size == 1
+        self.same_batch_size = in_step == self.world_size or self.world_size == 1
         self.listen, self.may_stop, self.log = listening > 0, stopping > 0, logging > 0
 
     def all_have_a_batch(self, has_batch: bool) -> bool:
         """Return whether every rank still has a batch; the rank that runs out first ends the epoch for all."""
-        if self.keep_length:
+        if self.same_num_batches:
             return has_batch
         return self._strategy.sum([int(has_batch)])[0] == self.world_size
 
@@ -131,7 +131,7 @@ class Ranks:
         """
         if self._is_alone:
             return int(num_samples), num_tokens, duration_s
-        if self.keep_step and not self.listen and self._count_tokens is False:
+        if self.same_batch_size and not self.listen and self._count_tokens is False:
             self._refuse_tokens(num_tokens)
             return round(num_samples * self.world_size), 0, duration_s
         of_rank_0 = duration_s if get_global_rank() == 0 else 0.0
@@ -152,9 +152,9 @@ class Ranks:
             weight: The weight of this rank's batch; its loss counts in proportion to it.
             num_microbatches: The number of microbatches on this rank.
             is_count_of_samples: Whether the weight is the number of samples, which is the same on all ranks if
-                `keep_step` is set.
+                `same_batch_size` is set.
         """
-        if self.world_size == 1 or (self.keep_step and is_count_of_samples):
+        if self.world_size == 1 or (self.same_batch_size and is_count_of_samples):
             return weight, True
         # By Cauchy-Schwarz, the numbers are equal if and only if n times the sum of squares is the square of the sum.
         total, count, squares = self._strategy.sum([float(weight), num_microbatches, num_microbatches**2])
@@ -376,7 +376,7 @@ _MOST_SHOWN = 8
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, and different in each process
 
 
-def share_refusal(refusal: Exception, device: Any, dist_timeout: Any) -> None:
+def broadcast_error(refusal: Exception, device: Any, dist_timeout: Any) -> None:
     """Report to the other ranks that this one rejects its arguments. Every rank must call this, or `compare`.
 
     Raises:
@@ -396,7 +396,7 @@ def share_refusal(refusal: Exception, device: Any, dist_timeout: Any) -> None:
 def compare(facts: Mapping[str, Any], refusal: Exception | None = None) -> None:
     """Raise, on every rank alike, if the facts of the ranks differ or some reject their arguments.
 
-    Every rank must call this, or `share_refusal`.
+    Every rank must call this, or `broadcast_error`.
 
     Args:
         facts: As for `check_agreement`.

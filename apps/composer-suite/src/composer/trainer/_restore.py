@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from composer_events.state import State
 
-__all__ = ["copies_of", "copy_all", "local_part", "BatchUndo", "MetricsUndo", "StepUndo"]
+__all__ = ["copies_of", "copy_all", "local_part", "BatchUndo", "MetricsUndo", "StepSnapshot"]
 
 
 class BatchUndo:
@@ -58,7 +58,7 @@ class MetricsUndo:
             vars(part).update(_copy_values(values))
 
 
-class StepUndo:
+class StepSnapshot:
     """Copy of weights and of the state and settings of an optimizer, before a partial or whole step.
 
     The copies are on the device, where the backward pass has just freed memory, or on the host if they do not fit.
@@ -237,7 +237,7 @@ class Snapshot:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._buffers = KeptBuffers(model)
         self._buffers.keep()
-        self._undo_steps = StepUndo(optimizer, with_settings=False)
+        self._undo_steps = StepSnapshot(optimizer, with_settings=False)
 
     def restore(self) -> None:
         """Restore everything. The copy can be used again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
-from composer.trainer._arguments import level_of_user
+from composer.trainer._arguments import user_stacklevel
 from composer_dist import get_global_rank, get_world_size
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def read_parallelism(given: TrainerArguments) -> ParallelismConfig | None:
         fsdp_config=given.fsdp_config,
         fsdp_auto_wrap=given.fsdp_auto_wrap,
         load_fsdp_monolith_rank0_only=given.load_fsdp_monolith_rank0_only,
-        stacklevel=level_of_user(),
+        stacklevel=user_stacklevel(),
     )
 
 
@@ -72,7 +72,7 @@ def plan_sharding(config: ParallelismConfig | None, precision: Precision, *, is_
         )
     from composer_fsdp.plan import make_plan
 
-    return make_plan(config, precision=precision, world_size=get_world_size(), stacklevel=level_of_user())
+    return make_plan(config, precision=precision, world_size=get_world_size(), stacklevel=user_stacklevel())
 
 
 def make_strategy(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from composer.trainer._arguments import level_of_user
+from composer.trainer._arguments import user_stacklevel
 from composer.trainer._microbatching import size_of_batches
 from composer.trainer._rank_sync import Ranks, agreed_facts, compare
 from composer.trainer._sharding import batch_rank, make_strategy, refuse_late_surgery
@@ -212,7 +212,7 @@ def share_length(state: State) -> None:
                     f"train_dataloader has {int(length)} batches on global rank {get_global_rank()} and {min(lengths)} "
                     "on another one, so epochs have as many on all ranks; the others are not trained on. A sampler of "
                     "dist.get_sampler(dataset) gives all ranks as many.",
-                    stacklevel=level_of_user(),
+                    stacklevel=user_stacklevel(),
                 )
             state.dataloader_len = min(lengths)
 
@@ -420,4 +420,4 @@ def recompute_activations(model: nn.Module, setting: bool | str) -> None:
     from composer_fsdp.activation import apply_ac, warn_of_none_chosen  # a slow import that few runs need
 
     if not apply_ac(model, setting, False):
-        warn_of_none_chosen(model, stacklevel=level_of_user())
+        warn_of_none_chosen(model, stacklevel=user_stacklevel())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from torch.optim import Optimizer
 
-from composer.trainer._arguments import FitArguments, TrainerArguments, naming_unknown
+from composer.trainer._arguments import FitArguments, TrainerArguments, suggest_keywords
 from composer.trainer._build import build
 from composer.trainer._evaluation import evaluate_alone
 from composer.trainer._prediction import check_prediction, export_model
@@ -243,7 +243,7 @@ class Trainer:
         if arguments.auto_log_hparams:
             self.local_hparams = self._runtime.local_hparams
 
-    @naming_unknown(
+    @suggest_keywords(
         max_duration="It is for the constructor; fit(duration=...) trains so much longer, counted from now.",
         grad_clip_norm="Give the constructor algorithms=GradientClipping('norm', ...).",
     )
@@ -297,7 +297,7 @@ class Trainer:
         """
         self._runtime.fit(FitArguments.of(locals()))
 
-    @naming_unknown()
+    @suggest_keywords()
     def eval(self, eval_dataloader: Any = None, subset_num_batches: int = -1) -> None:
         """Evaluate now. The results are in `state.eval_metrics` and in the log.
 
@@ -312,7 +312,7 @@ class Trainer:
         with self._runtime.recording_failure():
             evaluate_alone(self._runtime, eval_dataloader, subset_num_batches)
 
-    @naming_unknown()
+    @suggest_keywords()
     def predict(
         self,
         dataloader: Any,
@@ -385,17 +385,17 @@ class Trainer:
     @property
     def cumulative_alloc_retries(self) -> int:
         """Number of allocation retries of the GPU's allocator, with `device_train_microbatch_size='auto'`."""
-        return self._runtime.until_it_fits.cumulative_alloc_retries
+        return self._runtime.halve_on_oom.cumulative_alloc_retries
 
     @property
     def num_consecutive_thrashes(self) -> int:
         """Number of consecutive latest batches with such retries on any rank."""
-        return self._runtime.until_it_fits.num_consecutive_thrashes
+        return self._runtime.halve_on_oom.num_consecutive_thrashes
 
     @property
     def num_consecutive_non_OOM_batches(self) -> int:  # Composer's name
         """Number of batches since the latest that ran out of memory."""
-        return self._runtime.until_it_fits.num_consecutive_non_oom_batches
+        return self._runtime.halve_on_oom.num_consecutive_non_oom_batches
 
     @property
     def saved_checkpoints(self) -> list[str]:

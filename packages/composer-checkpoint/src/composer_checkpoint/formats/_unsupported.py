@@ -8,7 +8,7 @@ import torch
 
 from composer_checkpoint._tree import encode, map_tree, named_leaves, refuse_doubled
 from composer_checkpoint.errors import IncompatibleCheckpointError
-from composer_checkpoint.formats.pt import refuse_more_than_data
+from composer_checkpoint.formats.pt import refuse_unsafe_objects
 from composer_checkpoint.formats.safetensors import FORMAT_NAMES, check_names
 from composer_checkpoint.formats.tensor_source import StoredTensor, as_stored, refuse_sparse
 from composer_checkpoint.sharded._entries import refuse_unfit_entries, refuse_unmeasured
@@ -75,7 +75,7 @@ def refuse_unfit(
         refuse_doubled_names(tree, target)
     # Tensors are known to be data, so they are left out of the search for other objects.
     plain, _ = encode(map_tree(tree, lambda _, value: None if isinstance(value, StoredTensor) else value))
-    refuse_more_than_data(plain, os.fspath(path))
+    refuse_unsafe_objects(plain, os.fspath(path))
 
 
 def refuse_quantized(tensors: Mapping[str, StoredTensor], what: str) -> None:

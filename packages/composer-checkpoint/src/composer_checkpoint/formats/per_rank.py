@@ -26,7 +26,7 @@ from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheck
 from composer_checkpoint.files import load_file, save_file
 from composer_checkpoint.lock import complete_earlier_sets, complete_interrupted_sets, discard
 from composer_checkpoint.manifest import Manifest
-from composer_checkpoint.names import name_beside
+from composer_checkpoint.names import sibling_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -159,7 +159,7 @@ def write_together(own: Path, write: Callable[[Path], object], ranks: Ranks, ove
         overwrite: Whether to replace an existing file of this name.
     """
     own = Path(os.path.abspath(own))  # saving may run user code that changes the current folder
-    temporary = name_beside(own)
+    temporary = sibling_name(own)
     with ExitStack() as undo:
         undo.callback(discard, temporary)
         # First, all files reach the disk. A rank that hangs does so here, before any file has its final name.
@@ -181,7 +181,7 @@ def _record(files: list[tuple[Path, Path]]) -> list[Path | None]:
     folder = Path(os.path.commonpath([final.parent for final, _ in files]))
     # Complete an interrupted earlier save first. Done later, its record would put its files over those of this save.
     complete_earlier_sets(folder, {final for final, _ in files})
-    record = name_beside(folder / files[0][0].name, "set")
+    record = sibling_name(folder / files[0][0].name, "set")
     with write_atomically(record) as unfinished:
         unfinished.write_text(describe_set(dict(files), folder))
     return [record] * len(files)

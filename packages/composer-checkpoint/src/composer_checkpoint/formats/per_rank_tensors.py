@@ -17,7 +17,7 @@ from composer_checkpoint.formats.per_rank import LAYOUT_KEY, SAVE_ID_KEY, refuse
 from composer_checkpoint.formats.pt_tensors import open_pt_source, stream_pt
 from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource
 from composer_checkpoint.lock import discard
-from composer_checkpoint.names import name_beside
+from composer_checkpoint.names import sibling_name
 
 __all__ = ["layout_of", "open_local_source", "stream_local"]
 
@@ -66,7 +66,7 @@ def stream_local(
     finals = [Path(template.replace(_RANK, str(rank))) for rank in range(world_size)]
     for final in finals:
         refuse_existing(final, overwrite)
-    temporaries = [name_beside(final) for final in finals]
+    temporaries = [sibling_name(final) for final in finals]
     save_id = uuid.uuid4().hex
     notes = {**(info or {}), SAVE_ID_KEY: save_id}
     with ExitStack() as undo:

@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 
 from composer_checkpoint._damaged_headers import naming_tensors
 from composer_checkpoint._finite import PassingWeights, weight_names
-from composer_checkpoint._pickle_inspection import Rehearsal, TensorSpec, rehearse
+from composer_checkpoint._pickle_inspection import PickleInspection, TensorSpec, inspect_pickle
 from composer_checkpoint._tree import decode, encode, named_leaves, noted_in, notes_of
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
 from composer_checkpoint.file_io import FileReader, FlushedFile, MappedFile, hash_ranges, hash_tensor, new_hasher
@@ -48,20 +48,20 @@ class PtContents:
 
     layout: ZipLayout
     manifest: Manifest | None
-    rehearsal: Rehearsal
+    rehearsal: PickleInspection
 
 
 def save_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str, *, allow_untrusted: bool = False) -> Manifest:
     """Write a `.pt` file with its manifest. Refuse what needs trust to load, or log it if `allow_untrusted`."""
     plain, kinds = encode(obj)
     if not allow_untrusted:
-        refuse_more_than_data(plain, path)
+        refuse_unsafe_objects(plain, path)
     manifest, rehearsal = write_pt(plain, path, {**info, **notes_of(kinds)}, hash_name)
     if rehearsal.unknown_globals:
         held = f"objects of {', '.join(sorted(rehearsal.unknown_globals)[:_MAX_NAMES])}"
         if not allow_untrusted:
             os.unlink(path)  # so that it cannot be mistaken for a checkpoint
-            raise more_than_data(path, held)
+            raise unsafe_objects(path, held)
         log.warning("%s holds %s, which are more than data: it can be loaded with trusted=True only.", path, held)
     return manifest
 
@@ -108,12 +108,12 @@ def open_pt(reader: FileReader, *, record_unknown: bool = False) -> PtContents:
             f"the file is a zip, but not one of torch.save's: it lacks data.pkl and has "
             f"{sorted(layout.members)[:_MAX_NAMES]}. Load another checkpoint."
         )
-    rehearsal = rehearse(reader.read(pickled.offset, pickled.size_bytes), record_unknown=record_unknown)
+    rehearsal = inspect_pickle(reader.read(pickled.offset, pickled.size_bytes), record_unknown=record_unknown)
     _check_storages(layout, rehearsal)
     return PtContents(layout, manifest, rehearsal)
 
 
-def _check_storages(layout: ZipLayout, rehearsal: Rehearsal) -> None:
+def _check_storages(layout: ZipLayout, rehearsal: PickleInspection) -> None:
     for key, storage in rehearsal.storages.items():
         member = layout.members.get(f"{PAYLOAD_FOLDER}{key}")
         found = None if member is None else member.size_bytes
@@ -148,7 +148,7 @@ def _verify_payload(reader: FileReader, contents: PtContents, mapped: MappedFile
     return passing.finite()
 
 
-def _passing_weights(rehearsal: Rehearsal, storages: Sequence[str]) -> PassingWeights:
+def _passing_weights(rehearsal: PickleInspection, storages: Sequence[str]) -> PassingWeights:
     indices = {name: index for index, name in enumerate(storages)}
     weights = {name: rehearsal.tensors[name] for name in weight_names(rehearsal.tensors)}
     return PassingWeights(
@@ -156,7 +156,7 @@ def _passing_weights(rehearsal: Rehearsal, storages: Sequence[str]) -> PassingWe
     )
 
 
-def _tensors_of(rehearsal: Rehearsal, key: str) -> str:
+def _tensors_of(rehearsal: PickleInspection, key: str) -> str:
     names = (f"{name:.{_MAX_NAME_CHARS}}" for name, tensor in rehearsal.tensors.items() if tensor.storage.key == key)
     return " and ".join(islice(names, _MAX_NAMES)) or f"storage {key}"
 
@@ -223,7 +223,7 @@ _MAX_NAMES = 10
 _PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter])
 
 
-def refuse_more_than_data(obj: Any, path: str) -> None:
+def refuse_unsafe_objects(obj: Any, path: str) -> None:
     """Raise if a checkpoint has anything other than data, and name where it is.
 
     Raises:
@@ -235,10 +235,10 @@ def refuse_more_than_data(obj: Any, path: str) -> None:
         if type(leaf) not in _PLAIN and not isinstance(leaf, torch.Tensor) and (told := _fault_of(leaf)) is not None
     ]
     if found:
-        raise more_than_data(path, ", ".join(found[:_MAX_NAMES]))
+        raise unsafe_objects(path, ", ".join(found[:_MAX_NAMES]))
 
 
-def more_than_data(path: str, held: str) -> UnsafeCheckpointError:
+def unsafe_objects(path: str, held: str) -> UnsafeCheckpointError:
     """Return the error for a file that would hold more than data."""
     return UnsafeCheckpointError(
         f"{final_name(path)} was not saved, since it could not be loaded again: it would hold {held}, which is more "
@@ -251,7 +251,7 @@ def unknown_globals_of(saved: bytes) -> set[str]:
     """Return the names of globals, beyond data, that the bytes written by `torch.save` refer to."""
     with zipfile.ZipFile(io.BytesIO(saved)) as archive:
         (pickled,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-        return rehearse(archive.read(pickled), record_unknown=True).unknown_globals
+        return inspect_pickle(archive.read(pickled), record_unknown=True).unknown_globals
 
 
 def _fault_of(leaf: Any) -> str | None:
@@ -266,7 +266,7 @@ def _fault_of(leaf: Any) -> str | None:
     return ", ".join(sorted(unknown)) or None
 
 
-def write_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> tuple[Manifest, Rehearsal]:
+def write_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> tuple[Manifest, PickleInspection]:
     """Write the archive of `torch.save` with manifest and seal, and flush it to the disk."""
     with _HashingFile(path, hash_name) as file:
         torch.save(obj, cast("IO[bytes]", file))
@@ -275,7 +275,7 @@ def write_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> tu
         with FileReader(path) as reader:
             layout = read_zip_layout(reader)
             pickled = layout.members["data.pkl"]
-            rehearsal = rehearse(reader.read(pickled.offset, pickled.size_bytes), record_unknown=True)
+            rehearsal = inspect_pickle(reader.read(pickled.offset, pickled.size_bytes), record_unknown=True)
             manifest = make_manifest(layout, rehearsal, Hashes(reader, file.hashes, hash_name), info)
         file.append_member(f"{layout.folder}/{MANIFEST_NAME}", manifest.to_json())
         # The seal covers the directory, which the manifest's member has just changed, so it is written last.
@@ -363,7 +363,7 @@ class Hashes:
         return self._known[stretch]
 
 
-def make_manifest(layout: ZipLayout, rehearsal: Rehearsal, hashes: Hashes, info: Mapping[str, Any]) -> Manifest:
+def make_manifest(layout: ZipLayout, rehearsal: PickleInspection, hashes: Hashes, info: Mapping[str, Any]) -> Manifest:
     """Return the manifest of a file with this layout and these tensors."""
     storages = {name: member for name, member in layout.members.items() if name.startswith(PAYLOAD_FOLDER)}
     hashes.prepare(storages.values())

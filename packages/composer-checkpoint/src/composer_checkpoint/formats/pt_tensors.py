@@ -21,12 +21,12 @@ from torch._utils import (
 
 from composer_checkpoint._pickle_inspection import (
     Dtype,
-    Rehearsal,
+    PickleInspection,
     SparseSpec,
     TensorSpec,
+    inspect_pickle,
     plain_array,
     read_legacy_bytes,
-    rehearse,
     rehearse_with_attributes,
     safe_unpickle,
 )
@@ -36,7 +36,7 @@ from composer_checkpoint.file_io import HASH_NAME, FileReader, new_hasher, tenso
 from composer_checkpoint.formats._unsupported import refuse_unfit
 from composer_checkpoint.formats._zip import read_zip_layout
 from composer_checkpoint.formats.archives import format_of
-from composer_checkpoint.formats.pt import Hashes, make_manifest, more_than_data, open_pt
+from composer_checkpoint.formats.pt import Hashes, make_manifest, open_pt, unsafe_objects
 from composer_checkpoint.formats.tensor_source import SparseParts, StoredTensor, TensorSource, as_stored, sparse_stored
 from composer_checkpoint.manifest import EMPTY_SEAL, MANIFEST_NAME, PAYLOAD_FOLDER, Manifest, seal
 from composer_checkpoint.pickles import Call, PickledOrderedDict, scan
@@ -89,7 +89,7 @@ def read_bytes(reader: FileReader, offset: int, size_bytes: int) -> torch.Tensor
 
 
 def _source(
-    reader: FileReader, rehearsal: Rehearsal, offsets: Mapping[str, int], manifest: Manifest | None
+    reader: FileReader, rehearsal: PickleInspection, offsets: Mapping[str, int], manifest: Manifest | None
 ) -> TensorSource:
     kinds, names = noted_in(manifest)
     tree = _plain(rehearsal.tree, lambda spec: _stored(reader, offsets, spec))
@@ -190,7 +190,7 @@ def _plain(tree: Any, stored: Callable[[TensorSpec], StoredTensor]) -> Any:
     return map_tree(tree, change, shared=True)
 
 
-def _read_legacy(reader: FileReader, record_unknown: bool) -> tuple[Rehearsal, dict[str, int]]:
+def _read_legacy(reader: FileReader, record_unknown: bool) -> tuple[PickleInspection, dict[str, int]]:
     """Return the content of a file of torch before 1.6, and the offset of each storage's elements."""
     with mmap.mmap(reader.descriptor, reader.size_bytes, access=mmap.ACCESS_READ) as mapped:
         view = memoryview(mapped)
@@ -200,7 +200,7 @@ def _read_legacy(reader: FileReader, record_unknown: bool) -> tuple[Rehearsal, d
             for _ in range(_LEGACY_LEADING_PICKLES + 1):
                 position = scan(view, position)
             end = scan(view, position)
-            keys = rehearse(bytes(view[position:end])).tree
+            keys = inspect_pickle(bytes(view[position:end])).tree
         finally:
             view.release()
     # After the list of keys, each storage is its number of elements as an int64, followed by the elements.
@@ -214,7 +214,7 @@ def _read_legacy(reader: FileReader, record_unknown: bool) -> tuple[Rehearsal, d
 def _source_of_pickle(reader: FileReader, record_unknown: bool) -> TensorSource:
     """Open a plain pickle. Its arrays are inside the pickle, so all of it is read into memory."""
     data = reader.read(0, reader.size_bytes)
-    rehearsal = rehearse(data, record_unknown=True)
+    rehearsal = inspect_pickle(data, record_unknown=True)
     if rehearsal.unknown_globals and record_unknown:
         tree: Any = None
     else:
@@ -300,9 +300,9 @@ def stream_pt(
     plain, kinds = encode(tree)
     notes = {"torch_version": str(torch.__version__), **(info or {}), **notes_of(kinds)}
     pickled, storages = _pickle(plain)
-    rehearsal = rehearse(pickled, record_unknown=True)
+    rehearsal = inspect_pickle(pickled, record_unknown=True)
     if rehearsal.unknown_globals:
-        raise more_than_data(os.fspath(path), f"objects of {', '.join(sorted(rehearsal.unknown_globals)[:10])}")
+        raise unsafe_objects(os.fspath(path), f"objects of {', '.join(sorted(rehearsal.unknown_globals)[:10])}")
     hashes: dict[str, str] = {}
     with open(path, "w+b") as file:
         with zipfile.ZipFile(file, "w") as archive:
@@ -383,7 +383,7 @@ def _pickle(tree: Any) -> tuple[bytes, dict[str, StoredTensor]]:
     try:
         pickler.dump(tree)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
-        raise more_than_data("the file", f"what cannot be saved ({error!s:.200})") from error
+        raise unsafe_objects("the file", f"what cannot be saved ({error!s:.200})") from error
     return file.getvalue(), pickler.storages
 
 
@@ -411,4 +411,4 @@ def _describe(
         layout = read_zip_layout(reader)
         members = {name: layout.members[name] for name in hashes}
         known = {(member.offset, member.size_bytes): hashes[name] for name, member in members.items()}
-        return make_manifest(layout, rehearse(pickled), Hashes(reader, known, hash_name), info)
+        return make_manifest(layout, inspect_pickle(pickled), Hashes(reader, known, hash_name), info)

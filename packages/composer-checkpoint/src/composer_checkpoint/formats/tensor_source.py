@@ -245,7 +245,7 @@ class TensorSource:
         return by_joined_names(self._model(), StoredTensor, ".", "a model, whose names are flat", are_one)
 
     @property
-    def beside_weights(self) -> list[str]:
+    def non_weight_entries(self) -> list[str]:
         """Return the names of entries of the model that are not tensors, such as a module's extra state."""
         found: list[str] = []
 

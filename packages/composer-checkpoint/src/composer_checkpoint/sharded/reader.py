@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from composer_checkpoint._pickle_inspection import TensorSpec, rehearse
+from composer_checkpoint._pickle_inspection import TensorSpec, inspect_pickle
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
 from composer_checkpoint.file_io import hash_bytes, new_hasher
 from composer_checkpoint.files import Specs, chosen_validation, validate_file
@@ -75,7 +75,7 @@ def find_elements(archive: FileSlice, dtype: torch.dtype, shape: torch.Size) -> 
     if "data.pkl" not in members:
         raise CorruptCheckpointError("it lacks data.pkl. Load another checkpoint.")
     pickled, byteorder = members["data.pkl"], members.get("byteorder")
-    spec = rehearse(archive.read(pickled.offset, pickled.size_bytes)).tree
+    spec = inspect_pickle(archive.read(pickled.offset, pickled.size_bytes)).tree
     if not isinstance(spec, TensorSpec) or spec.byte_range is None:
         return None
     # Contradictions with `.metadata` are reported by the slower path that loads the tensor.

@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from composer_checkpoint.errors import as_storage_error
 from composer_checkpoint.file_io import hash_bytes, new_hasher, tensor_bytes
-from composer_checkpoint.formats.pt import more_than_data, unknown_globals_of
+from composer_checkpoint.formats.pt import unknown_globals_of, unsafe_objects
 from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEntry, sealed
 from composer_checkpoint.sharded._metadata import StorageInfo, part_name
 from composer_checkpoint.sharded._storage import METADATA_NAME, open_target
@@ -254,7 +254,7 @@ def _write_item(item: WriteItem, planner: SavePlanner, file: _HashedFile, file_n
         file.save(_tight(_plain(data, item.index.fqn, file_name)))
     else:
         if unknown := unknown_globals_of(data.getvalue()):
-            raise more_than_data(file_name, f"{item.index.fqn} ({', '.join(sorted(unknown))})")
+            raise unsafe_objects(file_name, f"{item.index.fqn} ({', '.join(sorted(unknown))})")
         file.write(data.getbuffer())
     offset, length, digest = file.end_item()
     dtype, shape, name = "bytes", (), item.index.fqn
@@ -272,7 +272,7 @@ def _plain(tensor: torch.Tensor, name: str, file_name: str) -> torch.Tensor:
     if hasattr(tensor, "__tensor_flatten__"):  # a wrapper, whose elements are in other tensors
         tensor = tensor.clone()  # clone() waits for an AsyncCollectiveTensor and returns a plain tensor
     if hasattr(tensor, "__tensor_flatten__"):
-        raise more_than_data(file_name, f"{name} (a tensor of the class {type(tensor).__qualname__})")
+        raise unsafe_objects(file_name, f"{name} (a tensor of the class {type(tensor).__qualname__})")
     return tensor.as_subclass(torch.Tensor)
 
 
