@@ -194,7 +194,7 @@ IMPORT_MAP = [
     ("safe_torch_load", "composer_checkpoint.files", "composer.utils.checkpoint"),
     ("PartialFilePath", "composer_checkpoint.names", "composer.utils.checkpoint"),
     ("create_interval_scheduler", "composer_events.intervals", "composer.callbacks.checkpoint_saver"),
-    ("is_model_deepspeed", "composer_dist.strategy", "composer_dist composer.utils composer.utils.misc"),
+    ("is_model_deepspeed", "composer_dist.wrapping", "composer_dist composer.utils composer.utils.misc"),
     (
         "ReplacementFunction replace_module_classes count_module_instances update_params_in_optimizer",
         "composer_algorithms.module_surgery",
@@ -219,8 +219,8 @@ IMPORT_MAP = [
         "composer_events.formatting",
         "composer.utils composer.utils.file_helpers",
     ),
-    ("is_model_ddp", "composer_dist.strategy", "composer_dist composer.utils.misc"),
-    ("is_model_fsdp is_model_fsdp2", "composer_dist.strategy", "composer_dist composer.utils composer.utils.misc"),
+    ("is_model_ddp", "composer_dist.wrapping", "composer_dist composer.utils.misc"),
+    ("is_model_fsdp is_model_fsdp2", "composer_dist.wrapping", "composer_dist composer.utils composer.utils.misc"),
     (
         "extract_hparams convert_nested_dict_to_flat_dict convert_flat_dict_to_nested_dict",
         "composer_events.hparams",

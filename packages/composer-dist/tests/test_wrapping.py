@@ -7,7 +7,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_dist import is_model_ddp, is_model_deepspeed, is_model_fsdp, is_model_fsdp2, unwrap_model
-from composer_dist.strategy import canonical_name
+from composer_dist.wrapping import canonical_name
 
 
 @pytest.mark.usefixtures("group_of_one")
@@ -52,7 +52,7 @@ def test_a_model_is_fsdp_of_its_version_if_it_is_sharded_itself_or_a_direct_chil
 
 
 def test_torch_is_not_imported_before_the_question_is_asked():
-    code = "import composer_dist.strategy, sys; assert 'torch' not in sys.modules"
+    code = "import composer_dist.wrapping, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from composer_dist.strategy import canonical_name
+from composer_dist.wrapping import canonical_name
 from composer_fsdp import apply_ac
 from composer_fsdp.activation import chosen_for_checkpointing
 

@@ -129,7 +129,7 @@ def _add(dataset: "VisionDataset", transform: Transform, is_tensor_transform: bo
     dataset.transform = _combined(getattr(dataset, "transform", None), transform, is_tensor_transform)
     # Some datasets read `transform`, others `transforms`, which the base class derived from it in its constructor.
     dataset.transforms = StandardTransform(dataset.transform, getattr(dataset, "target_transform", None))
-    _log.warning("%s now has the transforms %s.", type(dataset).__qualname__, dataset.transform)
+    _log.warning("%s has the transforms %s.", type(dataset).__qualname__, dataset.transform)
 
 
 def _combined(current: Transform | None, transform: Transform, is_tensor_transform: bool) -> Transform:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from composer_algorithms._arguments import check_count, check_number
 from composer_algorithms.metadata import Metadata
 from composer_algorithms.module_surgery import replace_module_classes
-from composer_dist.strategy import unwrap_model
+from composer_dist.wrapping import unwrap_model
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_events.warnings import NoEffectWarning

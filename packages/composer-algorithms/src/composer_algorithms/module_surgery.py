@@ -22,7 +22,7 @@ from composer_algorithms._optimizer_surgery import (
     follow_replacements,
     update_params_in_optimizer,
 )
-from composer_dist.strategy import canonical_name, is_model_deepspeed, unwrap_model
+from composer_dist.wrapping import canonical_name, is_model_deepspeed, unwrap_model
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 

@@ -17,7 +17,7 @@ from composer_algorithms._pairs import check_pairs
 from composer_algorithms._tensors import UnsupportedBatchError, batch_tensor, require_tensor
 from composer_algorithms.metadata import Metadata
 from composer_dist.devices import get_precision_context
-from composer_dist.strategy import unwrap_model
+from composer_dist.wrapping import unwrap_model
 from composer_events.algorithm import Algorithm
 from composer_events.batches import batch_set
 from composer_events.event import Event

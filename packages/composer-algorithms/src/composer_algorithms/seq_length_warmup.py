@@ -12,7 +12,7 @@ from composer_algorithms._arguments import check_count, check_number
 from composer_algorithms._maximal_batch import run_maximal_batch
 from composer_algorithms._tensors import UnsupportedBatchError
 from composer_algorithms.metadata import Metadata
-from composer_dist.strategy import unwrap_model
+from composer_dist.wrapping import unwrap_model
 from composer_events.algorithm import Algorithm
 from composer_events.batches import ensure_tuple
 from composer_events.event import Event

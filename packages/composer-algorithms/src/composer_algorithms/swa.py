@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from composer_algorithms._arguments import accept_legacy_arguments, check_count, check_number
 from composer_algorithms.ema.averaging import EMAParameters, compute_ema
 from composer_algorithms.metadata import Metadata
-from composer_dist.strategy import canonical_name
+from composer_dist.wrapping import canonical_name
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_time import Time, TimeUnit

@@ -20,7 +20,7 @@ from composer_checkpoint.errors import (
 )
 from composer_checkpoint.modular._spread import group_names, names_in_model, parameters_by_name
 from composer_dist import dist
-from composer_dist.strategy import canonical_name, unwrap_model
+from composer_dist.wrapping import canonical_name, unwrap_model
 from composer_events.batches import ensure_tuple
 from composer_time import Timestamp
 

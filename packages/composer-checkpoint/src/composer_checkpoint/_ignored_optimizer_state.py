@@ -10,7 +10,7 @@ from composer_checkpoint._compatibility import named_optimizers
 from composer_checkpoint.modular._spread import group_names
 from composer_checkpoint.state import name_of_optimizer, owner_of
 from composer_dist import dist
-from composer_dist.strategy import canonical_name
+from composer_dist.wrapping import canonical_name
 from composer_events.batches import ensure_tuple
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ __all__ = [
     "StorageError",
     "NoCheckpointError",
     "CheckpointConflictError",
-    "shown",
 ]
 
 # Messages include content of files, and end up in logs.

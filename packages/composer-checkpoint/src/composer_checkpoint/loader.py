@@ -47,7 +47,7 @@ from composer_checkpoint.state import (
 )
 from composer_checkpoint.stores.base import is_uri
 from composer_dist import dist
-from composer_dist.strategy import unwrap_model
+from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import check_flags, check_places
 from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback

@@ -55,11 +55,11 @@ if TYPE_CHECKING:
     from composer_dist.reproducibility import seed_context as seed_context
     from composer_dist.strategy import SingleDevice as SingleDevice
     from composer_dist.strategy import Strategy as Strategy
-    from composer_dist.strategy import is_model_ddp as is_model_ddp
-    from composer_dist.strategy import is_model_deepspeed as is_model_deepspeed
-    from composer_dist.strategy import is_model_fsdp as is_model_fsdp
-    from composer_dist.strategy import is_model_fsdp2 as is_model_fsdp2
-    from composer_dist.strategy import unwrap_model as unwrap_model
+    from composer_dist.wrapping import is_model_ddp as is_model_ddp
+    from composer_dist.wrapping import is_model_deepspeed as is_model_deepspeed
+    from composer_dist.wrapping import is_model_fsdp as is_model_fsdp
+    from composer_dist.wrapping import is_model_fsdp2 as is_model_fsdp2
+    from composer_dist.wrapping import unwrap_model as unwrap_model
 
 _HOME = {
     "get_world_size": "composer_dist.env",
@@ -103,11 +103,11 @@ _HOME = {
     "RankDisagreementError": "composer_dist.agreement",
     "check_agreement": "composer_dist.agreement",
     "describe_model": "composer_dist.agreement",
-    "is_model_ddp": "composer_dist.strategy",
-    "is_model_deepspeed": "composer_dist.strategy",
-    "is_model_fsdp": "composer_dist.strategy",
-    "is_model_fsdp2": "composer_dist.strategy",
-    "unwrap_model": "composer_dist.strategy",
+    "is_model_ddp": "composer_dist.wrapping",
+    "is_model_deepspeed": "composer_dist.wrapping",
+    "is_model_fsdp": "composer_dist.wrapping",
+    "is_model_fsdp2": "composer_dist.wrapping",
+    "unwrap_model": "composer_dist.wrapping",
 }
 __all__ = [
     "get_world_size",

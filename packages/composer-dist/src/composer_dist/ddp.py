@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from composer_dist.collectives import cpu_group
 from composer_dist.devices import Device
-from composer_dist.strategy import SingleDevice, TNumber, unwrap_model
+from composer_dist.strategy import SingleDevice, TNumber
+from composer_dist.wrapping import unwrap_model
 from composer_time import StringEnum
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from composer_dist.strategy import canonical_name
+from composer_dist.wrapping import canonical_name
 from composer_fsdp.activation import chosen_for_checkpointing, warn_of_none_chosen
 from composer_fsdp.checks import warn
 from composer_fsdp.mixed_precision import resolve_dtypes

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_dist import dist
-from composer_dist.strategy import canonical_name
+from composer_dist.wrapping import canonical_name
 from composer_fsdp.groups import own_region
 from composer_fsdp.wrap_rules import stays_whole
 

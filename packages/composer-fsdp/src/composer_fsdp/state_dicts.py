@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Optimizer
 
-from composer_dist.strategy import canonical_name
+from composer_dist.wrapping import canonical_name
 from composer_fsdp.groups import own_region
 
 __all__ = [

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from composer_dist import RankDisagreementError, check_agreement, dist
-from composer_dist.strategy import canonical_name
+from composer_dist.wrapping import canonical_name
 from composer_fsdp.config import explain_key
 
 __all__ = ["agreed", "warn_of_different_weights", "check_layer_plan", "split_tensors"]

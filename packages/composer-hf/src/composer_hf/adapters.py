@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from composer_dist.strategy import canonical_name
+from composer_dist.wrapping import canonical_name
 
 if TYPE_CHECKING:
     from peft import PeftConfig

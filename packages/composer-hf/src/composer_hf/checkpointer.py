@@ -19,7 +19,7 @@ from composer_checkpoint import CheckpointConflictError, PartialFilePath, Remote
 from composer_checkpoint.names import OF_FOLDER, OF_SAVE
 from composer_checkpoint.remote.fetch import is_uri, parse_uri
 from composer_dist import dist
-from composer_dist.strategy import unwrap_model
+from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import to_interval
 from composer_events.callback import Callback
 from composer_events.event import Event

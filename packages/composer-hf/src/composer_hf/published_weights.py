@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from composer_checkpoint import IncompatibleCheckpointError, UnfittingWeightsError
-from composer_dist.strategy import canonical_name
+from composer_dist.wrapping import canonical_name
 from composer_hf.adapters import changes_base, is_adapter_weight, published_adapter_names
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from composer_dist.strategy import unwrap_model
+from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import check_flags, check_text_lists, to_time
 from composer_events.callback import Callback
 from composer_time import Time, TimeUnit

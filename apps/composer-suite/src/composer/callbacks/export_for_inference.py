@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from composer.utils.inference import ExportFormat, Transform, export_with_logger
-from composer_dist.strategy import unwrap_model
+from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import check_functions, check_places, check_text_lists
 from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback

@@ -11,7 +11,7 @@ import torch
 from composer_dist import dist
 from composer_dist.devices import get_precision_context
 from composer_dist.reproducibility import seed_context
-from composer_dist.strategy import unwrap_model
+from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import check_counts, check_text_lists, to_time
 from composer_events.callback import Callback
 from composer_events.event import Event

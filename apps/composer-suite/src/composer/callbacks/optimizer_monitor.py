@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from composer_dist import dist
-from composer_dist.strategy import canonical_name
+from composer_dist.wrapping import canonical_name
 from composer_events.arguments import check_counts, check_flags
 from composer_events.callback import Callback
 

@@ -10,7 +10,7 @@ import torch
 
 from composer.callbacks.device_flops import GPU_AVAILABLE_FLOPS, get_gpu_flops_available
 from composer_dist import dist
-from composer_dist.strategy import unwrap_model
+from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import check_counts, check_numbers
 from composer_events.callback import Callback
 from composer_events.logger import log_lazily

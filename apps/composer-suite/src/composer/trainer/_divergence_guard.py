@@ -17,7 +17,8 @@ from composer.trainer._restore import KeptBuffers, Snapshot, StepSnapshot
 from composer.trainer._sharding import watch_reductions
 from composer.trainer.divergence import Divergence, DivergenceError, OnDivergence
 from composer_dist import get_world_size
-from composer_dist.strategy import Strategy, canonical_name
+from composer_dist.strategy import Strategy
+from composer_dist.wrapping import canonical_name
 from composer_events.state import State
 
 if TYPE_CHECKING:

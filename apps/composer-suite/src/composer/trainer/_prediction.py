@@ -17,7 +17,7 @@ from composer.trainer._rank_sync import Ranks, next_batch
 from composer.trainer._step import split, transform_batch, transform_microbatch
 from composer_checkpoint.data_position import set_epoch
 from composer_dist.devices import DeviceCPU
-from composer_dist.strategy import unwrap_model
+from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import check_flags
 from composer_events.data_spec import DataSpec, ensure_data_spec
 from composer_events.event import Event

@@ -72,9 +72,9 @@ if TYPE_CHECKING:
     from composer_dist.devices import is_hpu_installed as is_hpu_installed
     from composer_dist.devices import is_xla_installed as is_xla_installed
     from composer_dist.env import get_free_tcp_port as get_free_tcp_port
-    from composer_dist.strategy import is_model_deepspeed as is_model_deepspeed
-    from composer_dist.strategy import is_model_fsdp as is_model_fsdp
-    from composer_dist.strategy import is_model_fsdp2 as is_model_fsdp2
+    from composer_dist.wrapping import is_model_deepspeed as is_model_deepspeed
+    from composer_dist.wrapping import is_model_fsdp as is_model_fsdp
+    from composer_dist.wrapping import is_model_fsdp2 as is_model_fsdp2
     from composer_events.batches import IteratorFileStream as IteratorFileStream
     from composer_events.batches import batch_get as batch_get
     from composer_events.batches import batch_set as batch_set
@@ -247,7 +247,7 @@ __getattr__, __dir__ = lazy_face(
         "composer_checkpoint.state": ["get_save_filename", "save_checkpoint"],
         "composer_dist.devices": ["get_device", "is_xla_installed", "is_hpu_installed", "STR_TO_DTYPE"],
         "composer_dist.env": ["get_free_tcp_port"],
-        "composer_dist.strategy": ["is_model_deepspeed", "is_model_fsdp", "is_model_fsdp2"],
+        "composer_dist.wrapping": ["is_model_deepspeed", "is_model_fsdp", "is_model_fsdp2"],
         "composer_events.batches": ["batch_get", "batch_set", "ensure_tuple", "map_collection", "IteratorFileStream"],
         "composer_events.hparams": [
             "get_composer_env_dict",

@@ -20,7 +20,7 @@ from torch import nn
 
 from composer_dist import get_global_rank
 from composer_dist.devices import DeviceCPU
-from composer_dist.strategy import is_model_ddp, is_model_fsdp, is_model_fsdp2, unwrap_model
+from composer_dist.wrapping import is_model_ddp, is_model_fsdp, is_model_fsdp2, unwrap_model
 from composer_events.batches import ensure_tuple
 from composer_models import MissingConditionalImportError
 from composer_time import StringEnum

@@ -6,7 +6,7 @@ from composer.utils.notebook import is_notebook
 from composer_algorithms.dataset_transforms import add_vision_dataset_transform
 from composer_dist.devices import STR_TO_DTYPE
 from composer_dist.env import get_free_tcp_port
-from composer_dist.strategy import is_model_ddp, is_model_deepspeed, is_model_fsdp, is_model_fsdp2
+from composer_dist.wrapping import is_model_ddp, is_model_deepspeed, is_model_fsdp, is_model_fsdp2
 from composer_events.formatting import partial_format
 from composer_events.intervals import create_interval_scheduler
 from composer_events.parallelism import ParallelismType

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from composer_algorithms._arguments import warn_deprecated
 from composer_algorithms.ema.averaging import EMAParameters, averaging_settings, compute_ema, start_time
 from composer_algorithms.gradient_clipping import CHANGES_OF_WEIGHTS, ActiveWeights
-from composer_dist.strategy import canonical_name
+from composer_dist.wrapping import canonical_name
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_time import Time, TimeUnit

@@ -22,7 +22,7 @@ from composer_algorithms.module_surgery import (
     place_like,
     write_parameters,
 )
-from composer_dist.strategy import canonical_name, is_model_deepspeed, unwrap_model
+from composer_dist.wrapping import canonical_name, is_model_deepspeed, unwrap_model
 from composer_time import Time, TimeUnit
 
 __all__ = ["compute_ema", "EMAParameters"]

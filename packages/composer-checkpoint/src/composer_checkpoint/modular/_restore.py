@@ -40,7 +40,7 @@ from composer_checkpoint.stores.base import is_uri, parse_uri
 from composer_checkpoint.stores.fsspec import FsspecObjectStore
 from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri, reach
 from composer_dist.reproducibility import seed_context
-from composer_dist.strategy import unwrap_model
+from composer_dist.wrapping import unwrap_model
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlanner

@@ -15,7 +15,7 @@ from composer_checkpoint._staging import storage_key
 from composer_checkpoint._tree import map_tree
 from composer_dist.collectives import cpu_group
 from composer_dist.devices import STR_TO_DTYPE
-from composer_dist.strategy import canonical_name, unwrap_model
+from composer_dist.wrapping import canonical_name, unwrap_model
 
 __all__ = [
     "group_names",

@@ -26,7 +26,7 @@ from composer_dist.collectives import is_initialized
 from composer_dist.devices import get_device
 from composer_dist.env import get_global_rank
 from composer_dist.reproducibility import get_rng_state
-from composer_dist.strategy import unwrap_model
+from composer_dist.wrapping import unwrap_model
 from composer_events.hparams import get_composer_env_dict
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from composer_checkpoint.modular._spread import (
     refuse_fsdp1,
 )
 from composer_checkpoint.modular.state_dict import check_type, of_type, own_part, room_for
-from composer_dist.strategy import canonical_name, unwrap_model
+from composer_dist.wrapping import canonical_name, unwrap_model
 
 __all__ = [
     "fsdp_get_optim_state_dict",
