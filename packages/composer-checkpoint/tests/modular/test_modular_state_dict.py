@@ -55,7 +55,7 @@ def test_floating_point_values_get_the_precision_and_counts_stay_whole_numbers(p
 def test_an_unknown_precision_is_refused_by_name():
     with pytest.raises(ValueError, match=r"precision='fp12' is not a floating point format.*fp32, fp16, bf16"):
         get_model_state_dict(network(), precision="fp12")
-    with pytest.raises(ValueError, match=r"precision=torch.int8 is no format"):
+    with pytest.raises(ValueError, match=r"precision=torch.int8 is not a floating point format"):
         get_model_state_dict(network(), precision=torch.int8)
 
 
