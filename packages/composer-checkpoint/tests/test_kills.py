@@ -10,7 +10,6 @@ import pytest
 HARNESS = """
 import json, os, random, shutil, signal, sys, time
 from pathlib import Path
-from composer_checkpoint import discover
 from composer_checkpoint.commit import remove_leftovers, replace_pointer, write_atomically
 from composer_checkpoint.save_folder import find_newest
 from composer_checkpoint.errors import CorruptCheckpointError
@@ -104,7 +103,7 @@ took_s = time_of_one(write)
 EVERY_LINE = (
     COMMITS
     + """
-names = {"commit.py", "pointers.py", "_leftovers.py", "_renames.py", "_durability.py"}
+names = {"commit.py", "lock.py", "_durability.py"}
 
 def die_at(step):
     count = 0
