@@ -38,6 +38,8 @@ def save_all(folder):
     """Train two steps at each stage, save with the engine, and return the weights that it trains."""
     import deepspeed
 
+    # An operation for inference, which DeepSpeed would compile here: minutes on a machine that has not compiled it yet.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return {
         (stage, is_bf16): save_one(deepspeed, stage, is_bf16, f"{folder}/{stage}-{is_bf16}")
         for stage in STAGES
