@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
 
-__all__ = ["GONE", "NO_TABLE", "ONLY_TORCH_2", "FormerModules"]
+__all__ = ["GONE", "FormerModules"]
 
 # From a module to the one that has its names now.
 _MOVED = {
@@ -83,11 +83,6 @@ GONE = {
 }
 """From a module or name that is gone to what takes its place. What is below it needs no line of its own."""
 
-NO_TABLE = (
-    "it was text for documentation. help(composer.utils.format_name_with_dist_and_time) lists what may stand in a name."
-)
-ONLY_TORCH_2 = "PyTorch 1 is too old to be here. Keep what the script does with PyTorch 2."
-
 
 class FormerModules:
     """A finder for `sys.meta_path`, behind those that find what is there."""
@@ -140,3 +135,9 @@ class _Forwarding:
             return getattr(target, name)
 
         vars(module).update(__doc__=target.__doc__, __getattr__=__getattr__, __dir__=lambda: dir(target))
+
+
+# Behind all other finders, so it slows down nothing that exists. With `import composer`, since any thread may then import
+# a former module.
+if FormerModules not in sys.meta_path:
+    sys.meta_path.append(FormerModules)
