@@ -137,7 +137,7 @@ class _Forwarding:
         vars(module).update(__doc__=target.__doc__, __getattr__=__getattr__, __dir__=lambda: dir(target))
 
 
-# Behind all other finders, so it slows down nothing that exists. With `import composer`, since any thread may then import
-# a former module.
+# Behind all other finders, so it slows down nothing that exists. It is here, and not where a module is first missed,
+# because any thread may import a former module once `composer` is imported.
 if FormerModules not in sys.meta_path:
     sys.meta_path.append(FormerModules)
