@@ -286,8 +286,13 @@ def open_on_ranks(
     return [result for result, _ in told]
 
 
-def require(module: str, *, extra: str) -> Any:
+def require(module: str, *, extra: str, package: str | None = None) -> Any:
     """Import a library of an optional extra of this distribution.
+
+    Args:
+        module: The module.
+        extra: The extra that brings it.
+        package: Its name in package registries; by default that of the module.
 
     Raises:
         MissingConditionalImportError: If it is not installed.
@@ -295,9 +300,10 @@ def require(module: str, *, extra: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != module.partition(".")[0]:
+        top = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != top:
             raise  # the library is installed, but one of its own dependencies is not
-        raise MissingConditionalImportError(extra, module.partition(".")[0].replace("_", "-")) from error
+        raise MissingConditionalImportError(extra, package or top.replace("_", "-")) from error
 
 
 class StagedFile:
