@@ -114,12 +114,16 @@ def test_what_is_logged_at_one_time_is_one_line_unless_a_name_comes_twice(tmp_pa
 
 
 def test_a_device_that_has_failed_costs_its_own_values_only(tmp_path, monkeypatch):
-    class Failed(Snapshot):
-        def is_ready(self):
+    class Arrival:
+        def query(self):
             raise RuntimeError("device-side assert triggered")
 
-        def wait(self):
-            raise RuntimeError("device-side assert triggered")
+        synchronize = query
+
+    class Failed(Snapshot):
+        def __init__(self, values):
+            super().__init__(values)
+            self._arrivals = {None: Arrival()}
 
     monkeypatch.setattr("composer.report._run_files.Snapshot", Failed)
     monkeypatch.setattr(Snapshot, "_take", lambda self, value: value)

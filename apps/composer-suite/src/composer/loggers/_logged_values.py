@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from composer_events.logger_destination import detached_copy, format_log_data_value, map_values
 
-__all__ = ["LoggedImages", "to_8_bits", "Snapshot", "as_number"]
+__all__ = ["LoggedImages", "PixelsAndMasks", "to_8_bits", "Snapshot", "as_number"]
+
+PixelsAndMasks: TypeAlias = "Iterator[tuple[NDArray[np.uint8], dict[str, NDArray[Any]]]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class LoggedImages:
         """The set of their numbers of channels."""
         return {image.pixels.shape[2] for image in self._images}
 
-    def read(self) -> Iterator[tuple[NDArray[np.uint8], dict[str, NDArray[Any]]]]:
+    def read(self) -> PixelsAndMasks:
         """Wait for the copies, and iterate over the images with pixels from 0 to 255, and their masks."""
         self._snapshot.wait()
         for image in self._images:
@@ -126,8 +128,11 @@ class Snapshot:
             arrival.record(torch.accelerator.current_stream(device))
 
     def is_ready(self) -> bool:
-        """Return whether all copies are on the host."""
-        return all(arrival.query() for arrival in self._arrivals.values())
+        """Return whether all copies are on the host, or never will be, and `read` raises."""
+        try:
+            return all(arrival.query() for arrival in self._arrivals.values())
+        except RuntimeError:  # the device has failed
+            return True
 
     def wait(self) -> None:
         """Wait until the values are on the host."""

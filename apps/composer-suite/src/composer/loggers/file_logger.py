@@ -8,10 +8,9 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 from composer.loggers._logged_values import Snapshot
 from composer.loggers._retrying_file import KeptFile
@@ -273,7 +272,7 @@ class FileLogger(LoggerDestination):
                 return
             self._is_writing = True
             try:
-                while self._pending and (waits or self._pending[0].is_known()):
+                while self._pending and (waits or (known := self._pending[0].snapshot) is None or known.is_ready()):
                     entry = self._pending.popleft()
                     self._is_uploaded_whole = False
                     self._file.write(self._with_prefix(entry).encode(errors="backslashreplace"))
@@ -310,16 +309,9 @@ def _keeps_files(destination: LoggerDestination) -> bool:
     return type(destination).upload_file is not LoggerDestination.upload_file
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Text to write, or a function that returns it."""
+class _Entry(NamedTuple):
+    """Text to write, or a function that returns it once the snapshot is ready."""
 
     text: str | Callable[[], str]
     prefix: str = ""
     snapshot: Snapshot | None = None
-
-    def is_known(self) -> bool:
-        try:
-            return self.snapshot is None or self.snapshot.is_ready()
-        except RuntimeError:  # a failed device will never deliver the value
-            return True
