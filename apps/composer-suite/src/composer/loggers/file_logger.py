@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from composer.loggers._logged_values import Snapshot
 from composer.loggers._retrying_file import KeptFile
 from composer.loggers._text_output import StreamCapture, table_as_json
-from composer_events.arguments import check_counts, check_flags, check_numbers, check_places
+from composer_events.arguments import check_counts, check_flags, check_numbers, check_places, overrides
 from composer_events.formatting import check_placeholders, format_name_with_dist
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination, format_log_data_value
@@ -208,7 +208,7 @@ class FileLogger(LoggerDestination):
         is_later = False
         for callback in tuple(state.callbacks):
             is_later |= callback is self
-            if not isinstance(callback, LoggerDestination) or not _keeps_files(callback):
+            if not isinstance(callback, LoggerDestination) or not overrides(callback, LoggerDestination, "upload_file"):
                 continue
             if is_later:
                 try:
@@ -275,6 +275,7 @@ class FileLogger(LoggerDestination):
                 while self._pending and (waits or (known := self._pending[0].snapshot) is None or known.is_ready()):
                     entry = self._pending.popleft()
                     self._is_uploaded_whole = False
+                    # Printed text may have lone surrogates, as in names of files that are not UTF-8.
                     self._file.write(self._with_prefix(entry).encode(errors="backslashreplace"))
             finally:
                 self._is_writing = False
@@ -303,10 +304,6 @@ class FileLogger(LoggerDestination):
         if self._run_name is None:
             raise RuntimeError(f"The file {name!r} has no name before Event.INIT, when the run gets its own.")
         return format_name_with_dist(name, self._run_name)
-
-
-def _keeps_files(destination: LoggerDestination) -> bool:
-    return type(destination).upload_file is not LoggerDestination.upload_file
 
 
 class _Entry(NamedTuple):

@@ -138,6 +138,7 @@ class SlackLogger(LoggerDestination):
         if not self.log_dict:
             return
         kept, self.log_dict = self.log_dict, {}
+        # All values of one logging call share a snapshot, which counts once.
         size_bytes = sum({id(snapshot): snapshot.size_bytes for snapshot, _ in kept.values()}.values())
         self._outbox.post(lambda: self._send(kept), size_bytes=size_bytes)
 
