@@ -1,4 +1,4 @@
-"""Modules of former releases: some are found where they were and lead to where they are, the others say what to use."""
+"""Former modules: those that have moved lead to their new place, and the others name a replacement."""
 
 import sys
 import warnings
@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["GONE", "FormerModules"]
 
-# From a module to the one that has its names now.
+# The new module by former module.
 _MOVED = {
     "composer.algorithms.fused_layernorm.fused_layernorm": "composer.algorithms.fused_layernorm",
     "composer.callbacks.utils": "composer.utils",
@@ -81,11 +81,11 @@ GONE = {
     "composer.utils.fx_utils": "change graphs with torch.fx itself, as with torch.fx.replace_pattern, or let "
     "torch.compile fuse what can be fused.",
 }
-"""From a module or name that is gone to what takes its place. What is below it needs no line of its own."""
+"""Replacements by removed module or name. The modules below a removed one need no entries of their own."""
 
 
 class FormerModules:
-    """A finder for `sys.meta_path`, behind those that find what is there."""
+    """Finder for `sys.meta_path`, behind those of existing modules."""
 
     @classmethod
     def find_spec(
@@ -94,7 +94,7 @@ class FormerModules:
         """Find a module that has moved.
 
         Raises:
-            ModuleNotFoundError: If the module is imported, and is gone. Who only asks whether it is there gets `None`.
+            ModuleNotFoundError: If a removed module is imported. `importlib.util.find_spec` gets `None`.
         """
         if not name.startswith("composer."):
             return None

@@ -69,6 +69,7 @@ def lazy_face(
         @property
         def __dict__(self) -> dict[str, object]:  # pyright: ignore[reportIncompatibleVariableOverride]
             """Load all names: scripts look through `vars(composer.callbacks)` for classes."""
+            # importlib reads `__dict__` too, and must not load anything.
             by_import = sys._getframe(1).f_globals["__name__"].startswith("importlib.")  # as in a reload
             for name in () if by_import else (*home, *modules):
                 with suppress(ImportError):  # of a library that is not installed

@@ -537,7 +537,7 @@ def test_a_second_run_of_the_name_takes_nothing_from_the_one_that_goes_on(tmp_pa
     command = [sys.executable, "-c", f"{holder}; print('held', flush=True); sys.stdin.read()", str(tmp_path / "run")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"held\n"
-        with pytest.raises(FileExistsError, match="belongs to a run that is still going on"):
+        with pytest.raises(FileExistsError, match="belongs to a run that has not ended"):
             train(tmp_path, **saving, max_duration="3ep")
         optional = RunRecorder(f"{tmp_path}/{{run_name}}", page=False, is_optional=True)
         with pytest.warns(RuntimeWarning, match="leaves no record"):

@@ -205,7 +205,7 @@ def timeline_page(snapshot: Snapshot) -> str:
     Time counts actions of the allocator. Address ranges that were never in use are left out; red lines mark where
     memory ran out.
     """
-    stacks = _Stacks()
+    stacks: dict[str, int] = {}
     plots = [
         _plot_of_device(device, trace, list(_segments_of(snapshot, device)), stacks)
         for device, trace in enumerate(snapshot["device_traces"])
@@ -216,7 +216,7 @@ def timeline_page(snapshot: Snapshot) -> str:
 
 def segment_page(snapshot: Snapshot) -> str:
     """Return a page with each segment as a row of its current blocks."""
-    stacks = _Stacks()
+    stacks: dict[str, int] = {}
     devices = sorted({segment.get("device", 0) for segment in snapshot["segments"]})
     plots: list[dict[str, Any]] = []
     for device in devices:
@@ -226,7 +226,7 @@ def segment_page(snapshot: Snapshot) -> str:
         for row, segment in enumerate(segments):
             for address, block in _blocks(segment):
                 left = address - segment["address"]
-                boxes.append([left, left + block["size"], row, row + 1, stacks.number(block.get("frames", ()))])
+                boxes.append([left, left + block["size"], row, row + 1, _number(stacks, block.get("frames", ()))])
                 notes.append(f"{block['state']}, {readable(block['size'])} in segment {segment['address']:#x}")
         largest = max((segment["total_size"] for segment in segments), default=0)
         held = sum(segment["total_size"] for segment in segments)
@@ -237,24 +237,19 @@ def segment_page(snapshot: Snapshot) -> str:
     return _page("Segments of memory", plots, stacks)
 
 
-class _Stacks:
-    """Numbers of distinct stacks, which the page stores once each."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, int] = {}
-
-    def number(self, frames: Iterable[Mapping[str, Any]]) -> int:
-        lines = [f"{frame['filename']}:{frame['line']}: {frame['name']}" for frame in list(frames)[:_MAX_FRAMES]]
-        return self.texts.setdefault("\n".join(lines) or "no stack was recorded", len(self.texts))
+def _number(stacks: dict[str, int], frames: Iterable[Mapping[str, Any]]) -> int:
+    """Return the number of a stack, which the page stores once."""
+    lines = [f"{frame['filename']}:{frame['line']}: {frame['name']}" for frame in list(frames)[:_MAX_FRAMES]]
+    return stacks.setdefault("\n".join(lines) or "no stack was recorded", len(stacks))
 
 
 def _plot_of_device(
-    device: int, trace: Sequence[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]], stacks: _Stacks
+    device: int, trace: Sequence[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]], stacks: dict[str, int]
 ) -> dict[str, Any]:
     lives = list(_lives(trace, segments))
     places = _places((address, size) for _, _, address, size, _ in lives)
     boxes = [
-        [start, end, places[address], places[address] + size, stacks.number(frames)]
+        [start, end, places[address], places[address] + size, _number(stacks, frames)]
         for start, end, address, size, frames in lives
     ]
     return {
@@ -321,8 +316,8 @@ def _blocks(segment: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]
         address += block["size"]
 
 
-def _page(title: str, plots: list[dict[str, Any]], stacks: _Stacks) -> str:
-    data = json.dumps({"plots": plots, "stacks": list(stacks.texts)}, separators=(",", ":"))
+def _page(title: str, plots: list[dict[str, Any]], stacks: dict[str, int]) -> str:
+    data = json.dumps({"plots": plots, "stacks": list(stacks)}, separators=(",", ":"))
     # A file name with `</script>` must not end the element that contains the data.
     return _PAGE.replace("$TITLE", title).replace("$DATA", data.replace("</", "<\\/"))
 

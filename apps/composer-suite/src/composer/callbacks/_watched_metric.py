@@ -72,7 +72,7 @@ class MetricStopper(Callback):
             refuse_several(name, metrics[name], self.monitor)
         elif label not in ("train", state.dataloader_label, *labels):
             warnings.warn(
-                f"dataloader_label={label!r} is none of the dataloaders' labels, "
+                f"dataloader_label={label!r} does not name a dataloader: their labels are "
                 f"{', '.join(map(repr, [state.dataloader_label or 'train', *labels]))}, so {self.monitor!r} stops "
                 f"nothing. Name one of them.",
                 stacklevel=2,
@@ -117,7 +117,7 @@ class MetricStopper(Callback):
             near = difflib.get_close_matches(self.monitor, list(metrics), n=1, cutoff=0.0)
             hint = f"Did you mean {near[0]!r}?" if near else "Name the label of an evaluator that has metrics."
             raise ValueError(
-                f"There is no metric {self.monitor!r} of the dataloader labelled {self.dataloader_label!r}, which has "
+                f"The dataloader labeled {self.dataloader_label!r} has no metric {self.monitor!r}; its metrics are "
                 f"{sorted(metrics)}. {hint}"
             )
         return name

@@ -97,6 +97,7 @@ class EarlyStopper(MetricStopper):
             state.stop_training()
 
     def _is_better(self, value: Any) -> bool:
+        # A number from a checkpoint becomes a tensor on the device of the value.
         best = value.new_tensor(self.best) if not hasattr(self.best, "device") else self.best
         if bool(best.isnan()):  # every comparison with NaN is false
             return not bool(value.isnan())

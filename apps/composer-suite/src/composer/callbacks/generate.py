@@ -39,7 +39,7 @@ class Generate(Callback):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If there are no prompts or the batch size is not positive; in training, if the model cannot
+        ValueError: If `prompts` is empty or the batch size is not positive; in training, if the model cannot
             generate.
 
     Example:
@@ -138,7 +138,7 @@ def _after(prompt: list[int], row: list[int]) -> list[int]:
 
 @contextmanager
 def _padding_left(tokenizer: Any) -> Iterator[None]:
-    """Pad prompts on the left, where generation does not continue, with the end-of-text token if there is no other."""
+    """Pad prompts on the left, where generation does not continue, with the end-of-text token for lack of another."""
     side, pads = tokenizer.padding_side, tokenizer.pad_token_id is not None
     tokenizer.padding_side = "left"
     if not pads:

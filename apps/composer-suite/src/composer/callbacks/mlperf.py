@@ -140,6 +140,7 @@ class MLPerfCallback(Callback):
             self._make_files()
             self._file_handler = logging.FileHandler(self.filename)
             self._file_handler.setLevel(logging.INFO)
+            # By default the library logs to the console, and the checker reads a file.
             self.mllogger.logger.addHandler(self._file_handler)
             self._clear_caches()
             self.mllogger.start(key=self._constants.INIT_START)

@@ -73,6 +73,7 @@ class RuntimeEstimator(Callback):
             return
         self._epoch_length = None if state.dataloader_len is None else int(state.dataloader_len)
         self._start_fraction = self._fraction(state) or 0.0
+        # Unlike the time of day, it is never set back.
         self._start_s = time.monotonic()
 
     def batch_end(self, state: State, logger: Logger) -> None:

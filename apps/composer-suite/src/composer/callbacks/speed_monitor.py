@@ -89,6 +89,7 @@ class SpeedMonitor(Callback):
 
     def init(self, state: State, logger: Logger) -> None:
         """Look up the peak performance and the number of devices."""
+        # Kept, since `batch_end` runs in each step.
         self._world_size = dist.get_world_size()
         if self.gpu_flops_available is None:
             self.gpu_flops_available = get_gpu_flops_available(state)
@@ -148,7 +149,7 @@ class SpeedMonitor(Callback):
         """Return the metrics at a timestamp, for a window with the given start and length."""
         train_s = now.total_wct.total_seconds()
         metrics: dict[str, float] = {}
-        # Without elapsed time there is no speed.
+        # The speed is undefined without elapsed time.
         if length > self._window_size and train_s > start_s:
             metrics = self._throughput(train_s - start_s, now.num_samples - start_sample, now.num_tokens - start_token)
         metrics["time/train"] = train_s / self._seconds

@@ -218,6 +218,7 @@ def _deliver(write: Callable[[str], None], save_format: ExportFormat, save_path:
     folder = Path(name).absolute().parent if store is None else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
+    # In the folder of the final file, so that the move stays on one file system and is atomic.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as beside:
         # Some writers require the suffix of their format, also if the final file has another.
         path = os.path.join(beside, f"model{_SUFFIXES[save_format.value]}")
