@@ -137,7 +137,10 @@ class MLPerfCallback(Callback):
             )
         dist.barrier()  # all ranks have checked before one creates the file
         if dist.get_local_rank() == 0:
-            self._make_files()
+            for path in (self.systems_path, self.filename):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(self.systems_path, "w", encoding="utf-8") as file:
+                json.dump(self.system_desc, file, sort_keys=True, indent=4)
             self._file_handler = logging.FileHandler(self.filename)
             self._file_handler.setLevel(logging.INFO)
             # By default the library logs to the console, and the checker reads a file.
@@ -211,12 +214,6 @@ class MLPerfCallback(Callback):
             self.mllogger.logger.removeHandler(self._file_handler)
             self._file_handler.close()
             self._file_handler = None
-
-    def _make_files(self) -> None:
-        for path in (self.systems_path, self.filename):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(self.systems_path, "w", encoding="utf-8") as file:
-            json.dump(self.system_desc, file, sort_keys=True, indent=4)
 
     def _clear_caches(self) -> None:
         if self.cache_clear_cmd is None:

@@ -142,7 +142,8 @@ class ConsoleLogger(TextLogger):
         progress = _progress_of_training(state) if is_train else _progress_of_evaluation(state)
         lines = [f"\n\t {prefix}{name}: {format_log_data_value(value)}" for name, value in data.items()]
         # Columns are for people; files and pipes are read by programs.
-        tables = {name: f"\n{text}" for name, text in self._tables_as_text.items()} if self._is_read() else self.tables
+        is_read = is_notebook() or getattr(self._file(), "isatty", lambda: False)()
+        tables = {name: f"\n{text}" for name, text in self._tables_as_text.items()} if is_read else self.tables
         lines += [f"\n\t {prefix}{name}: {table}" for name, table in tables.items()]
         self._write(progress + (":" if progress and data else "") + "".join(lines))
 
@@ -150,9 +151,6 @@ class ConsoleLogger(TextLogger):
         self.log_to_console(self.logged_metrics, state, prefix="Train ")
         self.logged_metrics.clear()
         self._last_batch = state.timestamp.num_batches
-
-    def _is_read(self) -> bool:
-        return is_notebook() or getattr(self._file(), "isatty", lambda: False)()
 
 
 def _progress_of_training(state: State) -> str:

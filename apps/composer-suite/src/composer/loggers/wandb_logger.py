@@ -133,7 +133,11 @@ class WandBLogger(QueuedLogger):
             ValueError, TypeError: If `wandb.init` rejects `init_kwargs`.
             wandb.errors.UsageError: If W&B rejects the use, for example without an API key.
         """
-        arguments = self._arguments(state)
+        name = self._init_kwargs.get("name") or state.run_name
+        arguments = {**self._init_kwargs, "name": name}
+        if not self._rank_zero_only:
+            arguments["name"] = f"{name}-rank{get_global_rank()}"
+            arguments["group"] = arguments.get("group") or name
         usage_error = require("wandb.errors", extra="wandb").UsageError
         begun = open_on_ranks(
             self._outbox,
@@ -216,14 +220,6 @@ class WandBLogger(QueuedLogger):
 
     def _send_metrics(self, values: dict[str, Any], step: int | None) -> None:
         _wandb().log(values, step)
-
-    def _arguments(self, state: State) -> dict[str, Any]:
-        name = self._init_kwargs.get("name") or state.run_name
-        arguments = {**self._init_kwargs, "name": name}
-        if not self._rank_zero_only:
-            arguments["name"] = f"{name}-rank{get_global_rank()}"
-            arguments["group"] = arguments.get("group") or name
-        return arguments
 
 
 def _wandb() -> Any:

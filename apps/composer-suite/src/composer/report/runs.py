@@ -179,7 +179,8 @@ def _inspect(path: str, *, verify: bool) -> Checkpoint:
         return Checkpoint(path, None, "in a store, not looked at here")
     if not os.path.exists(path):
         return Checkpoint(path, None, "not there any more")
-    size_bytes = sum(file.stat().st_size for file in _files(Path(path)))
+    files = Path(path).rglob("*") if os.path.isdir(path) else [Path(path)]
+    size_bytes = sum(file.stat().st_size for file in files if file.is_file())
     try:
         if verify:
             manifest = verify_checkpoint(path)
@@ -188,7 +189,3 @@ def _inspect(path: str, *, verify: bool) -> Checkpoint:
     except (CheckpointError, OSError) as error:
         return Checkpoint(path, size_bytes, f"damaged: {error}")
     return Checkpoint(path, size_bytes, "has a manifest, not verified here" if manifest else "no manifest")
-
-
-def _files(path: Path) -> list[Path]:
-    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
