@@ -165,7 +165,9 @@ def test_a_stopper_looks_for_its_metric_before_anything_is_trained_on(stopper):
 
 @pytest.mark.parametrize("stopper", [EarlyStopper, lambda *names: ThresholdStopper(*names, 0.5)])
 def test_a_label_that_no_dataloader_has_is_a_warning(stopper):
-    with pytest.warns(UserWarning, match=r"dataloader_label='held-uot' is none.*'train', 'held-out'"):
+    with pytest.warns(
+        UserWarning, match=r"dataloader_label='held-uot' does not name a dataloader.*'train', 'held-out'"
+    ):
         assert epochs_trained(stopper("Quality", "held-uot"), [0.1], max_duration="1ep").epoch == 1
 
 

@@ -1,4 +1,4 @@
-"""Modules of former releases: some are found where they were and lead to where they are, the others say what to use."""
+"""Former modules: those that have moved lead to their new place, and the others name a replacement."""
 
 import sys
 import warnings
@@ -8,9 +8,9 @@ from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
 
-__all__ = ["GONE", "NO_TABLE", "ONLY_TORCH_2", "FormerModules"]
+__all__ = ["GONE", "FormerModules"]
 
-# From a module to the one that has its names now.
+# The new module by former module.
 _MOVED = {
     "composer.algorithms.fused_layernorm.fused_layernorm": "composer.algorithms.fused_layernorm",
     "composer.callbacks.utils": "composer.utils",
@@ -81,16 +81,11 @@ GONE = {
     "composer.utils.fx_utils": "change graphs with torch.fx itself, as with torch.fx.replace_pattern, or let "
     "torch.compile fuse what can be fused.",
 }
-"""From a module or name that is gone to what takes its place. What is below it needs no line of its own."""
-
-NO_TABLE = (
-    "it was text for documentation. help(composer.utils.format_name_with_dist_and_time) lists what may stand in a name."
-)
-ONLY_TORCH_2 = "PyTorch 1 is too old to be here. Keep what the script does with PyTorch 2."
+"""Replacements by removed module or name. The modules below a removed one need no entries of their own."""
 
 
 class FormerModules:
-    """A finder for `sys.meta_path`, behind those that find what is there."""
+    """Finder for `sys.meta_path`, behind those of existing modules."""
 
     @classmethod
     def find_spec(
@@ -99,7 +94,7 @@ class FormerModules:
         """Find a module that has moved.
 
         Raises:
-            ModuleNotFoundError: If the module is imported, and is gone. Who only asks whether it is there gets `None`.
+            ModuleNotFoundError: If a removed module is imported. `importlib.util.find_spec` gets `None`.
         """
         if not name.startswith("composer."):
             return None
@@ -140,3 +135,9 @@ class _Forwarding:
             return getattr(target, name)
 
         vars(module).update(__doc__=target.__doc__, __getattr__=__getattr__, __dir__=lambda: dir(target))
+
+
+# Behind all other finders, so it slows down nothing that exists. It is here, and not where a module is first missed,
+# because any thread may import a former module once `composer` is imported.
+if FormerModules not in sys.meta_path:
+    sys.meta_path.append(FormerModules)

@@ -32,9 +32,9 @@ def lazy_face(
         submodules: The face's own modules that are reachable without an import of their own, as in
             `import composer; composer.utils.dist.get_world_size()`.
         renamed: From an old name to the new one with its module, `'composer.loss.DiceLoss'`. Using it warns.
-        removed: From a removed name to a sentence about its replacement. `from face import name` raises `ImportError`,
-            because Python drops the message of an `AttributeError` there; any other access raises `AttributeError`.
-            Removed modules need not be listed here.
+        removed: From a removed name to a sentence about its replacement, or the key of one in `GONE`.
+            `from face import name` raises `ImportError`, because Python drops the message of an `AttributeError` there;
+            any other access raises `AttributeError`. Names that are keys of `GONE` themselves need not be listed.
 
     Returns:
         The two functions, in this order.
@@ -55,7 +55,7 @@ def lazy_face(
             message = f"{face}.{name} is now called {new_names[name]}; the old name goes away in 1.0."
             warnings.warn(message, DeprecationWarning, stacklevel=2)
         elif hint := hints.get(name) or GONE.get(f"{face}.{name}"):
-            message = f"{face}.{name} is gone: {hint}"
+            message = f"{face}.{name} is gone: {GONE.get(hint, hint)}"
             raise ImportError(message, name=face) if _is_imported(sys._getframe(1)) else AttributeError(message)
         else:
             _raise_unknown(face, name, home.keys() | modules)
@@ -69,6 +69,7 @@ def lazy_face(
         @property
         def __dict__(self) -> dict[str, object]:  # pyright: ignore[reportIncompatibleVariableOverride]
             """Load all names: scripts look through `vars(composer.callbacks)` for classes."""
+            # importlib reads `__dict__` too, and must not load anything.
             by_import = sys._getframe(1).f_globals["__name__"].startswith("importlib.")  # as in a reload
             for name in () if by_import else (*home, *modules):
                 with suppress(ImportError):  # of a library that is not installed

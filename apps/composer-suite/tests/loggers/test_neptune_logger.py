@@ -73,8 +73,8 @@ def test_files_are_kept_where_that_is_asked_for(begun, tmp_path):
     ("settings", "kind", "said"),
     [
         ({"base_namespace": ""}, ValueError, "base_namespace='' must not be empty"),
-        ({"base_namespace": 1}, TypeError, "base_namespace=1 is a int; it must be str"),
-        ({"upload_checkpoints": "yes"}, TypeError, "upload_checkpoints='yes' is a str; it must be bool"),
+        ({"base_namespace": 1}, TypeError, "base_namespace=1 must be a text"),
+        ({"upload_checkpoints": "yes"}, TypeError, "upload_checkpoints='yes' must be True or False"),
     ],
 )
 def test_arguments_of_another_kind(settings, kind, said):

@@ -195,7 +195,7 @@ def test_a_run_that_fails_in_its_first_cycle_leaves_what_was_recorded(tmp_path, 
         assert "aten::linear" in {event["name"] for event in trace}
     of_torch = json.loads((tmp_path / "torch" / "rank0.1.pt.trace.json").read_text())
     assert of_torch["global_rank"] == 0
-    assert "There is no trace" not in caplog.text
+    assert "No trace was written" not in caplog.text
 
 
 @pytest.mark.parametrize("event", ["before_loss", "before_dataloader", "epoch_start"])
@@ -203,14 +203,14 @@ def test_a_run_that_fails_before_anything_was_recorded_says_so_once(tmp_path, ca
     fail_while_training(tmp_path / "traces", batch=0, event=event, torch_folder=tmp_path / "torch")
     assert [*(tmp_path / "traces").iterdir(), *(tmp_path / "torch").iterdir()] == []
     [said] = [record.getMessage() for record in caplog.records if record.name.startswith("composer.profiler")]
-    assert said.startswith(f"There is no trace in {tmp_path / 'traces'}: training has failed at batch 0, before ")
+    assert said.startswith(f"No trace was written to {tmp_path / 'traces'}: training has failed at batch 0, before ")
 
 
 def test_torchs_profiler_says_so_where_nobody_else_writes_a_trace(tmp_path, caplog):
     trainer = make_trainer(EventRecorder(), callbacks=Fails(0), torch_folder=tmp_path)
     with pytest.raises(OSError, match="the disk is full"), trainer:
         trainer.fit()
-    assert f"There is no trace in {tmp_path}: training has failed at batch 0, before " in caplog.text
+    assert f"No trace was written to {tmp_path}: training has failed at batch 0, before " in caplog.text
 
 
 def test_a_first_cycle_that_training_has_no_time_for_leaves_none(tmp_path):

@@ -200,7 +200,7 @@ def test_traces_that_were_cut_off_are_read(text):
 
 @pytest.mark.parametrize("text", ["", "3", '{"events": []}', "[1]", "<html>"])
 def test_what_is_no_trace_is_refused_by_name(text):
-    with pytest.raises(TypeError, match=r"'trace\.json' is no trace"):
+    with pytest.raises(TypeError, match=r"'trace\.json' is not a trace"):
         parse_trace(text, "trace.json")
 
 

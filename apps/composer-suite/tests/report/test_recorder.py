@@ -114,12 +114,16 @@ def test_what_is_logged_at_one_time_is_one_line_unless_a_name_comes_twice(tmp_pa
 
 
 def test_a_device_that_has_failed_costs_its_own_values_only(tmp_path, monkeypatch):
-    class Failed(Snapshot):
-        def is_ready(self):
+    class Arrival:
+        def query(self):
             raise RuntimeError("device-side assert triggered")
 
-        def wait(self):
-            raise RuntimeError("device-side assert triggered")
+        synchronize = query
+
+    class Failed(Snapshot):
+        def __init__(self, values):
+            super().__init__(values)
+            self._arrivals = {None: Arrival()}
 
     monkeypatch.setattr("composer.report._run_files.Snapshot", Failed)
     monkeypatch.setattr(Snapshot, "_take", lambda self, value: value)
@@ -533,7 +537,7 @@ def test_a_second_run_of_the_name_takes_nothing_from_the_one_that_goes_on(tmp_pa
     command = [sys.executable, "-c", f"{holder}; print('held', flush=True); sys.stdin.read()", str(tmp_path / "run")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"held\n"
-        with pytest.raises(FileExistsError, match="belongs to a run that is still going on"):
+        with pytest.raises(FileExistsError, match="belongs to a run that has not ended"):
             train(tmp_path, **saving, max_duration="3ep")
         optional = RunRecorder(f"{tmp_path}/{{run_name}}", page=False, is_optional=True)
         with pytest.warns(RuntimeWarning, match="leaves no record"):

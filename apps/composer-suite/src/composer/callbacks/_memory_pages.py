@@ -1,4 +1,4 @@
-"""Self-contained HTML pages of the CUDA allocator's history, and the files they are written to."""
+"""Base class of the callbacks that record the CUDA allocator, and self-contained pages of its history."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 from xml.sax.saxutils import escape
 
 import torch
@@ -19,26 +19,134 @@ import torch
 from composer_checkpoint.remote.logger import RemoteUploaderDownloader, maybe_create_remote_uploader_downloader_from_uri
 from composer_checkpoint.save_folder import ensure_folder_is_empty
 from composer_checkpoint.stores.base import parse_uri
-from composer_events.arguments import check_flags, check_places, check_texts
+from composer_events.arguments import check_counts, check_flags, check_places, check_texts
+from composer_events.callback import Callback
 from composer_events.formatting import OF_TIME, check_placeholders, format_name_with_dist_and_time
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
 
-__all__ = [
-    "segment_page",
-    "timeline_page",
-    "MemoryFiles",
-    "has_cuda_memory",
-    "Snapshot",
-    "attach_out_of_memory_observer",
-    "record_history",
-    "stop_history",
-    "take_snapshot",
-    "draw_flamegraph",
-    "readable",
-]
+__all__ = ["MemoryRecorder", "Snapshot", "draw_flamegraph", "segment_page", "timeline_page"]
+
+_log = logging.getLogger(__name__)
+
+Snapshot = Mapping[str, Any]
+"""The allocator's segments with their blocks, and its history on each device."""
+
+
+class MemoryRecorder(Callback):
+    """Callback that records the CUDA allocator, and writes files about it.
+
+    Args:
+        max_entries: Number of the allocator's last actions to keep.
+        folder: Local folder; may use `{run_name}` and the placeholders of ranks.
+        filename: Name of the files, or their prefix, also with placeholders of time.
+        remote_file_name: Folder in the object store, or a URI, to whose object store files are then uploaded. `None`
+            uploads nothing.
+        overwrite: Whether the folder may contain files, and the object store files of these names.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If `max_entries` is less than 1.
+    """
+
+    _title: ClassVar[str]
+
+    def __init__(
+        self, max_entries: int, folder: str, filename: str, remote_file_name: str | None, overwrite: bool
+    ) -> None:
+        check_counts(max_entries=max_entries)
+        check_places(folder=folder, filename=filename)
+        check_texts(remote_file_name=remote_file_name, may_be_none=True)
+        check_placeholders(OF_TIME, folder=folder, filename=filename, remote_file_name=remote_file_name)
+        check_flags(overwrite=overwrite)
+        self.max_entries = max_entries
+        self.folder, self.filename, self.remote_file_name = folder, filename, remote_file_name
+        self.overwrite = overwrite
+        self._enabled = False
+        self._uploaded: set[str] = set()
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Create the folder if the model is on a CUDA device, and add an uploader for a URI; otherwise warn.
+
+        Every rank must call this.
+
+        Raises:
+            FileExistsError: If the folder contains files and `overwrite` is false.
+        """
+        parameter = next(state.model.parameters(), None)
+        where = "no device" if parameter is None else parameter.device.type
+        # On the meta device, weights are materialized on the accelerator later.
+        self._enabled = where == "cuda" or (where == "meta" and torch.cuda.is_available())
+        if not self._enabled:
+            warnings.warn(
+                f"The {self._title} only works on CUDA devices, but the model is on {where}.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
+        folder = self._formatted(self.folder, state)
+        os.makedirs(folder, exist_ok=True)
+        if not self.overwrite:
+            ensure_folder_is_empty(folder)
+        if self.remote_file_name is not None:
+            _add_uploader(self.remote_file_name, state, logger)
+
+    def _record(self) -> None:
+        """Start recording the last allocations and frees, with their Python stacks."""
+        torch.cuda.memory._record_memory_history("all", max_entries=self.max_entries)
+
+    def _stop(self) -> None:
+        """Stop recording, and discard the record."""
+        self._enabled = False
+        torch.cuda.memory._record_memory_history(None)
+
+    def _save(
+        self, state: State, logger: Logger, pages: Callable[[str, Snapshot], dict[str, Callable[[], bytes]]]
+    ) -> None:
+        """Write and upload files independently of each other; failures are logged, and training continues.
+
+        Args:
+            state: The state.
+            logger: The logger.
+            pages: Called with the path, as formatted now, and the snapshot; returns functions that return the contents,
+                by path.
+        """
+        try:
+            snapshot = torch.cuda.memory._snapshot()
+        except Exception:  # a monitor must not end training, nor hide an out-of-memory error
+            _log.exception("No snapshot of the memory could be taken.")
+            return
+        path = os.path.join(self._formatted(self.folder, state), self._formatted(self.filename, state))
+        for name, make in pages(path, snapshot).items():
+            try:
+                Path(name).write_bytes(make())
+                if self.remote_file_name is not None:
+                    remote_folder = parse_uri(self._formatted(self.remote_file_name, state)).path
+                    remote_name = posixpath.join(remote_folder.lstrip("/"), os.path.basename(name))
+                    is_own = remote_name in self._uploaded  # after a second out-of-memory error, the newer file counts
+                    logger.upload_file(remote_name, name, overwrite=self.overwrite or is_own)
+                    self._uploaded.add(remote_name)
+            except Exception:  # a monitor must not end training
+                _log.exception("%s could not be written or uploaded; the other files are.", name)
+
+    def _formatted(self, name: str, state: State) -> str:
+        return format_name_with_dist_and_time(name, state.run_name, state.timestamp)
+
+
+def _add_uploader(address: str, state: State, logger: Logger) -> None:
+    """Add an uploader for the object store of a URI, unless a logger uploads there already."""
+    backend, bucket, _ = parse_uri(address)
+    places = logger.destinations
+    if any(isinstance(place, RemoteUploaderDownloader) and place.serves(backend, bucket) for place in places):
+        return
+    uploader = maybe_create_remote_uploader_downloader_from_uri(address, [])
+    if uploader is not None:
+        logger.destinations = (*places, uploader)
+        state.callbacks.append(uploader)
+        uploader.init(state, logger)  # `init` of loggers has run before that of callbacks
+
 
 _MAX_FRAMES: Final = 24  # innermost frames of a stack; the outer ones rarely differ
 
@@ -97,7 +205,7 @@ def timeline_page(snapshot: Snapshot) -> str:
     Time counts actions of the allocator. Address ranges that were never in use are left out; red lines mark where
     memory ran out.
     """
-    stacks = _Stacks()
+    stacks: dict[str, int] = {}
     plots = [
         _plot_of_device(device, trace, list(_segments_of(snapshot, device)), stacks)
         for device, trace in enumerate(snapshot["device_traces"])
@@ -108,7 +216,7 @@ def timeline_page(snapshot: Snapshot) -> str:
 
 def segment_page(snapshot: Snapshot) -> str:
     """Return a page with each segment as a row of its current blocks."""
-    stacks = _Stacks()
+    stacks: dict[str, int] = {}
     devices = sorted({segment.get("device", 0) for segment in snapshot["segments"]})
     plots: list[dict[str, Any]] = []
     for device in devices:
@@ -118,7 +226,7 @@ def segment_page(snapshot: Snapshot) -> str:
         for row, segment in enumerate(segments):
             for address, block in _blocks(segment):
                 left = address - segment["address"]
-                boxes.append([left, left + block["size"], row, row + 1, stacks.number(block.get("frames", ()))])
+                boxes.append([left, left + block["size"], row, row + 1, _number(stacks, block.get("frames", ()))])
                 notes.append(f"{block['state']}, {readable(block['size'])} in segment {segment['address']:#x}")
         largest = max((segment["total_size"] for segment in segments), default=0)
         held = sum(segment["total_size"] for segment in segments)
@@ -129,24 +237,19 @@ def segment_page(snapshot: Snapshot) -> str:
     return _page("Segments of memory", plots, stacks)
 
 
-class _Stacks:
-    """Numbers of distinct stacks, which the page stores once each."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, int] = {}
-
-    def number(self, frames: Iterable[Mapping[str, Any]]) -> int:
-        lines = [f"{frame['filename']}:{frame['line']}: {frame['name']}" for frame in list(frames)[:_MAX_FRAMES]]
-        return self.texts.setdefault("\n".join(lines) or "no stack was recorded", len(self.texts))
+def _number(stacks: dict[str, int], frames: Iterable[Mapping[str, Any]]) -> int:
+    """Return the number of a stack, which the page stores once."""
+    lines = [f"{frame['filename']}:{frame['line']}: {frame['name']}" for frame in list(frames)[:_MAX_FRAMES]]
+    return stacks.setdefault("\n".join(lines) or "no stack was recorded", len(stacks))
 
 
 def _plot_of_device(
-    device: int, trace: Sequence[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]], stacks: _Stacks
+    device: int, trace: Sequence[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]], stacks: dict[str, int]
 ) -> dict[str, Any]:
     lives = list(_lives(trace, segments))
     places = _places((address, size) for _, _, address, size, _ in lives)
     boxes = [
-        [start, end, places[address], places[address] + size, stacks.number(frames)]
+        [start, end, places[address], places[address] + size, _number(stacks, frames)]
         for start, end, address, size, frames in lives
     ]
     return {
@@ -213,129 +316,10 @@ def _blocks(segment: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]
         address += block["size"]
 
 
-def _page(title: str, plots: list[dict[str, Any]], stacks: _Stacks) -> str:
-    data = json.dumps({"plots": plots, "stacks": list(stacks.texts)}, separators=(",", ":"))
+def _page(title: str, plots: list[dict[str, Any]], stacks: dict[str, int]) -> str:
+    data = json.dumps({"plots": plots, "stacks": list(stacks)}, separators=(",", ":"))
     # A file name with `</script>` must not end the element that contains the data.
     return _PAGE.replace("$TITLE", title).replace("$DATA", data.replace("</", "<\\/"))
-
-
-_log = logging.getLogger(__name__)
-
-
-def has_cuda_memory(state: State, what: str) -> bool:
-    """Return whether the model is on a CUDA device, and warn if not."""
-    parameter = next(state.model.parameters(), None)
-    where = "no device" if parameter is None else parameter.device.type
-    # On the meta device, weights are materialized on the accelerator later.
-    if where == "cuda" or (where == "meta" and torch.cuda.is_available()):
-        return True
-    warnings.warn(f"The {what} only works on CUDA devices, but the model is on {where}.", UserWarning, stacklevel=3)
-    return False
-
-
-class MemoryFiles:
-    """Local folder and remote names for the files of a run.
-
-    Args:
-        folder: Local folder; may use `{run_name}` and the placeholders of ranks.
-        remote_file_name: Folder in the object store, or a URI, to whose object store files are then uploaded. `None`
-            uploads nothing.
-        overwrite: Whether the folder may contain files, and the object store files of these names.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-    """
-
-    def __init__(self, folder: str, remote_file_name: str | None, overwrite: bool) -> None:
-        check_places(folder=folder)
-        check_texts(remote_file_name=remote_file_name, may_be_none=True)
-        check_placeholders(OF_TIME, folder=folder, remote_file_name=remote_file_name)
-        check_flags(overwrite=overwrite)
-        self.folder = folder
-        self.remote_file_name = remote_file_name
-        self.overwrite = overwrite
-        self._uploaded: set[str] = set()
-
-    def prepare(self, state: State, logger: Logger) -> None:
-        """Create the folder, and add an uploader for a URI. Every rank must call this.
-
-        Raises:
-            FileExistsError: If the folder contains files and `overwrite` is false.
-        """
-        folder = self._formatted(self.folder, state)
-        os.makedirs(folder, exist_ok=True)
-        if not self.overwrite:
-            ensure_folder_is_empty(folder)
-        if self.remote_file_name is not None:
-            _add_uploader(self.remote_file_name, state, logger)
-
-    def path(self, filename: str, state: State) -> str:
-        """Return the current path of a file."""
-        return os.path.join(self._formatted(self.folder, state), self._formatted(filename, state))
-
-    def keep(self, files: Mapping[str, Callable[[], bytes]], state: State, logger: Logger) -> None:
-        """Write and upload files independently of each other; failures are logged, and training continues.
-
-        Args:
-            files: Functions that return the contents, by path.
-            state: The state.
-            logger: The logger.
-        """
-        for path, make in files.items():
-            try:
-                Path(path).write_bytes(make())
-                if self.remote_file_name is not None:
-                    remote_folder = parse_uri(self._formatted(self.remote_file_name, state)).path
-                    remote_name = posixpath.join(remote_folder.lstrip("/"), os.path.basename(path))
-                    is_own = remote_name in self._uploaded  # after a second out-of-memory error, the newer file counts
-                    logger.upload_file(remote_name, path, overwrite=self.overwrite or is_own)
-                    self._uploaded.add(remote_name)
-            except Exception:  # a monitor must not end training
-                _log.exception("%s could not be written or uploaded; the other files are.", path)
-
-    def _formatted(self, name: str, state: State) -> str:
-        return format_name_with_dist_and_time(name, state.run_name, state.timestamp)
-
-
-def _add_uploader(address: str, state: State, logger: Logger) -> None:
-    """Add an uploader for the object store of a URI, unless a logger uploads there already."""
-    backend, bucket, _ = parse_uri(address)
-    places = logger.destinations
-    if any(isinstance(place, RemoteUploaderDownloader) and place.serves(backend, bucket) for place in places):
-        return
-    uploader = maybe_create_remote_uploader_downloader_from_uri(address, [])
-    if uploader is not None:
-        logger.destinations = (*places, uploader)
-        state.callbacks.append(uploader)
-        uploader.init(state, logger)  # `init` of loggers has run before that of callbacks
-
-
-Snapshot = Mapping[str, Any]
-"""The allocator's segments with their blocks, and its history on each device."""
-
-
-def record_history(max_entries: int) -> None:
-    """Start recording the last allocations and frees, with their Python stacks."""
-    torch.cuda.memory._record_memory_history("all", max_entries=max_entries)
-
-
-def stop_history() -> None:
-    """Stop recording, and discard the record."""
-    torch.cuda.memory._record_memory_history(None)
-
-
-def take_snapshot() -> Snapshot:
-    """Return the recorded snapshot."""
-    return torch.cuda.memory._snapshot()
-
-
-def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]) -> None:
-    """Register a function that is called on out-of-memory, before the error is raised. It cannot be removed.
-
-    Args:
-        observer: Called with the device, the requested bytes, and the total and free bytes of the device.
-    """
-    torch._C._cuda_attach_out_of_memory_observer(observer)  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
 
 
 _WIDTH: Final = 1200

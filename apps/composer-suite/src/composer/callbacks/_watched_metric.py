@@ -1,19 +1,24 @@
-"""The metric that a stopper watches, and the comparison of its values."""
+"""Base class of the callbacks that stop training by the value of a metric."""
 
 from __future__ import annotations
 
 import difflib
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from composer_events.arguments import check_functions, check_texts
+from composer_events.callback import Callback
 from composer_events.metric_entries import higher_is_better, metric_with, number_of, refuse_several
 
 if TYPE_CHECKING:
+    from composer_events.logger import Logger
     from composer_events.state import State
+
+__all__ = ["Comparison", "MetricStopper"]
 
 Comparison = Callable[[Any, Any], Any]
 
@@ -25,91 +30,99 @@ _NAMED: Final[dict[str, Comparison]] = {
 }
 
 
-def choose_comparison(comp: str | Comparison | None, monitor: str) -> Comparison:
-    """Return the function that decides whether its first argument is better than its second.
+class MetricStopper(Callback):
+    """Callback that looks at a metric after each epoch and evaluation.
 
     Args:
-        comp: The function, its name, or `None` to go by the name of the metric until the metric itself is known.
-        monitor: Name of the metric.
+        monitor: Name of the metric, or of an entry of a metric with several numbers.
+        dataloader_label: `'train'`, or the label of an evaluator.
+        comp: Comparison of two values: its name, or a function of the new and the old value. With `None`, it is chosen
+            by the metric's `higher_is_better`, or else by its name.
 
     Raises:
-        TypeError: If `comp` is neither, or `monitor` is not a string.
-        ValueError: If no function has that name.
+        TypeError: If an argument has the wrong type.
+        ValueError: If no comparison has that name.
     """
-    check_texts(monitor=monitor)
-    if comp is None:
-        return torch.less if higher_is_better(monitor) is False else torch.greater
-    if not isinstance(comp, str):
+
+    def __init__(self, monitor: str, dataloader_label: str, comp: str | Comparison | None) -> None:
+        check_texts(monitor=monitor, dataloader_label=dataloader_label)
+        self.monitor = monitor
+        self.dataloader_label = dataloader_label
+        self.stop_reason: str | None = None
+        self._goes_by_metric = comp is None
+        if isinstance(comp, str):
+            if comp.lower() not in _NAMED:
+                accepted = ", ".join(map(repr, _NAMED))
+                raise ValueError(f"comp={comp!r} must be one of {accepted}, or a function of two values.")
+            comp = _NAMED[comp.lower()]
         check_functions(comp=comp)
-        return comp
-    if comp.lower() not in _NAMED:
-        raise ValueError(f"comp={comp!r} must be one of {', '.join(map(repr, _NAMED))}, or a function of two values.")
-    return _NAMED[comp.lower()]
+        self.comp: Comparison = _comparison(higher_is_better(monitor)) if comp is None else comp
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Check that the metric exists, and choose the comparison.
+
+        Raises:
+            ValueError: If the dataloader is known and has no such metric, or one with several numbers.
+        """
+        self.stop_reason = None
+        label, labels = self.dataloader_label, [evaluator.label for evaluator in state.evaluators]
+        metrics = self._metrics(state)
+        if (label == "train" and state.train_metrics) or (label in labels and label in state.eval_metrics):
+            name = self._name_in(metrics)
+            refuse_several(name, metrics[name], self.monitor)
+        elif label not in ("train", state.dataloader_label, *labels):
+            warnings.warn(
+                f"dataloader_label={label!r} does not name a dataloader: their labels are "
+                f"{', '.join(map(repr, [state.dataloader_label or 'train', *labels]))}, so {self.monitor!r} stops "
+                f"nothing. Name one of them.",
+                stacklevel=2,
+            )
+        if self._goes_by_metric:
+            is_higher = higher_is_better(self.monitor, metrics.get(metric_with(metrics, self.monitor) or self.monitor))
+            if is_higher is None:
+                warnings.warn(
+                    f"Neither the metric {self.monitor!r} of {label!r} nor its name says whether larger or smaller "
+                    f"values are better: larger ones are taken to be. Pass comp='greater' or comp='less', or give the "
+                    f"metric an attribute higher_is_better.",
+                    stacklevel=2,
+                )
+            self.comp = _comparison(is_higher)
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Check the metric of an evaluator."""
+        self._look_if_named(state)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Check the metric of training."""
+        self._look_if_named(state)
+
+    def _look_if_named(self, state: State) -> None:
+        # The label in the state tells which dataloader the current event belongs to.
+        if self.dataloader_label == state.dataloader_label:
+            metrics = self._metrics(state)
+            name = self._name_in(metrics)
+            self._look(state, torch.as_tensor(number_of(name, metrics[name].compute(), self.monitor)))
+
+    @abstractmethod
+    def _look(self, state: State, value: torch.Tensor) -> None:
+        """Stop training if the value asks for it."""
+
+    def _metrics(self, state: State) -> Mapping[str, Any]:
+        if self.dataloader_label == "train" and state.train_metrics:
+            return state.train_metrics
+        return state.eval_metrics.get(self.dataloader_label, {})
+
+    def _name_in(self, metrics: Mapping[str, Any]) -> str:
+        if (name := metric_with(metrics, self.monitor)) is None:
+            near = difflib.get_close_matches(self.monitor, list(metrics), n=1, cutoff=0.0)
+            hint = f"Did you mean {near[0]!r}?" if near else "Name the label of an evaluator that has metrics."
+            raise ValueError(
+                f"The dataloader labeled {self.dataloader_label!r} has no metric {self.monitor!r}; its metrics are "
+                f"{sorted(metrics)}. {hint}"
+            )
+        return name
 
 
-def comparison_for(state: State, monitor: str, dataloader_label: str) -> Comparison:
-    """Return the comparison for a metric, by its `higher_is_better` or else by its name.
-
-    Warns:
-        UserWarning: If both leave open whether larger values are better. Larger is then assumed, as in Composer.
-    """
-    is_train = dataloader_label == "train"
-    metrics = (state.train_metrics or {}) if is_train else state.eval_metrics.get(dataloader_label, {})
-    is_higher = higher_is_better(monitor, metrics.get(metric_with(metrics, monitor) or monitor))
-    if is_higher is None:
-        warnings.warn(
-            f"Neither the metric {monitor!r} of {dataloader_label!r} nor its name says whether larger or smaller "
-            f"values are better: larger ones are taken to be. Pass comp='greater' or comp='less', or give the metric "
-            f"an attribute higher_is_better.",
-            stacklevel=3,
-        )
-    return torch.less if is_higher is False else torch.greater
-
-
-def check_watched(state: State, monitor: str, dataloader_label: str) -> None:
-    """Check at the start of training that the watched metric exists.
-
-    Raises:
-        ValueError: If the dataloader is known and has no such metric, or one with several numbers.
-    """
-    labels = [evaluator.label for evaluator in state.evaluators]
-    metrics: Any = None
-    if dataloader_label == "train" and state.train_metrics:
-        metrics = state.train_metrics
-    elif dataloader_label in labels and dataloader_label in state.eval_metrics:
-        metrics = state.eval_metrics[dataloader_label]
-    if metrics is not None:
-        name = _name_in(metrics, monitor, dataloader_label)
-        refuse_several(name, metrics[name], monitor)
-    elif dataloader_label not in ("train", state.dataloader_label, *labels):
-        warnings.warn(
-            f"dataloader_label={dataloader_label!r} is none of the dataloaders' labels, "
-            f"{', '.join(map(repr, [state.dataloader_label or 'train', *labels]))}, so {monitor!r} stops nothing. Name "
-            f"one of them.",
-            stacklevel=3,
-        )
-
-
-def compute_metric(state: State, monitor: str, dataloader_label: str) -> torch.Tensor:
-    """Return the value of a metric, or of one of its entries.
-
-    Raises:
-        ValueError: If there is no such metric, or it has several values.
-    """
-    if dataloader_label == "train" and state.train_metrics:
-        metrics: Any = state.train_metrics
-    else:
-        metrics = state.eval_metrics.get(dataloader_label, {})
-    name = _name_in(metrics, monitor, dataloader_label)
-    return torch.as_tensor(number_of(name, metrics[name].compute(), monitor))
-
-
-def _name_in(metrics: Mapping[str, Any], monitor: str, dataloader_label: str) -> str:
-    if (name := metric_with(metrics, monitor)) is None:
-        near = difflib.get_close_matches(monitor, list(metrics), n=1, cutoff=0.0)
-        hint = f"Did you mean {near[0]!r}?" if near else "Name the label of an evaluator that has metrics."
-        raise ValueError(
-            f"There is no metric {monitor!r} of the dataloader labelled {dataloader_label!r}, which has "
-            f"{sorted(metrics)}. {hint}"
-        )
-    return name
+def _comparison(is_higher_better: bool | None) -> Comparison:
+    # Where neither the metric nor its name tells, larger is assumed to be better, as in Composer.
+    return torch.less if is_higher_better is False else torch.greater

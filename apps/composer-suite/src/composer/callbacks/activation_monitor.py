@@ -156,18 +156,12 @@ class ActivationMonitor(Callback):
                     self._measure(f"{name}{suffix}", tensor)
             elif self.whole_outputs or output.ndim == 0:
                 self._measure(f"{name}_output.0", output)
-            else:
-                self._measure_rows(f"{name}_output", output)
+            elif (statistics := self._statistics_of(output, as_rows=True)) is not None:
+                self._seen |= {f"{name}_output.{row}": (statistics, row) for row in range(len(output))}
 
     def _measure(self, name: str, tensor: Tensor) -> None:
-        statistics = self._statistics_of(tensor, as_rows=False)
-        if statistics is not None:
+        if (statistics := self._statistics_of(tensor, as_rows=False)) is not None:
             self._seen[name] = statistics, 0
-
-    def _measure_rows(self, name: str, tensor: Tensor) -> None:
-        statistics = self._statistics_of(tensor, as_rows=True)
-        if statistics is not None:
-            self._seen |= {f"{name}.{row}": (statistics, row) for row in range(len(tensor))}
 
     def _statistics_of(self, tensor: Tensor, *, as_rows: bool) -> Tensor | None:
         """Return the statistics of a tensor, which is often the output of one module and the input of the next."""

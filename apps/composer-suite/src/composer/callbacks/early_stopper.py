@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from composer.callbacks._watched_metric import (
-    Comparison,
-    check_watched,
-    choose_comparison,
-    comparison_for,
-    compute_metric,
-)
-from composer_events.arguments import check_numbers, check_texts, to_time
-from composer_events.callback import Callback
+from composer.callbacks._watched_metric import Comparison, MetricStopper
+from composer_events.arguments import check_numbers, to_time
 from composer_time import Time, TimeUnit
 
 if TYPE_CHECKING:
+    import torch
+
     from composer_events.logger import Logger
     from composer_events.state import State
 
@@ -25,7 +20,7 @@ _BATCH: Final = TimeUnit.BATCH  # looking up an enum member is slow in Python 3.
 _UNITS: Final = (TimeUnit.EPOCH, _BATCH)
 
 
-class EarlyStopper(Callback):
+class EarlyStopper(MetricStopper):
     """Stop training when a metric has not improved for some time.
 
     Args:
@@ -64,11 +59,7 @@ class EarlyStopper(Callback):
         min_delta: float = 0.0,
         patience: int | str | Time[int] = 1,
     ) -> None:
-        check_texts(dataloader_label=dataloader_label)
-        self.monitor = monitor
-        self.dataloader_label = dataloader_label
-        self.comp = choose_comparison(comp, monitor)
-        self._goes_by_metric = comp is None
+        super().__init__(monitor, dataloader_label, comp)
         check_numbers(min_delta=min_delta)
         self.min_delta = abs(min_delta)
         self.patience = to_time("patience", patience, TimeUnit.EPOCH)
@@ -76,22 +67,6 @@ class EarlyStopper(Callback):
             raise ValueError(f"patience={patience!r} must be in epochs or batches, such as '3ep' or '500ba'.")
         self.best: Any = None
         self.best_occurred: Time[int] | None = None
-        self.stop_reason: str | None = None
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Check that the metric exists, and choose the comparison."""
-        self.stop_reason = None
-        check_watched(state, self.monitor, self.dataloader_label)
-        if self._goes_by_metric:
-            self.comp = comparison_for(state, self.monitor, self.dataloader_label)
-
-    def eval_end(self, state: State, logger: Logger) -> None:
-        """Check the metric of an evaluator."""
-        self._look_if_named(state)
-
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        """Check the metric of training."""
-        self._look_if_named(state)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Check the metric of training, if patience is in batches."""
@@ -109,12 +84,7 @@ class EarlyStopper(Callback):
         if state:
             self.best, self.best_occurred = state["best"], Time.from_timestring(state["best_occurred"])
 
-    def _look_if_named(self, state: State) -> None:
-        if self.dataloader_label == state.dataloader_label:
-            self._look(state)
-
-    def _look(self, state: State) -> None:
-        value = compute_metric(state, self.monitor, self.dataloader_label)
+    def _look(self, state: State, value: torch.Tensor) -> None:
         now = state.timestamp.get(self.patience.unit)
         # A best time in the future is of an earlier run, so the comparison starts over.
         if self.best is None or self.best_occurred is None or self.best_occurred > now or self._is_better(value):
@@ -127,6 +97,7 @@ class EarlyStopper(Callback):
             state.stop_training()
 
     def _is_better(self, value: Any) -> bool:
+        # A number from a checkpoint becomes a tensor on the device of the value.
         best = value.new_tensor(self.best) if not hasattr(self.best, "device") else self.best
         if bool(best.isnan()):  # every comparison with NaN is false
             return not bool(value.isnan())

@@ -39,7 +39,7 @@ class Generate(Callback):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If there are no prompts or the batch size is not positive; in training, if the model cannot
+        ValueError: If `prompts` is empty or the batch size is not positive; in training, if the model cannot
             generate.
 
     Example:
@@ -85,7 +85,11 @@ class Generate(Callback):
         seed = state.rank_zero_seed + state.timestamp.num_batches
         with model_eval_mode(model), _padding_left(tokenizer), seed_context(seed), torch.no_grad():
             inputs: Mapping[str, Any] = tokenizer(self.prompts, return_tensors="pt", padding=True)
-            texts = [text for batch in self._batches(inputs) for text in self._texts(model, tokenizer, batch, state)]
+            texts: list[str] = []
+            for start in range(0, len(self.prompts), self.batch_size):
+                part = slice(start, start + self.batch_size)
+                batch = {name: inputs[name][part] for name in ("input_ids", "attention_mask")}
+                texts += self._texts(model, tokenizer, batch, state)
         if dist.get_global_rank() == 0:
             rows = [list(row) for row in zip(self.prompts, texts, strict=True)]
             logger.log_table(columns=["prompt", "generation"], rows=rows, name="generations")
@@ -93,11 +97,6 @@ class Generate(Callback):
     def _generate_if_due(self, event: Event, state: State, logger: Logger) -> None:
         if state.get_elapsed_duration() is not None and self._is_due(state, event):
             self.generate(state, logger)
-
-    def _batches(self, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        for start in range(0, len(self.prompts), self.batch_size):
-            part = slice(start, start + self.batch_size)
-            yield {name: inputs[name][part] for name in ("input_ids", "attention_mask")}
 
     def _texts(self, model: Any, tokenizer: Any, batch: dict[str, Any], state: State) -> list[str]:
         """Return the continuation of each prompt; on ranks other than 0, which do not log, empty strings."""
@@ -138,7 +137,7 @@ def _after(prompt: list[int], row: list[int]) -> list[int]:
 
 @contextmanager
 def _padding_left(tokenizer: Any) -> Iterator[None]:
-    """Pad prompts on the left, where generation does not continue, with the end-of-text token if there is no other."""
+    """Pad prompts on the left, where generation does not continue, with the end-of-text token for lack of another."""
     side, pads = tokenizer.padding_side, tokenizer.pad_token_id is not None
     tokenizer.padding_side = "left"
     if not pads:

@@ -153,4 +153,5 @@ def _as_classes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     num_classes = outputs.shape[1]
     if infer_target_type(outputs, targets) == "one_hot":
         targets = targets.argmax(dim=1)
+    # Losses ignore negative targets, and loggers need a color for them.
     return outputs.argmax(dim=1), torch.where(targets < 0, num_classes, targets)

@@ -102,6 +102,7 @@ def _over_all_ranks(report: Mapping[str, float], device: torch.device) -> dict[s
     """Return the mean, minimum and maximum of each value as device tensors, with three collectives."""
     reduced: dict[str, torch.Tensor] = {}
     for ending, operation in (("avg", "SUM"), ("min", "MIN"), ("max", "MAX")):
+        # float64, because float32 cannot hold sums of byte counts exactly.
         values = torch.tensor(list(report.values()), dtype=torch.float64, device=device)
         dist.all_reduce(values, reduce_operation=operation)
         values = values / dist.get_world_size() if ending == "avg" else values

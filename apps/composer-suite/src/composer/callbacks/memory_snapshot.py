@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from composer.callbacks._memory_pages import (
-    MemoryFiles,
-    has_cuda_memory,
-    record_history,
-    stop_history,
-    take_snapshot,
-    timeline_page,
-)
-from composer_events.arguments import check_counts, check_places, to_time
-from composer_events.callback import Callback
-from composer_events.formatting import OF_TIME, check_placeholders
+from composer.callbacks._memory_pages import MemoryRecorder, Snapshot, timeline_page
+from composer_events.arguments import check_counts, to_time
 from composer_time import Time, TimeUnit
 
 if TYPE_CHECKING:
@@ -28,7 +20,7 @@ __all__ = ["MemorySnapshot"]
 _log = logging.getLogger(__name__)
 
 
-class MemorySnapshot(Callback):
+class MemorySnapshot(MemoryRecorder):
     """Record the actions of the CUDA allocator over a few batches, and save them as files.
 
     `<filename>.html` can be opened in any browser, offline. `<filename>.pickle` is for
@@ -54,6 +46,8 @@ class MemorySnapshot(Callback):
         >>> snapshot = MemorySnapshot(skip_batches=2, interval='1ba')
     """
 
+    _title = "memory snapshot"
+
     def __init__(
         self,
         skip_batches: int = 1,
@@ -64,27 +58,14 @@ class MemorySnapshot(Callback):
         remote_file_name: str | None = "{run_name}/torch_memory_traces",
         overwrite: bool = False,
     ) -> None:
+        super().__init__(max_entries, folder, filename, remote_file_name, overwrite)
         check_counts(0, skip_batches=skip_batches)
-        check_counts(max_entries=max_entries)
+        self.skip_batches = skip_batches
         self.interval = to_time("interval", interval, TimeUnit.BATCH)
         if int(self.interval) < 1:
             raise ValueError(f"interval={interval!r} must be how long to record, such as '3ba'.")
-        check_places(filename=filename)
-        check_placeholders(OF_TIME, filename=filename)
-        self.skip_batches = skip_batches
-        self.max_entries = max_entries
-        self.filename = filename
-        self.folder, self.remote_file_name, self.overwrite = folder, remote_file_name, overwrite
-        self._files = MemoryFiles(folder, remote_file_name, overwrite)
         self._batches_left_to_skip = skip_batches
         self._end: Time[int] | None = None
-        self._enabled = False
-
-    def init(self, state: State, logger: Logger) -> None:
-        """Create the folder, if the model is on a CUDA device."""
-        self._enabled = has_cuda_memory(state, "memory snapshot")
-        if self._enabled:
-            self._files.prepare(state, logger)
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Start recording after the skipped batches."""
@@ -94,12 +75,12 @@ class MemorySnapshot(Callback):
             self._batches_left_to_skip -= 1
             return
         self._end = state.timestamp.get(self.interval.unit) + self.interval
-        record_history(self.max_entries)
+        self._record()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Save the record when the interval is over."""
         if self._enabled and self._end is not None and state.timestamp.get(self.interval.unit) >= self._end:
-            self._export(state, logger)
+            self._save(state, logger, _files)
             self._stop()
 
     def close(self, state: State, logger: Logger) -> None:
@@ -107,22 +88,12 @@ class MemorySnapshot(Callback):
         if self._enabled and self._end is not None:
             self._stop()
 
-    def _stop(self) -> None:
-        self._enabled = False
-        stop_history()
 
-    def _export(self, state: State, logger: Logger) -> None:
-        try:
-            snapshot = take_snapshot()
-        except Exception:  # a monitor must not end training
-            _log.exception("No snapshot of the memory could be taken.")
-            return
-        if not any(snapshot["device_traces"]):
-            _log.info("Nothing was allocated while memory was recorded, so no snapshot is kept.")
-            return
-        path = self._files.path(self.filename, state)
-        files = {
-            f"{path}.pickle": lambda: pickle.dumps(snapshot),
-            f"{path}.html": lambda: timeline_page(snapshot).encode(),
-        }
-        self._files.keep(files, state, logger)
+def _files(path: str, snapshot: Snapshot) -> dict[str, Callable[[], bytes]]:
+    if not any(snapshot["device_traces"]):
+        _log.info("Nothing was allocated while memory was recorded, so no snapshot is kept.")
+        return {}
+    return {
+        f"{path}.pickle": lambda: pickle.dumps(snapshot),
+        f"{path}.html": lambda: timeline_page(snapshot).encode(),
+    }

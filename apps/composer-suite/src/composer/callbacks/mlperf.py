@@ -12,12 +12,12 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from composer.loggers._service_queue import require
 from composer_dist import dist
 from composer_events.arguments import (
     check_counts,
@@ -29,7 +29,6 @@ from composer_events.arguments import (
 )
 from composer_events.callback import Callback
 from composer_events.hparams import get_composer_env_dict
-from composer_models import MissingConditionalImportError
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -114,8 +113,8 @@ class MLPerfCallback(Callback):
             check_counts(host_processors_per_node=host_processors_per_node)
         if cache_clear_cmd is not None and not cache_clear_cmd:
             raise ValueError(f"cache_clear_cmd={cache_clear_cmd!r} must be a command, or None.")
-        self._mllog, self._constants = _import_mllog()
-        self.mllogger: Any = self._mllog.get_mllogger()
+        self.mllogger: Any = require("mlperf_logging.mllog", extra="mlperf").get_mllogger()
+        self._constants: Any = require("mlperf_logging.mllog.constants", extra="mlperf")
         self.root_folder = root_folder
         self.benchmark, self.target = benchmark, target
         self.metric_name, self.metric_label = metric_name, metric_label
@@ -138,9 +137,13 @@ class MLPerfCallback(Callback):
             )
         dist.barrier()  # all ranks have checked before one creates the file
         if dist.get_local_rank() == 0:
-            self._make_files()
+            for path in (self.systems_path, self.filename):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(self.systems_path, "w", encoding="utf-8") as file:
+                json.dump(self.system_desc, file, sort_keys=True, indent=4)
             self._file_handler = logging.FileHandler(self.filename)
             self._file_handler.setLevel(logging.INFO)
+            # By default the library logs to the console, and the checker reads a file.
             self.mllogger.logger.addHandler(self._file_handler)
             self._clear_caches()
             self.mllogger.start(key=self._constants.INIT_START)
@@ -212,12 +215,6 @@ class MLPerfCallback(Callback):
             self._file_handler.close()
             self._file_handler = None
 
-    def _make_files(self) -> None:
-        for path in (self.systems_path, self.filename):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(self.systems_path, "w", encoding="utf-8") as file:
-            json.dump(self.system_desc, file, sort_keys=True, indent=4)
-
     def _clear_caches(self) -> None:
         if self.cache_clear_cmd is None:
             warnings.warn(
@@ -232,7 +229,16 @@ class MLPerfCallback(Callback):
         if len(state.evaluators) > 1:
             labels = [evaluator.label for evaluator in state.evaluators]
             raise ValueError(f"MLPerf has one evaluator, and the Trainer was given {len(labels)}: {labels}. Give one.")
-        loader = _checked(state.train_dataloader, "train_dataloader")
+        loaders = {"train_dataloader": state.train_dataloader}
+        if state.evaluators:
+            loaders["eval_dataloader"] = state.evaluators[0].dataloader.dataloader
+        for name, loader in loaders.items():
+            if not isinstance(loader, DataLoader):
+                raise TypeError(
+                    f"{name} is a {type(loader).__name__}, and MLPerf asks for the sizes of a torch DataLoader. "
+                    f"Give the Trainer one, before fit."
+                )
+        loader: Any = state.train_dataloader
         if loader.batch_size is None:
             raise ValueError("train_dataloader has batch_size=None, and MLPerf asks for the size of batches. Give one.")
         constants, microbatch = self._constants, state.device_train_microbatch_size
@@ -242,8 +248,8 @@ class MLPerfCallback(Callback):
             constants.GRADIENT_ACCUMULATION_STEPS: -(-loader.batch_size // int(microbatch or loader.batch_size)),
             constants.TRAIN_SAMPLES: _num_samples(loader),
         }
-        for evaluator in state.evaluators:
-            sizes[constants.EVAL_SAMPLES] = _num_samples(_checked(evaluator.dataloader.dataloader, "eval_dataloader"))
+        if "eval_dataloader" in loaders:
+            sizes[constants.EVAL_SAMPLES] = _num_samples(loaders["eval_dataloader"])
         return sizes
 
     def _log_evaluation(self, epoch: int, accuracy: float, succeeds: bool) -> None:
@@ -265,28 +271,19 @@ class MLPerfCallback(Callback):
         logger.upload_file(posixpath.join("{run_name}", self._result_name), self.filename, overwrite=True)
 
 
-def _import_mllog() -> tuple[Any, Any]:
-    try:
-        return import_module("mlperf_logging.mllog"), import_module("mlperf_logging.mllog.constants")
-    except ImportError as error:
-        raise MissingConditionalImportError("mlperf", "mlperf-logging", None) from error
-
-
-def _checked(loader: Any, name: str) -> DataLoader[Any]:
-    if loader is None:
-        raise ValueError(f"{name}=None, and MLPerf asks for its size. Give the Trainer one, before fit.")
-    if not isinstance(loader, DataLoader):
-        raise TypeError(f"{name} is a {type(loader).__name__}, and MLPerf asks for the sizes of a torch DataLoader.")
-    return loader
-
-
-def _num_samples(loader: DataLoader[Any]) -> int:
-    dataset: Any = loader.dataset
+def _num_samples(loader: Any) -> int:
+    dataset = loader.dataset
     # An iterable dataset holds only this rank's part of the data, a map-style dataset holds all of it.
     return len(dataset) * (dist.get_world_size() if isinstance(dataset, IterableDataset) else 1)
 
 
-_UNKNOWN = ""  # to be filled in by hand
+_UNKNOWN: Final = ""
+_TO_BE_FILLED_IN: Final = """
+    host_processor_frequency host_processor_caches host_processor_interconnect host_storage_type host_storage_capacity
+    host_networking host_networking_topology host_memory_configuration accelerator_host_interconnect
+    accelerator_frequency accelerator_on-chip_memories accelerator_memory_configuration accelerator_interconnect
+    accelerator_interconnect_topology cooling hw_notes sw_notes
+"""
 
 
 def get_system_description(
@@ -319,19 +316,25 @@ def get_system_description(
             "submit it.",
             stacklevel=2,
         )
-    has_gpu = torch.cuda.is_available()
-    accelerator = torch.cuda.get_device_name() if has_gpu else _UNKNOWN
+    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else _UNKNOWN
     machine = get_composer_env_dict()
     default_name = f"{dist.get_world_size()}x{(accelerator or machine['cpu_model']).replace(' ', '_')}_composer"
-    return {
+    description = dict.fromkeys(_TO_BE_FILLED_IN.split(), _UNKNOWN)
+    return description | {
         "submitter": submitter,
         "division": division,
         "status": status,
         "number_of_nodes": num_nodes,
-        **_describe_host(machine["cpu_model"], host_processors_per_node),
-        **_describe_accelerator(accelerator),
-        "cooling": _UNKNOWN,
-        "hw_notes": _UNKNOWN,
+        "host_processors_per_node": _UNKNOWN if host_processors_per_node is None else host_processors_per_node,
+        "host_processor_model_name": machine["cpu_model"],
+        "host_processor_core_count": _UNKNOWN if (cores := _num_cores()) is None else cores,
+        "host_processor_vcpu_count": os.cpu_count(),
+        "host_memory_capacity": _memory_capacity(),
+        "accelerators_per_node": dist.get_local_world_size() if accelerator else 0,
+        "accelerator_model_name": accelerator,
+        "accelerator_memory_capacity": (
+            f"{torch.cuda.get_device_properties(0).total_memory / 1e9:.0f} GB" if accelerator else _UNKNOWN
+        ),
         "framework": f"PyTorch v{torch.__version__} and MosaicML composer v{machine['composer_version']}",
         "other_software_stack": {
             "cuda_version": torch.version.cuda or _UNKNOWN,
@@ -339,41 +342,7 @@ def get_system_description(
             "python_version": sys.version,
         },
         "operating_system": f"{platform.system()} {platform.release()}",
-        "sw_notes": _UNKNOWN,
         "system_name": default_name if system_name is None else system_name,
-    }
-
-
-def _describe_host(model: str, processors_per_node: int | None) -> dict[str, Any]:
-    return {
-        "host_processors_per_node": _UNKNOWN if processors_per_node is None else processors_per_node,
-        "host_processor_model_name": model,
-        "host_processor_core_count": _UNKNOWN if (cores := _num_cores()) is None else cores,
-        "host_processor_vcpu_count": os.cpu_count(),
-        "host_processor_frequency": _UNKNOWN,
-        "host_processor_caches": _UNKNOWN,
-        "host_processor_interconnect": _UNKNOWN,
-        "host_memory_capacity": _memory_capacity(),
-        "host_storage_type": _UNKNOWN,
-        "host_storage_capacity": _UNKNOWN,
-        "host_networking": _UNKNOWN,
-        "host_networking_topology": _UNKNOWN,
-        "host_memory_configuration": _UNKNOWN,
-    }
-
-
-def _describe_accelerator(name: str) -> dict[str, Any]:
-    capacity = f"{torch.cuda.get_device_properties(0).total_memory / 1e9:.0f} GB" if name else _UNKNOWN
-    return {
-        "accelerators_per_node": dist.get_local_world_size() if name else 0,
-        "accelerator_model_name": name,
-        "accelerator_host_interconnect": _UNKNOWN,
-        "accelerator_frequency": _UNKNOWN,
-        "accelerator_on-chip_memories": _UNKNOWN,
-        "accelerator_memory_configuration": _UNKNOWN,
-        "accelerator_memory_capacity": capacity,
-        "accelerator_interconnect": _UNKNOWN,
-        "accelerator_interconnect_topology": _UNKNOWN,
     }
 
 

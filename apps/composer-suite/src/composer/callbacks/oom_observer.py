@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import weakref
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
+
+import torch
 
 # Only its text output is used; its pages load scripts from the network.
 from torch.cuda import _memory_viz
 
-from composer.callbacks._memory_pages import (
-    MemoryFiles,
-    attach_out_of_memory_observer,
-    draw_flamegraph,
-    has_cuda_memory,
-    record_history,
-    segment_page,
-    stop_history,
-    take_snapshot,
-    timeline_page,
-)
-from composer_events.arguments import check_counts, check_places
-from composer_events.callback import Callback
-from composer_events.formatting import OF_TIME, check_placeholders
+from composer.callbacks._memory_pages import MemoryRecorder, Snapshot, draw_flamegraph, segment_page, timeline_page
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
 
 __all__ = ["OOMObserver", "SnapshotFileNameConfig"]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +61,7 @@ class SnapshotFileNameConfig:
         return list(astuple(self))
 
 
-class OOMObserver(Callback):
+class OOMObserver(MemoryRecorder):
     """Save the memory in use when a CUDA device runs out of it, as files that can be opened offline.
 
     They are written before the error is raised, so they exist even if it ends the run: the snapshot and four plots; see
@@ -98,6 +85,8 @@ class OOMObserver(Callback):
         >>> observer = OOMObserver(folder='traces/{run_name}', remote_file_name=None)
     """
 
+    _title = "oom observer"
+
     def __init__(
         self,
         max_entries: int = 100000,
@@ -106,21 +95,13 @@ class OOMObserver(Callback):
         remote_file_name: str | None = "{run_name}/oom_traces/rank{rank}_oom",
         overwrite: bool = False,
     ) -> None:
-        check_counts(max_entries=max_entries)
-        check_places(filename=filename)
-        check_placeholders(OF_TIME, filename=filename)
-        self.max_entries = max_entries
-        self.filename = filename
-        self.folder, self.remote_file_name, self.overwrite = folder, remote_file_name, overwrite
-        self._files = MemoryFiles(folder, remote_file_name, overwrite)
-        self._enabled = False
+        super().__init__(max_entries, folder, filename, remote_file_name, overwrite)
 
     def init(self, state: State, logger: Logger) -> None:
         """Start recording, if the model is on a CUDA device."""
-        self._enabled = has_cuda_memory(state, "oom observer")
+        super().init(state, logger)
         if not self._enabled:
             return
-        self._files.prepare(state, logger)
         # PyTorch holds an observer until the process ends, so it must not keep the run alive.
         observer, of_state, of_logger = weakref.ref(self), weakref.ref(state), weakref.ref(logger)
 
@@ -129,30 +110,26 @@ class OOMObserver(Callback):
             if alive is not None and its_state is not None and its_logger is not None:
                 alive.keep_snapshot(its_state, its_logger)
 
-        attach_out_of_memory_observer(observe)
-        record_history(self.max_entries)
+        torch._C._cuda_attach_out_of_memory_observer(observe)  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
+        self._record()
 
     def close(self, state: State, logger: Logger) -> None:
         """Stop recording."""
         if self._enabled:
-            self._enabled = False
-            stop_history()
+            self._stop()
 
     def keep_snapshot(self, state: State, logger: Logger) -> None:
         """Write and upload the current memory usage, unless the callback is closed."""
-        if not self._enabled:
-            return
-        try:
-            snapshot = take_snapshot()
-        except Exception:  # the user must see the out-of-memory error, not this one
-            _log.exception("No snapshot of the memory could be taken.")
-            return
-        names = SnapshotFileNameConfig.from_file_name(self._files.path(self.filename, state))
-        files = {
-            names.snapshot_file: lambda: pickle.dumps(snapshot),
-            names.trace_plot_file: lambda: timeline_page(snapshot).encode(),
-            names.segment_plot_file: lambda: segment_page(snapshot).encode(),
-            names.segment_flamegraph_file: lambda: _memory_viz.segments(snapshot, draw_flamegraph).encode(),
-            names.memory_flamegraph_file: lambda: _memory_viz.memory(snapshot, draw_flamegraph).encode(),
-        }
-        self._files.keep(files, state, logger)
+        if self._enabled:
+            self._save(state, logger, _files)
+
+
+def _files(path: str, snapshot: Snapshot) -> dict[str, Callable[[], bytes]]:
+    names = SnapshotFileNameConfig.from_file_name(path)
+    return {
+        names.snapshot_file: lambda: pickle.dumps(snapshot),
+        names.trace_plot_file: lambda: timeline_page(snapshot).encode(),
+        names.segment_plot_file: lambda: segment_page(snapshot).encode(),
+        names.segment_flamegraph_file: lambda: _memory_viz.segments(snapshot, draw_flamegraph).encode(),
+        names.memory_flamegraph_file: lambda: _memory_viz.memory(snapshot, draw_flamegraph).encode(),
+    }

@@ -27,8 +27,8 @@ _GRADIENT = f"{_NORM}/grad"
 class OptimizerMonitor(Callback):
     """Log the gradient norm of each parameter (`l2_norm/grad/<name>`) and of all (`l2_norm/grad/global`).
 
-    Values stay on the accelerator until a logger reads them, so there is no synchronization. For a sharded model they
-    are the norms of the unsharded gradients, at the cost of one collective per interval.
+    Values stay on the accelerator until a logger reads them; the callback does not synchronize. For a sharded model
+    they are the norms of the unsharded gradients, at the cost of one collective per interval.
 
     Args:
         log_optimizer_metrics: Whether to log the optimizer's own metrics, too, if it has

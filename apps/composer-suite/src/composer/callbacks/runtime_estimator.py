@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from composer.callbacks.speed_monitor import SECONDS, check_time_unit
+from composer.callbacks.speed_monitor import seconds_per
 from composer_events.arguments import check_counts
 from composer_events.callback import Callback
 from composer_events.logger import log_lazily
@@ -38,8 +38,8 @@ class RuntimeEstimator(Callback):
 
     def __init__(self, skip_batches: int = 1, time_unit: str = "hours") -> None:
         check_counts(0, skip_batches=skip_batches)
-        check_time_unit(time_unit)
         self.time_unit = time_unit
+        self._seconds = seconds_per(time_unit)
         self.eval_frequency_per_label: dict[str, float] = {}
         self._evaluations: dict[str, _Evaluations] = {}
         self._skip_batches = self._batches_left_to_skip = skip_batches
@@ -73,6 +73,7 @@ class RuntimeEstimator(Callback):
             return
         self._epoch_length = None if state.dataloader_len is None else int(state.dataloader_len)
         self._start_fraction = self._fraction(state) or 0.0
+        # Unlike the time of day, it is never set back.
         self._start_s = time.monotonic()
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -109,7 +110,7 @@ class RuntimeEstimator(Callback):
         if fraction is None or fraction <= start_fraction:
             return {}
         remaining_s = train_s / (fraction - start_fraction) * (1 - fraction) + remaining_eval_s
-        return {"time/remaining_estimate": max(remaining_s, 0.0) / SECONDS[self.time_unit]}
+        return {"time/remaining_estimate": max(remaining_s, 0.0) / self._seconds}
 
     def _remaining_eval_s(self) -> float:
         remaining_s = 0.0

@@ -22,17 +22,18 @@ if TYPE_CHECKING:
 
 __all__ = ["GPU_AVAILABLE_FLOPS", "SpeedMonitor", "get_gpu_flops_available"]
 
-SECONDS: Final = {"seconds": 1, "minutes": 60, "hours": 60 * 60, "days": 24 * 60 * 60}
+_SECONDS: Final = {"seconds": 1, "minutes": 60, "hours": 60 * 60, "days": 24 * 60 * 60}
 
 
-def check_time_unit(time_unit: Any) -> None:
-    """Validate the unit in which times are logged.
+def seconds_per(time_unit: str) -> int:
+    """Return the length of a time unit in seconds.
 
     Raises:
         ValueError: If the unit is unknown.
     """
-    if time_unit not in tuple(SECONDS):
-        raise ValueError(f"time_unit={time_unit!r} must be one of {', '.join(map(repr, SECONDS))}.")
+    if time_unit not in tuple(_SECONDS):  # a tuple also finds values that cannot be hashed
+        raise ValueError(f"time_unit={time_unit!r} must be one of {', '.join(map(repr, _SECONDS))}.")
+    return _SECONDS[time_unit]
 
 
 class SpeedMonitor(Callback):
@@ -71,7 +72,6 @@ class SpeedMonitor(Callback):
     ) -> None:
         check_counts(window_size=window_size)
         window_size = int(window_size)  # `deque` rejects NumPy integers
-        check_time_unit(time_unit)
         if gpu_flops_available is not None:
             check_numbers(0, gpu_flops_available=gpu_flops_available)
         # A window of n batches needs n + 1 readings.
@@ -82,13 +82,14 @@ class SpeedMonitor(Callback):
         self.gpu_flops_available = gpu_flops_available
         self.total_eval_wct = 0.0
         self._window_size = window_size
-        self._seconds = SECONDS[time_unit]
+        self._seconds = seconds_per(time_unit)
         self._world_size = 1
         self._model: torch.nn.Module | None = None
         self._flops_per_batch: Callable[[Any], float] | None = None
 
     def init(self, state: State, logger: Logger) -> None:
         """Look up the peak performance and the number of devices."""
+        # Kept, since `batch_end` runs in each step.
         self._world_size = dist.get_world_size()
         if self.gpu_flops_available is None:
             self.gpu_flops_available = get_gpu_flops_available(state)
@@ -118,7 +119,7 @@ class SpeedMonitor(Callback):
         if self._flops_per_batch is None:
             log_lazily(state, logger, self._speed, self.total_eval_wct, *window)
         else:
-            flops = self._flops(_checked_flops(self._flops_per_batch(state.batch)), state)
+            flops = self._flops(self._flops_per_batch(state.batch), state)
             logger.log_metrics(flops | self._speed(now, self.total_eval_wct, *window))
 
     def eval_end(self, state: State, logger: Logger) -> None:
@@ -148,7 +149,7 @@ class SpeedMonitor(Callback):
         """Return the metrics at a timestamp, for a window with the given start and length."""
         train_s = now.total_wct.total_seconds()
         metrics: dict[str, float] = {}
-        # Without elapsed time there is no speed.
+        # The speed is undefined without elapsed time.
         if length > self._window_size and train_s > start_s:
             metrics = self._throughput(train_s - start_s, now.num_samples - start_sample, now.num_tokens - start_token)
         metrics["time/train"] = train_s / self._seconds
@@ -163,7 +164,14 @@ class SpeedMonitor(Callback):
         of_all = {f"throughput/{name}": rate for name, rate in rates.items()}
         return of_all | {f"throughput/device/{name}": rate / self._world_size for name, rate in rates.items()}
 
-    def _flops(self, of_batch: float, state: State) -> dict[str, Any]:
+    def _flops(self, of_batch: Any, state: State) -> dict[str, Any]:
+        try:
+            of_batch = float(of_batch)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"flops_per_batch returned {of_batch!r} for a batch, and must return its number of floating-point "
+                f"operations."
+            ) from error
         so_far = self.history_flops[-1] if self.history_flops else 0.0
         self.history_flops.append(so_far + _over_all_ranks(of_batch, state))
         seconds = self.history_wct[-1] - self.history_wct[0]
@@ -186,15 +194,6 @@ def _flops_function(model: Any) -> Callable[[Any], float] | None:
             "its number of floating-point operations."
         )
     return cast("Callable[[Any], float] | None", flops_per_batch)
-
-
-def _checked_flops(flops: Any) -> float:
-    try:
-        return float(flops)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"flops_per_batch returned {flops!r} for a batch, and must return its number of floating-point operations."
-        ) from error
 
 
 def _over_all_ranks(flops: float, state: State) -> Any:

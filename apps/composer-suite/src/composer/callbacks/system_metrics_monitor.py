@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import torch
 
-from composer.loggers._service_queue import warn_logging_problem
+from composer.loggers._service_queue import require, warn_logging_problem
 from composer_dist import dist
 from composer_events.arguments import check_flags
 from composer_events.callback import Callback
 from composer_events.logger import log_lazily
-from composer_models import MissingConditionalImportError
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -131,7 +128,7 @@ class HostReader:
     """
 
     def __init__(self) -> None:
-        self._psutil = _import("psutil", "psutil")
+        self._psutil = require("psutil", extra="system")
         self._psutil.cpu_percent()  # the next call measures since this one
 
     def read(self) -> dict[str, float]:
@@ -157,7 +154,7 @@ class GPUReader:
     """
 
     def __init__(self) -> None:
-        self._nvml: Any = _import("pynvml", "nvidia-ml-py")
+        self._nvml: Any = require("pynvml", extra="system", package="nvidia-ml-py")
         self._nvml.nvmlInit()
         self._handle: Any = None
 
@@ -176,13 +173,6 @@ class GPUReader:
             "gpu_temperature_C": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
             "gpu_power_usage_W": nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
         }
-
-
-def _import(module: str, package: str) -> ModuleType:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise MissingConditionalImportError("system", package) from error
 
 
 T = TypeVar("T")

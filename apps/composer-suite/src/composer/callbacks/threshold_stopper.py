@@ -6,15 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from composer.callbacks._watched_metric import (
-    Comparison,
-    check_watched,
-    choose_comparison,
-    comparison_for,
-    compute_metric,
-)
-from composer_events.arguments import check_flags, check_numbers, check_texts
-from composer_events.callback import Callback
+from composer.callbacks._watched_metric import Comparison, MetricStopper
+from composer_events.arguments import check_flags, check_numbers
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -23,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["ThresholdStopper"]
 
 
-class ThresholdStopper(Callback):
+class ThresholdStopper(MetricStopper):
     """Stop training when a metric is better than a threshold.
 
     Args:
@@ -59,42 +52,19 @@ class ThresholdStopper(Callback):
         comp: str | Comparison | None = None,
         stop_on_batch: bool = False,
     ) -> None:
-        check_texts(dataloader_label=dataloader_label)
+        super().__init__(monitor, dataloader_label, comp)
         check_flags(stop_on_batch=stop_on_batch)
         if not isinstance(threshold, torch.Tensor):
             check_numbers(threshold=threshold)
-        self.monitor = monitor
-        self.dataloader_label = dataloader_label
         self.threshold = threshold
-        self.comp = choose_comparison(comp, monitor)
-        self._goes_by_metric = comp is None
         self.stop_on_batch = stop_on_batch
-        self.stop_reason: str | None = None
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Check that the metric exists, and choose the comparison."""
-        self.stop_reason = None
-        check_watched(state, self.monitor, self.dataloader_label)
-        if self._goes_by_metric:
-            self.comp = comparison_for(state, self.monitor, self.dataloader_label)
-
-    def eval_end(self, state: State, logger: Logger) -> None:
-        """Check the metric of an evaluator."""
-        self._look_if_named(state)
-
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        """Check the metric of training."""
-        self._look_if_named(state)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Check the metric of training, with `stop_on_batch`."""
         if self.stop_on_batch:
             self._look_if_named(state)
 
-    def _look_if_named(self, state: State) -> None:
-        # The label in the state tells which dataloader the current event belongs to.
-        if self.dataloader_label == state.dataloader_label:
-            value = compute_metric(state, self.monitor, self.dataloader_label)
-            if self.comp(value, torch.as_tensor(self.threshold, device=value.device)):
-                self.stop_reason = f"{self.dataloader_label}/{self.monitor} is {float(value):.6g}, as good as asked for"
-                state.stop_training()
+    def _look(self, state: State, value: torch.Tensor) -> None:
+        if self.comp(value, torch.as_tensor(self.threshold, device=value.device)):
+            self.stop_reason = f"{self.dataloader_label}/{self.monitor} is {float(value):.6g}, as good as asked for"
+            state.stop_training()

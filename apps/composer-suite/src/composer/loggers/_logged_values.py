@@ -1,8 +1,7 @@
 """Copies of logged values and images, read later without blocking training."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -10,13 +9,9 @@ from numpy.typing import NDArray
 
 from composer_events.logger_destination import detached_copy, format_log_data_value, map_values
 
-__all__ = ["LoggedImages", "to_8_bits", "Snapshot", "as_number"]
+__all__ = ["LoggedImages", "PixelsAndMasks", "to_8_bits", "Snapshot", "as_number"]
 
-
-@dataclass(frozen=True, slots=True)
-class _Image:
-    pixels: torch.Tensor  # height, width, channels
-    masks: dict[str, torch.Tensor]  # height, width
+PixelsAndMasks: TypeAlias = "Iterator[tuple[NDArray[np.uint8], dict[str, NDArray[Any]]]]"
 
 
 class LoggedImages:
@@ -34,11 +29,11 @@ class LoggedImages:
 
     def __init__(self, images: Any, channels_last: bool = False, masks: Mapping[str, Any] | None = None) -> None:
         self._snapshot = Snapshot({"images": images, "masks": dict(masks or {})})
-        pixels = [_to_hwc(image, channels_last) for image in _one_by_one(self._snapshot.values["images"], 3)]
-        by_name = {name: _masks(name, stack, len(pixels)) for name, stack in self._snapshot.values["masks"].items()}
-        self._images = [
-            _Image(image, {name: masks[index] for name, masks in by_name.items()}) for index, image in enumerate(pixels)
-        ]
+        images = _one_by_one(self._snapshot.values["images"], 3)
+        self._images = [_to_hwc(image, channels_last) for image in images]
+        self._masks = {
+            name: _to_masks(name, stack, len(images)) for name, stack in self._snapshot.values["masks"].items()
+        }
 
     @property
     def size_bytes(self) -> int:
@@ -48,13 +43,13 @@ class LoggedImages:
     @property
     def num_channels(self) -> set[int]:
         """The set of their numbers of channels."""
-        return {image.pixels.shape[2] for image in self._images}
+        return {image.shape[2] for image in self._images}
 
-    def read(self) -> Iterator[tuple[NDArray[np.uint8], dict[str, NDArray[Any]]]]:
+    def read(self) -> PixelsAndMasks:
         """Wait for the copies, and iterate over the images with pixels from 0 to 255, and their masks."""
         self._snapshot.wait()
-        for image in self._images:
-            yield to_8_bits(_to_numpy(image.pixels)), {name: _to_numpy(mask) for name, mask in image.masks.items()}
+        for index, image in enumerate(self._images):
+            yield to_8_bits(_to_numpy(image)), {name: _to_numpy(masks[index]) for name, masks in self._masks.items()}
 
 
 def to_8_bits(image: NDArray[Any]) -> NDArray[np.uint8]:
@@ -83,7 +78,7 @@ def _to_hwc(image: torch.Tensor, channels_last: bool) -> torch.Tensor:
     return squeezed if channels_last else squeezed.movedim(0, -1)
 
 
-def _masks(name: str, stack: Any, num_images: int) -> list[torch.Tensor]:
+def _to_masks(name: str, stack: Any, num_images: int) -> list[torch.Tensor]:
     masks = [mask.squeeze() for mask in _one_by_one(stack, 2)]
     if len(masks) != num_images:
         raise ValueError(f"masks[{name!r}] has {len(masks)} masks for {num_images} images. Give one for each image.")
@@ -126,8 +121,11 @@ class Snapshot:
             arrival.record(torch.accelerator.current_stream(device))
 
     def is_ready(self) -> bool:
-        """Return whether all copies are on the host."""
-        return all(arrival.query() for arrival in self._arrivals.values())
+        """Return whether all copies are on the host, or never will be, and `read` raises."""
+        try:
+            return all(arrival.query() for arrival in self._arrivals.values())
+        except RuntimeError:  # the device has failed
+            return True
 
     def wait(self) -> None:
         """Wait until the values are on the host."""

@@ -23,6 +23,7 @@ class KeptFile:
 
     def __init__(self, path: Path, buffer_size: int, is_continued: bool) -> None:
         self.path = path
+        # Unbuffered: after a failed write, Python's own buffer would not tell which bytes are in the file.
         self._file = path.open("ab" if is_continued else "wb", buffering=0)
         self._gathered = bytearray()
         self._buffer_size = io.DEFAULT_BUFFER_SIZE if buffer_size < 0 else buffer_size

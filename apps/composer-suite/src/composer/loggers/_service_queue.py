@@ -1,4 +1,4 @@
-"""Bounded queue between training and a service, with a thread that makes all calls to the service."""
+"""Base class of loggers for services, and the bounded queue and thread through which they make their calls."""
 
 import atexit
 import logging
@@ -7,7 +7,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -15,13 +15,27 @@ from pathlib import Path
 from shutil import copyfile, rmtree
 from tempfile import mkdtemp
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from composer.loggers._logged_values import LoggedImages, Snapshot
 from composer_dist import dist, get_global_rank
 from composer_events.arguments import check_seconds
+from composer_events.logger_destination import LoggerDestination
 from composer_models import MissingConditionalImportError
 
-__all__ = ["PATIENCE_S", "Outbox", "open_on_ranks", "require", "StagedFile", "UncaughtErrors", "warn_logging_problem"]
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+__all__ = [
+    "PATIENCE_S",
+    "Outbox",
+    "QueuedLogger",
+    "UncaughtErrors",
+    "open_on_ranks",
+    "require",
+    "warn_logging_problem",
+]
 
 PATIENCE_S = 120.0
 """Seconds that the start and the end of a run wait for a service."""
@@ -50,33 +64,27 @@ class Outbox:
     Args:
         service: The name of the service in warnings.
         patience_s: Seconds to wait in `open`, `drain` and `close`.
-        capacity_bytes: The bound of the queue.
     """
 
-    def __init__(self, service: str, *, patience_s: float = PATIENCE_S, capacity_bytes: int = _CAPACITY_BYTES) -> None:
+    def __init__(self, service: str, *, patience_s: float = PATIENCE_S) -> None:
         check_seconds(may_be_zero=True, patience_s=patience_s)
-        self.service, self.patience_s, self.capacity_bytes = service, patience_s, capacity_bytes
+        self.service, self.patience_s = service, patience_s
         self._line = _Line()
 
     @property
     def is_open(self) -> bool:
-        """Whether the thread runs: after `open` or `begin`, until `close`."""
+        """True while the thread runs: after `open` or `begin`, until `close`."""
         return self._line.thread is not None
 
     @property
     def is_down(self) -> bool:
-        """Whether the first call has failed, so that no other is made."""
+        """True if the first call has failed, so that no other is made."""
         return self._line.is_down
 
     @property
     def num_errors(self) -> int:
         """The number of calls that raised."""
         return self._line.num_errors
-
-    @property
-    def num_dropped(self) -> int:
-        """The number of calls that were dropped."""
-        return self._line.num_dropped
 
     def begin(self) -> None:
         """Start the thread for a service that needs no first call."""
@@ -95,6 +103,7 @@ class Outbox:
             too long, and then all later calls wait for it.
         """
         line, answer = self._line, Future[TResult]()
+        # In front of the calls that were queued before the run began.
         line.waiting.appendleft((lambda: _connect(line, connect, answer), 0))
         self._start(line)
         wait([answer], self.patience_s)
@@ -123,7 +132,7 @@ class Outbox:
         """
         line = self._line
         with line.changed:
-            has_room = not line.size_bytes or line.size_bytes + size_bytes <= self.capacity_bytes
+            has_room = not line.size_bytes or line.size_bytes + size_bytes <= _CAPACITY_BYTES
             if not line.is_down and (is_kept or has_room):
                 line.waiting.append((call, size_bytes))
                 line.size_bytes += size_bytes
@@ -135,14 +144,14 @@ class Outbox:
             self._warn(
                 line,
                 f"is slower than what is logged: {len(line.waiting)} calls wait and fill the "
-                f"{self.capacity_bytes / 2**20:g} MiB that there are. What is logged is dropped meanwhile. Log less.",
+                f"{_CAPACITY_BYTES / 2**20:g} MiB of the queue. Logged values are dropped meanwhile. Log less.",
             )
 
     def drain(self) -> bool:
         """Wait until all calls are done, and return whether they are."""
         line = self._line
         if line.thread is None:
-            return not line.waiting
+            return not line.waiting  # no thread makes them before `open`
         patience_s = 0.0 if line.has_given_up else self.patience_s  # one timeout per hanging service is enough
         with line.changed:
             line.changed.wait_for(lambda: not line.num_left, patience_s)
@@ -174,7 +183,7 @@ class Outbox:
         self._line = _Line()  # a hanging thread keeps the old one
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("service", "patience_s", "capacity_bytes")}
+        return {"service": self.service, "patience_s": self.patience_s}  # without the thread and its calls
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
@@ -244,7 +253,7 @@ def _connect(line: _Line, connect: Callable[[], TResult], answer: Future[TResult
     except Exception as error:
         with line.changed:
             line.is_down = True
-            line.waiting.clear()
+            line.waiting.clear()  # they will never be made
             line.size_bytes = 0
         answer.set_exception(error)
     else:
@@ -253,6 +262,68 @@ def _connect(line: _Line, connect: Callable[[], TResult], answer: Future[TResult
 
 def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+class QueuedLogger(LoggerDestination):
+    """Base class of loggers that make all calls to a service through an `Outbox`, in order.
+
+    `_send_hyperparameters` and `_send_metrics` run on its thread, with values that are on the host.
+
+    Args:
+        rank_zero_only: Whether only rank 0 logs.
+        patience_s: Seconds that the start and the end of the run wait for the service.
+    """
+
+    def __init__(self, rank_zero_only: bool, patience_s: float) -> None:
+        self._enabled = not rank_zero_only or get_global_rank() == 0
+        self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Log hyperparameters."""
+        self._post(self._send_hyperparameters, hyperparameters, is_kept=True)
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Log metrics at a step."""
+        self._post(self._send_metrics, metrics, step)
+
+    def fit_end(self, state: "State", logger: "Logger") -> None:
+        """Wait until all calls to the service are done."""
+        self._outbox.drain()
+
+    def _send_hyperparameters(self, values: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _send_metrics(self, values: dict[str, Any], step: int | None) -> None:
+        raise NotImplementedError
+
+    def _post(self, send: Callable[..., None], values: Mapping[str, Any], *rest: Any, is_kept: bool = False) -> None:
+        """Queue a call with a copy of values, if this rank logs."""
+        if self._enabled:
+            snapshot = Snapshot(values)
+            size_bytes = 0 if is_kept else snapshot.size_bytes
+            self._outbox.post(lambda: send(snapshot.read(), *rest), size_bytes=size_bytes, is_kept=is_kept)
+
+    def _post_images(self, send: Callable[..., None], images: Any, channels_last: bool, masks: Any, *rest: Any) -> None:
+        """Queue a call with the pixels and masks of a copy of images, if this rank logs."""
+        if self._enabled:
+            logged = LoggedImages(images, channels_last, masks)
+            self._outbox.post(lambda: send(logged.read(), *rest), size_bytes=logged.size_bytes)
+
+    def _post_file(self, file: Path, send: Callable[[Path], None]) -> None:
+        """Queue a call with a copy of a file, which may change before it is sent. The copy keeps the file's name."""
+        folder = Path(mkdtemp(prefix=f"composer-{self._outbox.service}-"))
+        copy = folder / file.name
+
+        def call() -> None:
+            try:
+                send(copy)
+            finally:
+                rmtree(folder, ignore_errors=True)
+
+        # Deletes the copy of a dropped call. Not at interpreter exit, when services may still upload.
+        weakref.finalize(call, rmtree, folder, ignore_errors=True).atexit = False
+        copyfile(file, copy)
+        self._outbox.post(call, is_kept=True)
 
 
 def open_on_ranks(
@@ -286,8 +357,13 @@ def open_on_ranks(
     return [result for result, _ in told]
 
 
-def require(module: str, *, extra: str) -> Any:
+def require(module: str, *, extra: str, package: str | None = None) -> Any:
     """Import a library of an optional extra of this distribution.
+
+    Args:
+        module: The module.
+        extra: The extra that brings it.
+        package: Its name in package registries; by default that of the module.
 
     Raises:
         MissingConditionalImportError: If it is not installed.
@@ -295,41 +371,10 @@ def require(module: str, *, extra: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != module.partition(".")[0]:
+        top = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != top:
             raise  # the library is installed, but one of its own dependencies is not
-        raise MissingConditionalImportError(extra, module.partition(".")[0].replace("_", "-")) from error
-
-
-class StagedFile:
-    """Temporary copy of a file, deleted by `remove` or with its last reference, since a queued upload may be dropped.
-
-    Args:
-        file: The file.
-        service: Part of the name of the copy's folder.
-
-    Attributes:
-        path: The copy, under the file's own name.
-
-    Example:
-        >>> from pathlib import Path
-        >>> staged = StagedFile(Path(__file__), "example")
-        >>> staged.path.name
-        '_service_queue.py'
-        >>> staged.remove()
-        >>> staged.path.exists()
-        False
-    """
-
-    def __init__(self, file: Path, service: str) -> None:
-        folder = Path(mkdtemp(prefix=f"composer-{service}-"))
-        self._remove = weakref.finalize(self, rmtree, folder, ignore_errors=True)
-        self._remove.atexit = False  # services may still upload at interpreter exit
-        self.path = folder / file.name
-        copyfile(file, self.path)
-
-    def remove(self) -> None:
-        """Delete the copy."""
-        self._remove()
+        raise MissingConditionalImportError(extra, package or top.replace("_", "-")) from error
 
 
 class UncaughtErrors:

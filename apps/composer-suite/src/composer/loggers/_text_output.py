@@ -8,10 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TextIO, cast
 
+from composer_dist import get_local_rank
+from composer_events.arguments import check_flags
 from composer_events.hparams import convert_flat_dict_to_nested_dict
-from composer_events.logger_destination import format_log_data_value
+from composer_events.logger import Logger
+from composer_events.logger_destination import BufferedDestination, format_log_data_value
+from composer_events.state import State
 
-__all__ = ["format_config", "table_as_json", "table_as_text", "to_stream", "to_plain", "StreamCapture"]
+__all__ = ["StreamCapture", "TextLogger", "aligned", "format_config", "table_as_json", "table_as_text", "to_plain"]
 
 _RULE = "*" * 30
 # A string that YAML reads without quotes: no comment and no key may begin in it.
@@ -110,17 +114,22 @@ def table_as_text(columns: Sequence[str], rows: Sequence[Sequence[Any]], indent:
                 f"{', '.join(columns)}. Give each row a cell for each column."
             )
     cells = [[_cell(value) for value in row] for row in rows]
-    widths = [max(len(line[column]) for line in [columns, *cells]) for column in range(len(columns))]
     is_number = [all(isinstance(row[column], int | float) for row in rows) for column in range(len(columns))]
+    head, *body = aligned([columns, *cells], is_number)
+    rule = "  ".join("-" * max(map(len, column)) for column in zip(columns, *cells, strict=True))
+    return "\n".join(f"{indent}{line}" for line in (head, rule, *body))
 
-    def line(texts: Sequence[str]) -> str:
-        parts = [
-            text.rjust(width) if right else text.ljust(width)
-            for text, width, right in zip(texts, widths, is_number, strict=True)
-        ]
-        return (indent + "  ".join(parts)).rstrip()
 
-    return "\n".join([line(columns), line(["-" * width for width in widths]), *map(line, cells)])
+def aligned(rows: Sequence[Sequence[str]], to_the_right: Sequence[bool]) -> list[str]:
+    """Return a line for each row of a table, with columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, to_the_right, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def _cell(value: Any) -> str:
@@ -133,22 +142,60 @@ def _to_json(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-_NAMES = ("stdout", "stderr")
+class TextLogger(BufferedDestination):
+    """Base class of loggers that write text to a stream, beginning with the settings of the run.
 
-
-def to_stream(stream: Any) -> str | TextIO:
-    """Check a stream; the names `'stdout'` and `'stderr'` are kept and looked up at each write.
+    Args:
+        stream: `'stderr'`, `'stdout'` or a text stream.
+        log_traces: Whether to write the actions of algorithms, too.
 
     Raises:
-        TypeError: If it is not writable.
-        ValueError: If it is another string.
+        TypeError: If an argument has the wrong type.
+        ValueError: If the stream is another string.
     """
-    if isinstance(stream, str) and stream.lower() in _NAMES:
-        return stream.lower()
-    if isinstance(stream, str) or not callable(getattr(stream, "write", None)):
-        kind = ValueError if isinstance(stream, str) else TypeError
-        raise kind(f"stream={stream!r} must be 'stderr', 'stdout' or a text stream.")
-    return stream
+
+    def __init__(self, stream: str | TextIO, log_traces: bool) -> None:
+        check_flags(log_traces=log_traces)
+        name = stream.lower() if isinstance(stream, str) else None
+        if name not in (None, "stdout", "stderr") or (name is None and not callable(getattr(stream, "write", None))):
+            kind = ValueError if isinstance(stream, str) else TypeError
+            raise kind(f"stream={stream!r} must be 'stderr', 'stdout' or a text stream.")
+        self.should_log_traces = log_traces
+        self.hparams: dict[str, Any] = {}
+        self._stream: str | TextIO = stream if name is None else name
+        self._has_shown_hparams = False
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Keep hyperparameters, which are written when the run starts."""
+        self.hparams.update(hyperparameters)
+
+    def log_traces(self, traces: dict[str, Any]) -> None:
+        """Write the actions of algorithms, if `log_traces` is set."""
+        if self.should_log_traces:
+            for name, trace in traces.items():
+                self._write(f"[trace]: {name}: {format_log_data_value(trace)}")
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Write the settings of the run."""
+        self._show_hparams()
+
+    def predict_start(self, state: State, logger: Logger) -> None:
+        """Write the settings of the run."""
+        self._show_hparams()
+
+    def _show_hparams(self) -> None:
+        if not self._has_shown_hparams and get_local_rank() == 0:
+            self._has_shown_hparams = True
+            self._write(format_config(self.hparams))
+
+    def _write(self, text: str) -> None:
+        stream = self._file()
+        stream.write(text + "\n")
+        stream.flush()
+
+    def _file(self) -> TextIO:
+        # Looked up at each write, so that a redirected stream is respected.
+        return getattr(sys, self._stream) if isinstance(self._stream, str) else self._stream
 
 
 _DEEPEST = 50

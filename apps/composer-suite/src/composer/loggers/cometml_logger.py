@@ -4,24 +4,23 @@ from typing import Any
 
 import numpy as np
 
-from composer.loggers._logged_values import LoggedImages, Snapshot
-from composer.loggers._service_queue import PATIENCE_S, Outbox, require
+from composer.loggers._logged_values import PixelsAndMasks
+from composer.loggers._service_queue import PATIENCE_S, QueuedLogger, require
 from composer_dist import get_global_rank
 from composer_events.arguments import check_flags, check_mappings, check_texts
 from composer_events.logger import Logger
-from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State
 
 __all__ = ["CometMLLogger"]
 
 _OPACITY = 0.6  # of a mask over its image
-_COLOURS = 255 * np.array(
+_COLORS = 255 * np.array(
     # Colors of the classes, which repeat: Okabe and Ito's palette, safe for color blindness.
     [[0, 0, 0], [0.9, 0.6, 0], [0.35, 0.7, 0.9], [0, 0.6, 0.5], [0.95, 0.9, 0.25], [0, 0.45, 0.7], [0.8, 0.4, 0]]
 )
 
 
-class CometMLLogger(LoggerDestination):
+class CometMLLogger(QueuedLogger):
     """Logger for Comet: hyperparameters, metrics, tables, and images with masks.
 
     All calls to Comet are made on a thread of their own, in order. Without a network, pass
@@ -63,30 +62,15 @@ class CometMLLogger(LoggerDestination):
         check_mappings(exp_kwargs=exp_kwargs)
         check_flags(log_code=log_code, log_graph=log_graph, rank_zero_only=rank_zero_only)
         check_texts(workspace=workspace, project_name=project_name, name=name, may_be_none=True)
+        super().__init__(rank_zero_only, patience_s)
         self.name: str | None = name
         self.rank_zero_only = rank_zero_only
-        self._enabled = not rank_zero_only or get_global_rank() == 0
-        self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
         self.experiment: Any = None
         self._arguments = {"log_code": log_code, "log_graph": log_graph, **(exp_kwargs or {})}
         given = {"workspace": workspace, "project_name": project_name}
         self._arguments |= {key: value for key, value in given.items() if value is not None}
         if self._enabled:
             self._outbox.open(lambda: self._begin(comet_ml), ValueError, TypeError)
-
-    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Log hyperparameters."""
-        if self._enabled:
-            snapshot = Snapshot(hyperparameters)
-            self._outbox.post(lambda: self.experiment.log_parameters(snapshot.read()), is_kept=True)
-
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log metrics at a step."""
-        if self._enabled:
-            snapshot = Snapshot(metrics)
-            self._outbox.post(
-                lambda: self.experiment.log_metrics(dic=snapshot.read(), step=step), size_bytes=snapshot.size_bytes
-            )
 
     def log_table(
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
@@ -117,10 +101,7 @@ class CometMLLogger(LoggerDestination):
         Raises:
             ValueError: If an item is not an image, or masks do not fit the images.
         """
-        if not self._enabled:
-            return
-        logged = LoggedImages(images, channels_last, masks)
-        self._outbox.post(lambda: self._send_images(logged, name, step), size_bytes=logged.size_bytes)
+        self._post_images(self._send_images, images, channels_last, masks, name, step)
 
     def init(self, state: State, logger: Logger) -> None:
         """Name the experiment."""
@@ -131,10 +112,6 @@ class CometMLLogger(LoggerDestination):
             if not self._outbox.is_open:  # a second run after `post_close`
                 self._outbox.open(lambda: self._begin(require("comet_ml", extra="comet")), ValueError, TypeError)
             self._outbox.post(lambda: self.experiment.set_name(self.name), is_kept=True)
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait until all calls to Comet are done."""
-        self._outbox.drain()
 
     def post_close(self) -> None:
         """End the experiment, and wait until Comet has everything."""
@@ -151,12 +128,18 @@ class CometMLLogger(LoggerDestination):
         experiment.log_other("Created from", "mosaicml-composer")  # the value by which Comet identifies such runs
         self.experiment = experiment
 
-    def _send_images(self, logged: LoggedImages, name: str, step: int | None) -> None:
-        for index, (image, masks) in enumerate(logged.read()):
+    def _send_hyperparameters(self, values: dict[str, Any]) -> None:
+        self.experiment.log_parameters(values)
+
+    def _send_metrics(self, values: dict[str, Any], step: int | None) -> None:
+        self.experiment.log_metrics(dic=values, step=step)
+
+    def _send_images(self, images: PixelsAndMasks, name: str, step: int | None) -> None:
+        for index, (image, masks) in enumerate(images):
             self.experiment.log_image(image, name=f"{name}_{index}", step=step)
             for mask_name, mask in masks.items():
-                coloured = _COLOURS[mask.astype(int) % len(_COLOURS)]
-                over = (1 - _OPACITY) * image[:, :, :3] + _OPACITY * coloured
+                colored = _COLORS[mask.astype(int) % len(_COLORS)]
+                over = (1 - _OPACITY) * image[:, :, :3] + _OPACITY * colored
                 title = f"{name}_{index} + {mask_name} mask overlaid"
                 self.experiment.log_image(over.astype(np.uint8), name=title, step=step)
-                self.experiment.log_image(coloured.astype(np.uint8), name=f"{mask_name}_{index} mask", step=step)
+                self.experiment.log_image(colored.astype(np.uint8), name=f"{mask_name}_{index} mask", step=step)

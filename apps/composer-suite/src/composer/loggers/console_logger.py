@@ -1,15 +1,13 @@
 """Metrics as lines of text, for runs whose output goes to a file."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TextIO
 
-from composer.loggers._text_output import format_config, table_as_json, table_as_text, to_stream
+from composer.loggers._text_output import TextLogger, table_as_json, table_as_text
 from composer.utils.notebook import is_notebook
-from composer_dist import get_local_rank
-from composer_events.arguments import check_flags, to_time
+from composer_events.arguments import to_time
 from composer_events.logger import Logger
-from composer_events.logger_destination import BufferedDestination, LoggedMetrics, format_log_data_value
+from composer_events.logger_destination import LoggedMetrics, format_log_data_value
 from composer_events.state import State
 from composer_time import Time, TimeUnit
 
@@ -21,7 +19,7 @@ NUM_EVAL_LOGGING_EVENTS = 11
 """The largest number of progress lines in one evaluation."""
 
 
-class ConsoleLogger(BufferedDestination):
+class ConsoleLogger(TextLogger):
     """Logger that writes training metrics at intervals and evaluation metrics at the end of each evaluation, as text.
 
     Values logged between two blocks appear in the next one, with the latest value of each. Tables are laid out in
@@ -52,6 +50,7 @@ class ConsoleLogger(BufferedDestination):
     def __init__(
         self, log_interval: int | str | Time[int] = "1ba", stream: str | TextIO = "stderr", log_traces: bool = False
     ) -> None:
+        super().__init__(stream, log_traces)
         self.log_interval: Time[Any] = to_time("console_log_interval", log_interval, TimeUnit.EPOCH)
         if self.log_interval.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH):
             raise ValueError(
@@ -60,21 +59,11 @@ class ConsoleLogger(BufferedDestination):
             )
         if self.log_interval.value < 1:
             raise ValueError(f"console_log_interval={log_interval!r} must be 1 or more.")
-        check_flags(log_traces=log_traces)
-        stream = to_stream(stream)
-        self.should_log_traces = log_traces
-        self.hparams: dict[str, Any] = {}
         self._logged: dict[str, Any] = {}
         self.tables: dict[str, str] = {}
         self._tables_as_text: dict[str, str] = {}
         self.eval_batch_idxs_to_log: list[int] = []
-        self._stream = stream
-        self._has_shown_hparams = False
         self._last_batch: int | None = None  # of the latest block of training
-
-    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Keep hyperparameters, which are written when the run starts."""
-        self.hparams.update(hyperparameters)
 
     def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
         """Keep metrics for the next block."""
@@ -98,20 +87,6 @@ class ConsoleLogger(BufferedDestination):
         """Keep a table, which is written with every block from now on."""
         self.tables[name] = table_as_json(columns, rows)
         self._tables_as_text[name] = table_as_text(columns, rows, indent="\t   ")
-
-    def log_traces(self, traces: dict[str, Any]) -> None:
-        """Write the actions of algorithms, if `log_traces` is set."""
-        if self.should_log_traces:
-            for name, trace in traces.items():
-                self._write(f"[trace]: {name}: {format_log_data_value(trace)}")
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Write the settings of the run."""
-        self._show_hparams()
-
-    def predict_start(self, state: State, logger: Logger) -> None:
-        """Write the settings of the run."""
-        self._show_hparams()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Write a block at the interval, if it counts batches."""
@@ -167,7 +142,8 @@ class ConsoleLogger(BufferedDestination):
         progress = _progress_of_training(state) if is_train else _progress_of_evaluation(state)
         lines = [f"\n\t {prefix}{name}: {format_log_data_value(value)}" for name, value in data.items()]
         # Columns are for people; files and pipes are read by programs.
-        tables = {name: f"\n{text}" for name, text in self._tables_as_text.items()} if self._is_read() else self.tables
+        is_read = is_notebook() or getattr(self._file(), "isatty", lambda: False)()
+        tables = {name: f"\n{text}" for name, text in self._tables_as_text.items()} if is_read else self.tables
         lines += [f"\n\t {prefix}{name}: {table}" for name, table in tables.items()]
         self._write(progress + (":" if progress and data else "") + "".join(lines))
 
@@ -175,24 +151,6 @@ class ConsoleLogger(BufferedDestination):
         self.log_to_console(self.logged_metrics, state, prefix="Train ")
         self.logged_metrics.clear()
         self._last_batch = state.timestamp.num_batches
-
-    def _show_hparams(self) -> None:
-        if self._has_shown_hparams or get_local_rank() != 0:
-            return
-        self._has_shown_hparams = True
-        self._write(format_config(self.hparams))
-
-    def _write(self, text: str) -> None:
-        stream = self._file()
-        stream.write(text + "\n")
-        stream.flush()
-
-    def _is_read(self) -> bool:
-        return is_notebook() or getattr(self._file(), "isatty", lambda: False)()
-
-    def _file(self) -> TextIO:
-        # Looked up at each write, so that a redirected stream is respected.
-        return getattr(sys, self._stream) if isinstance(self._stream, str) else self._stream
 
 
 def _progress_of_training(state: State) -> str:

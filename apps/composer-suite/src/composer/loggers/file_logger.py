@@ -8,15 +8,14 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 from composer.loggers._logged_values import Snapshot
 from composer.loggers._retrying_file import KeptFile
 from composer.loggers._text_output import StreamCapture, table_as_json
-from composer_events.arguments import check_counts, check_flags, check_numbers, check_places
+from composer_events.arguments import check_counts, check_flags, check_numbers, check_places, overrides
 from composer_events.formatting import check_placeholders, format_name_with_dist
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination, format_log_data_value
@@ -209,7 +208,7 @@ class FileLogger(LoggerDestination):
         is_later = False
         for callback in tuple(state.callbacks):
             is_later |= callback is self
-            if not isinstance(callback, LoggerDestination) or not _keeps_files(callback):
+            if not isinstance(callback, LoggerDestination) or not overrides(callback, LoggerDestination, "upload_file"):
                 continue
             if is_later:
                 try:
@@ -273,9 +272,10 @@ class FileLogger(LoggerDestination):
                 return
             self._is_writing = True
             try:
-                while self._pending and (waits or self._pending[0].is_known()):
+                while self._pending and (waits or (known := self._pending[0].snapshot) is None or known.is_ready()):
                     entry = self._pending.popleft()
                     self._is_uploaded_whole = False
+                    # Printed text may have lone surrogates, as in names of files that are not UTF-8.
                     self._file.write(self._with_prefix(entry).encode(errors="backslashreplace"))
             finally:
                 self._is_writing = False
@@ -306,20 +306,9 @@ class FileLogger(LoggerDestination):
         return format_name_with_dist(name, self._run_name)
 
 
-def _keeps_files(destination: LoggerDestination) -> bool:
-    return type(destination).upload_file is not LoggerDestination.upload_file
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Text to write, or a function that returns it."""
+class _Entry(NamedTuple):
+    """Text to write, or a function that returns it once the snapshot is ready."""
 
     text: str | Callable[[], str]
     prefix: str = ""
     snapshot: Snapshot | None = None
-
-    def is_known(self) -> bool:
-        try:
-            return self.snapshot is None or self.snapshot.is_ready()
-        except RuntimeError:  # a failed device will never deliver the value
-            return True

@@ -5,12 +5,11 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from composer.loggers._logged_values import LoggedImages, Snapshot, as_number
-from composer.loggers._service_queue import PATIENCE_S, Outbox, UncaughtErrors, open_on_ranks, require
+from composer.loggers._logged_values import LoggedImages, as_number
+from composer.loggers._service_queue import PATIENCE_S, QueuedLogger, UncaughtErrors, open_on_ranks, require
 from composer_dist import get_global_rank
 from composer_events.arguments import (
     check_counts,
@@ -23,122 +22,11 @@ from composer_events.arguments import (
 )
 from composer_events.hparams import convert_nested_dict_to_flat_dict
 from composer_events.logger import Logger
-from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State
 
 __all__ = ["MLFlowLogger"]
 
 _UNITY_CATALOG = "databricks-uc"
-
-
-class MLFlowModels:
-    """Registration and storage of models in MLflow.
-
-    Args:
-        mlflow: The module.
-        model_registry_prefix: Prefix of the names of registered models, before a dot.
-        model_registry_uri: The URI of the registry.
-
-    Raises:
-        ValueError: If the registry is Unity Catalog, and the prefix is not of the form `catalog.schema`.
-    """
-
-    def __init__(self, mlflow: Any, model_registry_prefix: str, model_registry_uri: str | None) -> None:
-        if model_registry_uri == _UNITY_CATALOG and len(model_registry_prefix.split(".")) != 2:
-            raise ValueError(
-                f"When registering to Unity Catalog, model_registry_prefix must be in the form catalog.schema, such as "
-                f"'main.plums', and it is {model_registry_prefix!r}."
-            )
-        self._mlflow = mlflow
-        self.model_registry_prefix, self.model_registry_uri = model_registry_prefix, model_registry_uri
-        self._client: Any = None
-        if model_registry_uri is not None:
-            mlflow.set_registry_uri(model_registry_uri)
-
-    @property
-    def client(self) -> Any:
-        """The `MlflowClient`, created on first use."""
-        if self._client is None:
-            self._client = self._mlflow.MlflowClient(self._mlflow.get_tracking_uri(), self.model_registry_uri)
-        return self._client
-
-    def register_model(
-        self, model_uri: str, name: str, await_registration_for: int = 300, tags: dict[str, Any] | None = None
-    ) -> Any:
-        """Register a model that was logged, and return its version.
-
-        Args:
-            model_uri: The URI of the model, as returned by `log_model`.
-            name: The name, after the prefix.
-            await_registration_for: Seconds to wait until it is ready.
-            tags: Tags of the version.
-        """
-        return self._mlflow.register_model(
-            model_uri=model_uri,
-            name=self._registered_name(name),
-            await_registration_for=await_registration_for,
-            tags=tags,
-        )
-
-    def register_model_with_run_id(
-        self, model_uri: str, name: str, await_creation_for: int = 300, tags: dict[str, Any] | None = None
-    ) -> Any:
-        """Register a model as a result of this run, and return its version.
-
-        Args:
-            model_uri: The URI of its files.
-            name: The name, after the prefix.
-            await_creation_for: Seconds to wait until it is ready.
-            tags: Tags of the version.
-        """
-        from mlflow.exceptions import MlflowException  # loaded already
-        from mlflow.protos.databricks_pb2 import ALREADY_EXISTS, RESOURCE_ALREADY_EXISTS, ErrorCode
-
-        full_name = self._registered_name(name)
-        try:
-            self.client.create_registered_model(full_name)
-        except MlflowException as error:
-            if error.error_code not in {ErrorCode.Name(ALREADY_EXISTS), ErrorCode.Name(RESOURCE_ALREADY_EXISTS)}:
-                raise
-        return self.client.create_model_version(
-            name=full_name,
-            source=model_uri,
-            run_id=getattr(self, "run_id", None),
-            await_creation_for=await_creation_for,
-            tags=tags,
-        )
-
-    def save_model(self, flavor: str, **kwargs: Any) -> None:
-        """Save a model in MLflow's format.
-
-        Args:
-            flavor: `'transformers'`.
-            **kwargs: The arguments of `mlflow.transformers.save_model`.
-
-        Raises:
-            NotImplementedError: If it is another flavor.
-        """
-        self._flavor(flavor).save_model(**kwargs)
-
-    def log_model(self, flavor: str, **kwargs: Any) -> Any:
-        """Log a model with the run, and return MLflow's description of it, with its `model_uri`.
-
-        Args:
-            flavor: `'transformers'`.
-            **kwargs: The arguments of `mlflow.transformers.log_model`.
-
-        Raises:
-            NotImplementedError: If it is another flavor.
-        """
-        return self._flavor(flavor).log_model(**kwargs)
-
-    def _flavor(self, flavor: str) -> Any:
-        if flavor != "transformers":
-            raise NotImplementedError(f"flavor={flavor!r} cannot be saved. Use 'transformers'.")
-        return self._mlflow.transformers
-
-    def _registered_name(self, name: str) -> str:
-        return f"{self.model_registry_prefix}.{name}" if self.model_registry_prefix else name
 
 
 # MLflow's limits for one request.
@@ -149,16 +37,6 @@ _INVALID = "INVALID_PARAMETER_VALUE"  # MLflow's code for a metric name that it 
 
 # Makes MLflow's client try once; by default it retries for minutes.
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
-
-
-@dataclass(frozen=True, slots=True)
-class RunSettings:
-    """Names and tags of a run."""
-
-    experiment_name: str
-    run_name: str
-    tags: Mapping[str, Any]
-    resume: bool
 
 
 class Batch:
@@ -193,88 +71,68 @@ class Batch:
             self.send()
 
     def send(self) -> None:
-        """Send the buffer.
-
-        Raises:
-            MlflowException: The first error, after everything else is sent: MLflow rejects a whole request for one
-                invalid metric name. That metric is left out from then on.
-        """
-        from mlflow.exceptions import MlflowException  # loaded already, with the client
-
+        """Send the buffer."""
         metrics, self._metrics = self._metrics, []
-        errors: list[Exception] = []
-        for start in range(0, len(metrics), _MOST_METRICS):
-            part = metrics[start : start + _MOST_METRICS]
-            try:
-                self._client.log_batch(self._run_id, metrics=part)
-            except MlflowException as error:
-                if error.error_code != _INVALID:
-                    raise
-                errors += self._send_by_name(part)
-        if errors:
-            raise errors[0]
-
-    def _send_by_name(self, metrics: list[Any]) -> list[Exception]:
-        from mlflow.exceptions import MlflowException  # loaded already, with the client
-
-        errors: list[Exception] = []
-        for name in dict.fromkeys(metric.key for metric in metrics):
-            try:
-                self._client.log_batch(self._run_id, metrics=[metric for metric in metrics if metric.key == name])
-            except MlflowException as error:
-                if error.error_code != _INVALID:
-                    raise
-                self._refused.add(name)
-                errors.append(error)
-        return errors
+        self._log_batch("metrics", metrics, _MOST_METRICS)
 
     def send_params(self, params: Mapping[str, Any]) -> None:
-        """Send hyperparameters.
+        """Send hyperparameters."""
+        from mlflow.entities import Param  # loaded already, with the client
+
+        self._log_batch("params", [Param(name, str(value)) for name, value in params.items()], _MOST_PARAMS)
+
+    def _log_batch(self, kind: str, items: list[Any], most: int) -> None:
+        """Send items in as few requests as possible.
+
+        MLflow rejects a whole request for one invalid metric name or, in a resumed run, for one changed parameter. The
+        names of such a request are then sent one by one. A metric that is rejected again is left out from then on.
 
         Raises:
-            MlflowException: The first error, after everything else is sent: in a resumed run MLflow rejects a whole
-                request for one changed parameter.
+            MlflowException: The first error, after everything else is sent.
         """
-        from mlflow.entities import Param  # loaded already, with the client
-        from mlflow.exceptions import MlflowException
+        from mlflow.exceptions import MlflowException  # loaded already, with the client
 
-        several = [Param(name, str(value)) for name, value in params.items()]
-        for start in range(0, len(several), _MOST_PARAMS):
-            part = several[start : start + _MOST_PARAMS]
-            try:
-                self._client.log_batch(self._run_id, params=part)
-            except MlflowException:
-                self._send_one_by_one(part)
-
-    def _send_one_by_one(self, params: list[Any]) -> None:
         errors: list[Exception] = []
-        for param in params:
+        for start in range(0, len(items), most):
+            part = items[start : start + most]
             try:
-                self._client.log_batch(self._run_id, params=[param])
-            except Exception as error:
-                errors.append(error)
+                self._client.log_batch(self._run_id, **{kind: part})
+            except MlflowException as error:
+                if kind == "metrics" and error.error_code != _INVALID:
+                    raise
+            else:
+                continue
+            for name in dict.fromkeys(item.key for item in part):
+                try:
+                    self._client.log_batch(self._run_id, **{kind: [item for item in part if item.key == name]})
+                except MlflowException as error:
+                    if kind == "metrics":
+                        if error.error_code != _INVALID:
+                            raise
+                        self._refused.add(name)
+                    errors.append(error)
         if errors:
             raise errors[0]
 
 
-def begin_run(client: Any, settings: RunSettings) -> tuple[str, str]:
+def begin_run(
+    client: Any, experiment_name: str, run_name: str, tags: Mapping[str, Any], *, resume: bool
+) -> tuple[str, str]:
     """Return the ids of the experiment and the run, which are created unless they exist."""
     experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
     if experiment_id is None:
-        experiment = client.get_experiment_by_name(settings.experiment_name)
-        experiment_id = (
-            _create_experiment(client, settings.experiment_name) if experiment is None else experiment.experiment_id
-        )
+        experiment = client.get_experiment_by_name(experiment_name)
+        experiment_id = _create_experiment(client, experiment_name) if experiment is None else experiment.experiment_id
     run_id = os.environ.get("MLFLOW_RUN_ID")
-    if run_id is None and settings.resume:
-        named = settings.tags["run_name"].replace("'", "\\'")
+    if run_id is None and resume:
+        named = tags["run_name"].replace("'", "\\'")
         found = client.search_runs(
             [experiment_id], f"tags.run_name = '{named}'", max_results=1, order_by=["attributes.start_time DESC"]
         )
         run_id = found[0].info.run_id if found else None
     if run_id is None:
-        tags = {name: str(value) for name, value in settings.tags.items()}
-        run_id = client.create_run(experiment_id, run_name=settings.run_name, tags=tags).info.run_id
+        texts = {name: str(value) for name, value in tags.items()}
+        run_id = client.create_run(experiment_id, run_name=run_name, tags=texts).info.run_id
     return experiment_id, run_id
 
 
@@ -285,21 +143,21 @@ def end_run(mlflow: Any, run_id: str, status: str, *, is_patient: bool) -> None:
         mlflow: The module.
         run_id: The run.
         status: The final status, in MLflow's terms.
-        is_patient: Whether to retry when MLflow does not answer.
+        is_patient: Whether to retry, and warn, when MLflow does not answer.
     """
     active = mlflow.active_run()
     if active is None or active.info.run_id != run_id:
         return
     try:
-        if is_patient:
+        with nullcontext() if is_patient else _impatiently():
             mlflow.end_run(status)
-        else:
-            with _impatiently():
-                mlflow.end_run(status)
     except Exception as error:
-        message = f"MLFlowLogger could not tell MLflow that run {run_id} has ended: {type(error).__name__}: {error}"
         if is_patient:  # otherwise there was a warning before
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
+            warnings.warn(
+                f"MLFlowLogger could not tell MLflow that run {run_id} has ended: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 def _create_experiment(client: Any, name: str) -> str:
@@ -336,7 +194,7 @@ _SYSTEM_METRICS = {
 }
 
 
-class MLFlowLogger(MLFlowModels, LoggerDestination):
+class MLFlowLogger(QueuedLogger):
     """Logger for MLflow: hyperparameters, metrics, tables and images; it also registers models.
 
     Metrics are buffered and sent on a thread of their own, in order. While a Trainer is open, its run is the active run
@@ -412,7 +270,17 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
         check_texts(model_registry_prefix=model_registry_prefix)
         check_texts(model_registry_uri=model_registry_uri, may_be_none=True)
         check_places(tracking_uri=tracking_uri, may_be_none=True)
-        MLFlowModels.__init__(self, mlflow, model_registry_prefix, model_registry_uri)
+        if model_registry_uri == _UNITY_CATALOG and len(model_registry_prefix.split(".")) != 2:
+            raise ValueError(
+                f"When registering to Unity Catalog, model_registry_prefix must be in the form catalog.schema, such as "
+                f"'main.plums', and it is {model_registry_prefix!r}."
+            )
+        super().__init__(rank_zero_only, patience_s)
+        self._mlflow = mlflow
+        self._client: Any = None
+        self.model_registry_prefix, self.model_registry_uri = model_registry_prefix, model_registry_uri
+        if model_registry_uri is not None:
+            mlflow.set_registry_uri(model_registry_uri)
         if tracking_uri is None and os.environ.get("DATABRICKS_TOKEN"):
             tracking_uri = "databricks"
         if tracking_uri is not None:
@@ -436,8 +304,6 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
         self.experiment_id: str | None = None
         self.run_id: str | None = None
         self.run_url: str | None = None
-        self._enabled = not rank_zero_only or get_global_rank() == 0
-        self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
         self._uncaught = UncaughtErrors()
         self._batch: Batch | None = None  # this and the cache belong to the outbox's thread
         self._metrics_cache: dict[str, tuple[float, int]] = {}
@@ -447,31 +313,25 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
         if not self._enabled:
             return
         flat = convert_nested_dict_to_flat_dict(hyperparameters)
-        wanted = {name: value for name, value in flat.items() if not _matches(name, self.ignore_hyperparameters)}
-        snapshot = Snapshot(wanted)
-        self._outbox.post(lambda: self._in_batch().send_params(snapshot.read()), is_kept=True)
+        super().log_hyperparameters({k: v for k, v in flat.items() if not _matches(k, self.ignore_hyperparameters)})
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Log metrics at a step; values that are not numbers are left out."""
         if not self._enabled:
             return
-        snapshot = Snapshot({name: value for name, value in metrics.items() if not _matches(name, self.ignore_metrics)})
-        logged_at_ms = int(time.time() * 1000)
-        self._outbox.post(lambda: self._gather(snapshot, step or 0, logged_at_ms), size_bytes=snapshot.size_bytes)
+        wanted = {name: value for name, value in metrics.items() if not _matches(name, self.ignore_metrics)}
+        self._post(self._gather, wanted, step or 0, int(time.time() * 1000))
 
     def log_table(
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
     ) -> None:
         """Log a table as the artifact `<name>.json`."""
-        if not self._enabled:
-            return
-        snapshot = Snapshot({"rows": [list(row) for row in rows]})
 
-        def send() -> None:
-            frame = require("pandas", extra="mlflow").DataFrame(snapshot.read()["rows"], columns=list(columns))
+        def send(values: dict[str, Any]) -> None:
+            frame = require("pandas", extra="mlflow").DataFrame(values["rows"], columns=list(columns))
             self.client.log_table(run_id=self.run_id, data=frame, artifact_file=f"{name}.json")
 
-        self._outbox.post(send, size_bytes=snapshot.size_bytes)
+        self._post(send, {"rows": [list(row) for row in rows]})
 
     def log_images(
         self,
@@ -518,8 +378,7 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
         self.tags["run_name"] = os.environ.get("RUN_NAME") or state.run_name
         if self.run_group:
             self.tags["run_group"] = self.run_group
-        settings = RunSettings(self.experiment_name, self.run_name, self.tags, self.resume)
-        begun = open_on_ranks(self._outbox, lambda: self._begin(settings), is_enabled=self._enabled)
+        begun = open_on_ranks(self._outbox, self._begin, is_enabled=self._enabled)
         own = begun[get_global_rank()] or begun[0]
         if own is None:
             return
@@ -566,6 +425,91 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
         if self.run_id is not None:
             end_run(self._mlflow, self.run_id, status, is_patient=is_well)
 
+    @property
+    def client(self) -> Any:
+        """The `MlflowClient`, created on first use."""
+        if self._client is None:
+            self._client = self._mlflow.MlflowClient(self._mlflow.get_tracking_uri(), self.model_registry_uri)
+        return self._client
+
+    def register_model(
+        self, model_uri: str, name: str, await_registration_for: int = 300, tags: dict[str, Any] | None = None
+    ) -> Any:
+        """Register a model that was logged, and return its version.
+
+        Args:
+            model_uri: The URI of the model, as returned by `log_model`.
+            name: The name, after the prefix.
+            await_registration_for: Seconds to wait until it is ready.
+            tags: Tags of the version.
+        """
+        return self._mlflow.register_model(
+            model_uri=model_uri,
+            name=self._registered_name(name),
+            await_registration_for=await_registration_for,
+            tags=tags,
+        )
+
+    def register_model_with_run_id(
+        self, model_uri: str, name: str, await_creation_for: int = 300, tags: dict[str, Any] | None = None
+    ) -> Any:
+        """Register a model as a result of this run, and return its version.
+
+        Args:
+            model_uri: The URI of its files.
+            name: The name, after the prefix.
+            await_creation_for: Seconds to wait until it is ready.
+            tags: Tags of the version.
+        """
+        from mlflow.exceptions import MlflowException  # loaded already
+        from mlflow.protos.databricks_pb2 import ALREADY_EXISTS, RESOURCE_ALREADY_EXISTS, ErrorCode
+
+        full_name = self._registered_name(name)
+        try:
+            self.client.create_registered_model(full_name)
+        except MlflowException as error:
+            if error.error_code not in {ErrorCode.Name(ALREADY_EXISTS), ErrorCode.Name(RESOURCE_ALREADY_EXISTS)}:
+                raise
+        return self.client.create_model_version(
+            name=full_name,
+            source=model_uri,
+            run_id=self.run_id,
+            await_creation_for=await_creation_for,
+            tags=tags,
+        )
+
+    def save_model(self, flavor: str, **kwargs: Any) -> None:
+        """Save a model in MLflow's format.
+
+        Args:
+            flavor: `'transformers'`.
+            **kwargs: The arguments of `mlflow.transformers.save_model`.
+
+        Raises:
+            NotImplementedError: If it is another flavor.
+        """
+        self._flavor(flavor).save_model(**kwargs)
+
+    def log_model(self, flavor: str, **kwargs: Any) -> Any:
+        """Log a model with the run, and return MLflow's description of it, with its `model_uri`.
+
+        Args:
+            flavor: `'transformers'`.
+            **kwargs: The arguments of `mlflow.transformers.log_model`.
+
+        Raises:
+            NotImplementedError: If it is another flavor.
+        """
+        return self._flavor(flavor).log_model(**kwargs)
+
+    def _flavor(self, flavor: str) -> Any:
+        if flavor != "transformers":
+            raise NotImplementedError(f"flavor={flavor!r} cannot be saved. Use 'transformers'.")
+        return self._mlflow.transformers
+
+    def _registered_name(self, name: str) -> str:
+        return f"{self.model_registry_prefix}.{name}" if self.model_registry_prefix else name
+
     def _activate(self) -> None:
         """Make the run the active one in this thread; MLflow has one active run per thread."""
         try:
@@ -578,15 +522,21 @@ class MLFlowLogger(MLFlowModels, LoggerDestination):
                 stacklevel=2,
             )
 
-    def _begin(self, settings: RunSettings) -> tuple[str, str]:
-        experiment_id, run_id = begin_run(self.client, settings)
+    def _begin(self) -> tuple[str, str]:
+        assert self.run_name is not None, "`init` has set it"
+        experiment_id, run_id = begin_run(
+            self.client, self.experiment_name, self.run_name, self.tags, resume=self.resume
+        )
         self.run_id, self._metrics_cache = run_id, {}
         buffer_seconds = 0 if self.synchronous else self.logging_buffer_seconds
         self._batch = Batch(self.client, run_id, buffer_seconds)
         return experiment_id, run_id
 
-    def _gather(self, snapshot: Snapshot, step: int, logged_at_ms: int) -> None:
-        for name, value in snapshot.read().items():
+    def _send_hyperparameters(self, values: dict[str, Any]) -> None:
+        self._in_batch().send_params(values)
+
+    def _gather(self, values: dict[str, Any], step: int, logged_at_ms: int) -> None:
+        for name, value in values.items():
             number = as_number(value)
             if number is None:
                 continue

@@ -6,12 +6,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from composer.loggers._logged_values import LoggedImages, Snapshot
-from composer.loggers._service_queue import PATIENCE_S, Outbox, StagedFile, require
+from composer.loggers._logged_values import PixelsAndMasks
+from composer.loggers._service_queue import PATIENCE_S, QueuedLogger, require
 from composer_dist import get_global_rank
+from composer_events.arguments import check_flags, check_texts
 from composer_events.hparams import convert_nested_dict_to_flat_dict
 from composer_events.logger import Logger
-from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State
 
 __all__ = ["NeptuneLogger"]
@@ -19,7 +19,7 @@ __all__ = ["NeptuneLogger"]
 _INTEGRATION = "source_code/integrations/neptune-MosaicML"  # the key by which Neptune identifies such runs
 
 
-class NeptuneLogger(LoggerDestination):
+class NeptuneLogger(QueuedLogger):
     """Logger for Neptune's client: hyperparameters, metrics, traces, images, and optionally files.
 
     Neptune's hosted service is closed to new users, and its client is not developed any more; use MLFlowLogger or
@@ -55,14 +55,12 @@ class NeptuneLogger(LoggerDestination):
         **neptune_kwargs: Any,
     ) -> None:
         require("neptune", extra="neptune")
-        _check_kind("project", project, str | None)
-        _check_kind("api_token", api_token, str | None)
-        _check_kind("rank_zero_only", rank_zero_only, bool)
-        _check_kind("upload_checkpoints", upload_checkpoints, bool)
-        _check_kind("base_namespace", base_namespace, str)
+        check_texts(project=project, api_token=api_token, may_be_none=True)
+        check_texts(base_namespace=base_namespace)
+        check_flags(rank_zero_only=rank_zero_only, upload_checkpoints=upload_checkpoints)
         if not base_namespace:
             raise ValueError("base_namespace='' must not be empty. Give a name such as 'training'.")
-        self._enabled = not rank_zero_only or get_global_rank() == 0
+        super().__init__(rank_zero_only, patience_s)
         self._upload_checkpoints, self._base_namespace = upload_checkpoints, base_namespace
         self._arguments = {
             "project": project,
@@ -70,7 +68,6 @@ class NeptuneLogger(LoggerDestination):
             "mode": mode if self._enabled else "debug",
             **neptune_kwargs,
         }
-        self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
         self._run: Any = None
         self._last_steps: dict[str, int] = {}
 
@@ -88,19 +85,9 @@ class NeptuneLogger(LoggerDestination):
         """The part of the run under `base_namespace`."""
         return self.neptune_run[self._base_namespace]
 
-    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Log hyperparameters."""
-        self._assign("hyperparameters", hyperparameters)
-
     def log_traces(self, traces: dict[str, Any]) -> None:
         """Log the actions of algorithms."""
-        self._assign("traces", traces)
-
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log metrics at a step; one that is not later than the previous step is left out, since Neptune rejects it."""
-        if self._enabled:
-            snapshot = Snapshot(metrics)
-            self._outbox.post(lambda: self._send_metrics(snapshot, step), size_bytes=snapshot.size_bytes)
+        self._post(self._assign, traces, "traces", is_kept=True)
 
     def log_images(
         self,
@@ -117,17 +104,14 @@ class NeptuneLogger(LoggerDestination):
         Raises:
             ValueError: If an item is not an image.
         """
-        if not self._enabled:
-            return
-        logged = LoggedImages(images, channels_last)
 
-        def send() -> None:
+        def send(logged: PixelsAndMasks) -> None:
             from neptune.types import File  # loaded already, with the run
 
-            for image, _ in logged.read():
+            for image, _ in logged:
                 self.base_handler[f"images/{name}"].append(File.as_image(image / 255.0), step=step)
 
-        self._outbox.post(send, size_bytes=logged.size_bytes)
+        self._post_images(send, images, channels_last, None)
 
     def init(self, state: State, logger: Logger) -> None:
         """Start the run."""
@@ -143,10 +127,6 @@ class NeptuneLogger(LoggerDestination):
         neptune_error = require("neptune.exceptions", extra="neptune")
         self._outbox.open(begin, neptune_error.NeptuneMissingApiTokenException, TypeError, ValueError)
 
-    def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait until all calls to Neptune are done."""
-        self._outbox.drain()
-
     def can_upload_files(self) -> bool:
         """Return whether files are uploaded."""
         return self._enabled and self._upload_checkpoints
@@ -157,21 +137,17 @@ class NeptuneLogger(LoggerDestination):
             return
         if self._outbox.is_down:
             return
-        staged = StagedFile(file_path, "neptune")
 
-        def send() -> None:
-            try:
-                if overwrite or not self.neptune_run.exists(f"{self._base_namespace}/{remote_file_name}"):
-                    self.base_handler[remote_file_name].upload(str(staged.path), wait=True)
-                    return
-            finally:
-                staged.remove()
+        def send(copy: Path) -> None:
+            if overwrite or not self.neptune_run.exists(f"{self._base_namespace}/{remote_file_name}"):
+                self.base_handler[remote_file_name].upload(str(copy), wait=True)
+                return
             warnings.warn(
                 f"Neptune has a file {remote_file_name!r} already, and overwrite is false: it stays as it is.",
                 stacklevel=2,
             )
 
-        self._outbox.post(send, is_kept=True)
+        self._post_file(file_path, send)
 
     def download_file(
         self, remote_file_name: str, destination: str, overwrite: bool = False, progress_bar: bool = True
@@ -194,27 +170,19 @@ class NeptuneLogger(LoggerDestination):
         self._outbox.close(lambda: self.neptune_run.stop())
         self._run, self._last_steps = None, {}
 
-    def _assign(self, namespace: str, values: dict[str, Any]) -> None:
-        if not self._enabled:
-            return
-        snapshot = Snapshot(convert_nested_dict_to_flat_dict(values))
+    def _send_hyperparameters(self, values: dict[str, Any]) -> None:
+        self._assign(values, "hyperparameters")
 
-        def send() -> None:
-            from neptune.utils import stringify_unsupported  # loaded already, with the run
+    def _assign(self, values: dict[str, Any], namespace: str) -> None:
+        from neptune.utils import stringify_unsupported  # loaded already, with the run
 
-            self.base_handler[namespace] = stringify_unsupported(snapshot.read())
+        self.base_handler[namespace] = stringify_unsupported(convert_nested_dict_to_flat_dict(values))
 
-        self._outbox.post(send, is_kept=True)
-
-    def _send_metrics(self, snapshot: Snapshot, step: int | None) -> None:
-        for name, value in snapshot.read().items():
+    def _send_metrics(self, values: dict[str, Any], step: int | None) -> None:
+        for name, value in values.items():
+            # Neptune rejects a step that is not later than the previous one.
             if step is not None and step <= self._last_steps.get(name, -1):
                 continue
             if step is not None:
                 self._last_steps[name] = step
             self.base_handler[f"metrics/{name}"].append(value, step=step)
-
-
-def _check_kind(name: str, value: Any, kind: Any) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be {getattr(kind, '__name__', kind)}.")

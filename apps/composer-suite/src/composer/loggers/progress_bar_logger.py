@@ -1,18 +1,16 @@
 """Progress bars of tqdm for training and for each evaluation."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
 import tqdm.auto
 
 from composer.loggers._logged_values import as_number
-from composer.loggers._text_output import format_config, to_stream
+from composer.loggers._text_output import TextLogger
 from composer.utils.notebook import is_notebook
 from composer_dist import get_local_rank
-from composer_events.arguments import check_flags
 from composer_events.logger import Logger
-from composer_events.logger_destination import BufferedDestination, LoggedMetrics, format_log_data_value
+from composer_events.logger_destination import LoggedMetrics
 from composer_events.state import State
 from composer_time import Time, Timestamp, TimeUnit
 
@@ -24,7 +22,7 @@ _REDRAWN_S = 0.5  # faster is not readable, and drawing takes as long as a hundr
 _FILE_WIDTH = 200  # characters; a file has no width to respect, and cut metrics would be useless
 
 
-class ProgressBarLogger(BufferedDestination):
+class ProgressBarLogger(TextLogger):
     """Logger that shows the progress of training and evaluation, with the loss and the evaluation's metrics.
 
     The bars are lines of a terminal or widgets of a notebook. Only local rank 0 shows them, and the settings of the run
@@ -40,18 +38,10 @@ class ProgressBarLogger(BufferedDestination):
     """
 
     def __init__(self, stream: str | TextIO = "stderr", log_traces: bool = False) -> None:
-        check_flags(log_traces=log_traces)
-        self.should_log_traces = log_traces
-        self.hparams: dict[str, Any] = {}
-        self._has_shown_hparams = False
-        self._stream = to_stream(stream)
+        super().__init__(stream, log_traces)
         self._shows = get_local_rank() == 0
         self._train: _Bar | None = None
         self._eval: _Bar | None = None
-
-    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Keep hyperparameters, which are written when the run starts."""
-        self.hparams.update(hyperparameters)
 
     def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
         """Keep the values that a bar shows, without reading them; the bar reads them when it is redrawn."""
@@ -62,21 +52,11 @@ class ProgressBarLogger(BufferedDestination):
             if bar is not None:
                 bar.keep(latest)
 
-    def log_traces(self, traces: dict[str, Any]) -> None:
-        """Write the actions of algorithms, if `log_traces` is set."""
-        if self.should_log_traces and self._shows:
-            for name, trace in traces.items():
-                tqdm.auto.tqdm.write(f"[trace]: {name}: {format_log_data_value(trace)}", file=self._file())
-
     def fit_start(self, state: State, logger: Logger) -> None:
         """Write the settings of the run, and open the training bar if training continues in the middle of an epoch."""
-        self._show_hparams()
+        super().fit_start(state, logger)
         if state.timestamp.num_batches_in_epoch:
             self.epoch_start(state, logger)
-
-    def predict_start(self, state: State, logger: Logger) -> None:
-        """Write the settings of the run."""
-        self._show_hparams()
 
     def epoch_start(self, state: State, logger: Logger) -> None:
         """Open the training bar: of this epoch, or of the whole training."""
@@ -151,14 +131,9 @@ class ProgressBarLogger(BufferedDestination):
         total = None if length is None else int(length)
         return _Bar(self._file(), label + where, total, TimeUnit.BATCH, state.eval_timestamp, ("metrics/",))
 
-    def _show_hparams(self) -> None:
-        if self._shows and not self._has_shown_hparams:
-            self._has_shown_hparams = True
-            tqdm.auto.tqdm.write(format_config(self.hparams), file=self._file())
-
-    def _file(self) -> TextIO:
-        # Looked up at each write, so that a redirected stream is respected.
-        return getattr(sys, self._stream) if isinstance(self._stream, str) else self._stream
+    def _write(self, text: str) -> None:
+        if self._shows:
+            tqdm.auto.tqdm.write(text, file=self._file())
 
 
 class _Bar:

@@ -120,15 +120,14 @@ class SlackLogger(LoggerDestination):
         self._outbox.close()
 
     def _keep(self, values: dict[str, Any], step: int | None) -> None:
-        wanted = {name: value for name, value in values.items() if self._is_wanted(name)}
+        wanted = values
+        if self._wanted:
+            wanted = {name: values[name] for name in values if any(each.match(name) for each in self._wanted)}
         snapshot = Snapshot(wanted)
         for name in wanted:
             self.log_dict[name] = (snapshot, step)
             if len(self.log_dict) >= self.max_logs_per_message:
                 self._post()
-
-    def _is_wanted(self, name: str) -> bool:
-        return not self._wanted or any(pattern.match(name) for pattern in self._wanted)
 
     def _post_at(self, unit: TimeUnit, count: int) -> None:
         if self.log_interval.unit == unit and (count == 1 or count % self.log_interval.value == 0):
@@ -138,6 +137,7 @@ class SlackLogger(LoggerDestination):
         if not self.log_dict:
             return
         kept, self.log_dict = self.log_dict, {}
+        # All values of one logging call share a snapshot, which counts once.
         size_bytes = sum({id(snapshot): snapshot.size_bytes for snapshot, _ in kept.values()}.values())
         self._outbox.post(lambda: self._send(kept), size_bytes=size_bytes)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from composer.loggers._logged_values import LoggedImages, Snapshot, as_number
-from composer.loggers._service_queue import PATIENCE_S, Outbox, require
+from composer.loggers._logged_values import PixelsAndMasks, as_number
+from composer.loggers._service_queue import PATIENCE_S, QueuedLogger, require
 from composer_dist import get_global_rank
 from composer_events.arguments import check_counts, check_flags, check_places
 from composer_events.hparams import convert_nested_dict_to_flat_dict
 from composer_events.logger import Logger
-from composer_events.logger_destination import LoggerDestination, format_log_data_value
+from composer_events.logger_destination import format_log_data_value
 from composer_events.state import State
 
 __all__ = ["TensorboardLogger"]
@@ -21,7 +21,7 @@ __all__ = ["TensorboardLogger"]
 _NEVER_S = 365 * 24 * 60 * 60  # seconds; the logger flushes the files itself
 
 
-class TensorboardLogger(LoggerDestination):
+class TensorboardLogger(QueuedLogger):
     """Logger that writes event files for TensorBoard: `tensorboard --logdir tensorboard_logs`.
 
     They contain metrics, images and, at the end, hyperparameters with the final metrics for TensorBoard's HParams page.
@@ -60,11 +60,10 @@ class TensorboardLogger(LoggerDestination):
         check_places(log_dir=log_dir, may_be_none=True)
         check_counts(flush_interval=flush_interval)
         check_flags(rank_zero_only=rank_zero_only)
+        super().__init__(rank_zero_only, patience_s)
         self.log_dir = "tensorboard_logs" if log_dir is None else str(log_dir)
         self.flush_interval, self.rank_zero_only = flush_interval, rank_zero_only
         self.run_name: str | None = None
-        self._enabled = not rank_zero_only or get_global_rank() == 0
-        self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
         self._writer: Any = None  # this and `_latest` belong to the outbox's thread
         self._hparams: dict[str, Any] = {}
         self._latest: dict[str, float] = {}
@@ -75,13 +74,6 @@ class TensorboardLogger(LoggerDestination):
         """Keep hyperparameters, which are written at the end of the run."""
         flat = convert_nested_dict_to_flat_dict(hyperparameters)
         self._hparams.update({name: _typed(value) for name, value in flat.items()})
-
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Write metrics; text is left out, since TensorBoard draws curves."""
-        if not self._enabled:
-            return
-        snapshot = Snapshot({name: value for name, value in metrics.items() if not isinstance(value, str)})
-        self._outbox.post(lambda: self._write_scalars(snapshot, step), size_bytes=snapshot.size_bytes)
 
     def log_images(
         self,
@@ -94,10 +86,7 @@ class TensorboardLogger(LoggerDestination):
         use_table: bool = True,
     ) -> None:
         """Write images, several of them side by side; TensorBoard has neither masks nor tables of images."""
-        if not self._enabled:
-            return
-        logged = LoggedImages(images, channels_last)
-        self._outbox.post(lambda: self._write_images(logged, name, step), size_bytes=logged.size_bytes)
+        self._post_images(self._write_images, images, channels_last, None, name, step)
 
     def init(self, state: State, logger: Logger) -> None:
         """Open a file for the run."""
@@ -140,7 +129,8 @@ class TensorboardLogger(LoggerDestination):
     def _flush(self, logger: Logger) -> None:
         if self._enabled:
             # A flush closes a file that is uploaded; otherwise each upload would send its beginning again.
-            self._outbox.post(self._end if logger.takes("upload_file") else self._writer_flush, is_kept=True)
+            is_uploaded = logger.takes("upload_file")
+            self._outbox.post(lambda: self._end() if is_uploaded else self._writer.flush(), is_kept=True)
 
     def _upload(self, logger: Logger) -> None:
         """Upload closed files in the main thread, since other loggers are not called from threads."""
@@ -159,15 +149,15 @@ class TensorboardLogger(LoggerDestination):
         self._writer = SummaryWriter(os.path.join(self.log_dir, run_name), flush_secs=_NEVER_S)
         return True
 
-    def _write_scalars(self, snapshot: Snapshot, step: int | None) -> None:
-        for name, value in snapshot.read().items():
-            if (number := as_number(value)) is not None:
+    def _send_metrics(self, values: dict[str, Any], step: int | None) -> None:
+        for name, value in values.items():
+            if (number := as_number(value)) is not None:  # TensorBoard draws curves, and so text is left out
                 self._writer.add_scalar(name, number, step)
                 if "metric" in name or "loss" in name:
                     self._latest[name] = number
 
-    def _write_images(self, logged: LoggedImages, name: str, step: int | None) -> None:
-        images = [image for image, _ in logged.read()]
+    def _write_images(self, logged: PixelsAndMasks, name: str, step: int | None) -> None:
+        images = [image for image, _ in logged]
         if len({image.shape for image in images}) == 1:
             self._writer.add_images(name, np.stack(images), step, dataformats="NHWC")
             return
@@ -179,13 +169,11 @@ class TensorboardLogger(LoggerDestination):
         # The run name "." adds them to this run; any other name would create a nested run.
         self._writer.add_hparams(self._hparams, metrics, run_name=".")
 
-    def _writer_flush(self) -> None:
-        self._writer.flush()
-
     def _end(self) -> None:
         """Close the file; the next value opens another one."""
         folder = Path(self._writer.log_dir)
         self._writer.close()
+        # Other processes may write to the same folder; the process's id is part of a file's name.
         for path in sorted(folder.glob(f"events.out.tfevents.*.{os.getpid()}.*")):
             if path not in self._ended:
                 self._ended.add(path)

@@ -6,18 +6,16 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from composer.loggers._logged_values import LoggedImages, Snapshot
-from composer.loggers._service_queue import Outbox, StagedFile, open_on_ranks, require
+from composer.loggers._logged_values import PixelsAndMasks
+from composer.loggers._service_queue import QueuedLogger, open_on_ranks, require
 from composer_dist import get_global_rank, get_world_size
 from composer_events.arguments import check_flags, check_mappings, check_text_lists, check_texts
 from composer_events.logger import Logger
-from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State
 
 __all__ = ["WandBLogger"]
@@ -26,7 +24,7 @@ _PATIENCE_S = 600.0  # at the end W&B also uploads files
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9\-_.]")
 
 
-class WandBLogger(LoggerDestination):
+class WandBLogger(QueuedLogger):
     """Logger for Weights & Biases: hyperparameters, metrics, tables, images with masks, and files as artifacts.
 
     All calls to W&B are made on a thread of their own, in order. Without a network, set `WANDB_MODE=offline` and run
@@ -83,40 +81,24 @@ class WandBLogger(LoggerDestination):
                 "as with sharded checkpoints, `rank_zero_only` should be set to False.",
                 stacklevel=2,
             )
+        super().__init__(rank_zero_only, patience_s)
         given = {"project": project, "group": group, "name": name, "entity": entity, "tags": tags}
         self._init_kwargs = {**(init_kwargs or {}), **{key: value for key, value in given.items() if value is not None}}
-        self._enabled = not rank_zero_only or get_global_rank() == 0
         self._rank_zero_only, self._log_artifacts = rank_zero_only, log_artifacts
-        self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
         self.entity: str | None = self._init_kwargs.get("entity")
         self.project: str | None = self._init_kwargs.get("project")
         self.run_dir: str | None = None
         self.run_url: str | None = None
 
-    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Log hyperparameters."""
-        if self._enabled:
-            snapshot = Snapshot(hyperparameters)
-            self._outbox.post(lambda: _wandb().config.update(snapshot.read(), allow_val_change=True), is_kept=True)
-
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log metrics at a step."""
-        if self._enabled:
-            snapshot = Snapshot(metrics)
-            self._outbox.post(lambda: _wandb().log(snapshot.read(), step), size_bytes=snapshot.size_bytes)
-
     def log_table(
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
     ) -> None:
         """Log a table."""
-        if not self._enabled:
-            return
-        snapshot = Snapshot({"rows": [list(row) for row in rows]})
 
-        def send() -> None:
-            _wandb().log({name: _wandb().Table(columns=list(columns), rows=snapshot.read()["rows"])}, step)
+        def send(values: dict[str, Any]) -> None:
+            _wandb().log({name: _wandb().Table(columns=list(columns), rows=values["rows"])}, step)
 
-        self._outbox.post(send, size_bytes=snapshot.size_bytes)
+        self._post(send, {"rows": [list(row) for row in rows]})
 
     def log_images(
         self,
@@ -133,19 +115,16 @@ class WandBLogger(LoggerDestination):
         Raises:
             ValueError: If an item is not an image, or masks do not fit the images.
         """
-        if not self._enabled:
-            return
-        logged = LoggedImages(images, channels_last, masks)
 
-        def send() -> None:
+        def send(logged: PixelsAndMasks) -> None:
             wandb = _wandb()
-            shown = [wandb.Image(image, masks=_masks(found, mask_class_labels)) for image, found in logged.read()]
+            shown = [wandb.Image(image, masks=_masks(found, mask_class_labels)) for image, found in logged]
             if use_table:
                 wandb.log({f"{name} Table": wandb.Table(columns=[name], rows=[[image] for image in shown])}, step)
             else:
                 wandb.log({name: shown}, step)
 
-        self._outbox.post(send, size_bytes=logged.size_bytes)
+        self._post_images(send, images, channels_last, masks)
 
     def init(self, state: State, logger: Logger) -> None:
         """Start the run. Every rank must call this.
@@ -154,7 +133,11 @@ class WandBLogger(LoggerDestination):
             ValueError, TypeError: If `wandb.init` rejects `init_kwargs`.
             wandb.errors.UsageError: If W&B rejects the use, for example without an API key.
         """
-        arguments = self._arguments(state)
+        name = self._init_kwargs.get("name") or state.run_name
+        arguments = {**self._init_kwargs, "name": name}
+        if not self._rank_zero_only:
+            arguments["name"] = f"{name}-rank{get_global_rank()}"
+            arguments["group"] = arguments.get("group") or name
         usage_error = require("wandb.errors", extra="wandb").UsageError
         begun = open_on_ranks(
             self._outbox,
@@ -163,13 +146,9 @@ class WandBLogger(LoggerDestination):
             is_enabled=self._enabled,
         )
         if (own := begun[get_global_rank()]) is not None:
-            self.run_dir, self.run_url = own.dir, own.url
+            self.run_dir, self.run_url = own["dir"], own["url"]
         if begun[0] is not None:  # downloads on every rank need the names, which only rank 0 may know
-            self.entity, self.project = begun[0].entity, begun[0].project
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait until all calls to W&B are done."""
-        self._outbox.drain()
+            self.entity, self.project = begun[0]["entity"], begun[0]["project"]
 
     def can_upload_files(self) -> bool:
         """Return whether files are uploaded."""
@@ -181,24 +160,20 @@ class WandBLogger(LoggerDestination):
         It has the alias `latest`, and one with its time such as `ep3-ba120`.
         """
         del overwrite  # W&B keeps all versions
-        if not (self._enabled and self._log_artifacts) or self._outbox.is_down:
+        if not self.can_upload_files() or self._outbox.is_down:
             return
         name = _artifact_name(remote_file_name)
         stamps = _stamps(state)
         aliases = ["latest", f"ep{state.timestamp.num_epochs}-ba{state.timestamp.num_batches}"]
-        staged = StagedFile(file_path, "wandb")
 
-        def send() -> None:
+        def send(copy: Path) -> None:
             wandb = _wandb()
             kind = file_path.suffix.removeprefix(".")
-            try:
-                artifact = wandb.Artifact(name=name, type="model" if kind == "pt" else kind or "file", metadata=stamps)
-                artifact.add_file(str(staged.path), name=file_path.name)  # W&B makes a copy of its own
-                wandb.log_artifact(artifact, aliases=aliases)
-            finally:
-                staged.remove()
+            artifact = wandb.Artifact(name=name, type="model" if kind == "pt" else kind or "file", metadata=stamps)
+            artifact.add_file(str(copy), name=file_path.name)  # W&B makes a copy of its own
+            wandb.log_artifact(artifact, aliases=aliases)
 
-        self._outbox.post(send, is_kept=True)
+        self._post_file(file_path, send)
 
     def download_file(
         self, remote_file_name: str, destination: str, overwrite: bool = False, progress_bar: bool = True
@@ -226,6 +201,7 @@ class WandBLogger(LoggerDestination):
         except wandb.errors.CommError as error:
             raise FileNotFoundError(f"W&B has no artifact {path!r}.") from error
         folder = Path(destination).absolute().parent
+        # Next to the destination, so that the move stays on one file system and is atomic.
         with tempfile.TemporaryDirectory(dir=folder, prefix=".wandb-") as scratch:
             artifact.download(root=scratch)
             files = [file for file in Path(scratch).rglob("*") if file.is_file()]
@@ -239,13 +215,11 @@ class WandBLogger(LoggerDestination):
         exit_code = int(sys.exc_info()[1] is not None)
         self._outbox.close(lambda: _finish(exit_code))
 
-    def _arguments(self, state: State) -> dict[str, Any]:
-        name = self._init_kwargs.get("name") or state.run_name
-        arguments = {**self._init_kwargs, "name": name}
-        if not self._rank_zero_only:
-            arguments["name"] = f"{name}-rank{get_global_rank()}"
-            arguments["group"] = arguments.get("group") or name
-        return arguments
+    def _send_hyperparameters(self, values: dict[str, Any]) -> None:
+        _wandb().config.update(values, allow_val_change=True)
+
+    def _send_metrics(self, values: dict[str, Any], step: int | None) -> None:
+        _wandb().log(values, step)
 
 
 def _wandb() -> Any:
@@ -253,19 +227,11 @@ def _wandb() -> Any:
     return require("wandb", extra="wandb")
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    dir: str | None
-    url: str | None
-    entity: str | None
-    project: str | None
-
-
-def _begin(arguments: dict[str, Any]) -> _Run:
+def _begin(arguments: dict[str, Any]) -> dict[str, str | None]:
     run = _wandb().init(**arguments)
     if getattr(run, "disabled", False):
-        return _Run(run.dir, None, "disabled", "disabled")
-    return _Run(run.dir, run.url, run.entity or None, run.project or None)
+        return {"dir": run.dir, "url": None, "entity": "disabled", "project": "disabled"}
+    return {"dir": run.dir, "url": run.url, "entity": run.entity or None, "project": run.project or None}
 
 
 def _finish(exit_code: int) -> None:

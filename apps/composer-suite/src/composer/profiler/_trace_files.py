@@ -63,7 +63,7 @@ def open_name(folder: Path, name: str) -> Path:
 def warn_of_no_trace(folder: Path, state: "State") -> None:
     """Log a warning that training failed before the first trace."""
     _log.warning(
-        "There is no trace in %s: training has failed at batch %d, before the schedule began to record. To see what "
+        "No trace was written to %s: training has failed at batch %d, before the schedule began to record. To see what "
         "led to it, give cyclic_schedule() fewer batches of skip_first, wait and warmup.",
         folder,
         state.timestamp.num_batches,
@@ -87,6 +87,7 @@ def append_events(path: str, events: Iterable[dict[str, Any]]) -> None:
         TypeError: If the file does not end as such a list.
     """
     unfinished = f"{path}.unfinished"
+    # A copy, since a reader or an interruption must never meet half of a list.
     shutil.copyfile(path, unfinished)
     with open(unfinished, "rb+") as file:
         # Only the end is read, since a trace may be larger than memory.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from composer.loggers._text_output import aligned
 from composer.profiler.trace_handler import TraceHandler
 from composer_events.arguments import check_counts
 
@@ -152,14 +153,7 @@ class EventRecorder(TraceHandler):
             each_ns = (time.mean_ns, time.quantile_ns(0.5), time.quantile_ns(0.95), time.longest_ns)
             numbers = (f"{time.total_ns / 1e9:.3f}", *(f"{each / 1e6:.3f}" for each in each_ns))
             rows.append((time.name, str(time.count), *numbers, "" if share is None else f"{share:.1%}"))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if column == 0 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        )
+        return "\n".join(aligned(rows, [False] + [True] * 7))
 
 
 def _is_part_of_step(name: str) -> bool:

@@ -55,7 +55,7 @@ class JSONTraceHandler(TraceHandler):
     is complete, and the merged file, which has all ends, each time it has grown.
 
     If an exception ends training, open spans in the last files end there, and an unfinished cycle leaves no file. If it
-    was the first cycle, a file of the recorded events is written nevertheless, or the log says why there is none. It is
+    was the first cycle, a file of the recorded events is written nevertheless, or the log says why not. It is
     merged if the node has one rank; with several, each rank writes its own file without waiting for the others.
 
     Args:
@@ -74,7 +74,7 @@ class JSONTraceHandler(TraceHandler):
 
     Raises:
         FileExistsError: If the folder is not empty at the start of training.
-        RuntimeError: If there is no profiler.
+        RuntimeError: If the Trainer has no profiler.
         TypeError: If an argument has the wrong type.
         ValueError: If `num_traces_to_keep` is less than -1, or the files of the ranks have the name of the merged one.
     """
@@ -145,7 +145,7 @@ class JSONTraceHandler(TraceHandler):
         """Record the action for this batch. Every rank must call this."""
         if state.profiler is None:
             raise RuntimeError(
-                "A JSONTraceHandler hears from a profiler, and there is none. Give it to one: "
+                "A JSONTraceHandler needs a profiler, and the Trainer has none. Give it to one: "
                 "Trainer(profiler=Profiler(schedule, trace_handlers=[JSONTraceHandler()]))."
             )
         action = state.profiler.action
@@ -175,8 +175,8 @@ class JSONTraceHandler(TraceHandler):
             self._hand_over(logger)
         if not self._has_saved and not self._queue.empty():
             _log.warning(
-                "There is no trace in %s: training has ended before a cycle of the schedule did. Train longer, or give "
-                "cyclic_schedule() fewer batches.",
+                "No trace was written to %s: training has ended before a cycle of the schedule did. Train longer, or "
+                "give cyclic_schedule() fewer batches.",
                 self._folder(state),
             )
 

@@ -7,6 +7,7 @@ import argparse
 import gzip
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -82,10 +83,8 @@ class _Trace:
 
     @classmethod
     def read(cls, path: str) -> "_Trace":
-        text = _text(path)
-        parsed = _parse(text)
-        events = _events(parsed, text, path)
-        torch_rank = cast("dict[str, Any]", parsed).get("global_rank") if isinstance(parsed, dict) else None
+        events, facts = _parse(_text(path), path)
+        torch_rank = facts.get("global_rank")
         return cls(
             events=events,
             rank=_fact(events, "global_rank"),
@@ -98,27 +97,13 @@ class _Trace:
 def _merged(trace_files: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the events of traces by the clock of the lowest rank, after one that marks them as merged."""
     traces = [_Trace.read(path) for path in trace_files]
-    clocks: dict[int, list[int]] = {}
-    for trace in traces:
-        if trace.rank is not None and trace.clock_us is not None and not trace.is_merged:
-            clocks.setdefault(trace.rank, []).append(trace.clock_us)
-    common = clocks[min(clocks)] if clocks else []
-    # Later cycles have their own offsets, since clocks drift.
-    shifts = {
-        rank: [common[min(turn, len(common) - 1)] - clock for turn, clock in enumerate(own)]
-        for rank, own in clocks.items()
-    }
-    turns = {rank: iter(own) for rank, own in shifts.items()}
+    cycles = _cycles(traces)
     lowest = min((trace.rank for trace in traces if trace.rank is not None), default=0)
     yield {"name": _MERGED, "ph": "M", "pid": lowest, "tid": 0, "args": {"value": 1}}
     described: set[tuple[Any, Any]] = set()
     for trace in traces:
-        shift = 0
-        if trace.rank is not None and trace.clock_us is not None and not trace.is_merged:
-            shift = next(turns[trace.rank])
-        elif trace.rank is None and trace.torch_rank in clocks:
-            shift = _shift_at(_last_us(trace.events), clocks[trace.torch_rank], shifts[trace.torch_rank])
-        for event in _adjusted(trace.own_events(), None if trace.is_merged else trace.process, shift):
+        rank = None if trace.is_merged else trace.process
+        for event in _adjusted(trace.own_events(), rank, _shift_us(trace, cycles)):
             if describes_process(event):
                 fact = event["name"], event["pid"]
                 if fact in described:
@@ -127,10 +112,29 @@ def _merged(trace_files: Sequence[str]) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _shift_at(when_us: float, clocks_us: list[int], shifts_us: list[int]) -> int:
-    """Return the shift of the last cycle that began before the given time."""
-    cycles = sorted(zip(clocks_us, shifts_us, strict=True))  # files may be given in any order
-    return max((cycle for cycle in cycles if cycle[0] <= when_us), default=cycles[0])[1]
+def _cycles(traces: Sequence[_Trace]) -> dict[int, list[tuple[int, int]]]:
+    """Return, by rank, the begin of each cycle by its own clock, and the time to add to it.
+
+    Later cycles have times of their own, since clocks drift.
+    """
+    clocks: dict[int, list[int]] = {}
+    for trace in traces:
+        if trace.rank is not None and trace.clock_us is not None and not trace.is_merged:
+            clocks.setdefault(trace.rank, []).append(trace.clock_us)
+    common = clocks[min(clocks)] if clocks else []
+    return {
+        rank: [(clock, common[min(turn, len(common) - 1)] - clock) for turn, clock in enumerate(own)]
+        for rank, own in clocks.items()
+    }
+
+
+def _shift_us(trace: _Trace, cycles: dict[int, list[tuple[int, int]]]) -> int:
+    """Return the time to add to a trace: that of the last cycle of its rank that began before it, in any order."""
+    of_rank = [] if trace.is_merged or trace.process is None else cycles.get(trace.process, [])
+    when_us = _last_us(trace.events) if trace.rank is None else trace.clock_us
+    if not of_rank or when_us is None:
+        return 0
+    return max((cycle for cycle in of_rank if cycle[0] <= when_us), default=min(of_rank))[1]
 
 
 def _last_us(events: list[dict[str, Any]]) -> float:
@@ -157,35 +161,31 @@ def parse_trace(text: str, name: str) -> list[dict[str, Any]]:
         >>> parse_trace('{"baseTimeNanoseconds": 2000000, "traceEvents": [{"name": "a", "ts": 1.5}]}', "torch.json")
         [{'name': 'a', 'ts': 2001.5}]
     """
-    return _events(_parse(text), text, name)
+    return _parse(text, name)[0]
 
 
-def _parse(text: str) -> object:
+def _parse(text: str, name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the events of a trace, and the object that contains them."""
     text = text.strip()
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        # The format allows a list without its end, or with a trailing comma, since writers may be interrupted.
-        try:
-            return json.loads(text.rstrip(",") + "]")
-        except json.JSONDecodeError:
-            return None
-
-
-def _events(parsed: object, text: str, name: str) -> list[dict[str, Any]]:
-    facts = cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else {}
+    parsed: Any = None
+    # The format allows a list without its end, or with a trailing comma, since writers may be interrupted.
+    for form in (text, text.rstrip(",") + "]"):
+        with suppress(json.JSONDecodeError):
+            parsed = json.loads(form)
+            break
+    facts: dict[str, Any] = parsed if isinstance(parsed, dict) else {}
     events: Any = facts.get("traceEvents") if isinstance(parsed, dict) else parsed
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in cast("list[Any]", events)):
         raise TypeError(
-            f"{name!r} is no trace in Chrome's format: it is {text.strip()[:40]!r}... Pass a JSON list of events, or "
-            "an object that has them as 'traceEvents'."
+            f"{name!r} is not a trace in Chrome's format: it is {text[:40]!r}... Pass a JSON list of events, or an "
+            f"object that has them as 'traceEvents'."
         )
     events = cast("list[dict[str, Any]]", events)
     base_ns = facts.get("baseTimeNanoseconds")
     if isinstance(base_ns, int) and base_ns:
         for event in events:
             _from_1970(event, base_ns)
-    return events
+    return events, facts
 
 
 def _from_1970(event: dict[str, Any], base_ns: int) -> None:
@@ -235,14 +235,13 @@ def _fact(trace: list[dict[str, Any]], name: str) -> int | None:
             found = event["args"]["value"]
     return found
 
-    # The backward thread is shown below the main thread, all other threads at the end.
-
 
 def _adjusted(trace: list[dict[str, Any]], rank: int | None, shift_us: float) -> Iterator[dict[str, Any]]:
     backward = {event["tid"] for event in trace if event.get("name") == _BACKWARD and "tid" in event}
     seen: set[tuple[Any, Any]] = {
         (event.get("pid"), event.get("tid")) for event in trace if event.get("name") == "thread_sort_index"
     }
+    # The backward thread is shown below the main thread, all other threads at the end.
     for event in trace:
         # Rows of the profiler itself do not belong to a thread.
         if "pid" not in event or "tid" not in event or "PyTorch Profiler" in str(event["tid"]):

@@ -49,6 +49,7 @@ class Marker:
         categories: Sequence[str] = (),
     ) -> None:
         self.name = name
+        # A set, because each event of each step looks here.
         self.actions = frozenset(actions)
         self.record_instant_on_start = record_instant_on_start
         self.record_instant_on_finish = record_instant_on_finish
@@ -90,7 +91,7 @@ class Marker:
 
     @property
     def is_open(self) -> bool:
-        """Whether a begin was recorded without its end."""
+        """True if a begin was recorded without its end."""
         return self._is_started and self._is_recording
 
     def cut_off(self, time_ns: int) -> None:

@@ -30,7 +30,7 @@ def cyclic_schedule(
 
     Raises:
         TypeError: If a number is not an integer.
-        ValueError: If a number is negative, or there are no batches to record.
+        ValueError: If a number is negative, or `active` is 0.
 
     Example:
         >>> from types import SimpleNamespace

@@ -39,7 +39,7 @@ class SystemProfiler(Callback):
 
     Raises:
         ImportError: If psutil is not installed, at the start of training.
-        RuntimeError: If there is no profiler.
+        RuntimeError: If the Trainer has no profiler.
         TypeError: If an argument has the wrong type.
         ValueError: If the interval is not positive.
     """
@@ -73,7 +73,7 @@ class SystemProfiler(Callback):
         """Start reading."""
         if state.profiler is None:
             raise RuntimeError(
-                "A SystemProfiler tells a profiler what it reads, and there is none. Give it a schedule: "
+                "A SystemProfiler needs a profiler, and the Trainer has none. Give it a schedule: "
                 "Trainer(profiler=Profiler(schedule, trace_handlers)), which makes a SystemProfiler itself."
             )
         try:
@@ -93,6 +93,7 @@ class SystemProfiler(Callback):
         """Stop reading."""
         self._ends.set()
         if self._thread is not None:
+            # Otherwise a last reading could arrive after the handlers have written their files.
             self._thread.join()
             self._thread = None
 

@@ -70,7 +70,7 @@ class TorchProfiler(Callback):
 
     Raises:
         FileExistsError: If the folder is not empty at the start of training.
-        RuntimeError: If there is no profiler with a schedule.
+        RuntimeError: If the Trainer has no profiler.
         TypeError: If an argument has the wrong type.
         ValueError: If the page's name does not end in `.html`.
     """
@@ -135,7 +135,7 @@ class TorchProfiler(Callback):
         """Start torch's profiler. Every rank must call this."""
         if state.profiler is None:
             raise RuntimeError(
-                "A TorchProfiler follows the schedule of a profiler, and there is none. Give it a schedule: "
+                "A TorchProfiler needs a profiler, and the Trainer has none. Give it a schedule: "
                 "Trainer(profiler=Profiler(schedule, trace_handlers)), which makes a TorchProfiler itself."
             )
         prepare_folder(self._folder(state), overwrite=self.overwrite)

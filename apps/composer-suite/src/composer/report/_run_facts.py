@@ -9,6 +9,7 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from enum import Enum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -80,7 +81,7 @@ def profiler_times(state: State) -> list[dict[str, Any]]:
 
 T = TypeVar("T")
 
-_NOT_PLAIN: Final = object()
+_LEFT_OUT: Final = object()  # is not plain
 _LONGEST: Final = 100  # items; a longer tuple is data, not a setting
 _DEEPEST: Final = 3
 _MOST_BITS: Final = 1024  # larger integers exceed the limits of JSON readers and of Python's own conversion
@@ -104,13 +105,9 @@ def typed_settings(state: State) -> dict[str, Any]:
 
 def fit_settings(state: State) -> dict[str, Any]:
     """Return the settings of a call of `fit`: the dataloader's batch size per rank, the duration, the precision."""
-    return _plain_items(
-        {
-            "train_dataloader/batch_size": _or(_batch_size, _NOT_PLAIN, state),
-            "max_duration": getattr(state, "max_duration", _NOT_PLAIN),
-            "precision": getattr(state, "precision", _NOT_PLAIN),
-        }
-    )
+    settings = {"train_dataloader/batch_size": _or(_batch_size, _LEFT_OUT, state)}
+    settings |= {name: getattr(state, name, _LEFT_OUT) for name in ("max_duration", "precision")}
+    return _plain_items(settings)
 
 
 def _or(function: Callable[[Any], T], otherwise: T, argument: Any) -> T:
@@ -138,16 +135,14 @@ def _settings_of_groups(name: str, optimizer: Any) -> dict[str, Any]:
     groups = _or(lambda optimizer: [_plain_items(group, _WEIGHTS) for group in optimizer.param_groups], [], optimizer)
     if not groups:
         return {}
-    common = {key: value for key, value in groups[0].items() if all(_has(group, key, value) for group in groups)}
+    common = {
+        key: value for key, value in groups[0].items() if all(key in group and group[key] == value for group in groups)
+    }
     found = _below(name, common)
     for number, group in enumerate(groups):
         own = {key: value for key, value in group.items() if key not in common}
         found |= _below(f"{name}/group{number}", own)
     return found
-
-
-def _has(group: Mapping[str, Any], key: str, value: Any) -> bool:
-    return key in group and group[key] == value
 
 
 def _below(prefix: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,32 +172,28 @@ def _batch_size(state: Any) -> Any:
 
 def _plain_items(settings: Mapping[Any, Any], without: frozenset[str] = frozenset()) -> dict[str, Any]:
     """Return the plain entries, converted for JSON."""
-    plain = {
-        name: _or(_plain, _NOT_PLAIN, value)
-        for name, value in settings.items()
-        if isinstance(name, str) and name not in without
-    }
-    return {name: value for name, value in plain.items() if value is not _NOT_PLAIN}
+    plain: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(name, str) and name not in without:
+            with suppress(Exception):  # a foreign object may raise anything
+                plain[name] = _plain(value)
+    return plain
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
+    """Convert a value for JSON; raise an exception if it is not plain."""
     if isinstance(value, Enum):  # first, because a member may also be a string or a number
         return _plain(value.value, depth)
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, Time):
         return str(cast("Time[Any]", value))
-    if isinstance(value, torch.Tensor):
-        is_here = value.device.type == "cpu" and value.ndim == 0 and type(value) in (torch.Tensor, torch.nn.Parameter)
-        return _plain(value.item()) if is_here else _NOT_PLAIN
-    if isinstance(value, Integral):
-        return int(value) if int(value).bit_length() <= _MOST_BITS else _NOT_PLAIN
+    if type(value) in (torch.Tensor, torch.nn.Parameter) and (value.device.type, value.ndim) == ("cpu", 0):
+        return _plain(value.item())
+    if isinstance(value, Integral) and int(value).bit_length() <= _MOST_BITS:
+        return int(value)
     if isinstance(value, Real):  # NumPy's among them
         return float(value) if math.isfinite(value) else str(float(value))
-    if isinstance(value, (tuple, list)):
-        items = cast("tuple[Any, ...]", value)
-        if len(items) > _LONGEST or depth == _DEEPEST:
-            return _NOT_PLAIN
-        plain = [_plain(item, depth + 1) for item in items]
-        return _NOT_PLAIN if any(item is _NOT_PLAIN for item in plain) else plain
-    return _NOT_PLAIN
+    if isinstance(value, (tuple, list)) and len(cast("list[Any]", value)) <= _LONGEST and depth < _DEEPEST:
+        return [_plain(item, depth + 1) for item in cast("list[Any]", value)]
+    raise TypeError(f"a {type(value).__name__} is not plain")  # without its repr, which may read a device

@@ -6,6 +6,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from logging import DEBUG, WARNING, getLogger
@@ -49,7 +50,9 @@ class MetricLines:
     def add(self, stamp: Timestamp, step: int | None, metrics: Mapping[str, Any]) -> None:
         """Add values; those on a device are kept until they are known."""
         if step is not None and type(step) is not int:
-            step = _as_count(step)
+            with suppress(Exception):  # such as a NumPy number or a `Time`; a foreign object may raise anything
+                step = int(step)
+            step = step if type(step) is int else None
         last = self._pending[-1] if self._pending else None
         if last is None or not last.has_room(stamp, step, metrics):
             last = _Line(stamp, step)
@@ -68,7 +71,7 @@ class MetricLines:
 
     def write(self, *, waits: bool) -> None:
         """Write the leading lines whose values are known, or all if it `waits`."""
-        while self._pending and (waits or self._pending[0].is_known()):
+        while self._pending and (waits or all(snapshot.is_ready() for snapshot in self._pending[0].coming)):
             line = self._pending.popleft().as_json()
             if line["metrics"]:
                 self._file.write(json.dumps(line).encode() + b"\n")
@@ -112,12 +115,6 @@ class _Line:
             return False
         return all(snapshot.values.keys().isdisjoint(metrics) for snapshot in self.coming)
 
-    def is_known(self) -> bool:
-        try:
-            return all(snapshot.is_ready() for snapshot in self.coming)
-        except RuntimeError:  # a failed device will never deliver the value
-            return True
-
     def as_json(self) -> dict[str, Any]:
         known, stamp = self.known, self.stamp
         for snapshot in self.coming:
@@ -141,14 +138,6 @@ def _plain(value: Any) -> float | str | None:
     """Return a number for JSON, or `None` for other values."""
     number = as_number(value)
     return number if number is None or math.isfinite(number) else str(number)
-
-
-def _as_count(step: Any) -> int | None:
-    """Convert a step for JSON, such as a NumPy number or a `Time`; `None` if it is not a number."""
-    try:
-        return int(step)
-    except Exception:  # a foreign object may raise anything
-        return None
 
 
 _log = getLogger(__name__)

@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from composer.report.description import describe_runs
 
@@ -27,41 +26,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folders = [run for folder in asked.folders for run in _runs_in(Path(folder))]
         described = describe_runs(folders, max_points=asked.max_points, verify=asked.verify)
     except (OSError, ValueError) as error:
-        return _fail(_told(error, "a run cannot be read", "Mend it, or leave the folder of that run out."))
+        return _fail(error, "a run cannot be read", "Mend it, or leave the folder of that run out.")
     for run in described["runs"]:
         _tell_bad_lines(Path(run["folder"]), run["num_bad_lines"])
     if asked.json:
-        return _print_json(described)
+        try:
+            sys.stdout.write(json.dumps(described, indent=1) + "\n")
+        except OSError as error:
+            return _fail(error, "the JSON cannot be printed", "Write it to a file that has room for it.")
+        return 0
     output = Path(asked.output or Path(asked.folders[0]) / "report.html")
     try:
         from composer.report.page import write_described  # needs plotly, which --json does not
 
         path = write_described(described, output)
     except (ImportError, OSError, ValueError) as error:
-        return _fail(_told(error, f"{output} cannot be written", "Name a file where you may write, with -o FILE."))
+        return _fail(error, f"{output} cannot be written", "Name a file where you may write, with -o FILE.")
     sys.stdout.write(f"{path}\n")
     return 0
 
 
-def _print_json(described: dict[str, Any]) -> int:
-    try:
-        sys.stdout.write(json.dumps(described, indent=1) + "\n")
-    except OSError as error:
-        return _fail(_told(error, "the JSON cannot be printed", "Write it to a file that has room for it."))
-    return 0
-
-
-def _fail(text: str) -> int:
+def _fail(error: Exception, what: str, advice: str) -> int:
+    """Print an error, and return the exit status; a bare message of the system gets its context and advice."""
+    text = str(error)
+    if isinstance(error, OSError) and error.errno is not None:
+        where = "" if error.filename is None else f": {error.filename}"
+        text = f"{what} ({error.strerror}{where}). {advice}"
     sys.stderr.write(f"composer report: error: {text}\n")
     return 2
-
-
-def _told(error: Exception, what: str, advice: str) -> str:
-    """Return the message of an error; a bare message of the system is completed with its context and advice."""
-    if not isinstance(error, OSError) or error.errno is None:
-        return str(error)
-    where = "" if error.filename is None else f": {error.filename}"
-    return f"{what} ({error.strerror}{where}). {advice}"
 
 
 def _tell_bad_lines(folder: Path, count: int) -> None:

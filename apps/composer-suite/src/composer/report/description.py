@@ -28,10 +28,10 @@ def describe_runs(
 
     Raises:
         FileNotFoundError: If a folder holds no run.
-        ValueError: If there are no folders, or fewer than 3 points.
+        ValueError: If `folders` is empty, or fewer than 3 points.
     """
     if not folders:
-        raise ValueError("There is no run to show. Pass the folder of at least one.")
+        raise ValueError("No runs to show. Pass the folder of at least one.")
     if max_points < 3:
         raise ValueError(f"max_points={max_points!r} draws no curve. Pass 3 or more.")
     runs = [read_run(folder, verify=verify) for folder in folders]
@@ -183,6 +183,7 @@ def largest_triangles(x: Sequence[float], y: Sequence[float], num_points: int) -
     """
     finite = [index for index, value in enumerate(y) if math.isfinite(value)]
     others = [index for index, value in enumerate(y) if not math.isfinite(value)]
+    # A diverged run may have nothing but NaN.
     if len(others) > num_points:
         others = others[:: math.ceil(len(others) / num_points)]
     if len(finite) <= num_points:

@@ -22,6 +22,7 @@ __all__ = ["write_described", "write_page"]
 _DIGITS: Final = 8  # significant digits, more than a screen can show
 
 _SCRIPTS = ("page_parts.js", "page_curves.js", "page.js")  # in the order of their dependencies
+# The policy allows nothing from the network: a report may be opened on any machine, years later.
 _TEMPLATE = """<!doctype html>
 <html lang="en">
 <head>
@@ -63,7 +64,7 @@ def write_page(
 
     Raises:
         FileNotFoundError: If a folder holds no run.
-        ValueError: If there are no folders, or fewer than 3 points.
+        ValueError: If `folders` is empty, or fewer than 3 points.
     """
     return write_described(describe_runs(folders, max_points=max_points, verify=verify), path)
 

@@ -77,7 +77,7 @@ class RunRecorder(LoggerDestination):
     Args:
         folder: The folder, with the placeholders of `format_name_with_dist`.
         flush_interval: The number of batches between flushes; each epoch ends with one, too. Flushes are at least a
-            second apart, and at most ten seconds if batches are no longer than that.
+            second apart, and at most ten seconds, or one batch if it is longer.
         overwrite: Whether the folder of an earlier run may be replaced. A resumed run (`Trainer(autoresume=True)`)
             continues its folder, and repeats what came after the checkpoint.
         page: Whether to write the page at the end, which needs plotly (`pip install 'composer-suite[report]'`);
@@ -160,7 +160,7 @@ class RunRecorder(LoggerDestination):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the extent of the files, for a run that resumes from this checkpoint."""
-        if self._lines is None:  # without a record there is no extent
+        if self._lines is None:  # the folder could not be written
             return {}
         self._lines.sync()
         return {
@@ -240,8 +240,8 @@ class RunRecorder(LoggerDestination):
             if not self.is_optional:
                 raise
             warn_logging_problem(
-                f"folder={self.folder_format!r} cannot be written, so this run leaves no record, and training goes on: "
-                f"{error}. Give a folder that can be."
+                f"folder={self.folder_format!r} cannot be written, so this run leaves no record, and training "
+                f"continues: {error}. Give a folder that can be."
             )
 
     def after_load(self, state: State, logger: Logger) -> None:
@@ -352,7 +352,10 @@ class RunRecorder(LoggerDestination):
             may_hold_a_run=self.overwrite or self.is_resuming,
             goes_beside_others=self.is_optional,
         )
-        self._lock = _locked(folder)
+        try:  # a second run of the same name must not truncate the files
+            self._lock = FolderLock(folder).acquire()
+        except FolderInUseError as error:
+            raise FileExistsError(f"{str(folder)!r} belongs to a run that has not ended: {error}") from error
         self._lines = MetricLines(folder / METRICS, is_continued=self.is_resuming)
         self._state, self._folder, self._facts = state, folder, FactFiles(folder)
         if self.is_resuming:
@@ -412,14 +415,6 @@ class RunRecorder(LoggerDestination):
             write_page([self.folder], self.folder / "report.html")
         except OSError as error:
             _log.warning("The page about %s could not be written: %s", self.folder, error)
-
-
-def _locked(folder: Path) -> FolderLock:
-    """Lock a folder, so that a second run of the same name cannot truncate its files."""
-    try:
-        return FolderLock(folder).acquire()
-    except FolderInUseError as error:
-        raise FileExistsError(f"{str(folder)!r} belongs to a run that is still going on: {error}") from error
 
 
 def id_of_uncaught() -> int | None:

@@ -94,7 +94,7 @@ def read_run(folder: str | os.PathLike[str], *, verify: bool = False) -> Run:
         acting=read_json(folder / ACTING),
         times=read_json(folder / TIMES),
         checkpoints=[
-            _checkpoint(now_at(path, status.get("folder"), folder), verify=verify)
+            _inspect(now_at(path, status.get("folder"), folder), verify=verify)
             for path in _texts(status.get("checkpoints"))
         ],
         traces=_traces(folder, status),
@@ -134,7 +134,7 @@ def _read_curves(path: Path) -> tuple[dict[str, Curve], int]:
                 record = json.loads(line)
                 where = {axis: float(record.get(axis, 0)) for axis in AXES}
                 if not all(map(math.isfinite, where.values())):
-                    raise ValueError(f"{where} is no time in training")
+                    raise ValueError(f"{where} is not a time in training")
                 values = {str(name): float(value) for name, value in record["metrics"].items()}
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
                 num_bad += 1
@@ -170,7 +170,7 @@ def now_at(path: str, folder_then: Any, folder: Path) -> str:
     return inside if os.path.exists(inside) else path
 
 
-def _checkpoint(path: str, *, verify: bool) -> Checkpoint:
+def _inspect(path: str, *, verify: bool) -> Checkpoint:
     from composer_checkpoint import inspect_file  # here, because it imports torch
     from composer_checkpoint import verify as verify_checkpoint
     from composer_checkpoint.errors import CheckpointError
@@ -179,7 +179,8 @@ def _checkpoint(path: str, *, verify: bool) -> Checkpoint:
         return Checkpoint(path, None, "in a store, not looked at here")
     if not os.path.exists(path):
         return Checkpoint(path, None, "not there any more")
-    size_bytes = sum(file.stat().st_size for file in _files(Path(path)))
+    files = Path(path).rglob("*") if os.path.isdir(path) else [Path(path)]
+    size_bytes = sum(file.stat().st_size for file in files if file.is_file())
     try:
         if verify:
             manifest = verify_checkpoint(path)
@@ -188,7 +189,3 @@ def _checkpoint(path: str, *, verify: bool) -> Checkpoint:
     except (CheckpointError, OSError) as error:
         return Checkpoint(path, size_bytes, f"damaged: {error}")
     return Checkpoint(path, size_bytes, "has a manifest, not verified here" if manifest else "no manifest")
-
-
-def _files(path: Path) -> list[Path]:
-    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]

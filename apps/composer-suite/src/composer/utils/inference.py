@@ -10,10 +10,9 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -69,25 +68,23 @@ def export_for_inference(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> None:
-    """Write a model so that it can be run elsewhere. Rank 0 writes; the others return at once.
-
-    What is written is a copy on the CPU in evaluation mode; the model itself stays as it is.
+    """Write a copy of a model, on the CPU in evaluation mode. Rank 0 writes; the others return at once.
 
     Args:
         model: The model, not wrapped for several ranks.
         save_format: See `ExportFormat`.
-        save_path: Where to: a path or an address; with `save_object_store` a name in that store.
+        save_path: A path or a URI; with `save_object_store` a name in that store.
         save_object_store: An `ObjectStore`.
-        sample_input: What the model is called with: one argument, or a tuple of them. A dict at the end of a tuple
-            holds keywords, so that `(batch, {})` is one argument, whatever the batch is.
-        dynamic_axes: Which axes of which inputs have any length: as `torch.onnx.export` takes it, or for `EXPORT` as
+        sample_input: Arguments of the model: one, or a tuple of them. A dict at the end of a tuple holds keywords, so
+            that `(batch, {})` is one argument of any type.
+        dynamic_axes: Axes of variable length: as `torch.onnx.export` takes them, or for `EXPORT` as
             `torch.export.export` takes `dynamic_shapes`.
         surgery_algs: Functions that change the model's layers, before weights are loaded into them.
         transforms: Functions that change the model at the end.
-        onnx_opset_version: By default what PyTorch takes.
-        load_path: A checkpoint whose weights are taken instead of those of the model.
-        load_object_store: Where `load_path` is.
-        load_strict: Whether weights that are missing or too many are an error.
+        onnx_opset_version: By default that of PyTorch.
+        load_path: A checkpoint whose weights replace those of the model.
+        load_object_store: The `ObjectStore` that has `load_path`.
+        load_strict: Whether missing and unexpected weights are an error.
         input_names: For `ONNX`. By default the keys of a dict, else `input`.
         output_names: For `ONNX`. By default `output`.
 
@@ -100,8 +97,14 @@ def export_for_inference(
     save_format = ExportFormat(save_format)
     if not os.fspath(save_path):
         raise ValueError("save_path='' names no file. Give a path, such as 'model.pt', or an address.")
-    _refuse_wrapped(model)
-    sample = Sample.of(DeviceCPU().batch_to_device(copy.deepcopy(sample_input)))
+    if is_model_ddp(model):
+        raise ValueError("model is a DistributedDataParallel. Export what it wraps: model.module.")
+    if is_model_fsdp(model) or is_model_fsdp2(model):
+        raise ValueError(
+            "model is sharded by FSDP, and no rank has the whole of it. Save a checkpoint with state_dict_type='full', "
+            "and export a model that is not sharded with load_path=... ."
+        )
+    sample = _arguments(DeviceCPU().batch_to_device(copy.deepcopy(sample_input)))
     if sample is None and save_format in (ExportFormat.ONNX, ExportFormat.EXPORT):
         raise ValueError(
             f"sample_input=None, but save_format={save_format.value!r} needs to see the model run. Give an input, such "
@@ -117,25 +120,10 @@ def export_for_inference(
         _load(model, load_path, load_object_store, load_strict)
     model = _changed(model.eval(), transforms)
 
+    onnx = {"input_names": input_names, "output_names": output_names, "opset_version": onnx_opset_version}
+
     def write(path: str) -> None:
-        if save_format is ExportFormat.TORCHSCRIPT:
-            write_torchscript(model, path, sample)
-        elif save_format is ExportFormat.SAFETENSORS:
-            write_safetensors(model, path)
-        elif save_format is ExportFormat.EXPORT:
-            assert sample is not None
-            write_exported_program(model, path, sample, dynamic_axes)
-        else:
-            assert sample is not None
-            write_onnx(
-                model,
-                path,
-                sample,
-                input_names=input_names,
-                output_names=output_names,
-                dynamic_axes=dynamic_axes,
-                opset_version=onnx_opset_version,
-            )
+        _write(model, path, save_format, sample, dynamic_axes, onnx)
 
     with torch.no_grad():
         _deliver(write, save_format, os.fspath(save_path), save_object_store)
@@ -198,16 +186,6 @@ def quantize_dynamic(model: nn.Module) -> nn.Module:
         return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
 
 
-def _refuse_wrapped(model: nn.Module) -> None:
-    if is_model_ddp(model):
-        raise ValueError("model is a DistributedDataParallel. Export what it wraps: model.module.")
-    if is_model_fsdp(model) or is_model_fsdp2(model):
-        raise ValueError(
-            "model is sharded by FSDP, and no rank has the whole of it. Save a checkpoint with state_dict_type='full', "
-            "and export a model that is not sharded with load_path=... ."
-        )
-
-
 def _changed(model: nn.Module, changes: Any) -> nn.Module:
     for change in ensure_tuple(changes):
         changed = change(model)
@@ -240,8 +218,9 @@ def _deliver(write: Callable[[str], None], save_format: ExportFormat, save_path:
     folder = Path(name).absolute().parent if store is None else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
+    # In the folder of the final file, so that the move stays on one file system and is atomic.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as beside:
-        # Some writers require the suffix of their format, whatever the name of the final file.
+        # Some writers require the suffix of their format, also if the final file has another.
         path = os.path.join(beside, f"model{_SUFFIXES[save_format.value]}")
         write(path)
         if store is None:
@@ -250,74 +229,72 @@ def _deliver(write: Callable[[str], None], save_format: ExportFormat, save_path:
             store.upload_object(name, path)
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Arguments with which the model can be called."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, given: Any) -> Sample | None:
-        """Return what was given as PyTorch's exporters take it: a tuple's last item may be a dict of keywords."""
-        args = given if isinstance(given, tuple) else (given,)
-        kwargs: dict[str, Any] = {}
-        if len(args) > 1 and isinstance(args[-1], dict):
-            args, kwargs = args[:-1], args[-1]
-        return None if all(arg is None for arg in args) and not kwargs else cls(args, kwargs)
+_Arguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
 
-def write_torchscript(model: nn.Module, path: str, sample: Sample | None) -> None:
+def _arguments(given: Any) -> _Arguments | None:
+    """Return a sample as PyTorch's exporters take it: a tuple's last item may be a dict of keywords."""
+    args = given if isinstance(given, tuple) else (given,)
+    kwargs: dict[str, Any] = {}
+    if len(args) > 1 and isinstance(args[-1], dict):
+        args, kwargs = args[:-1], args[-1]
+    return None if all(arg is None for arg in args) and not kwargs else (args, kwargs)
+
+
+def _write(
+    model: nn.Module,
+    path: str,
+    save_format: ExportFormat,
+    sample: _Arguments | None,
+    dynamic_axes: Any,
+    onnx: Mapping[str, Any],
+) -> None:
+    if save_format is ExportFormat.TORCHSCRIPT:
+        _write_torchscript(model, path, sample)
+    elif save_format is ExportFormat.SAFETENSORS:
+        from composer_checkpoint.files import save_file  # here, since not every export needs it
+
+        save_file(model.state_dict(), path)
+    else:
+        assert sample is not None, "the other formats need one"
+        if save_format is ExportFormat.EXPORT:
+            torch.export.save(torch.export.export(model, *sample, dynamic_shapes=dynamic_axes), path)
+        else:
+            _write_onnx(model, path, sample, dynamic_axes=dynamic_axes, **onnx)
+
+
+def _write_torchscript(model: nn.Module, path: str, sample: _Arguments | None) -> None:
     """Write TorchScript: compiled from the source, or where that fails recorded while the sample runs.
 
     Raises:
         RuntimeError: If neither is possible.
     """
+    name = type(model).__name__
     with _without_deprecations():
         try:
             scripted = torch.jit.script(model)
-        except Exception as error:  # the compiler has no class of errors of its own
-            scripted = _trace(model, sample, error)
+        except Exception as why:  # the compiler has no class of errors of its own
+            if sample is None:
+                raise RuntimeError(
+                    f"{name} cannot be scripted: {why}\nGive sample_input, with which it can be traced instead; or use "
+                    "save_format='export'."
+                ) from why
+            try:
+                bound = inspect.signature(model.forward).bind(*sample[0], **sample[1])
+                positional = (*bound.args, *bound.kwargs.values())
+                scripted = torch.jit.trace(model, example_inputs=positional, strict=False)
+            except Exception as error:
+                raise RuntimeError(
+                    f"{name} can be neither scripted nor traced with the sample_input. Scripting: {why}\nTracing: "
+                    f"{error}\nUse save_format='export'."
+                ) from error
         torch.jit.save(scripted, path)
 
 
-def _trace(model: nn.Module, sample: Sample | None, why: Exception) -> Any:
-    if sample is None:
-        raise RuntimeError(
-            f"{type(model).__name__} cannot be scripted: {why}\nGive sample_input, with which it can be traced "
-            "instead; or use save_format='export'."
-        ) from why
-    try:
-        return torch.jit.trace(model, example_inputs=_positional(model, sample), strict=False)
-    except Exception as error:
-        raise RuntimeError(
-            f"{type(model).__name__} can be neither scripted nor traced with the sample_input. Scripting: {why}\n"
-            f"Tracing: {error}\nUse save_format='export'."
-        ) from error
-
-
-def _positional(model: nn.Module, sample: Sample) -> tuple[Any, ...]:
-    bound = inspect.signature(model.forward).bind(*sample.args, **sample.kwargs)
-    return (*bound.args, *bound.kwargs.values())
-
-
-def write_exported_program(model: nn.Module, path: str, sample: Sample, dynamic_shapes: Any) -> None:
-    """Write what `torch.export` makes of the model, to be loaded by `torch.export.load`."""
-    program = torch.export.export(model, sample.args, sample.kwargs, dynamic_shapes=dynamic_shapes)
-    torch.export.save(program, path)
-
-
-def write_safetensors(model: nn.Module, path: str) -> None:
-    """Write the weights alone."""
-    from composer_checkpoint.files import save_file  # here, since not every export needs it
-
-    save_file(model.state_dict(), path)
-
-
-def write_onnx(
+def _write_onnx(
     model: nn.Module,
     path: str,
-    sample: Sample,
+    sample: _Arguments,
     *,
     input_names: Sequence[str] | None,
     output_names: Sequence[str] | None,
@@ -325,13 +302,14 @@ def write_onnx(
     opset_version: int | None,
 ) -> None:
     """Write ONNX, with names for inputs and outputs; inputs that the model does not use are left out."""
+    args, kwargs = sample
     if input_names is None:
-        first = sample.args[0] if sample.args else sample.kwargs
+        first = args[0] if args else kwargs
         input_names = list(first) if isinstance(first, Mapping) else ["input"]
     with _without_deprecations():
         torch.onnx.export(
             model,
-            (*sample.args, sample.kwargs),
+            (*args, kwargs),
             path,
             input_names=list(input_names),
             output_names=["output"] if output_names is None else list(output_names),
@@ -348,6 +326,6 @@ def _without_deprecations() -> Iterator[None]:
     with warnings.catch_warnings():
         for category in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
-        # What a trace takes for constant, it tells of sizes too, of which the outputs are independent in most models.
+        # Tracing warns about each size that it takes for constant, but most models do not depend on them.
         warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)  # pyright: ignore[reportPrivateImportUsage]  # documented there
         yield
