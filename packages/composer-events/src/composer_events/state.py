@@ -394,6 +394,8 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         )
         return {"train": train, "eval": {}}
 
+    _dataset_of = staticmethod(dataset_of)  # what replaces `_dataset_state_dict` in LLM-Shearing calls it
+
     def load_state_dict(
         self,
         state: dict[str, Any],
