@@ -394,7 +394,7 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         )
         return {"train": train, "eval": {}}
 
-    _dataset_of = staticmethod(dataset_of)  # what replaces `_dataset_state_dict` in LLM-Shearing calls it
+    _dataset_of = staticmethod(dataset_of)  # called by the `_dataset_state_dict` of LLM-Shearing
 
     def load_state_dict(
         self,

@@ -75,10 +75,10 @@ class FsspecObjectStore(ObjectStore):
         try:
             return url_to_fs(uri, skip_instance_cache=True, **storage_options)
         except ValueError as error:
-            if "connection_string" not in str(error):  # as adlfs says it
+            if "connection_string" not in str(error):  # the message of adlfs
                 raise
             raise ValueError(
-                f"There are no credentials for {uri}. Set AZURE_STORAGE_CONNECTION_STRING, or "
+                f"{uri} needs credentials. Set AZURE_STORAGE_CONNECTION_STRING, or "
                 f"AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY."
             ) from error
 
