@@ -1,5 +1,7 @@
 """Stores that have no server here: how they are addressed, and what is said when credentials are missing."""
 
+import os
+
 import pytest
 
 from composer_checkpoint.remote.fetch import maybe_create_object_store_from_uri
@@ -34,6 +36,15 @@ def test_oracle_without_credentials_names_what_to_set(monkeypatch):
     monkeypatch.setenv("OCI_CONFIG_FILE", "/no/such/file")
     with pytest.raises(ValueError, match="'/no/such/file' is no file"):
         OCIObjectStore("bucket")
+
+
+@pytest.mark.parametrize("scheme", ["azure", "az"])
+def test_azure_without_credentials_names_what_to_set(scheme, monkeypatch):
+    """Seen before: "unable to connect to account for Must provide either a connection_string or account_name"."""
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(ValueError, match=r"az://box.* needs credentials.*AZURE_STORAGE_CONNECTION_STRING"):
+        maybe_create_object_store_from_uri(f"{scheme}://box/x")
 
 
 def test_azure_s_account_comes_from_the_variables_that_composer_names(monkeypatch):

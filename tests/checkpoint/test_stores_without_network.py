@@ -6,7 +6,7 @@ import time
 import pytest
 
 from composer_checkpoint.errors import StorageError
-from composer_checkpoint.remote.fetch import get_file
+from composer_checkpoint.remote.fetch import get_file, list_remote_objects
 from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.stores import opening
 
@@ -47,12 +47,13 @@ def silent(request, monkeypatch):
         yield ADDRESSES[request.param]
 
 
-@pytest.mark.parametrize("way", ["saves", "loads"])
+@pytest.mark.parametrize("way", ["saves", "loads", "lists"])
 def test_a_store_that_is_silent_is_an_error_soon_that_says_what_to_check(silent, way, tmp_path):
     """Nothing was heard of `gcs://` for more than 90 s, and of Azure, MLflow and Unity Catalog for two minutes."""
     uses = {
         "saves": lambda: RemoteUploader(silent).init(),
         "loads": lambda: get_file(silent, tmp_path / "latest.pt", progress_bar=False),
+        "lists": lambda: list_remote_objects(silent),
     }
     began = time.monotonic()
     with pytest.raises(StorageError, match="did not respond within") as caught:

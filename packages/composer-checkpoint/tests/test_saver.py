@@ -56,6 +56,19 @@ def test_a_checkpoint_is_saved_at_each_interval_and_once_at_the_end(loop, saver,
     assert names(tmp_path / "checkpoints") == (rank_zero(*stems) if stems else [])
 
 
+def test_a_replaced_method_saves_by_the_name_that_composer_has(loop, saver, tmp_path):
+    """The method that LLM-Shearing puts on the saver failed: 'CheckpointSaver' has no '_save_checkpoint'."""
+
+    def batch_checkpoint(state, logger):
+        if own.save_interval(state, Event.BATCH_CHECKPOINT) and own.last_checkpoint_batch != state.timestamp.batch:
+            own._save_checkpoint(state, logger)
+
+    own = saver(save_interval="4ba")
+    own.batch_checkpoint = batch_checkpoint
+    loop([own]).fit()
+    assert names(tmp_path / "checkpoints") == rank_zero("ep1-ba4", "ep3-ba6")
+
+
 @pytest.mark.parametrize("num_kept", [-1, 0, 1, 2, 3, 4])
 def test_as_many_of_the_newest_stay_as_asked_for(loop, saver, tmp_path, num_kept):
     checkpoints = saver(save_interval="1ba", num_checkpoints_to_keep=num_kept)

@@ -183,8 +183,8 @@ def test_joined_microbatches_are_the_batch(batch, data):
 
 
 def test_a_mapping_is_cut_into_mappings_and_single_values_go_into_each():
-    batch = {"names": ["a", "b", "c"], "nested": {"ids": (1, 2, 3)}, "task": "qa", "weight": 0.5, "last": True}
-    rest = {"task": "qa", "weight": 0.5, "last": True}
+    rest = {"task": "qa", "weight": 0.5, "last": True, "mask": None}
+    batch = {"names": ["a", "b", "c"], "nested": {"ids": (1, 2, 3)}, **rest}
     assert default_split_batch(batch, 2) == [
         {"names": ["a", "b"], "nested": {"ids": (1, 2)}, **rest},
         {"names": ["c"], "nested": {"ids": (3,)}, **rest},

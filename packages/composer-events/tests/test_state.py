@@ -548,10 +548,11 @@ def test_the_dataset_says_where_it_is():
 
 
 def test_what_replaces_the_states_own_way_to_save_its_dataset_is_called():
-    """The state of LLM-Shearing's dataset, which replaces this method, was not saved."""
-    state = State(Weights(0), 0)
-    state._dataset_state_dict = lambda: {"train": {"proportion": [0.5, 0.5]}, "eval": {}}
-    assert state.state_dict()["dataset_state"] == {"train": {"proportion": [0.5, 0.5]}, "eval": {}}
+    """The state of LLM-Shearing's dataset was not saved: first it was not called, then it had no `_dataset_of`."""
+    dataset = ResumableDataset()
+    state = State(Weights(0), 0, train_dataloader=Loader(dataset))
+    state._dataset_state_dict = lambda: {"train": state._dataset_of(state.train_dataloader), "eval": {}}
+    assert state.state_dict()["dataset_state"] == {"train": dataset, "eval": {}}
 
 
 def test_a_dataset_that_comes_after_the_checkpoint_is_resumed_too():

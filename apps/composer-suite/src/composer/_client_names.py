@@ -10,6 +10,9 @@ The projects break at import without them, so they stay where these projects loo
 | `_default_split_batch`, `_split_list` | `composer.core.data_spec` | llm-foundry |
 | `RUN_NAME_ENV_VAR` | `composer.loggers.mosaicml_logger` | llm-foundry |
 | `_ensure_valid_checkpoint` | `composer.utils.checkpoint` | ModernBERT |
+
+Methods that projects call stay in their classes: `Engine._close` (ModernBERT, MosaicBERT), `State._dataset_of` and
+`CheckpointSaver._save_checkpoint` (LLM-Shearing).
 """
 
 from os import PathLike

@@ -329,7 +329,7 @@ class CheckpointSaver(Callback):
         """Save once more if training was stopped after the latest save, wait for all saves, and unlock the folder."""
         try:
             if self._misses_stop(state):
-                self._save(state, logger)
+                self._save_checkpoint(state, logger)
             self.wait(state, logger)
         finally:
             self._folder.give_back()
@@ -370,11 +370,11 @@ class CheckpointSaver(Callback):
     def save(self, state: "State", logger: "Logger") -> None:
         """Save immediately. Every rank must call this."""
         if self._folder.is_held:
-            self._save(state, logger)
+            self._save_checkpoint(state, logger)
             return
         self._folder.take(state)
         try:
-            self._save(state, logger)
+            self._save_checkpoint(state, logger)
             self.wait(state, logger)
         finally:
             self._folder.give_back()
@@ -418,7 +418,8 @@ class CheckpointSaver(Callback):
             return False
         return self._saves_at_end or self.last_checkpoint_batch is not None
 
-    def _save(self, state: "State", logger: "Logger") -> None:
+    def _save_checkpoint(self, state: "State", logger: "Logger") -> None:
+        """Save now. Composer's name, which LLM-Shearing calls."""
         layout = layout_of(state)
         if self._async is not None and self._skips(state):
             log.warning("A checkpoint at batch %s is skipped: the one before is being written.", state.timestamp.batch)

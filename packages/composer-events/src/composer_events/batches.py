@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["batch_get", "batch_set", "IteratorFileStream", "ensure_tuple", "iterate_with_callback", "map_collection"]
 
 # One value that belongs to every sample of a mapping, such as a task's name.
-_SCALARS = (int, float, str, bool)
+_SCALARS = (int, float, str, bool, type(None))
 
 
 def count_samples(batch: Any) -> int:
@@ -52,7 +52,7 @@ def default_split_batch(batch: Any, microbatch_size: int | float) -> Sequence[An
     | batch | microbatches |
     |---|---|
     | tensor | its slices along dim 0 |
-    | mapping | dicts: tensors, lists and nested mappings split, single values (number, text) repeated in each |
+    | mapping | dicts: tensors, lists and nested mappings split, single values (number, text, `None`) repeated in each |
     | sequence of numbers or of texts | its slices |
     | other tuple or list | tuples of the slices of its items: tensors, lists, tuples, mappings |
 

@@ -394,6 +394,8 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         )
         return {"train": train, "eval": {}}
 
+    _dataset_of = staticmethod(dataset_of)  # called by the `_dataset_state_dict` of LLM-Shearing
+
     def load_state_dict(
         self,
         state: dict[str, Any],

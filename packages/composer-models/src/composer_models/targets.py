@@ -121,6 +121,6 @@ def _checked_num_classes(tensor: Tensor, num_classes: int) -> int:
     if num_classes < largest + 1:
         raise ValueError(
             f"num_classes={num_classes} is too few for the label {largest}: labels count from 0, so at least "
-            f"{largest + 1} classes are needed."
+            f"{largest + 1} classes are needed. Labels to ignore must be negative here, such as -100."
         )
     return num_classes

@@ -125,6 +125,8 @@ class ConstantScheduler(ComposerScheduler):
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""
+        if self.alpha == 1.0:  # needs no length of training, so that may be unknown
+            return 1.0
         t_max = convert_time(self.t_max, state, ssr)
         return self.alpha if state.timestamp.get(t_max.unit).value < t_max.value else 1.0
 

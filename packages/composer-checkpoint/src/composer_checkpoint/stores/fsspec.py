@@ -72,7 +72,15 @@ class FsspecObjectStore(ObjectStore):
         """Return the file system, and its path that names are relative to."""
         require_package(uri)
         # A new instance, since invalidating the cache of a shared one would affect the user's own file systems.
-        return url_to_fs(uri, skip_instance_cache=True, **storage_options)
+        try:
+            return url_to_fs(uri, skip_instance_cache=True, **storage_options)
+        except ValueError as error:
+            if "connection_string" not in str(error):  # the message of adlfs
+                raise
+            raise ValueError(
+                f"{uri} needs credentials. Set AZURE_STORAGE_CONNECTION_STRING, or "
+                f"AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY."
+            ) from error
 
     def get_uri(self, object_name: str) -> str:
         """Return the address of an object, whether or not it exists."""

@@ -268,11 +268,13 @@ def list_remote_objects(remote_path: str) -> list[str]:
 
     Raises:
         ValueError: If it is a local path, or no objects are found.
+        StorageError: If the store does not respond, with what to check.
     """
     store = maybe_create_object_store_from_uri(remote_path)
     if store is None:
         raise ValueError(f"remote_path={remote_path!r} is a local path. Give an address such as 's3://bucket/folder'.")
     with store:
+        reach(store, remote_path)
         objects = store.list_objects(parse_uri(remote_path).path)
     if not objects:
         raise ValueError(f"There are no objects at remote_path={remote_path!r}. Look at the name and the folder.")
