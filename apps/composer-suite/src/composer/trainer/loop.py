@@ -106,7 +106,7 @@ class Loop:
                 self.evaluate(Event.BATCH_END)
                 goes_on = self._goes_on()  # before a save, in which all ranks take part
                 run_event(Event.BATCH_CHECKPOINT)
-                if not (goes_on and self._is_training()):
+                if not goes_on or (self.ranks.may_stop_late and not self._goes_on()):
                     break
                 self.preemption.leave_if_asked()
 
