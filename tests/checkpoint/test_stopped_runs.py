@@ -181,15 +181,26 @@ def test_the_last_checkpoint_of_a_stopped_run_has_the_average(tmp_path):
     assert all(torch.equal(value, saved[1][name]) for name, value in saved[0].items())
 
 
-def stop_on_one_rank(folder, rank, is_async, resumable):
-    settings = {"save_interval": "1ba", "save_async": is_async, "max_duration": "3ep"}
-    stopper = StopAt(Event.BATCH_END, STOP_AT, rank=rank, resumable=resumable)
+def stop_on_one_rank(folder, event, rank, is_async, resumable):
+    interval = "1ba" if event == Event.BATCH_CHECKPOINT else "3ba"  # a stop during a save comes too late for it
+    settings = {"save_interval": interval, "save_async": is_async, "max_duration": "3ep"}
+    stopper = StopAt(event, STOP_AT, rank=rank, resumable=resumable)
     return [start(folder, [stopper], **settings), start(folder, **settings)]
 
 
-@pytest.mark.parametrize(("rank", "is_async", "resumable"), [(1, False, False), (0, True, False), (1, False, True)])
-def test_a_stop_of_one_rank_is_kept_by_all(tmp_path, rank, is_async, resumable):
-    """Rank 0 saves, and what another rank had decided was not in its checkpoint."""
-    arguments = (str(tmp_path / "run"), rank, is_async, resumable)
+@pytest.mark.parametrize(
+    ("event", "rank", "is_async", "resumable"),
+    [
+        (Event.BATCH_END, 1, False, False),
+        (Event.BATCH_END, 0, True, False),
+        (Event.BATCH_END, 1, False, True),
+        (Event.BATCH_CHECKPOINT, 1, False, False),
+        (Event.EPOCH_END, 1, False, False),
+        (Event.ITERATION_END, 0, False, False),
+    ],
+)
+def test_a_stop_of_one_rank_is_kept_by_all(tmp_path, event, rank, is_async, resumable):
+    """What one rank had decided was not in the checkpoint of rank 0, and where no save was due the ranks hung."""
+    arguments = (str(tmp_path / "run"), event, rank, is_async, resumable)
     for starts in run_ranks(stop_on_one_rank, *arguments, store=tmp_path / "store"):
         assert starts == [(4, 4), (2, 6) if resumable else (0, 4)]

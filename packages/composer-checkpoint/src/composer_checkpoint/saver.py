@@ -402,9 +402,7 @@ class CheckpointSaver(Callback):
 
     def is_save_due(self, state: "State", event: Event) -> bool:
         """Return whether a save is due: by the interval, or because training was stopped after the latest save."""
-        # Ranks agree on a stop only after BATCH_CHECKPOINT; before that, one rank alone may be stopped.
-        is_agreed = event is not _BATCH_CHECKPOINT
-        return self.save_interval(state, event) or (is_agreed and self._misses_stop(state))
+        return self.save_interval(state, event) or self._misses_stop(state)
 
     def _save_if_due(self, event: Event, state: "State", logger: "Logger") -> None:
         if not self.is_save_due(state, event):

@@ -54,6 +54,7 @@ class Ranks:
         same_batch_size: Whether, in addition, every rank has the same number of samples in each batch.
         listen: Whether any rank has a listener that reads the losses or the clock of each batch.
         may_stop: Whether any rank has a listener that can stop the training, such as an algorithm.
+        may_stop_late: Whether one can do so on BATCH_CHECKPOINT, after the ranks have agreed on the batch.
         log: Whether any rank has a logger.
     """
 
@@ -65,32 +66,44 @@ class Ranks:
         self.same_batch_size = True
         self.listen = True
         self.may_stop = True
+        self.may_stop_late = True
         self.log = True
         self._count_tokens: bool | None = None  # unknown before the first batch
         self._losses = LossMeans(strategy)
 
-    def begin(self, data_spec: DataSpec, *, listens: bool = False, may_stop: bool = False, logs: bool = False) -> None:
+    def begin(
+        self,
+        data_spec: DataSpec,
+        *,
+        listens: bool = False,
+        may_stop: bool = False,
+        may_stop_late: bool = False,
+        logs: bool = False,
+    ) -> None:
         """Compare the dataloaders before they are read. Every rank must call this.
 
         Args:
             data_spec: The dataloader of this rank.
             listens: Whether a listener on this rank reads the losses or the clock.
             may_stop: Whether a listener on this rank can stop the training.
+            may_stop_late: Whether one can do so on BATCH_CHECKPOINT.
             logs: Whether this rank has a logger.
         """
         self._count_tokens = None
-        of_length, in_step, listening, stopping, logging = self._strategy.sum(
+        of_length, in_step, listening, stopping, late, logging = self._strategy.sum(
             [
                 int(keeps_length(data_spec.dataloader)),
                 int(keeps_step(data_spec)),
                 int(listens),
                 int(may_stop),
+                int(may_stop_late),
                 int(logs),
             ]
         )
         self.same_num_batches = of_length == self.world_size or self.world_size == 1
         self.same_batch_size = in_step == self.world_size or self.world_size == 1
         self.listen, self.may_stop, self.log = listening > 0, stopping > 0, logging > 0
+        self.may_stop_late = late > 0
 
     def all_have_a_batch(self, has_batch: bool) -> bool:
         """Return whether every rank still has a batch; the rank that runs out first ends the epoch for all."""

@@ -23,6 +23,8 @@ from composer_dist.ddp import DDP
 from composer_dist.deepspeed import check_deepspeed_fits, parse_deepspeed_config
 from composer_dist.env import check_environment
 from composer_dist.strategy import SingleDevice, Strategy
+from composer_events.arguments import overrides
+from composer_events.callback import Callback
 from composer_events.logger_destination import LoggerDestination
 from composer_models import MissingConditionalImportError
 from composer_time import Time, TimeUnit
@@ -244,7 +246,12 @@ def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec, strategy: Strateg
     listens = bool(state.callbacks) or follow_clock
     logs = any(isinstance(callback, LoggerDestination) for callback in state.callbacks)
     may_stop = listens or bool(state.algorithms)
-    ranks.begin(data_spec, listens=listens, may_stop=may_stop, logs=logs)
+    may_stop_late = any(
+        overrides(callback, Callback, name) and not hasattr(callback, "is_save_due")  # as savers have
+        for callback in state.callbacks
+        for name in ("batch_checkpoint", "run_event")
+    )
+    ranks.begin(data_spec, listens=listens, may_stop=may_stop, may_stop_late=may_stop_late, logs=logs)
 
 
 def _may_follow_clock(interval: Any) -> bool:

@@ -82,7 +82,7 @@ class Loop:
         run_event(Event.FIT_START)
         self.batches.resume()
         state.model.train()
-        while self._is_training():
+        while self._goes_on():
             if state.timestamp.epoch_in_iteration == 0 and state.timestamp.batch_in_epoch == 0:
                 run_event(Event.ITERATION_START)
             if state.timestamp.batch_in_epoch == 0:
@@ -104,8 +104,9 @@ class Loop:
 
                 run_event(Event.BATCH_END)
                 self.evaluate(Event.BATCH_END)
+                goes_on = self._goes_on()  # before a save, in which all ranks take part
                 run_event(Event.BATCH_CHECKPOINT)
-                if not self._goes_on():
+                if not goes_on or (self.ranks.may_stop_late and not self._goes_on()):
                     break
                 self.preemption.leave_if_asked()
 
@@ -116,11 +117,13 @@ class Loop:
 
                 run_event(Event.EPOCH_END)
                 self.evaluate(Event.EPOCH_END)
+                self._goes_on()
                 run_event(Event.EPOCH_CHECKPOINT)
                 if self.batches.iteration_is_complete():
                     self._advance_iteration()
 
                     run_event(Event.ITERATION_END)
+                    self._goes_on()
                     run_event(Event.ITERATION_CHECKPOINT)
 
         self.train_batch.finish()
@@ -133,7 +136,7 @@ class Loop:
         return max_duration is not None and self.state.timestamp < max_duration
 
     def _goes_on(self) -> bool:
-        """Return whether to train on after this batch. All ranks agree, since one of them may have been stopped."""
+        """Return whether to train on. All ranks agree, since one of them may have been stopped."""
         state, is_over = self.state, not self._is_training()
         stops, for_good = self.ranks.any_stops(is_over, for_good=is_over and state.stopped_duration is not None)
         if stops and not is_over:
