@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from composer_checkpoint import CheckpointConflictError, PartialFilePath, RemoteUploader
 from composer_checkpoint.names import OF_FOLDER, OF_SAVE
 from composer_checkpoint.remote.fetch import is_uri, parse_uri
+from composer_checkpoint.tensors import as_stored
 from composer_dist import dist
 from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import to_interval
@@ -30,10 +31,10 @@ from composer_events.state import State
 from composer_hf.adapters import is_adapter_weight
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model import HuggingFaceModel
-from composer_hf.published_weights import plan_weights, published_name
-from composer_hf.publishing import as_dtype, pretrained_folder
+from composer_hf.published_weights import published_name
+from composer_hf.publishing import as_dtype, write_pretrained
 from composer_hf.registering import ModelRegistry, find_registry, in_background, register_folder, wait_on_all_ranks
-from composer_hf.weight_files import FORMATS, Format, main_dtype, parse_size, total_bytes, write_weight_files
+from composer_hf.weight_files import FORMATS, Format, parse_size
 from composer_time import Time
 
 __all__ = ["HuggingFaceCheckpointer", "gather_weights"]
@@ -293,25 +294,17 @@ class HuggingFaceCheckpointer(Callback):
     def _write_folder(
         self, path: str, weights: dict[str, Tensor], metadata: HuggingFaceMetadata, state: "State", logger: "Logger"
     ) -> None:
-        # The class comes from the model in this process, not from a foreign checkpoint, so it may be imported.
-        pieces = plan_weights(weights, metadata, trust_remote_code=True)
-        with pretrained_folder(
+        write_pretrained(
             path,
+            {name: as_stored(weight) for name, weight in weights.items()},
             metadata,
-            dtype=main_dtype(pieces),
+            max_shard_bytes=self.max_shard_bytes,
+            format=self.save_format,
             overwrite=self.overwrite,
+            # The class comes from the model in this process, not from a foreign checkpoint, so it may be imported.
             trust_remote_code=True,
-            need_bytes=total_bytes(pieces) * (2 if self.save_format == "both" else 1),
-        ) as folder:
-            write_weight_files(
-                folder,
-                pieces,
-                weights.__getitem__,
-                max_shard_bytes=self.max_shard_bytes,
-                format=self.save_format,
-                is_adapter=metadata.peft_config is not None,
-            )
-            self.save_additional_contents(state, logger, folder)
+            add_contents=lambda folder: self.save_additional_contents(state, logger, folder),
+        )
 
     def _upload(self, uploader: RemoteUploader, folder: Path, remote: str) -> None:
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
