@@ -1,6 +1,5 @@
 """Configuration and tokenizer of a Hugging Face folder, read without importing transformers."""
 
-import argparse
 import json
 import os
 import tempfile
@@ -11,6 +10,7 @@ from typing import Any
 
 from composer_checkpoint import CorruptCheckpointError, IncompatibleCheckpointError
 from composer_checkpoint.tensors import TensorSource
+from composer_ckpt.options import ConvertOptions
 from composer_ckpt.output import UsageError
 from composer_hf.metadata import HuggingFaceMetadata, MissingMetadataError
 from composer_hf.tokenizer_files import decode_files, encode_files
@@ -111,7 +111,7 @@ def _entry(content: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {"file_extension": ".json", "content": dict(content), "class": name}
 
 
-def saved_description(source: TensorSource, options: argparse.Namespace) -> Mapping[str, Any] | None:
+def saved_description(source: TensorSource, options: ConvertOptions) -> Mapping[str, Any] | None:
     """Return the description in the checkpoint, or of its Hugging Face folder, if there is one."""
     integrations = source.state.get("integrations")
     saved = integrations.get("huggingface") if isinstance(integrations, Mapping) else None
@@ -120,7 +120,7 @@ def saved_description(source: TensorSource, options: argparse.Namespace) -> Mapp
     return saved if isinstance(saved, Mapping) and saved else None
 
 
-def metadata_of(source: TensorSource, options: argparse.Namespace) -> HuggingFaceMetadata:
+def metadata_of(source: TensorSource, options: ConvertOptions) -> HuggingFaceMetadata:
     """Return the model's metadata, with `--config`, `--config-override` and `--tokenizer` applied.
 
     Raises:
@@ -149,7 +149,7 @@ def metadata_of(source: TensorSource, options: argparse.Namespace) -> HuggingFac
     return metadata
 
 
-def _tokenizer_at(folder: Path, options: argparse.Namespace) -> Mapping[str, bytes]:
+def _tokenizer_at(folder: Path, options: ConvertOptions) -> Mapping[str, bytes]:
     saved = tokenizer_of(folder, trust_remote_code=options.trust_remote_code)
     if not saved:
         raise UsageError(f"--tokenizer {str(folder)!r} is no folder with a tokenizer's files. Check the path.")

@@ -12,6 +12,7 @@ import torch
 
 from composer_checkpoint import UnfittingWeightsError
 from composer_checkpoint.tensors import StoredTensor
+from composer_ckpt.output import first_few
 from composer_hf.published_weights import tied_names
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["in_memory_weights"]
 
-_MAX_NAMES = 8
 Weights = dict[str, StoredTensor]
 
 
@@ -40,13 +40,11 @@ def in_memory_weights(weights: Mapping[str, StoredTensor], model: "PreTrainedMod
             found.setdefault(alias, found[kept])
         elif alias in found:
             found[kept] = found[alias]
-    missing, surplus = (
-        [name for name in expected if name not in found],
-        [name for name in found if name not in expected],
-    )
+    missing = [name for name in expected if name not in found]
+    surplus = [name for name in found if name not in expected]
     other = [name for name in found if name in expected and found[name].shape != tuple(expected[name].shape)]
     lists = (("missing", missing), ("not in the model", surplus), ("of another shape", other))
-    if told := [f"{len(names)} {what}: {', '.join(names[:_MAX_NAMES])}" for what, names in lists if names]:
+    if told := [f"{len(names)} {what}: {first_few(names, 8)}" for what, names in lists if names]:
         raise UnfittingWeightsError(
             f"the weights do not fit the {type(model).__name__} that the folder's config.json describes: "
             f"{'; '.join(told)}. Put the config.json that fits into the folder."

@@ -3,23 +3,25 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 __all__ = [
+    "DEFAULT_SHARD_BYTES",
     "ExitCode",
     "MismatchError",
     "Result",
     "UsageError",
     "as_lines",
-    "printable",
-    "progress_bar",
-    "DEFAULT_SHARD_BYTES",
+    "counted",
+    "first_few",
     "format_size",
     "parse_size",
+    "printable",
+    "progress_bar",
 ]
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -68,6 +70,16 @@ def counted(count: int, thing: str) -> str:
         ('1 tensor', '2 tensors')
     """
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+def first_few(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names, and how many more there are.
+
+    Example:
+        >>> first_few(["a", "b", "c"], 2)
+        'a, b and 1 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class ExitCode(IntEnum):

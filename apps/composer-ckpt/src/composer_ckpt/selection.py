@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeVar
 
-from composer_ckpt.output import UsageError
+from composer_ckpt.output import UsageError, first_few
 
 if TYPE_CHECKING:
     from composer_checkpoint.tensors import StoredTensor
@@ -34,9 +34,6 @@ def select(
         exclude: Shell patterns.
         option: Name of the option for `include`, for messages.
 
-    Raises:
-        UsageError: If a pattern matches no name.
-
     Example:
         >>> select({"h.0.weight": 1, "h.0.bias": 2, "wte": 3}, ["h.*"], ["*bias"])
         {'h.0.weight': 1}
@@ -45,7 +42,9 @@ def select(
         for pattern in patterns or ():
             # A pattern without a match is most likely a typo.
             if not any(fnmatchcase(name, pattern) for name in tensors):
-                raise UsageError(f"{given_by} {pattern!r} fits none of the {len(tensors)} names: {_some(tensors)}.")
+                raise UsageError(
+                    f"{given_by} {pattern!r} fits none of the {len(tensors)} names: {first_few(list(tensors))}."
+                )
     return {
         name: tensor
         for name, tensor in tensors.items()
@@ -66,7 +65,8 @@ def rename(
         >>> rename({"model.h.0.w": "model.h.0.w"}, [r"h[.](\d+)=layers.\1"], ["model."])
         {'model.h.0.w': 'layers.0.w'}
     """
-    names = {name: _without(current, prefixes or ()) for name, current in names.items()}
+    for prefix in prefixes or ():
+        names = {name: current.removeprefix(prefix) for name, current in names.items()}
     for text in renames or ():
         old, equals, new = text.partition("=")
         try:
@@ -75,7 +75,7 @@ def rename(
             raise UsageError(f"--rename {text!r}: {error}. Give OLD=NEW with a regular expression.") from error
         if not equals or not old:
             raise UsageError(f"--rename {text!r} is not OLD=NEW.")
-    return names
+    return dict(names)
 
 
 def renamed_by(tensors: "Mapping[str, StoredTensor]", name_of: Callable[[str], str]) -> "dict[str, StoredTensor]":
@@ -100,14 +100,14 @@ def once_each(tensors: "Mapping[str, StoredTensor]", name_of: Callable[[str], st
         new = name_of(name)
         first = firsts.setdefault(new, name)
         if not are_one(tensors[first], tensor):
-            refuse_doubles({first: new, name: new})
+            refuse_doubles([(first, new), (name, new)])
     return {name: tensors[name] for name in firsts.values()}
 
 
-def refuse_doubles(names: Mapping[str, str]) -> None:
-    """Raise a `UsageError` if two names become the same."""
+def refuse_doubles(names: Iterable[tuple[str, str]]) -> None:
+    """Raise a `UsageError` if two names become the same, given as pairs of old and new names."""
     taken: dict[str, str] = {}
-    for name, new in names.items():
+    for name, new in names:
         other = taken.setdefault(new, name)
         if other != name:
             raise UsageError(f"{other!r} and {name!r} would both be called {new!r}. Rename one, or exclude it.")
@@ -131,14 +131,3 @@ def cast(tensors: "Mapping[str, StoredTensor]", precision: str) -> "dict[str, St
         instead = "Leave it out with --exclude, or give --output-precision keep."
         refuse_without_numbers(name, tensors[name].dtype, f"--output-precision {precision}", instead)
     return {name: tensor.to(dtype) if name in converted else tensor for name, tensor in tensors.items()}
-
-
-def _without(name: str, prefixes: Sequence[str]) -> str:
-    for prefix in prefixes:
-        name = name.removeprefix(prefix)
-    return name
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:5]) + (", ..." if len(listed) > 5 else "")
