@@ -62,7 +62,12 @@ class DeepSpeed:
     prepares_before_load = True
 
     def __init__(self, device: Device, config: Mapping[str, Any], *, find_unused_parameters: bool = False) -> None:
-        _check_installed()
+        if find_spec("deepspeed") is None:  # an import would take a second
+            raise ImportError(
+                "deepspeed_config was given, but the package 'deepspeed' is not installed. It comes with the extra "
+                "'deepspeed': run `pip install 'composer-dist[deepspeed]'`.",
+                name="deepspeed",
+            )
         if isinstance(device, DeviceCPU) and config.get("fp16", {}).get("enabled", False):
             raise ValueError(
                 f"deepspeed_config['fp16']={config['fp16']!r}: DeepSpeed does not train in float16 on a CPU. Use "
@@ -264,15 +269,6 @@ class DeepSpeed:
     def load_optimizer_state_dict(self, model: "Module", optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load such a full state, in place. Every rank must call this with the same state."""
         deepspeed_state.scatter_optimizer(self.engine, self._parameters, state_dict)
-
-
-def _check_installed() -> None:
-    if find_spec("deepspeed") is None:  # an import would take a second
-        raise ImportError(
-            "deepspeed_config was given, but the package 'deepspeed' is not installed. It comes with the extra "
-            "'deepspeed': run `pip install 'composer-dist[deepspeed]'`.",
-            name="deepspeed",
-        )
 
 
 def _the_one(optimizers: Sequence[Optimizer]) -> Optimizer:

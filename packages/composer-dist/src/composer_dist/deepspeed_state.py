@@ -14,7 +14,7 @@ step, the float32 copies of stage 0, and a parameter's position in a flat tensor
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as tdist
@@ -180,35 +180,15 @@ def _check_names_and_shapes(
         raise RuntimeError("\n".join([f"Error(s) in loading state_dict for {model}:", *faults]))
 
 
-class _Masters(Protocol):
-    """The tensors that the engine's optimizer updates, viewed as one full tensor per parameter."""
-
-    are_sliced: bool
-    """Whether the parameters of the model are only slices."""
-
-    def weight(self, tensor: torch.Tensor) -> torch.Tensor: ...
-
-    def set_weight(self, parameter: Parameter, value: torch.Tensor) -> None: ...
-
-    def place(self, parameter: Parameter) -> tuple[torch.Tensor, slice] | None: ...
-
-    def keys(self, parameter: Parameter) -> list[str]: ...
-
-    def state(self, parameter: Parameter, key: str) -> Any: ...
-
-    def make_room(self, states: Mapping[Parameter, Mapping[str, Any]]) -> None: ...
-
-    def set_state(self, parameter: Parameter, key: str, value: torch.Tensor) -> None: ...
-
-
-def _masters(engine: Any) -> _Masters:
+def _masters(engine: Any) -> "_Whole | _Zero":
+    """Return the tensors that the engine's optimizer updates, viewed as one full tensor per parameter."""
     return _Whole(engine) if engine.zero_optimization_stage() == 0 else _Zero(engine)
 
 
 class _Whole:
     """Stage 0: each rank has everything."""
 
-    are_sliced = False
+    are_sliced = False  # whether the parameters of the model are only slices
 
     def __init__(self, engine: Any) -> None:
         self._optimizer: torch.optim.Optimizer = engine.basic_optimizer

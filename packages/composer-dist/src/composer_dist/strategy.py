@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -12,13 +12,7 @@ from torch.optim import Optimizer
 from composer_dist._fast_optimizer import unwatched_step, zero_grad
 from composer_dist.devices import Device
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = [
-    "Strategy",
-    "SingleDevice",
-]
+__all__ = ["Strategy", "SingleDevice"]
 
 TNumber = TypeVar("TNumber", int, float)
 _NOTHING = nullcontext()  # stateless and reentrant, so one instance serves every microbatch

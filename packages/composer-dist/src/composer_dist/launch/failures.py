@@ -20,11 +20,7 @@ _LAST_LINES = 20
 
 
 def crash_report(failures: Sequence["Ending"]) -> str:
-    """Return the output of each failed rank that the console has not shown.
-
-    Args:
-        failures: Endings of the failed ranks in order of time: the first is the root cause.
-    """
+    """Return the output of each failed rank that the console has not shown."""
     return "".join(_block(ending, is_root=number == 0) for number, ending in enumerate(failures))
 
 
@@ -53,30 +49,17 @@ def root_cause(ending: "Ending", others: Sequence[int], folder: str | None, witn
 
 
 def is_on_console(ending: "Ending") -> bool:
-    """Return whether a rank's failure is visible only on the console: it has no log, no traceback and no hint.
-
-    Args:
-        ending: The rank's ending.
-    """
+    """Return whether a rank's failure is visible only on the console: it has no log, no traceback and no hint."""
     return not ending.stderr and not _last_words(ending) and not _hints(ending, ())
 
 
 def brief(ending: "Ending", folder: str) -> str:
-    """Return a one-line summary, to follow the rank's own output on the console.
-
-    Args:
-        ending: The rank's ending.
-        folder: The folder of the other ranks' log files.
-    """
+    """Return a one-line summary, to follow the rank's own output on the console."""
     return f"Global rank {ending.rank} (PID {ending.pid}) {ending.what} (root cause). The logs are in {folder}"
 
 
 def witness(failures: Sequence["Ending"]) -> "Ending | None":
-    """Return a rank with a traceback that failed at the time of the first one, probably for the same reason.
-
-    Args:
-        failures: Endings of the failed ranks in order of time.
-    """
+    """Return a rank with a traceback that failed at the time of the first one, probably for the same reason."""
     soon = [ending for ending in failures[1:] if ending.time - failures[0].time <= WITNESS_S]
     return next((ending for ending in soon if _TRACEBACK in _last_words(ending)), None)
 

@@ -25,11 +25,7 @@ _LINGER_S = 1.0  # helpers such as Python's resource tracker end shortly after t
 
 
 class Guardian:
-    """The launcher's interface to the guardian.
-
-    Args:
-        launch_id: The ranks' value of the variable `COMPOSER_LAUNCH_ID`.
-    """
+    """The launcher's interface to the guardian."""
 
     def __init__(self, launch_id: str) -> None:
         self.launch_id = launch_id
@@ -125,9 +121,6 @@ def is_within(launch_id: str) -> bool:
     """Return whether this process descends from the launcher with an identity.
 
     Without `/proc` this cannot be determined, and any identity counts.
-
-    Args:
-        launch_id: Value of `COMPOSER_LAUNCH_ID`, `''` if it is not set.
     """
     _, _, process = launch_id.partition("-")
     if not process or not Path("/proc/self/stat").exists():

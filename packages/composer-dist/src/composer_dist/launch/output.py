@@ -46,13 +46,7 @@ class _Copy:
 
 
 class Logs(LogsSpecs):
-    """The log files of a run in one folder, and the copies of their lines.
-
-    Args:
-        options: The launcher's options.
-        run_id: The name of the run's folder.
-        environ: The launcher's environment.
-    """
+    """The log files of a run in one folder, and the copies of their lines."""
 
     def __init__(self, options: Options, run_id: str, environ: Mapping[str, str]) -> None:
         super().__init__()

@@ -21,11 +21,7 @@ from composer_dist.launch.guardian import Guardian, process_state
 from composer_dist.launch.output import Logs
 from composer_dist.launch.preflight import CannotStartError
 
-__all__ = [
-    "Signals",
-    "Ending",
-    "Workers",
-]
+__all__ = ["Signals", "Ending", "Workers"]
 
 _NEWS_S = 2.0  # delay after which the launcher may notice a kill that the rank's peers noticed at once
 _LINGER_S = 4.0  # time for a rank that has raised to run its exit handlers
@@ -72,15 +68,7 @@ def _when_it_began(ending: Ending) -> float:
 
 
 class Workers:
-    """The processes of one attempt.
-
-    Args:
-        commands: Command of each local rank.
-        envs: Variables of each local rank, in addition to the launcher's.
-        options: The launcher's options.
-        logs: Log files of the ranks.
-        guardian: The guardian that kills the processes if the launcher is killed.
-    """
+    """The processes of one attempt."""
 
     def __init__(
         self,
@@ -148,9 +136,6 @@ class Workers:
         """Wait for an event, and return whether a rank has failed.
 
         A rank that ended in an orderly way after a signal has not failed while the others may still follow it.
-
-        Args:
-            timeout_s: Maximum time to wait.
         """
         self._wait(timeout_s)
         self._collect()
@@ -335,11 +320,7 @@ _VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class Signals:
-    """The signals of one launch.
-
-    Args:
-        names: Names of the signals to handle, separated by commas.
-    """
+    """The signals of one launch."""
 
     def __init__(self, names: str) -> None:
         self.followed: signal.Signals | None = None
