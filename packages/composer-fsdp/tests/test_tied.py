@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from composer_fsdp import FSDPConfig, make_plan
-from composer_fsdp.choice import (
+from composer_fsdp.unit_selection import (
     check_param_tying,
     get_standalone_and_tied_modules,
     legalize_param_sharing_between_modules,

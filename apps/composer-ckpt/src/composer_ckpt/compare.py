@@ -26,8 +26,6 @@ from composer_ckpt.output import ExitCode, Result, as_lines, counted, first_few,
 from composer_ckpt.selection import select
 from composer_ckpt.sources import fetched, find_files, kind_of, opened, place_of, verify_hashes
 
-__all__ = ["diff", "verify"]
-
 _PREFIX = "model."
 
 

@@ -14,8 +14,6 @@ from composer_ckpt.plans import Plan
 from composer_ckpt.sources import opened
 from composer_ckpt.targets import clear_leftovers, may_replace, publish, written_to
 
-__all__ = ["convert", "write_converted"]
-
 
 def convert(arguments: argparse.Namespace) -> Result:
     """Run `composer-ckpt convert`."""
@@ -32,14 +30,7 @@ def convert(arguments: argparse.Namespace) -> Result:
 def write_converted(
     options: ConvertOptions, sources: Iterable[str | None], open_source: Callable[[ExitStack, Accept], TensorSource]
 ) -> Result:
-    """Write a checkpoint in the format that the options select.
-
-    Args:
-        options: The options.
-        sources: Paths or URIs to be read, as given on the command line.
-        open_source: Opens the source after the target was checked; the stack closes it. Calls its second argument with
-            the kind of the source before anything is read.
-    """
+    """Write a checkpoint in the format that the options select."""
     conflicts: list[str] = []
     with ExitStack() as stack:
         local = stack.enter_context(written_to(options))

@@ -8,8 +8,6 @@ import torch
 from composer_checkpoint import IncompatibleCheckpointError
 from composer_checkpoint.tensors import StoredTensor
 
-__all__ = ["BLOCK_NUMEL", "blocks_of", "dtype_name", "has_numbers", "layout_of", "refuse_without_numbers"]
-
 BLOCK_NUMEL = 1 << 20
 """Elements that are read at a time, so that tensors of any size fit in memory."""
 

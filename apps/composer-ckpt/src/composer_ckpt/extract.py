@@ -34,8 +34,6 @@ from composer_ckpt.selection import refuse_doubles, select
 from composer_ckpt.sources import folder_of, opened
 from composer_ckpt.targets import clear_leftovers, may_replace
 
-__all__ = ["extract", "repair"]
-
 
 def extract(options: argparse.Namespace) -> Result:
     """Run `composer-ckpt extract`."""

@@ -15,8 +15,6 @@ from composer_ckpt.output import UsageError
 from composer_hf.metadata import HuggingFaceMetadata, MissingMetadataError
 from composer_hf.tokenizer_files import decode_files, encode_files
 
-__all__ = ["describe_folder", "is_weight_file", "read_json", "tokenizer_of", "metadata_of", "saved_description"]
-
 _MAX_JSON_BYTES = 64 << 20
 _TOKENIZER_FILES = frozenset(
     {
@@ -39,10 +37,6 @@ _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"
 
 def describe_folder(folder: str | os.PathLike[str], *, trust_remote_code: bool = False) -> dict[str, Any] | None:
     """Return the checkpoint's form, under `state/integrations/huggingface`, of a folder's configurations and tokenizer.
-
-    Args:
-        folder: A Hugging Face folder.
-        trust_remote_code: Whether to include code of the tokenizer.
 
     Returns:
         The description, or `None` if the folder has neither a `config.json` nor an `adapter_config.json`.

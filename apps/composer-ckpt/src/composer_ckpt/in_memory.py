@@ -18,17 +18,11 @@ from composer_hf.published_weights import tied_names
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["in_memory_weights"]
-
 Weights = dict[str, StoredTensor]
 
 
 def in_memory_weights(weights: Mapping[str, StoredTensor], model: "PreTrainedModel") -> Weights:
     """Return a folder's weights as in the model's state dict, with tied weights under all of their names.
-
-    Args:
-        weights: Weights by their names in the folder.
-        model: The model, on the meta device.
 
     Raises:
         UnfittingWeightsError: If weights are missing, or not in the model.

@@ -15,8 +15,6 @@ from composer_ckpt.selection import select
 from composer_ckpt.sources import opened
 from composer_ckpt.trees import draw_tree
 
-__all__ = ["describe", "inspect", "statistics"]
-
 _MOST_TENSORS = 200
 
 

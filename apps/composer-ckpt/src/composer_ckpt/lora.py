@@ -23,8 +23,6 @@ from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
 from composer_hf.published_weights import published_name
 
-__all__ = ["has_base", "merge_adapters", "of_other_adapters"]
-
 _BASE = "model.base_model.model."
 _PREFIX = "model."
 _ADAPTER = "default"

@@ -15,8 +15,6 @@ from composer_ckpt.output import Result, UsageError, first_few
 from composer_ckpt.selection import select
 from composer_ckpt.sources import opened
 
-__all__ = ["merge"]
-
 _KEPT = ("integrations", "metadata")
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from composer_checkpoint.remote.fetch import is_uri, parse_uri
 from composer_ckpt.output import UsageError
 
-__all__ = ["ConvertOptions", "Accept", "reaching_stores"]
-
 Accept = Callable[[str], object]
 _HAVE_STATE = ("pt", "dcp", "local")
 _FOLDERS = ("hf", "dcp")

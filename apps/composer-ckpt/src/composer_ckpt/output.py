@@ -9,21 +9,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-__all__ = [
-    "DEFAULT_SHARD_BYTES",
-    "ExitCode",
-    "MismatchError",
-    "Result",
-    "UsageError",
-    "as_lines",
-    "counted",
-    "first_few",
-    "format_size",
-    "parse_size",
-    "printable",
-    "progress_bar",
-]
-
 DEFAULT_SHARD_BYTES = 5 * 10**9
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

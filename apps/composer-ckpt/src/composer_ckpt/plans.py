@@ -7,8 +7,6 @@ from typing import Any
 from composer_checkpoint.tensors import StoredTensor
 from composer_ckpt.output import counted, first_few, format_size
 
-__all__ = ["Plan", "Progress"]
-
 Progress = Callable[[int], object]
 
 

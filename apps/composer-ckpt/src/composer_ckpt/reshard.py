@@ -21,8 +21,6 @@ from composer_ckpt.output import DEFAULT_SHARD_BYTES, Result, UsageError, counte
 from composer_ckpt.sources import fetched, opened, place_of
 from composer_ckpt.targets import clear_leftovers, may_replace
 
-__all__ = ["reshard"]
-
 
 def reshard(options: argparse.Namespace) -> Result:
     """Run `composer-ckpt reshard`."""

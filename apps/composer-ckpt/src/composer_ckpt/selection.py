@@ -10,8 +10,6 @@ from composer_ckpt.output import UsageError, first_few
 if TYPE_CHECKING:
     from composer_checkpoint.tensors import StoredTensor
 
-__all__ = ["cast", "once_each", "refuse_doubles", "rename", "renamed_by", "select"]
-
 T = TypeVar("T")
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}

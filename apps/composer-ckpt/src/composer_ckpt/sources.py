@@ -29,8 +29,6 @@ from composer_checkpoint.tensors import TensorSource, as_stored, find_kind, open
 from composer_ckpt.options import Accept, reaching_stores
 from composer_ckpt.output import Result, UsageError
 
-__all__ = ["fetched", "find_files", "folder_of", "kind_of", "latest", "opened", "place_of", "verify_hashes"]
-
 _RANK = "{rank}"
 _SYMLINK = ".symlink"
 _JOBS = 4

@@ -17,8 +17,6 @@ from composer_checkpoint.tensors import find_kind
 from composer_ckpt.options import ConvertOptions
 from composer_ckpt.output import MismatchError, UsageError, counted, first_few
 
-__all__ = ["clear_leftovers", "may_replace", "publish", "written_to"]
-
 _RANK = "{rank}"
 # Files by which readers recognize a checkpoint: deleted first and uploaded last, so that no partial one is recognized.
 _MARKS = frozenset({"config.json", "adapter_config.json", ".metadata", "composer_manifest.json"})

@@ -14,8 +14,6 @@ from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
 from composer_hf.published_weights import published_name, tied_names
 
-__all__ = ["Pair", "find_ties", "have_same_elements", "settle_ties", "under_each_name", "untied_config"]
-
 _PREFIX = "model."
 _TIED = "tie_word_embeddings"
 Pair = tuple[str, str]

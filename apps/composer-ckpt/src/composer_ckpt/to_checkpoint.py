@@ -26,8 +26,6 @@ from composer_ckpt.plans import Plan, Progress
 from composer_ckpt.selection import renamed_by
 from composer_ckpt.weights import choose_weights, notes_on_the_rest
 
-__all__ = ["plan_checkpoint"]
-
 _PREFIX = "model."
 _ALWAYS = ("integrations", "metadata")  # kept with weights alone
 Weights = dict[str, StoredTensor]

@@ -28,8 +28,6 @@ from composer_hf.published_weights import PublishedPiece, plan_weights, publishe
 from composer_hf.publishing import on_meta, pretrained_folder
 from composer_hf.weight_files import check_ties, main_dtype, plan_files, published_tensors, total_bytes, write_files
 
-__all__ = ["plan_folder", "with_adapter"]
-
 _PREFIX = "model."
 _KINDS: dict[str, Target] = {"safetensors": "safetensors", "bin": "pt"}
 Weights = dict[str, StoredTensor]

@@ -5,8 +5,6 @@ from typing import Any
 
 from composer_ckpt.output import counted, format_size
 
-__all__ = ["draw_tree"]
-
 
 def draw_tree(tensors: Sequence[Mapping[str, Any]], limit: int | None = None) -> list[str]:
     r"""Return lines with the shape, dtype and size of each tensor, and the total of each branch.

@@ -12,8 +12,6 @@ from composer_ckpt.options import ConvertOptions
 from composer_ckpt.output import UsageError, first_few
 from composer_ckpt.selection import cast, rename, renamed_by, select
 
-__all__ = ["ChosenWeights", "choose_weights", "notes_on_the_rest", "without_wrappers"]
-
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 

@@ -347,11 +347,6 @@ def check_deepspeed_fits(
 ) -> None:
     """Validate that nothing else contradicts a DeepSpeed configuration.
 
-    Args:
-        parallelism_config: The configuration of FSDP or tensor parallelism, or `None`.
-        has_train_dataloader: Whether the training data is known already; batch sizes are read from it.
-        callbacks: Callbacks of the run; `OptimizerMonitor` would read gradients that DeepSpeed has dropped.
-
     Raises:
         ValueError: If one of them is incompatible with DeepSpeed.
     """

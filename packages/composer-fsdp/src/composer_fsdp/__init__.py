@@ -4,8 +4,8 @@
 - `plan`, `checks`: `ShardingPlan`, all settings in one form, checked against each other.
 - `strategy`: `FSDP`, for a training loop.
 - `sharding`: functions that shard a plain module.
-- `wrap_rules`, `choice`, `activation`, `mixed_precision`, `groups`, `meshes`, `meta_init`, `tensor_parallel`: the
-  implementation of the settings.
+- `wrap_rules`, `unit_selection`, `activation`, `mixed_precision`, `groups`, `meshes`, `meta_init`,
+  `tensor_parallel`: the implementation of the settings.
 - `summon`, `gradients`, `state_dicts`: temporary access to full parameters, full gradients, and checkpoints.
 - `estimation`, `fake_run`, `memory_log`: memory and traffic of a step without a GPU; `cli` is the command
   `composer-fsdp`.

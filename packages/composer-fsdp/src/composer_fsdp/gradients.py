@@ -46,10 +46,6 @@ class ReductionWatch:
 def watch_reductions(model: nn.Module, device: torch.device) -> ReductionWatch | None:
     """Install a detector of non-finite gradients in the units of a sharded model.
 
-    Args:
-        model: A sharded model.
-        device: The device on which its gradients are reduced.
-
     Returns:
         The detector, or `None` if a reduction does not reach all ranks: with weights that are sharded over some ranks
         only, replicated, or split by tensor parallelism, or on a single rank.

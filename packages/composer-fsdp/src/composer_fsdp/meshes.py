@@ -63,11 +63,7 @@ class Meshes:
         return self._from_ranks([[rank] for rank in ranks], "self", group)
 
     def of_strategy(self, strategy: str | None) -> DeviceMesh:
-        """Return the mesh of a unit with its own sharding strategy. Every rank must call this.
-
-        Args:
-            strategy: One of `STRATEGIES`, or `None` for the mesh of the plan.
-        """
+        """Return the mesh of a unit with its own sharding strategy. Every rank must call this."""
         if strategy == "NO_SHARD":
             # A shard axis of size 1, since FSDP2 has no strategy without sharding.
             return self._from_ranks([[rank] for rank in range(dist.get_world_size())], "self", None)
@@ -81,12 +77,7 @@ class Meshes:
         return _BY_NODES
 
     def of_groups(self, shard: Any, replicate: Any = None) -> DeviceMesh:
-        """Return the mesh of a shard group and an optional replicate group. Every rank must call this.
-
-        Args:
-            shard: The group to shard over, in any form of `process_group`.
-            replicate: The group to replicate over, in the same forms, or `None`.
-        """
+        """Return the mesh of a shard group and an optional replicate group. Every rank must call this."""
         shard_group = self._groups.get(shard)
         if replicate is None:
             key: tuple[Any, ...] = (shard_group,)

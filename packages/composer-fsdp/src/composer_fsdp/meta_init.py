@@ -83,13 +83,7 @@ def state_to_share(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def take_rank_zero_state(model: nn.Module, state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Load rank 0's weights and buffers into a sharded model. Every rank must call this.
-
-    Args:
-        model: The sharded model.
-        state: The result of `state_to_share`.
-        device: The device for tensors that are on the meta device.
-    """
+    """Load rank 0's weights and buffers into a sharded model. Every rank must call this."""
     materialize(model, device)  # a state dict cannot be loaded into meta tensors
     given: dict[str, Any] = dict(state)
     with _whole_state_dicts(model):

@@ -22,10 +22,6 @@ __all__ = ["load_config", "load_model", "load_named", "load_optimizer", "make_ba
 def load_named(where: str, option: str) -> Any:
     """Load the object named by `path/to/file.py:name` or `package.module:name`.
 
-    Args:
-        where: The name of the object.
-        option: The command-line option, for error messages.
-
     Raises:
         ValueError: If the file, module or object does not exist or cannot be loaded.
     """
@@ -44,9 +40,6 @@ def load_named(where: str, option: str) -> Any:
 
 def load_model(where: str) -> tuple[nn.Module, Any]:
     """Create a model, and optionally a batch, on the meta device without allocating memory.
-
-    Args:
-        where: The name of a class or a function without arguments that returns a model or a pair of model and batch.
 
     Returns:
         The model, and the batch or `None`.

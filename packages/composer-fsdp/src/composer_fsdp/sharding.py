@@ -24,7 +24,6 @@ from composer_dist import Precision, dist, get_device, seed_context
 from composer_dist.devices import Device
 from composer_fsdp import meta_init
 from composer_fsdp.activation import apply_ac
-from composer_fsdp.choice import check_param_tying, choose
 from composer_fsdp.config import AXES, FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig
 from composer_fsdp.gradients import average_after_backward
 from composer_fsdp.groups import is_pair
@@ -33,6 +32,7 @@ from composer_fsdp.mixed_precision import Dtypes, Prefetching, cast_buffers, res
 from composer_fsdp.plan import ShardingPlan, WrapFunction, make_plan
 from composer_fsdp.state_dicts import check_optimizers, names_of_parameters, rebuild
 from composer_fsdp.tensor_parallel import agreed, check_layer_plan, split_tensors, warn_of_different_weights
+from composer_fsdp.unit_selection import check_param_tying, choose
 from composer_fsdp.wrap_rules import Unit, function_of_policy, stays_whole
 
 __all__ = [

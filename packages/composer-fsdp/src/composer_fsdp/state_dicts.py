@@ -126,10 +126,6 @@ def _like(parameter: torch.Tensor | None, value: Any) -> Any:
     )
 
 
-_ONE_GROUP = "Multiple optimizer groups {} are not supported with {}."
-_ALL = "Passing in a subset of model parameters to the optimizer is not supported with {}."
-
-
 def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return the first name of each parameter, without prefixes added by wrappers."""
     return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
@@ -143,12 +139,6 @@ def check_optimizers(
     splits_tensors: bool = False,
 ) -> None:
     """Validate that the optimizers support sharding of their model.
-
-    Args:
-        optimizers: The optimizers of the model.
-        names: The names of the model's parameters.
-        use_orig_params: As in `FSDPConfig`.
-        splits_tensors: Whether tensor parallelism will split parameters.
 
     Raises:
         NotImplementedError: If there are several optimizers.
@@ -168,20 +158,22 @@ def check_optimizers(
                 "Adafactor keeps statistics of rows and columns, of which no rank has whole ones once a weight is "
                 "sharded. Use AdamW, or train without sharding."
             )
-        if not use_orig_params:
-            _refuse_parts(optimizer, names, "use_orig_params=False", "with FSDP")
-        if splits_tensors:
-            _refuse_parts(optimizer, names, "tensor parallelism", "")
+        # Composer's texts.
+        needs_all = [("use_orig_params=False", " with FSDP")] if not use_orig_params else []
+        for setting, where in [*needs_all, *([("tensor parallelism", "")] if splits_tensors else [])]:
+            if len(optimizer.param_groups) > 1:
+                raise RuntimeError(
+                    f"Multiple optimizer groups{where} are not supported with {setting}. Give one group."
+                )
+            if len(optimizer.param_groups[0]["params"]) < len(names):
+                raise ValueError(
+                    f"Passing in a subset of model parameters to the optimizer is not supported with {setting}. Give "
+                    f"it all parameters, and freeze those that shall not change."
+                )
 
 
 def rebuild(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
-    """Replace the parameters of optimizers with those of the sharded model, matched by name, in place.
-
-    Args:
-        optimizers: The optimizers, whose groups keep their order and settings.
-        names: The parameters before sharding and their names.
-        model: The sharded model.
-    """
+    """Replace the parameters of optimizers with those of the sharded model, matched by name, in place."""
     after = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
     for optimizer in optimizers:
         if optimizer.state:
@@ -261,10 +253,3 @@ def _refuse_foreign(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
             f"in the sharded model: {', '.join((foreign + left)[:20])}. Build the optimizer over the parameters of the "
             f"very model that is given."
         )
-
-
-def _refuse_parts(optimizer: Optimizer, names: Mapping[nn.Parameter, str], setting: str, where: str) -> None:
-    if len(optimizer.param_groups) > 1:
-        raise RuntimeError(f"{_ONE_GROUP.format(where, setting).replace('  ', ' ')} Give one group.")
-    if len(optimizer.param_groups[0]["params"]) < len(names):
-        raise ValueError(f"{_ALL.format(setting)} Give it all parameters, and freeze those that shall not change.")

@@ -29,7 +29,7 @@ from composer_fsdp.sharding import ShardedModel, shard_model
 if TYPE_CHECKING:
     from torch.nn import Module
 
-__all__ = ["checked_meetings", "FSDP", "TensorParallelBatchCheck"]
+__all__ = ["guarded_collectives", "FSDP", "TensorParallelBatchCheck"]
 
 log = getLogger(__name__)
 _NOTHING = nullcontext()  # reentrant and without state, so one serves every microbatch
@@ -186,7 +186,7 @@ class FSDP(SingleDevice):
         if self._first_batch is not None:
             self._first_batch.forget()  # an aborted attempt may have used another microbatch size
         try:
-            with checked_meetings(self.sharded.roots, check):
+            with guarded_collectives(self.sharded.roots, check):
                 yield
                 check()
         finally:
@@ -271,15 +271,11 @@ def _sum_without_twins(values: Sequence[TNumber], mesh: DeviceMesh) -> list[TNum
 
 
 @contextmanager
-def checked_meetings(roots: Sequence[FSDPModule], check: Callable[[], None]) -> Iterator[None]:
+def guarded_collectives(roots: Sequence[FSDPModule], check: Callable[[], None]) -> Iterator[None]:
     """Return a context in which sharded modules call `check` before each collective.
 
     The collectives gather weights before a unit's forward and backward pass, and reduce gradients after its backward
     pass. After an error the state of FSDP2 is reset, so that the modules can run again.
-
-    Args:
-        roots: The outermost sharded modules.
-        check: Raises if any rank has failed; called equally often on all ranks until then.
     """
     handles: list[Any] = []
     begun: set[nn.Module] = set()
@@ -350,11 +346,7 @@ def _with_gradient(values: Any) -> Iterator[torch.Tensor]:
 
 
 class TensorParallelBatchCheck:
-    """Comparison of the first batch within a tensor-parallel group.
-
-    Args:
-        mesh: The tensor-parallel mesh.
-    """
+    """Comparison of the first batch within a tensor-parallel group."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._ranks = tdist.get_process_group_ranks(mesh.get_group())

@@ -256,10 +256,6 @@ def generate_composer_model_policy(composer_model: nn.Module) -> CustomPolicy:
 def function_of_policy(model: nn.Module, policy: Any) -> WrapFunction | None:
     """Return the `fsdp_wrap_fn` equivalent to a wrapping policy.
 
-    Args:
-        model: The model to shard.
-        policy: A PyTorch policy, such as `CustomPolicy` or `ModuleWrapPolicy`; a function of a module; or `None`.
-
     Raises:
         TypeError: If the policy has another type.
     """

@@ -92,11 +92,6 @@ def published_adapter_names(
 ) -> dict[str, str]:
     """Map the names of an adapter's weights to their names in `adapter_model.safetensors`.
 
-    Args:
-        names: Names of all weights.
-        peft_config: Values of the adapter's configuration.
-        adapter_name: Name of the adapter, if there are several.
-
     Example:
         >>> names = ["base_model.model.h.0.c_attn.lora_A.default.weight", "base_model.model.wte.weight"]
         >>> published_adapter_names(names, {"bias": "none"})
@@ -138,11 +133,7 @@ def trained_beside_adapter(peft_model: Any) -> set[str]:
 
 
 def changes_base(peft_config: Mapping[str, Any]) -> bool:
-    """Return whether the adapter's initialization changes the base weights in a way that cannot be recomputed.
-
-    Args:
-        peft_config: Values of the adapter's configuration.
-    """
+    """Return whether the adapter's initialization changes the base weights in a way that cannot be recomputed."""
     how = peft_config.get("init_lora_weights", True)
     return isinstance(how, str) and how.lower() not in _BASE_IS_KNOWN
 

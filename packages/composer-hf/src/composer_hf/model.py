@@ -441,10 +441,6 @@ def _adapter_weights(module: HuggingFaceModel, weights: Mapping[str, Any]) -> di
 def continuations(model: "HuggingFaceModel", batch: Mapping[str, Any]) -> list[str]:
     """Return the generated text for each prompt of a batch. Every rank must call this.
 
-    Args:
-        model: The model.
-        batch: A mapping with `input_ids`, and optionally `attention_mask` and `generation_kwargs`.
-
     Raises:
         ValueError: If the model has no tokenizer.
     """

@@ -30,13 +30,6 @@ def build_config(
 ) -> "PretrainedConfig":
     """Return the configuration of a checkpoint's model as an object of transformers.
 
-    Args:
-        metadata: Metadata of the checkpoint.
-        overrides: Values that replace those of the checkpoint.
-        trust_remote_code: Whether to run code from the model's origin, and kernels of the Hub that the checkpoint
-            names.
-        allow_network: Whether to look on the Hub for an architecture that transformers does not know.
-
     Raises:
         IncompatibleCheckpointError: If this release of transformers does not know the architecture.
     """
@@ -71,11 +64,6 @@ def build_config(
 
 def find_class(name: str, *, trust_remote_code: bool = False) -> type:
     """Return the class with a full name.
-
-    Args:
-        name: Full name, such as `'transformers.GPT2LMHeadModel'`.
-        trust_remote_code: Whether to import modules other than those of transformers, peft and Composer, and those
-            registered under the entry point `composer.hf_models`.
 
     Raises:
         UnsafeCheckpointError: If the module is none of these, and not trusted.
@@ -169,9 +157,6 @@ _NAMES: Final = frozenset(
 
 def without_code(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a foreign checkpoint without those that name code, at any depth.
-
-    Args:
-        settings: Content of `config.json` or `adapter_config.json`.
 
     Example:
         >>> without_code({"n_layer": 2, "text_config": {"attn_implementation": "somebody/kernel"}})

@@ -128,16 +128,8 @@ def write_pretrained(
 ) -> None:
     """Write a folder that `from_pretrained` reads, completely or not at all.
 
-    Args:
-        path: Path of the folder.
-        weights: Weights of the checkpoint by name.
-        metadata: Metadata of the checkpoint.
-        max_shard_bytes: Maximum size of the weights in one file.
-        format: As in `write_huggingface_pretrained_from_composer_checkpoint`.
-        dtype: Dtype to convert floating point weights to.
-        overwrite: As in `pretrained_folder`.
-        trust_remote_code: As in `pretrained_folder`.
-        add_contents: Called with the folder before it is renamed.
+    The other arguments are those of `write_huggingface_pretrained_from_composer_checkpoint`; `add_contents` is called
+    with the folder before it is renamed.
     """
     pieces = plan_weights(on_meta(weights), metadata, trust_remote_code=trust_remote_code)
     tensors = published_tensors(pieces, weights, dtype)
@@ -161,12 +153,7 @@ def write_pretrained(
 
 @contextmanager
 def local_checkpoint(path: Path | str, save_location: Path | str | None = None) -> Iterator[str]:
-    """Yield the local path of a checkpoint that may be in an object store. Without a location, downloads are temporary.
-
-    Args:
-        path: A path or a URI.
-        save_location: Path at which to keep the download, or to link to a local checkpoint.
-    """
+    """Yield the local path of a checkpoint that may be in an object store. A download is deleted without a location."""
     if save_location is not None:
         get_file(path, save_location, progress_bar=False)
         yield os.fspath(save_location)
@@ -257,15 +244,7 @@ def write_description(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Write a model's configurations and tokenizer files to a folder.
-
-    Args:
-        folder: An existing folder.
-        metadata: Metadata of the checkpoint. With an adapter, its configuration is written instead of the model's,
-            which `peft` takes from the base model.
-        dtype: As in `pretrained_folder`.
-        trust_remote_code: Whether to write code that came with the checkpoint, too.
-    """
+    """Write a model's configurations and tokenizer files to a folder."""
     if metadata.peft_config is not None:
         adapter = dict(metadata.peft_config) if trust_remote_code else without_code(metadata.peft_config)
         if changes_base(adapter):

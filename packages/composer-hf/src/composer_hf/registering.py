@@ -118,10 +118,6 @@ def wait_on_all_ranks(future: "Future[None] | None", timeout_s: float) -> None:
 
     The ranks synchronize every second, so that no collective exceeds its own timeout.
 
-    Args:
-        future: The future on rank 0; `None` on other ranks.
-        timeout_s: Maximum time to wait, in seconds.
-
     Raises:
         TimeoutError: If the future takes longer.
     """

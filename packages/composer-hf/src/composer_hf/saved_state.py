@@ -39,11 +39,6 @@ def describe(
 ) -> dict[str, Any]:
     """Return the description of a model and its tokenizer for checkpoints, as values that load without running code.
 
-    Args:
-        model: A transformers model, possibly wrapped by peft.
-        tokenizer: Its tokenizer, if it has one.
-        trained_beside_adapter: Return value of `HuggingFaceModel.names_trained_beside_adapter`.
-
     Returns:
         The layout of Composer's checkpoints under `state/integrations/huggingface`, extended by
             `generation_config` and `trained_beside_adapter`.

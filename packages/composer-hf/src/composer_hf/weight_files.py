@@ -70,14 +70,7 @@ def check_ties(pieces: Iterable[PublishedPiece], weights: Mapping[str, StoredTen
 def plan_files(
     tensors: Mapping[str, StoredTensor], max_shard_bytes: int, *, format: str, is_adapter: bool = False
 ) -> Files:
-    """Assign tensors to the files that `from_pretrained` reads; an adapter is never split.
-
-    Args:
-        tensors: Tensors by their names in the folder.
-        max_shard_bytes: Maximum size of the tensors in one file. A larger tensor gets its own file.
-        format: `'safetensors'`, or `'bin'` for files of `torch.load`.
-        is_adapter: Whether to name the file as that of an adapter.
-    """
+    """Assign tensors to the files that `from_pretrained` reads; an adapter is never split."""
     if is_adapter:
         return {f"adapter_model.{format}": dict(tensors)}
     shards = plan_shards(tensors, max_shard_bytes, _stem(format))
@@ -93,13 +86,6 @@ def write_files(
     progress: Callable[[int], object] | None = None,
 ) -> None:
     """Write the planned files, and their index if there are several, to an existing folder.
-
-    Args:
-        folder: The folder.
-        files: Result of `plan_files`.
-        format: As for `plan_files`.
-        info: Further entries of the manifests of `.safetensors` files.
-        progress: Called with the number of bytes after each tensor.
 
     Raises:
         OSError: If the disk fails.

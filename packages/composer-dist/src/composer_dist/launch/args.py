@@ -11,8 +11,6 @@ from typing import Any
 
 from composer_dist.launch.cluster import CLUSTERS
 
-__all__ = ["FAILURE_TIMEOUT_S", "PLACEHOLDERS", "RUNS", "SIGNAL_TIMEOUT_S", "Options", "parse_options", "version"]
-
 FAILURE_TIMEOUT_S = 8.0
 """Seconds for ranks to end after one has failed; with the other steps, the launcher ends within 10 s."""
 SIGNAL_TIMEOUT_S = 30.0
@@ -121,11 +119,10 @@ def _check_values(options: Options) -> None:
         raise ValueError(
             f"--monitor_interval={options.monitor_interval!r} is not a number above 0. Give seconds, such as 0.1."
         )
-    if options.runs is not None and (not options.runs or options.no_runs):
-        raise ValueError(
-            f"--runs={options.runs!r} names no folder, or --no_runs was given as well. Give a name such as runs, or "
-            "--no_runs for none."
-        )
+    if options.runs == "":
+        raise ValueError("--runs='' names no folder. Give a name such as runs, or --no_runs for none.")
+    if options.runs is not None and options.no_runs:
+        raise ValueError(f"--runs={options.runs!r} and --no_runs exclude each other. Leave one of them out.")
     known = {signum.name for signum in signal.Signals} - {"SIGKILL", "SIGSTOP"}  # no process can handle these
     for name in options.signals_to_handle.split(","):
         if name.strip() not in known:

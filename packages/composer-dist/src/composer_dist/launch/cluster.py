@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["CLUSTERS", "ClusterHints", "Found", "expand_nodelist", "infer"]
-
 Environment = Mapping[str, str]
 T = TypeVar("T", int, str)
 

@@ -4,9 +4,6 @@ import os
 import sys
 from contextlib import suppress
 
-__all__ = ["open_console", "release_console", "say"]
-
-
 _FILE_NUMBERS = {"stdout": 1, "stderr": 2}
 
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from composer_dist.launch.workers import Ending
 
-__all__ = ["WITNESS_S", "brief", "crash_report", "is_on_console", "root_cause", "witness"]
-
 WITNESS_S = 1.0
 """Seconds after the first failure within which another failure is taken for a consequence of the same cause."""
 _MAX_LINES = 200

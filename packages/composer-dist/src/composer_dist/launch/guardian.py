@@ -15,8 +15,6 @@ import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["LAUNCH_ID", "Guardian", "is_within", "new_launch_id", "process_state", "sweep"]
-
 LAUNCH_ID = "COMPOSER_LAUNCH_ID"
 """The variable that identifies the processes of a launch, in any process group."""
 _SWEEP_S = 5.0

@@ -25,8 +25,6 @@ from composer_dist.launch.args import Options
 from composer_dist.launch.preflight import CannotStartError
 from composer_dist.launch.topology import named_file
 
-__all__ = ["Logs", "new_run_id"]
-
 _CONSOLE = ""  # torch's value for an inherited stream
 _STREAMS = ("stdout", "stderr")
 _TAIL_INTERVAL_S = 0.1

@@ -14,15 +14,6 @@ from pathlib import Path
 from composer_dist.launch.args import Options
 from composer_dist.launch.topology import FREE_PORT, Topology
 
-__all__ = [
-    "CannotStartError",
-    "check_command",
-    "check_meeting_point",
-    "check_rendezvous",
-    "Rendezvous",
-    "resolve_rendezvous",
-]
-
 _RUN_NAMES = ("COMPOSER_RUN_NAME", "RUN_NAME", "SLURM_JOB_ID")
 
 

@@ -40,8 +40,6 @@ from composer_dist.launch.workers import Ending, Signals, Workers
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # documented there
 
-__all__ = ["run_elastic", "Launch", "run"]
-
 
 def run(options: Options, topology: Topology) -> int:
     """Start the ranks of a node whose place is known, and return the exit status after all have ended."""

@@ -15,8 +15,6 @@ from composer_dist.launch.guardian import LAUNCH_ID, is_within
 
 _log = logging.getLogger("composer_dist.launch")
 
-__all__ = ["FREE_PORT", "Topology", "resolve", "resolve_nproc"]
-
 FREE_PORT = "a free port"
 """The source of a port that was chosen by this launcher."""
 _SINGLE_NODE = "single node"

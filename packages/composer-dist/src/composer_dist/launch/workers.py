@@ -21,8 +21,6 @@ from composer_dist.launch.guardian import Guardian, process_state
 from composer_dist.launch.output import Logs
 from composer_dist.launch.preflight import CannotStartError
 
-__all__ = ["Signals", "Ending", "Workers"]
-
 _NEWS_S = 2.0  # delay after which the launcher may notice a kill that the rank's peers noticed at once
 _LINGER_S = 4.0  # time for a rank that has raised to run its exit handlers
 _LOOK_AT_STATES_S = 1.0
