@@ -198,7 +198,6 @@ def _add_convert(commands: Any) -> None:
 
 
 def _add_conversion(command: argparse.ArgumentParser) -> None:
-    """Add the options of converted weights."""
     add = command.add_argument
     add(
         "--to",
@@ -314,7 +313,6 @@ def _count(text: str) -> int:
 
 
 def _shares(text: str) -> list[float]:
-    """Return the relative weights, which sum to 1."""
     try:
         weights = [float(part) for part in text.split(",")]
     except ValueError:

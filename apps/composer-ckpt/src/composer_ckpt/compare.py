@@ -144,7 +144,6 @@ def _on_common_indices(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _num_unequal(a: StoredTensor, b: StoredTensor) -> int:
-    """Return the number of elements with different bytes, in two tensors of one dtype."""
     size = a.dtype.itemsize
     return sum(
         int((one.view(torch.uint8) != other.view(torch.uint8)).reshape(-1, size).any(1).sum())
@@ -199,7 +198,6 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(values: torch.Tensor) -> float:
-    """Return the largest value, where NaN counts as infinity."""
     return float(values.nan_to_num(nan=math.inf, posinf=math.inf).max()) if values.numel() else 0.0
 
 
@@ -209,7 +207,6 @@ def _finite(value: float) -> float | None:
 
 
 def _config(source: TensorSource) -> dict[str, Any]:
-    """Return a model's configuration as a flat dict by paths."""
     saved: Any = source.state.get("integrations", {})
     saved = saved.get("huggingface") if isinstance(saved, dict) else None
     if not saved and os.path.isdir(source.path):
@@ -300,7 +297,6 @@ def _mark(check: Check) -> str:
 
 
 def _hold(checks: list[Check], name: str, check: Callable[[], str]) -> int:
-    """Add the result of a check, and return its exit code."""
     try:
         checks.append({"name": name, "ok": True, "detail": check()})
     except (CheckpointError, OSError) as error:
@@ -310,7 +306,6 @@ def _hold(checks: list[Check], name: str, check: Callable[[], str]) -> int:
 
 
 def _hashes(place: Path, kind: str) -> str:
-    """Compare all bytes with their hashes, as far as a manifest exists."""
     sealed = verify_hashes(place, kind)
     if not all(sealed):
         for path in find_files(place, kind):
@@ -321,7 +316,6 @@ def _hashes(place: Path, kind: str) -> str:
 
 
 def _check_zip(path: Path) -> None:
-    """Verify the checksums of a zip, the format of `torch.save`."""
     if not path.is_file() or not zipfile.is_zipfile(path):
         return
     with zipfile.ZipFile(path) as archive:
@@ -333,7 +327,6 @@ def _check_zip(path: Path) -> None:
 
 
 def _read(local: str, kind: str, options: argparse.Namespace, checks: list[Check], hashes: dict[str, str]) -> str:
-    """Read all tensors, and record missing and non-finite ones."""
     with opened(local, kind) as source:
         if options.hash:
             checks += _not_hashed(source)

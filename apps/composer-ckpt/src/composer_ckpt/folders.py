@@ -40,9 +40,6 @@ def describe_folder(folder: str | os.PathLike[str], *, trust_remote_code: bool =
 
     Returns:
         The description, or `None` if the folder has neither a `config.json` nor an `adapter_config.json`.
-
-    Raises:
-        CorruptCheckpointError: If one of the files is not a JSON object.
     """
     root = Path(folder)
     config, adapter = _object(root / "config.json"), _object(root / "adapter_config.json")
@@ -72,11 +69,7 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> dict[str, 
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        CorruptCheckpointError: If it is not JSON, or larger than any configuration.
-    """
+    """Return the content of a JSON file."""
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise CorruptCheckpointError(
             f"{path} has {path.stat().st_size} bytes, more than any configuration. Look at it."
@@ -115,11 +108,7 @@ def saved_description(source: TensorSource, options: ConvertOptions) -> Mapping[
 
 
 def metadata_of(source: TensorSource, options: ConvertOptions) -> HuggingFaceMetadata:
-    """Return the model's metadata, with `--config`, `--config-override` and `--tokenizer` applied.
-
-    Raises:
-        MissingMetadataError: If neither the checkpoint nor the command line describes the model.
-    """
+    """Return the model's metadata, with `--config`, `--config-override` and `--tokenizer` applied."""
     saved = saved_description(source, options)
     if saved is not None:
         metadata = HuggingFaceMetadata.from_saved(saved, options.source)
@@ -161,7 +150,6 @@ def _config_at(path: Path) -> Mapping[str, Any]:
 
 
 def _class_of(config: Mapping[str, Any], source: str) -> str:
-    """Return the full name of the class that a configuration names."""
     names = config.get("architectures")
     if isinstance(names, list) and names and isinstance(names[0], str):
         return f"transformers.{names[0]}"

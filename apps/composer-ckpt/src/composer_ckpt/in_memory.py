@@ -22,11 +22,7 @@ Weights = dict[str, StoredTensor]
 
 
 def in_memory_weights(weights: Mapping[str, StoredTensor], model: "PreTrainedModel") -> Weights:
-    """Return a folder's weights as in the model's state dict, with tied weights under all of their names.
-
-    Raises:
-        UnfittingWeightsError: If weights are missing, or not in the model.
-    """
+    """Return a folder's weights as in the model's state dict, with tied weights under all of their names."""
     expected = model.state_dict()
     found = _put_together(weights, model) if weights.keys() - expected.keys() else dict(weights)
     for alias, kept in tied_names(model).items():
@@ -99,5 +95,4 @@ def _maker(
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that orders numbers by value, so that expert 10 follows expert 9."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

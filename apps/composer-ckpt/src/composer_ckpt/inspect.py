@@ -177,7 +177,6 @@ def _totals(tensors: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> 
 
 
 def _prefix(name: str) -> str:
-    """Return the part of the state, or of the model, that a tensor belongs to."""
     parts = name.split("/")
     return "/".join(parts[:2]) if len(parts) > 1 else name.split(".")[0]
 

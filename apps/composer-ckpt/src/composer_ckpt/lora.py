@@ -186,7 +186,6 @@ def merge_adapters(
 def _base_of(
     weights: Weights, metadata: HuggingFaceMetadata, options: ConvertOptions, stack: ExitStack
 ) -> tuple[Weights, Weights, HuggingFaceMetadata]:
-    """Return the base weights, the trained weights outside of LoRA, and the metadata of the base."""
     config = metadata.peft_config or {}
     own = {name: tensor for name, tensor in weights.items() if not _is_adapters(name)}
     has_biases = config.get("bias", "none") != "none"  # trained, though not listed in `trained_beside_adapter`
@@ -332,13 +331,11 @@ def _base_at(
 
 
 def _plain_name(name: str) -> str:
-    """Return a weight's name without the parts that peft inserts."""
     name = _PREFIX + name.removeprefix(_BASE) if name.startswith(_BASE) else name
     return name.replace(".token_adapter.", ".").replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def _by_module(weights: Weights) -> dict[str, Weights]:
-    """Return LoRA weights by the adapted module and by kind."""
     pattern = re.compile(rf"(.+?)\.(lora_\w+)\.{_ADAPTER}(?:\..+)?")
     modules: dict[str, Weights] = {}
     for name, tensor in weights.items():

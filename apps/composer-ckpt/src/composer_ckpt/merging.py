@@ -47,7 +47,6 @@ def merge(arguments: argparse.Namespace) -> Result:
 def _merged(
     sources: Sequence[TensorSource], names: Sequence[str], shares: Sequence[float], options: ConvertOptions
 ) -> TensorSource:
-    """Return the first source, with its weights replaced by the average of all sources."""
     first = sources[0]
     weights = [dict(source.weights) for source in sources]
     for name, own in zip(names[1:], weights[1:], strict=True):

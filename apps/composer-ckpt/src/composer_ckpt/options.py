@@ -77,11 +77,7 @@ class ConvertOptions:
 
     @classmethod
     def parse(cls, arguments: argparse.Namespace) -> "ConvertOptions":
-        """Return the options of a command line, with the format of the target in `to`.
-
-        Raises:
-            UsageError: If they contradict each other or the target.
-        """
+        """Return the options of a command line, with the format of the target in `to`."""
         given: dict[str, Any] = {f.name: getattr(arguments, f.name) for f in fields(cls) if hasattr(arguments, f.name)}
         given["to"] = _format_of(arguments.target, arguments.to)
         options = cls(**given)

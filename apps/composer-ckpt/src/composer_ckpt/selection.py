@@ -56,9 +56,6 @@ def rename(
 ) -> dict[str, str]:
     r"""Return the names without the given prefixes and then with each `OLD=NEW` applied, by the same keys.
 
-    Raises:
-        UsageError: If a rename is not a regular expression.
-
     Example:
         >>> rename({"model.h.0.w": "model.h.0.w"}, [r"h[.](\d+)=layers.\1"], ["model."])
         {'model.h.0.w': 'layers.0.w'}
@@ -77,20 +74,12 @@ def rename(
 
 
 def renamed_by(tensors: "Mapping[str, StoredTensor]", name_of: Callable[[str], str]) -> "dict[str, StoredTensor]":
-    """Return the tensors under other names. Aliases of one tensor may get the same name, and are then merged.
-
-    Raises:
-        UsageError: If two different tensors get the same name, even if their values are equal.
-    """
+    """Return the tensors under other names. Aliases of one tensor may get the same name, and are then merged."""
     return {name_of(name): tensor for name, tensor in once_each(tensors, name_of).items()}
 
 
 def once_each(tensors: "Mapping[str, StoredTensor]", name_of: Callable[[str], str]) -> "dict[str, StoredTensor]":
-    """Return the tensors without aliases that get the same name as another one.
-
-    Raises:
-        UsageError: If two different tensors get the same name, even if their values are equal.
-    """
+    """Return the tensors without aliases that get the same name as another one."""
     from composer_checkpoint.formats.tensor_source import are_one  # imports torch, which would slow down `--help`
 
     firsts: dict[str, str] = {}
@@ -112,11 +101,7 @@ def refuse_doubles(names: Iterable[tuple[str, str]]) -> None:
 
 
 def cast(tensors: "Mapping[str, StoredTensor]", precision: str) -> "dict[str, StoredTensor]":
-    """Return floating point tensors in another precision, converted directly, and all others unchanged.
-
-    Raises:
-        IncompatibleCheckpointError: If torch cannot convert one.
-    """
+    """Return floating point tensors in another precision, converted directly, and all others unchanged."""
     if precision == "keep":
         return dict(tensors)
     import torch

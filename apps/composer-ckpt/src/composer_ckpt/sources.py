@@ -94,11 +94,7 @@ def fetched(path: str, tmp_dir: str | None = None, jobs: int = _JOBS) -> Iterato
 
 
 def verify_hashes(place: Path, kind: str) -> list[bool]:
-    """Compare all bytes with their hashes, and return for each file or folder whether it has hashes.
-
-    Raises:
-        CorruptCheckpointError: If a byte differs.
-    """
+    """Compare all bytes with their hashes, and return for each file or folder whether it has hashes."""
     if kind == "deepspeed":  # files of DeepSpeed have no manifest
         return [False for _ in find_files(place, kind)]
     check = verify_checkpoint if kind in ("dcp", "modular") else verify_file
@@ -148,7 +144,6 @@ def _stored(value: Any) -> Any:
 
 
 def _fetch(address: str, folder: Path, jobs: int) -> str:
-    """Download a file, the files of all ranks, or a folder, and return its local path."""
     wanted = parse_uri(address).path.rstrip("/")
     name = posixpath.basename(wanted)
     file = folder / (name.removesuffix(_SYMLINK) or "checkpoint")

@@ -65,10 +65,6 @@ def written_to(options: ConvertOptions) -> Iterator[str]:
 
     The files by which readers recognize a checkpoint are uploaded last, after all others have arrived. With
     `--overwrite`, weights of the older checkpoint are deleted.
-
-    Raises:
-        CheckpointConflictError: If the target exists and must not be replaced.
-        UsageError: If no object store has the scheme of the URI.
     """
     target = options.target
     if not is_uri(target):
@@ -107,7 +103,6 @@ def _refuse_what_is_needed(target: str, final: Path, sources: Iterable[str | Non
 
 
 def _refuse_what_is_no_checkpoint(target: str, final: Path, *, is_folder: bool) -> None:
-    """Raise if the target is something else than a checkpoint, or a folder that a file would replace."""
     if not final.is_dir():
         if not _looks_written_by_us(final):
             raise CheckpointConflictError(
@@ -141,7 +136,6 @@ def _looks_written_by_us(file: Path) -> bool:
 
 
 def _older(store: ObjectStore, place: str, *, is_folder: bool) -> list[str]:
-    """Return the existing objects of the target."""
     if is_folder:
         return [name for name in store.list_objects(f"{place}/") if name.startswith(f"{place}/")]
     try:
@@ -174,12 +168,7 @@ def _upload(local: Path, target: str, place: str, store: ObjectStore, older: lis
 
 
 def publish(folder: str, repo: str, options: ConvertOptions) -> str:
-    """Upload a folder to a repository of the Hub in one commit, and return the commit's URL.
-
-    Raises:
-        OSError: If the Hub refuses or cannot be reached.
-        MismatchError: If `--test-uploaded-model` finds other files on the Hub.
-    """
+    """Upload a folder to a repository of the Hub in one commit, and return the commit's URL."""
     from huggingface_hub import HfApi, hf_hub_download  # slow to load, and rarely needed
 
     api = HfApi()

@@ -34,13 +34,7 @@ Weights = dict[str, StoredTensor]
 
 
 def plan_folder(source: TensorSource, options: ConvertOptions, stack: ExitStack) -> Plan:
-    """Plan a folder, reading only descriptions of tensors. The stack closes other sources that are opened.
-
-    Raises:
-        MissingMetadataError: If the model is unknown.
-        UnfittingWeightsError: If weights are missing, or not in the model.
-        IncompatibleCheckpointError: If transformers does not know the model.
-    """
+    """Plan a folder, reading only descriptions of tensors. The stack closes other sources that are opened."""
     metadata = metadata_of(source, options)
     chosen = choose_weights(source, options)
     refuse_sparse(chosen.tensors, "--to hf")

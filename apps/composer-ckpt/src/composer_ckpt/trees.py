@@ -73,7 +73,6 @@ class _Branch:
 
 
 def _chain(key: str, branch: _Branch) -> tuple[str, _Branch]:
-    """Join branches that have a single branch and no tensors."""
     while len(branch.children) == 1 and not branch.leaves:
         ((below, child),) = branch.children.items()
         key, branch = f"{key}{below}", child

@@ -33,12 +33,7 @@ class ChosenWeights:
 
 
 def choose_weights(source: TensorSource, options: ConvertOptions) -> ChosenWeights:
-    """Return the weights to convert.
-
-    Raises:
-        CorruptCheckpointError: If tensors of an index are missing.
-        UsageError: If there are no weights, or two get the same name.
-    """
+    """Return the weights to convert."""
     if source.missing:
         raise CorruptCheckpointError(
             f"{options.source}: {len(source.missing)} tensors of the index are in no file: "

@@ -578,6 +578,5 @@ def _tensors(optimizer: Optimizer) -> Iterable[torch.Tensor]:
 
 
 def _state_like(tensor: torch.Tensor, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Return the optimizer's per-element state of a tensor."""
     state = optimizer.state.get(tensor, {})
     return {key: value for key, value in state.items() if torch.is_tensor(value) and value.shape == tensor.shape}

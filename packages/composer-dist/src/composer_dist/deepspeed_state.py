@@ -156,7 +156,6 @@ def _is_parameter(own: Mapping[str, Any], name: str) -> bool:
 
 
 def _shape(tensor: torch.Tensor) -> torch.Size:
-    """Return the full shape of a tensor, even if the rank has only a slice of it."""
     return getattr(tensor, "ds_shape", tensor.shape)
 
 
@@ -344,7 +343,6 @@ def _copy(value: Any) -> Any:
 
 
 def _like(parameter: Parameter, value: torch.Tensor) -> torch.Tensor:
-    """Return the value in the form that the engine's functions expect."""
     return value.detach().to(device=parameter.device, dtype=torch.float32)
 
 

@@ -98,7 +98,6 @@ def _warn_of_separate_runs(environ: Mapping[str, str]) -> None:
 
 
 def _check_backend(device: Device) -> None:
-    """Raise if the existing process group has no backend for the device."""
     wanted = device.dist_backend or "gloo"
     config, name = tdist.get_backend_config(), tdist.get_backend()
     backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)

@@ -100,7 +100,6 @@ def _sees_all_users() -> bool:
 
 
 def _own_segments() -> Iterator[tuple[Path, str]]:
-    """Yield this user's shared memory segments, each with its dataset's number."""
     try:
         names = sorted(os.listdir(_FOLDER))
     except OSError:

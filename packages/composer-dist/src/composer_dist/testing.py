@@ -139,7 +139,6 @@ class _Answer:
 
 
 def _collect(ranks: list[_Rank], timeout_s: float) -> dict[int, _Answer]:
-    """Return the answers that arrive in time, or shortly after a failure."""
     answers: dict[int, _Answer] = {}
     deadline = time.monotonic() + timeout_s
     while len(answers) < len(ranks):
@@ -183,7 +182,6 @@ def _stacks(rank: _Rank) -> str:
 
 
 def _children_of(pid: int | None) -> list[int]:
-    """Return the child processes of a process, on systems with `/proc`."""
     listed: list[int] = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
@@ -210,7 +208,6 @@ def _answer(rank: _Rank) -> _Answer:
 
 
 def _run(settings: _Settings, call: _Call, writer: Connection) -> None:
-    """Join the group as one rank, call the body and send its result."""
     import torch  # loaded in the fork server, but perhaps not in the calling process
     import torch.distributed as tdist
 

@@ -48,11 +48,7 @@ _MORE_THAN_FLAGS = ("activation_checkpointing", "reshard_after_forward")
 
 
 def check_values(config: FSDPConfig | FSDP2Config) -> None:
-    """Validate each setting by itself.
-
-    Raises:
-        ValueError: If a setting has a value of another kind. The message names the setting.
-    """
+    """Validate each setting by itself."""
     for entry in fields(config):
         name, value = entry.name, getattr(config, entry.name)
         # Flags are compared by equality, so that 0 and 1 are accepted too, and the string 'false' is not.
@@ -77,11 +73,7 @@ def check_limit(name: str, limit: object) -> None:
 
 
 def check_fsdp(config: FSDPConfig) -> None:
-    """Validate combinations of sharding settings, planners and `ignored_modules`.
-
-    Raises:
-        ValueError: If a value is invalid or contradicts another one. The message names the setting.
-    """
+    """Validate combinations of sharding settings, planners and `ignored_modules`."""
     if config.activation_cpu_offload and not config.use_orig_params:
         raise ValueError(
             "activation_cpu_offload=True is not supported with use_orig_params=False. Use use_orig_params=True, which "
@@ -122,11 +114,7 @@ def _modules_in(ignored: Any) -> tuple[torch.nn.Module, ...]:
 
 
 def check_reshard(reshard: Any, shard_degree: int | None) -> None:
-    """Validate `reshard_after_forward`.
-
-    Raises:
-        ValueError: If it is neither a bool nor a number of ranks, or does not divide `shard_degree`, if that is known.
-    """
+    """Validate `reshard_after_forward`."""
     # `bool` is a subclass of `int`, so that `isinstance` accepts all three forms.
     if not isinstance(reshard, int) or (reshard is not False and reshard < 1):
         raise ValueError(
@@ -175,12 +163,7 @@ def warn_ignored_options(config: FSDPConfig, stacklevel: int) -> None:
 
 
 def check_mesh(mesh: Any, world_size: int) -> None:
-    """Validate a device mesh for sharding.
-
-    Raises:
-        ValueError: If it is not a mesh of one or two named axes that contains this rank, or if its size does not divide
-            the number of ranks.
-    """
+    """Validate a device mesh for sharding."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
         raise ValueError(
             f"device_mesh={mesh!r} is no DeviceMesh with one axis to shard over, or two of which the first replicates. "
@@ -241,11 +224,7 @@ def split_settings(config: object) -> tuple[FSDPConfig | FSDP2Config, TPConfig |
 
 
 def check_tensor_parallel(tp: TPConfig, own: FSDPConfig | FSDP2Config) -> None:
-    """Validate the tensor parallelism settings by themselves and against the sharding settings.
-
-    Raises:
-        ValueError: If settings are invalid or incompatible.
-    """
+    """Validate the tensor parallelism settings by themselves and against the sharding settings."""
     if not own.use_orig_params:
         raise ValueError(
             "use_orig_params=False does not go with tensor parallelism (TP), which splits the parameters themselves. "

@@ -151,7 +151,6 @@ def estimate(
 
 
 def _suggestions(model: nn.Module, plan: ShardingPlan, work: Workload, peak: Moment) -> Iterator[Suggestion]:
-    """Yield changes that lower the peak, each estimated on its own."""
     for change, other_plan, other_work in _candidates(model, plan, work):
         # Not every candidate helps: another kind of memory may dominate the peak.
         needed = simulate_steps(model, other_plan, other_work).peak().bytes

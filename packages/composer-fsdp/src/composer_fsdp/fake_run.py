@@ -211,7 +211,6 @@ def _shard_copy(
     stage: Stage,
     no_values: FakeTensorMode,
 ) -> nn.Module:
-    """Return a sharded copy of a model on the meta device."""
     meshes = FakeMeshes(plan, _DEVICE.type)
     checkpointed = chosen_for_checkpointing(model)
     # Apply the rules to the original model: user functions in them may compare modules by identity.
@@ -305,7 +304,6 @@ def _make_optimizer(work: Workload, parameters: list[nn.Parameter]) -> Optimizer
 
 @contextmanager
 def _explained_failures() -> Iterator[None]:
-    """Re-raise failures of user code with an explanation."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a real run will issue them

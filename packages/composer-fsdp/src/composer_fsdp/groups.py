@@ -15,7 +15,7 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as tdist
@@ -54,8 +54,8 @@ def check_group(group: Any, world_size: int | None) -> bool:
     if isinstance(group, str) and world_size is not None:
         _lists_of(group, world_size)
     elif _is_ranks(group):
-        limit = math.inf if world_size is None else world_size
-        if len({*group}) < len(group) or min(group) < 0 or max(group) >= limit:
+        ranks, limit = cast("Sequence[int]", group), math.inf if world_size is None else world_size
+        if len({*ranks}) < len(ranks) or min(ranks) < 0 or max(ranks) >= limit:
             numbers = f" between 0 and {limit - 1}" * (limit < math.inf)
             raise ValueError(f"process_group={group!r} is no list of ranks, each once. Give numbers{numbers}.")
     elif not isinstance(group, str | tdist.ProcessGroup):
@@ -64,17 +64,12 @@ def check_group(group: Any, world_size: int | None) -> bool:
 
 
 def _lists_of(name: str, world_size: int) -> list[list[int]]:
-    """Return the ranks of each rank's group of a name."""
     local = dist.get_local_world_size()
     return [ranks_of(name, rank, world_size, local) for rank in range(world_size)]
 
 
 def check_grids(pair: Any, shares: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]) -> None:
-    """Raise if the groups of a pair do not cross each other like rows and columns of grids.
-
-    Raises:
-        ValueError: If the groups do not form a grid.
-    """
+    """Raise if the groups of a pair do not cross each other like rows and columns of grids."""
     checked: set[int] = set()
     for rank in range(len(shares)):
         if rank in checked:

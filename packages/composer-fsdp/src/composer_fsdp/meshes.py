@@ -57,7 +57,6 @@ class Meshes:
         return self.whole[AXES[:2]] if AXES[0] in self.whole.mesh_dim_names else self.whole[AXES[1]]
 
     def _replicating(self, plan: ShardingPlan) -> DeviceMesh:
-        """Return a mesh that replicates all weights on every rank."""
         group = plan.process_group
         ranks = list(range(dist.get_world_size())) if group is None else self._ranks(self._groups.get(group))
         return self._from_ranks([[rank] for rank in ranks], "self", group)

@@ -133,20 +133,7 @@ def initialize(model: nn.Module, device: torch.device, default: Callable[[nn.Mod
 
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Move meta tensors to a device with uninitialized values, preserving tied parameters."""
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-
-    whole: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta and not isinstance(parameter, DTensor):
-                whole.setdefault(parameter, []).append((module, name))
-    # `_apply` reaches the FSDP2 units among the modules, which update their own references to the shards.
-    model._apply(move)
-    for (first, name), *others in whole.values():  # `_apply` made a new parameter for each name of a tied one
-        for module, other_name in others:
-            module._parameters[other_name] = first._parameters[name]
+    meta_safe_apply(model, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
 def _to_fill(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
@@ -278,6 +265,8 @@ def _walk(module: nn.Module, name: str, ignored: Collection[str | nn.Module]) ->
 
 def _applied(parameter: nn.Parameter, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Parameter:
     applied, grad = fn(parameter), None if parameter.grad is None else fn(parameter.grad)
+    if applied is parameter:
+        return parameter
     if applied.is_meta == parameter.is_meta:
         parameter.data = applied
     else:  # `.data` cannot change between meta and a real device

@@ -272,7 +272,6 @@ def _group_settings(config: FSDPConfig, tp: TPConfig | None, world_size: int, st
 
 
 def _strategy_that_fits(config: FSDPConfig, group: Any, has_degrees: bool, stacklevel: int) -> str:
-    """Return the strategy, converted if the number of axes differs."""
     strategy = config.sharding_strategy
     if strategy == "NO_SHARD" or (group is None and not has_degrees):
         return strategy
@@ -351,12 +350,7 @@ def answer_of(function: WrapFunction | None, name: str, module: nn.Module) -> bo
 
 
 def check_options(name: str, options: Mapping[str, Any], plan: ShardingPlan) -> None:
-    """Raise for settings that a single unit cannot have.
-
-    Raises:
-        ValueError: If a setting or its value is unknown. A KeyError for the keys of an `FSDP2Config`.
-        RuntimeError: If the process group does not divide the ranks.
-    """
+    """Raise for settings that a single unit cannot have."""
     allowed = FSDP2Config.settable_attrs() if plan.version == 2 else _KEYS
     for key in options:
         if key not in allowed and plan.version == 2:

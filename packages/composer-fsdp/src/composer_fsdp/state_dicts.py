@@ -138,14 +138,7 @@ def check_optimizers(
     use_orig_params: bool = True,
     splits_tensors: bool = False,
 ) -> None:
-    """Validate that the optimizers support sharding of their model.
-
-    Raises:
-        NotImplementedError: If there are several optimizers.
-        ValueError: If the optimizer has parameters that are not in the model, or lacks some where it must have all, or
-            if it does not support sharded parameters.
-        RuntimeError: If the optimizer has several parameter groups where only one is supported.
-    """
+    """Validate that the optimizers support sharding of their model."""
     if len(optimizers) > 1:
         raise NotImplementedError(
             f"Only one optimizer is supported; found {len(optimizers)} optimizers. Give one optimizer with several "

@@ -20,12 +20,7 @@ __all__ = ["agreed", "warn_of_different_weights", "check_layer_plan", "split_ten
 
 
 def check_layer_plan(model: nn.Module, layer_plan: Mapping[str, Any]) -> None:
-    """Validate a tensor parallelism plan, and warn if it splits nothing.
-
-    Raises:
-        ValueError: If a pattern matches no module, its value is not a `ParallelStyle` or does not support the module,
-            or the plan would split a weight that is tied to another one.
-    """
+    """Validate a tensor parallelism plan, and warn if it splits nothing."""
     if not layer_plan and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         warnings.warn(
             "tensor_parallel_degree is greater than 1, and there is no layer_plan: no tensor is split, and the ranks "

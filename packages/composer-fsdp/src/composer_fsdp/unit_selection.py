@@ -158,11 +158,7 @@ def left_whole(model: nn.Module, plan: ShardingPlan) -> set[nn.Parameter]:
 
 
 def check_units(model: nn.Module, units: Sequence[Unit], plan: ShardingPlan) -> None:
-    """Raise for units whose weights cannot be sharded together, and warn of units that would never be gathered.
-
-    Raises:
-        ValueError: Names the unit and the weight.
-    """
+    """Raise for units whose weights cannot be sharded together, and warn of units that would never be gathered."""
     names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
     taken = left_whole(model, plan)
     for unit in units:
@@ -189,7 +185,6 @@ def check_units(model: nn.Module, units: Sequence[Unit], plan: ShardingPlan) -> 
 
 
 def _refuse_unshardable(called: str, own: Mapping[nn.Parameter, str], sparse: Mapping[nn.Parameter, nn.Module]) -> None:
-    """Raise for a weight that cannot be sharded, and for weights that cannot be sharded together."""
     by_format: dict[torch.dtype, str] = {}  # of trainable weights, whose gradients FSDP2 reduces together
     for parameter, name in own.items():
         if is_lazy(parameter):

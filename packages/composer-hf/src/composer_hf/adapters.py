@@ -79,12 +79,8 @@ def filter_state_dict_peft(
     bias = getattr(peft_config, "bias", "none")
     if bias not in _BIASES:
         raise NotImplementedError(f"bias={bias!r} must be one of {', '.join(map(repr, _BIASES))}.")
-    names = set(state_dict)
-    biases = _biases(names, bias)
-    kept = {n: v for n, v in state_dict.items() if n in biases or is_adapter_weight(n, adapter_name)}
-    if not remove_adapter_names:
-        return kept
-    return {_without_adapter(name, adapter_name): value for name, value in kept.items()}
+    published = published_adapter_names(state_dict, {"bias": bias}, adapter_name)
+    return {new if remove_adapter_names else name: state_dict[name] for name, new in published.items()}
 
 
 def published_adapter_names(

@@ -4,7 +4,7 @@ import os
 import posixpath
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from logging import getLogger
@@ -146,7 +146,8 @@ class HuggingFaceCheckpointer(Callback):
             StorageError: If the object store is not writable.
         """
         model = _model_of(state)
-        if state.deepspeed_enabled and _zero_stage(state.deepspeed_config) == 3:
+        zero: Any = (state.deepspeed_config or {}).get("zero_optimization") or {}
+        if state.deepspeed_enabled and int(zero.get("stage", 0)) == 3:
             raise ValueError(
                 "`HuggingFaceCheckpointer` needs whole weights, and stage 3 of DeepSpeed keeps them in parts. Save "
                 "checkpoints, and convert them with `composer-ckpt convert`; or use FSDP, or stage 2."
@@ -251,7 +252,6 @@ class HuggingFaceCheckpointer(Callback):
         return registry
 
     def _register(self, registry: ModelRegistry, state: "State", logger: "Logger") -> None:
-        """Register the current model. Every rank must call this."""
         # After an upload, the local folder is gone.
         is_here = not self.final_register_only and self.remote_uploader is None
         weights, metadata = ({}, self._metadata) if is_here else self._snapshot(_model_of(state))
@@ -308,21 +308,14 @@ class HuggingFaceCheckpointer(Callback):
 
     def _upload(self, uploader: RemoteUploader, folder: Path, remote: str) -> None:
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+        names = {file: posixpath.join(remote, file.relative_to(folder).as_posix()) for file in files}
         last = [file for file in files if file.name in _LAST_UPLOADED]
         # A reader that finds a configuration must find the weights as well.
         for group in ([file for file in files if file not in last], last):
-            self._upload_all(uploader, group, folder, remote)
-
-    def _upload_all(self, uploader: RemoteUploader, files: Sequence[Path], folder: Path, remote: str) -> None:
-        uploads = [
-            uploader.upload_file_async(
-                posixpath.join(remote, file.relative_to(folder).as_posix()), file, self.overwrite, copy=False
-            )
-            for file in files
-        ]
-        # All uploads of a group are submitted before the first wait, so that they run concurrently.
-        for upload in uploads:
-            upload.result()
+            # All uploads of a group are submitted before the first wait, so that they run concurrently.
+            uploads = [uploader.upload_file_async(names[file], file, self.overwrite, copy=False) for file in group]
+            for upload in uploads:
+                upload.result()
 
     def _refuse_existing(self, path: str) -> None:
         """Raise on all ranks, before the weights are gathered, if the folder exists."""
@@ -346,7 +339,6 @@ class HuggingFaceCheckpointer(Callback):
 
 
 def _model_of(state: "State") -> HuggingFaceModel:
-    """Return the model without its parallel wrappers."""
     model: Any = unwrap_model(state.model)
     if not isinstance(model, HuggingFaceModel):
         raise ValueError(
@@ -354,10 +346,6 @@ def _model_of(state: "State") -> HuggingFaceModel:
             f"{type(model).__name__}. Wrap the model of transformers in a HuggingFaceModel, or leave the callback out."
         )
     return model
-
-
-def _zero_stage(config: Any) -> int:
-    return int(((config or {}).get("zero_optimization") or {}).get("stage", 0))
 
 
 def gather_weights(model: HuggingFaceModel, dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:

@@ -35,14 +35,8 @@ def build_config(
     """
     from transformers import CONFIG_MAPPING, AutoConfig  # slow to load
 
-    own = metadata.config if trust_remote_code else without_code(metadata.config)
-    values = {**own, **(overrides or {})}
+    values = _config_values(metadata.config if trust_remote_code else without_code(metadata.config), overrides or {})
     model_type = values.pop("model_type", None)
-    if overrides and "num_labels" in overrides and "id2label" not in overrides:
-        values.pop("id2label", None)  # it would set the old number of labels again
-        values.pop("label2id", None)
-    if isinstance(labels := values.get("id2label"), Mapping):
-        values["id2label"] = {int(number): label for number, label in labels.items()}  # JSON keys are strings
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
         values.pop("auto_map", None)  # a built-in class needs no code of the checkpoint
         return AutoConfig.for_model(model_type, **values)
@@ -60,6 +54,16 @@ def build_config(
         f"not know it. Install a release that does; or, if the model's code lies at {origin or 'its origin'!r}, pass "
         f"allow_network=True, and trust_remote_code=True if you trust it."
     )
+
+
+def _config_values(saved: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    values = {**saved, **overrides}
+    if "num_labels" in overrides and "id2label" not in overrides:
+        values.pop("id2label", None)  # it would set the old number of labels again
+        values.pop("label2id", None)
+    if isinstance(labels := values.get("id2label"), Mapping):
+        values["id2label"] = {int(number): label for number, label in labels.items()}  # JSON keys are strings
+    return values
 
 
 def find_class(name: str, *, trust_remote_code: bool = False) -> type:

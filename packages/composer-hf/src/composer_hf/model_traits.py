@@ -73,7 +73,6 @@ def forward_args(model: Any) -> set[str]:
 
 
 def _is_causal(model: Any) -> bool:
-    """Return whether a model is of a class that `AutoModelForCausalLM` can build."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     names: set[str] = set()

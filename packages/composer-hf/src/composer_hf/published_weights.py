@@ -178,7 +178,6 @@ def _pieces(
     ties: Mapping[str, str],
     model: "PreTrainedModel | None",
 ) -> Iterator[PublishedPiece]:
-    """Yield one piece for each weight and its tied copies."""
     groups: dict[str, list[str]] = {}
     for name in named:
         groups.setdefault(ties.get(name, name), []).append(name)
@@ -195,7 +194,6 @@ def _pieces(
 
 
 def _revert(model: "PreTrainedModel", weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights by their names on disk."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5, names in memory and on disk are the same

@@ -85,5 +85,4 @@ def _listed_types(model: nn.Module) -> Iterator[type[nn.Module]]:
 
 
 def _draw(model: Any, module: nn.Module) -> None:
-    """Initialize a module's own weights as transformers does."""
     model._init_weights(module)

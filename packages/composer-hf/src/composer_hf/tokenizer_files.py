@@ -135,11 +135,7 @@ log = getLogger(__name__)
 
 
 def fit_vocabulary(model: Any, tokenizer: Any, *, may_resize: bool) -> None:
-    """Raise if a tokenizer has more tokens than the model, or resize the model's embeddings if that is allowed.
-
-    Raises:
-        ValueError: If there are more tokens and the embeddings must not be resized.
-    """
+    """Raise if a tokenizer has more tokens than the model, or resize the model's embeddings if that is allowed."""
     num_embeddings, num_tokens = _num_embeddings(model), len(tokenizer)
     if num_embeddings is None or num_embeddings == num_tokens:
         return

@@ -105,7 +105,6 @@ def version() -> str:
 
 
 def _check_values(options: Options) -> None:
-    """Validate options in ways that argparse cannot."""
     if options.module_mode and options.command_mode:
         raise ValueError(
             "--module_mode and --command_mode exclude each other: the first runs `python -m SCRIPT`, the second runs "
@@ -137,7 +136,6 @@ def _check_values(options: Options) -> None:
 
 
 def _check_file_names(options: Options) -> None:
-    """Raise if the name of an output file is empty, or has an unknown placeholder."""
     for stream in ("stdout", "stderr"):
         given: str | None = getattr(options, stream)
         if given == "":
@@ -153,8 +151,6 @@ def _check_file_names(options: Options) -> None:
 
 
 def _check_rendezvous(options: Options) -> None:
-    """Raise if options of the rendezvous are invalid, contradict others or have no effect."""
-
     def first_given(*names: str) -> str | None:
         return next((name for name in names if getattr(options, name) not in (None, "")), None)
 

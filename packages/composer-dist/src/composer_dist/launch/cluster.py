@@ -182,7 +182,6 @@ def expand_nodelist(nodelist: str) -> list[str]:
 
 
 def _expand_entry(entry: str) -> Iterator[str]:
-    """Yield the hosts of one entry, which may have several brackets."""
     before, opening, rest = entry.partition("[")
     if not opening:
         yield entry

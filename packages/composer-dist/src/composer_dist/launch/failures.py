@@ -63,7 +63,6 @@ def witness(failures: Sequence["Ending"]) -> "Ending | None":
 
 
 def _last_words(ending: "Ending") -> str:
-    """Return the exception's traceback, or the last lines of stderr."""
     if ending.error is not None and ending.error.get("traceback"):
         return str(ending.error["traceback"])
     lines = _tail(ending.stderr)[0].splitlines(keepends=True) if ending.stderr else []
@@ -99,7 +98,6 @@ def _block(ending: "Ending", *, is_root: bool) -> str:
 
 
 def _tail(path: str) -> tuple[str, bool]:
-    """Return the end of a file, and whether it was truncated."""
     try:
         with Path(path).open("rb") as file:
             size = file.seek(0, 2)
@@ -112,7 +110,6 @@ def _tail(path: str) -> tuple[str, bool]:
 
 
 def _hints(ending: "Ending", others: Sequence[int]) -> list[str]:
-    """Return advice for failures that do not explain themselves."""
     message = str(ending.error.get("message", "")).lower() if ending.error else ""
     # SIGKILL and SIGSTOP cannot be caught, so the rank itself leaves no message.
     if ending.exit_code == -9:

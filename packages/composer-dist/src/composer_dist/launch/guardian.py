@@ -139,14 +139,12 @@ def process_state(pid: int) -> str | None:
 
 
 def _wait_for(groups: set[int], timeout_s: float) -> None:
-    """Wait until the processes of some groups have ended, or the time is over."""
     deadline = time.monotonic() + timeout_s
     while any(_members(groups, None)) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def _members(groups: set[int], launch_id: str | None) -> Iterator[int]:
-    """Yield the living processes of the groups and of the launch, other than this one."""
     marker = f"{LAUNCH_ID}={launch_id}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         pid = int(entry.name)
@@ -167,7 +165,6 @@ def _stat(pid: int) -> list[str]:
 
 
 def _start_time(pid: int) -> str:
-    """Return the start time of a process in clock ticks since boot."""
     fields = _stat(pid)
     return fields[19] if fields else ""
 

@@ -187,7 +187,6 @@ def _sources(options: Options, topology: Topology, environ: Mapping[str, str]) -
 
 
 def _destination(stream: str, options: Options, env: Mapping[str, str], environ: Mapping[str, str]) -> str:
-    """Return the destination of a stream apart from the log folder."""
     if env["LOCAL_RANK"] == "0" or options.tee:
         return "console"
     return named_file(stream, options, env, environ) or "shown if the rank fails"

@@ -161,7 +161,6 @@ class Logs(LogsSpecs):
         return self._targets[path]
 
     def _copy(self, files: dict[int, str], target: TextIO, prefixes: dict[int, str], wanted: re.Pattern[str]) -> None:
-        """Append matching lines to a target from now on."""
         is_cut = threading.Event()
 
         def matches(line: str) -> bool:
@@ -174,7 +173,6 @@ class Logs(LogsSpecs):
 
 
 def _make_folder(options: Options, run_id: str) -> Path:
-    """Create the folder of a run and return it."""
     try:
         if options.log_dir is None:
             return Path(tempfile.mkdtemp(prefix="composer_"))

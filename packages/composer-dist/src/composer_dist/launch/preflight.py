@@ -75,7 +75,6 @@ def _num_nodes(topology: Topology | None) -> int:
 
 
 def _default_run_id(environ: Mapping[str, str], max_nodes: int) -> str:
-    """Return a run name that every node derives alike; a random one on a single node."""
     named = next((environ[name] for name in _RUN_NAMES if environ.get(name)), None)
     return named or ("composer" if max_nodes > 1 else uuid.uuid4().hex)
 
@@ -100,11 +99,7 @@ class CannotStartError(ValueError):
 
 
 def check_command(options: Options) -> None:
-    """Raise if the command of the ranks does not exist.
-
-    Raises:
-        ValueError: If the script or the program does not exist.
-    """
+    """Raise if the command of the ranks does not exist."""
     script = options.training_script
     if options.command_mode:
         if shutil.which(script) is None:
@@ -120,11 +115,7 @@ def check_command(options: Options) -> None:
 
 
 def check_meeting_point(topology: Topology) -> None:
-    """Raise if the ranks cannot meet at the address and port of rank 0.
-
-    Raises:
-        ValueError: If the host cannot be resolved, or if this node runs rank 0 and the port is taken.
-    """
+    """Raise if the ranks cannot meet at the address and port of rank 0."""
     addr, source = topology.master_addr, topology.sources["master_addr"]
     _wait_for_address(f"master_addr={addr!r} (from {source})", addr, topology.is_multi_node)
     if topology.base_rank != 0:
@@ -150,11 +141,7 @@ def check_meeting_point(topology: Topology) -> None:
 
 
 def check_rendezvous(rendezvous: Rendezvous) -> None:
-    """Raise if the nodes cannot meet at the rendezvous.
-
-    Raises:
-        ValueError: If the host cannot be resolved.
-    """
+    """Raise if the nodes cannot meet at the rendezvous."""
     if rendezvous.backend not in ("c10d", "static") or rendezvous.config.get("store_type") == "file":
         return  # the endpoint need not be a host
     host, _, _ = rendezvous.endpoint.rpartition(":") if ":" in rendezvous.endpoint else (rendezvous.endpoint, "", "")
@@ -180,14 +167,12 @@ def _wait_for_address(what: str, host: str, is_multi_node: bool) -> None:
 
 
 def _is_here(addr: str, port: int) -> bool:
-    """Return whether one of a host's addresses belongs to this machine."""
     found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
     # Only an address of this machine can be bound.
     return any(_bind_error(family, str(address[0]), 0) != errno.EADDRNOTAVAIL for family, *_, address in found)
 
 
 def _bind_error(family: int, addr: str, port: int) -> int | None:
-    """Return the error number of listening on an address, or `None`."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does

@@ -192,7 +192,6 @@ class Launch:
         return failures
 
     def _ask_to_end(self, workers: Workers, signum: signal.Signals | None, tell: Callable[[str], None]) -> None:
-        """Send the ranks a signal, and wait for them to end."""
         timeout_s = self._options.shutdown_timeout
         if signum is None:
             timeout_s = FAILURE_TIMEOUT_S if timeout_s is None else timeout_s
@@ -269,7 +268,6 @@ def run_elastic(options: Options, rendezvous: Rendezvous) -> int:
 
 
 def _make_spec(options: Options, rendezvous: Rendezvous) -> WorkerSpec:
-    """Return the specification for torch's agent."""
     try:
         parameters = RendezvousParameters(
             backend=rendezvous.backend,

@@ -149,7 +149,6 @@ class _Inputs:
 
 
 def _world_size(inputs: _Inputs, nproc: Found[int]) -> Found[int]:
-    """Return the number of processes on all nodes."""
     environ = inputs.environ
     world_size = inputs.flag("world_size")
     # Equal numbers describe a single node, whose number of processes --nproc may override.
@@ -180,7 +179,6 @@ def _ranks_of_the_only_node(inputs: _Inputs) -> tuple[Found[int], Found[int]]:
 
 
 def _ranks_of_one_node(inputs: _Inputs, nproc: Found[int], world_size: Found[int]) -> tuple[Found[int], Found[int]]:
-    """Return the lowest rank and the node's rank for one of several nodes."""
     base_rank, node_rank = inputs.integer("base_rank"), inputs.integer("node_rank")
     if base_rank is None and node_rank is None and inputs.hints is not None:
         node_rank = inputs.hints.node_rank()
@@ -289,7 +287,6 @@ def child_command(options: Options, environ: Mapping[str, str]) -> list[str]:
 
 
 def _num_usable_cores() -> int:
-    """Return the number of processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # less than cpu_count() in containers and jobs with some cores
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

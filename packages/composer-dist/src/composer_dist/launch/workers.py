@@ -208,7 +208,6 @@ class Workers:
             time.sleep(timeout_s)
 
     def _collect(self) -> None:
-        """Record the exit codes of ranks that have ended."""
         for local_rank, handler in self._context.subprocess_handlers.items():
             code = handler.proc.poll()
             if code is None or local_rank in self._exits:
@@ -231,7 +230,6 @@ class Workers:
         return error if isinstance(error, dict) and "exception_type" in error else None
 
     def _ending(self, local_rank: int) -> Ending:
-        """Return the end of a rank, or the reason why it is about to end."""
         env, error = self._envs[local_rank], self._own_error(local_rank)
         stop_time = self._stop_time or time.time()
         code, failed = self._exits.get(local_rank, (None, time.time()))
