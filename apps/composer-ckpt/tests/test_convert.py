@@ -204,7 +204,7 @@ def test_a_file_that_is_no_checkpoint_is_never_replaced(is_zip, run, beside):
     before = there.read_bytes()
     code, _, errors = run("convert", "ep2.pt", "mine.pt", "--to", "pt", "--overwrite")
     assert (code, there.read_bytes()) == (1, before)
-    assert "mine.pt is a file that is no checkpoint" in errors
+    assert "mine.pt is a file that is not a checkpoint" in errors
 
 
 @pytest.mark.parametrize("left", [b"", b"PK\x03\x04 cut short"], ids=["empty", "cut short"])

@@ -175,7 +175,7 @@ def test_what_is_left_out_of_a_conversion_is_told(here, run_json):
     code, told = run_json("convert", "a.pt", "out.pt")
     assert code == 0
     assert told["warnings"] == [
-        "left out of the model, since they are no tensors: norm._extra_state.scale, version",
+        "left out of the model, since they are not tensors: norm._extra_state.scale, version",
         "left out, since they are beside the model: ema",
     ]
 

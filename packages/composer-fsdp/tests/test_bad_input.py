@@ -116,7 +116,7 @@ def test_a_process_group_that_cannot_be_dealt_out_is_refused(group, as_one_of_fo
 def test_ranks_that_there_are_not_are_refused(group, as_one_of_four):
     for given in ({"config": FSDPConfig(process_group=group)}, {"model": Model({"process_group": group})}):
         refusal(
-            ValueError, "is no list of ranks, each once. Give numbers between 0 and 3", **{"model": Model(), **given}
+            ValueError, "is not a list of ranks, each once. Give numbers between 0 and 3", **{"model": Model(), **given}
         )
 
 

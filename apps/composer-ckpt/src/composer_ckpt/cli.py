@@ -93,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="composer-ckpt",
         description="Inspect, verify and convert checkpoints. Files are opened without running any code in them, and "
-        "read tensor by tensor, whatever their size.",
+        "read tensor by tensor, of any size.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -190,7 +190,7 @@ def _add_convert(commands: Any) -> None:
     add("--optimizer", action="store_true", help="keep the optimizers' state (pt, dcp, local)")
     add("--resumption", action="store_true", help="keep timestamp, schedulers, RNG and so on (pt, dcp, local)")
     add("--deepspeed-weights", choices=("fp32", "16bit"), default="fp32", help="which weights of DeepSpeed's")
-    add("--trust", action="store_true", help="load a .pt that asks for more than data: whatever it asks for is run")
+    add("--trust", action="store_true", help="load a .pt that asks for more than data: all that it asks for is run")
     add("--push-to-hub", metavar="REPO", help="publish the Hugging Face folder, too; --overwrite: also where REPO is")
     add("--private", action="store_true", help="make the repository a private one")
     add("--test-uploaded-model", "--test_uploaded_model", action="store_true", help="fetch it again and compare")
@@ -308,7 +308,7 @@ def _add_stores(command: argparse.ArgumentParser) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count: give 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count: give 1 or more")
     return int(text)
 
 
@@ -320,5 +320,5 @@ def _shares(text: str) -> list[float]:
     total = sum(weights)
     # `not all(... >= 0)` rejects NaN as well.
     if not all(weight >= 0 for weight in weights) or not 0 < total < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 0 on, as 3,1 or 0.5,0.25,0.25")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 0 on, as 3,1 or 0.5,0.25,0.25")
     return [weight / total for weight in weights]

@@ -146,7 +146,7 @@ def repair(options: argparse.Namespace) -> Result:
 
 def _link_at(folder: Path, name: str) -> Path:
     if Path(name).name != name or name in ("", ".", ".."):
-        raise UsageError(f"--link {name!r} is no plain name. Give one in the folder, such as latest-rank0.pt.")
+        raise UsageError(f"--link {name!r} is not a plain name. Give one in the folder, such as latest-rank0.pt.")
     link = folder / name
     if link.exists() and not link.is_symlink() and read_pointer(link) is None:
         raise UsageError(f"--link {name!r}: there is something else of this name, which a link would replace.")

@@ -135,14 +135,14 @@ def metadata_of(source: TensorSource, options: ConvertOptions) -> HuggingFaceMet
 def _tokenizer_at(folder: Path, options: ConvertOptions) -> Mapping[str, bytes]:
     saved = tokenizer_of(folder, trust_remote_code=options.trust_remote_code)
     if not saved:
-        raise UsageError(f"--tokenizer {str(folder)!r} is no folder with a tokenizer's files. Check the path.")
+        raise UsageError(f"--tokenizer {str(folder)!r} is not a folder with a tokenizer's files. Check the path.")
     return decode_files(saved)
 
 
 def _config_at(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise UsageError(f"--config {str(path)!r} is no file, and no folder with a config.json. Check the path.")
+        raise UsageError(f"--config {str(path)!r} is not a file, nor a folder with a config.json. Check the path.")
     config = read_json(file)
     if not isinstance(config, dict):
         raise UsageError(f"--config {str(path)!r} is a JSON {type(config).__name__}, and an object is expected.")

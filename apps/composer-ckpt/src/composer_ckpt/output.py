@@ -30,7 +30,7 @@ def parse_size(text: str) -> int:
     factor = None if match is None else _UNITS.get(match[2].upper())
     size = 0 if match is None or factor is None else int(float(match[1]) * factor)
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: give a number above 0 and a unit, as 5GB or 500MiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: give a number above 0 and a unit, as 5GB or 500MiB")
     return size
 
 

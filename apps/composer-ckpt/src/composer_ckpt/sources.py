@@ -83,7 +83,7 @@ def opened(
 def fetched(path: str, tmp_dir: str | None = None, jobs: int = _JOBS) -> Iterator[str]:
     """Yield the local path of a checkpoint; downloads are deleted afterwards."""
     if not path:
-        raise UsageError("SRC='' is no path. Name a checkpoint.")
+        raise UsageError("SRC='' is not a path. Name a checkpoint.")
     if not is_uri(path):
         yield path
         return
@@ -222,5 +222,5 @@ def folder_of(typed: str) -> Path:
             f"of this machine."
         )
     if not os.path.isdir(typed):
-        raise UsageError(f"FOLDER={typed!r} is no folder. Name the one that a run saves to.")
+        raise UsageError(f"FOLDER={typed!r} is not a folder. Name the one that a run saves to.")
     return Path(typed)

@@ -36,7 +36,7 @@ def may_replace(
         CheckpointConflictError: If the target exists and must not be replaced.
     """
     if not target:
-        raise UsageError("DST='' is no path. Name what is to be written.")
+        raise UsageError("DST='' is not a path. Name what is to be written.")
     final = Path(os.path.realpath(target))  # links must not hide that source and target are the same
     _refuse_what_is_needed(target, final, sources)
     if _RANK in target:
@@ -106,8 +106,8 @@ def _refuse_what_is_no_checkpoint(target: str, final: Path, *, is_folder: bool) 
     if not final.is_dir():
         if not _looks_written_by_us(final):
             raise CheckpointConflictError(
-                f"{target} is a file that is no checkpoint, and --overwrite replaces checkpoints. Choose another name, "
-                f"or remove the file yourself."
+                f"{target} is a file that is not a checkpoint, and --overwrite replaces checkpoints. Choose another "
+                f"name, or remove the file yourself."
             )
         return
     if not is_folder:
@@ -116,7 +116,7 @@ def _refuse_what_is_no_checkpoint(target: str, final: Path, *, is_folder: bool) 
         find_kind(final)
     except NoCheckpointError as error:
         raise CheckpointConflictError(
-            f"{target} is a folder with {first_few(sorted(os.listdir(final)))}, which is no checkpoint, and "
+            f"{target} is a folder with {first_few(sorted(os.listdir(final)))}, which is not a checkpoint, and "
             f"--overwrite replaces checkpoints. Choose another name, or remove the folder yourself."
         ) from error
 

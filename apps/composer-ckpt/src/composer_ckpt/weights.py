@@ -87,7 +87,7 @@ def notes_on_the_rest(source: TensorSource) -> list[str]:
     """Return notes on entries that are not weights of the model and are not written."""
     notes: list[str] = []
     if no_tensors := source.non_weight_entries:
-        notes.append(f"left out of the model, since they are no tensors: {first_few(no_tensors)}")
+        notes.append(f"left out of the model, since they are not tensors: {first_few(no_tensors)}")
     tree = source.tree if source.format in ("pt", "pickle") and isinstance(source.tree, dict) else {}
     taken = {id(tensor) for tensor in source.weights.values()}
     others = [

@@ -555,7 +555,7 @@ class UnusedParameters:
         self._used.clear()
 
     def _keep(self, optimizer: Optimizer, *_: Any) -> None:
-        for tensor in _tensors(optimizer):
+        for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
             for parameter, where in self._slices[tensor]:
                 if parameter in self._used:
                     continue
@@ -571,10 +571,6 @@ class UnusedParameters:
             for key, value in {"": tensor, **_state_like(tensor, optimizer)}.items():
                 value[where] = before.get(key, 0.0)  # a state created in this step starts at zero
         self._before.clear()
-
-
-def _tensors(optimizer: Optimizer) -> Iterable[torch.Tensor]:
-    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
 def _state_like(tensor: torch.Tensor, optimizer: Optimizer) -> dict[str, torch.Tensor]:

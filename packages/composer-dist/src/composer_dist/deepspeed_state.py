@@ -20,16 +20,6 @@ import torch
 import torch.distributed as tdist
 from torch.nn import Parameter
 
-__all__ = [
-    "ParameterGroups",
-    "find_in_optimizer",
-    "forget_trial_step",
-    "gather_optimizer",
-    "gather_weights",
-    "scatter_optimizer",
-    "scatter_weights",
-]
-
 ParameterGroups = list[list[Parameter]]
 """The parameters of each of an optimizer's groups, in their original order."""
 

@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["clean_stale_shared_memory", "find_stale_shared_memory", "tidy_shared_memory"]
-
 _log = logging.getLogger(__name__)
 
 _FOLDER = Path("/dev/shm")

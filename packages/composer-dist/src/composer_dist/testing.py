@@ -66,7 +66,7 @@ def run_ranks(
         raise ValueError(f"store={str(store)!r} exists: ranks of an earlier run met there. Choose another name.")
     if "." in body.__qualname__:
         raise ValueError(f"body={body!r} is not at the top level of a file. Define it there, and pass what it needs.")
-    call = _Call(body.__module__, inspect.getfile(body), body.__name__, pickle.dumps(args))
+    call = (body.__module__, inspect.getfile(body), body.__name__, pickle.dumps(args))
     size = str(world_size)
     # The whole environment, since the fork server keeps that of the first call, with a launcher's variables.
     environ = {**os.environ, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "NODE_RANK": "0"}
@@ -79,9 +79,9 @@ def run_ranks(
             reader, writer = context.Pipe(duplex=False)
             stacks = Path(notes.name, f"rank{rank}")
             own = environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            settings = _Settings(rank, world_size, str(store), timeout_s, own, stacks)
+            task = _Task(rank, world_size, str(store), timeout_s, own, stacks, *call)
             # Daemonic processes may not start children.
-            process = context.Process(target=_run, args=(settings, call, writer), daemon=False)
+            process = context.Process(target=_run, args=(task, writer), daemon=False)
             process.start()
             writer.close()  # the child holds the other copy, so that its death closes the pipe
             ranks.append(_Rank(rank, process, reader, stacks))
@@ -98,8 +98,8 @@ def run_ranks(
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
-    """A rank's place in the group, and its limits."""
+class _Task:
+    """A rank's place in the group, its limits, and the body by its location."""
 
     rank: int
     world_size: int
@@ -107,16 +107,10 @@ class _Settings:
     timeout_s: float
     environ: dict[str, str]
     stacks: Path  # the file for the rank's stack traces
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The body by its location, and its pickled arguments, which may need the body's module to load."""
-
     module: str
     file: str
     name: str
-    args: bytes
+    args: bytes  # pickled, since they may need the body's module to load
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,30 +201,30 @@ def _answer(rank: _Rank) -> _Answer:
         )
 
 
-def _run(settings: _Settings, call: _Call, writer: Connection) -> None:
+def _run(task: _Task, writer: Connection) -> None:
     import torch  # loaded in the fork server, but perhaps not in the calling process
     import torch.distributed as tdist
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Written by a C thread, so a held GIL does not matter. Processes forked by this rank inherit the signal handler.
-    stacks = settings.stacks.open("a")
-    faulthandler.dump_traceback_later(max(settings.timeout_s - _STACKS_S, settings.timeout_s / 2), file=stacks)
+    stacks = task.stacks.open("a")
+    faulthandler.dump_traceback_later(max(task.timeout_s - _STACKS_S, task.timeout_s / 2), file=stacks)
     faulthandler.register(_TELL, file=stacks)
     try:
         torch.set_num_threads(1)
         # Processes that the body starts use Python's default start method, not the one of this rank.
         multiprocessing.set_start_method(None, force=True)
         os.environ.clear()
-        os.environ.update(settings.environ)
-        body = _load(call)
-        args = pickle.loads(call.args)
-        store = tdist.FileStore(settings.store, settings.world_size)  # pyright: ignore[reportPrivateImportUsage]  # documented
+        os.environ.update(task.environ)
+        body = _load(task)
+        args = pickle.loads(task.args)
+        store = tdist.FileStore(task.store, task.world_size)  # pyright: ignore[reportPrivateImportUsage]  # documented
         tdist.init_process_group(
             "gloo",
             store=store,
-            rank=settings.rank,
-            world_size=settings.world_size,
-            timeout=timedelta(seconds=_PATIENCE * settings.timeout_s),
+            rank=task.rank,
+            world_size=task.world_size,
+            timeout=timedelta(seconds=_PATIENCE * task.timeout_s),
         )
         tdist.barrier()  # a rank with a short body must not exit while others still connect to it
         writer.send_bytes(pickle.dumps(_Answer(value=body(*args))))
@@ -254,16 +248,16 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _load(call: _Call) -> Callable[..., Any]:
+def _load(task: _Task) -> Callable[..., Any]:
     """Return the body from its file; pytest gives test modules names that no other process can import.
 
     The module keeps its name, which pickles of its classes refer to in both directions.
     """
-    module = sys.modules.get(call.module)  # a script's module is loaded already and must not run again
+    module = sys.modules.get(task.module)  # a script's module is loaded already and must not run again
     if module is None:
-        spec = importlib.util.spec_from_file_location(call.module, call.file)
+        spec = importlib.util.spec_from_file_location(task.module, task.file)
         assert spec is not None
         assert spec.loader is not None
-        module = sys.modules[call.module] = importlib.util.module_from_spec(spec)  # dataclasses look it up here
+        module = sys.modules[task.module] = importlib.util.module_from_spec(spec)  # dataclasses look it up here
         spec.loader.exec_module(module)
-    return getattr(module, call.name)
+    return getattr(module, task.name)

@@ -13,22 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp.config import FILLS_UP, FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig, check_degree
 
-__all__ = [
-    "ALLOWED",
-    "HYBRID_STRATEGIES",
-    "STRATEGIES",
-    "check_fsdp",
-    "check_limit",
-    "check_mesh",
-    "check_reshard",
-    "check_tensor_parallel",
-    "check_values",
-    "number_of_parameters",
-    "split_settings",
-    "warn",
-    "warn_ignored_options",
-]
-
 log = getLogger(__name__)
 
 HYBRID_STRATEGIES = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -63,7 +47,7 @@ def check_values(config: FSDPConfig | FSDP2Config) -> None:
 
 def _not_allowed(name: str, value: object) -> str:
     hint = "fsdp_state_dict_type must be one of" if name == "state_dict_type" else "Use one of"
-    return f"{name}={value!r} is none that there is. {hint} {', '.join(map(repr, ALLOWED[name]))}."
+    return f"{name}={value!r} is not a valid value. {hint} {', '.join(map(repr, ALLOWED[name]))}."
 
 
 def check_limit(name: str, limit: object) -> None:
@@ -105,11 +89,11 @@ def check_fsdp(config: FSDPConfig) -> None:
 
 def _modules_in(ignored: Any) -> tuple[torch.nn.Module, ...]:
     if not isinstance(ignored, Iterable) or isinstance(ignored, torch.nn.Module):
-        raise ValueError(f"ignored_modules={ignored!r} is no list. Give a list of modules of the model.")
+        raise ValueError(f"ignored_modules={ignored!r} is not a list. Give a list of modules of the model.")
     modules = tuple(ignored)  # an iterator can be read only once
     for module in modules:
         if not isinstance(module, torch.nn.Module):
-            raise ValueError(f"ignored_modules has {module!r}, which is no torch.nn.Module. Give modules of the model.")
+            raise ValueError(f"ignored_modules has {module!r}, which is not a torch.nn.Module of the model.")
     return modules
 
 

@@ -36,8 +36,6 @@ from composer_fsdp.tensor_parallel import check_layer_plan, split_tensors
 from composer_fsdp.unit_selection import units_of
 from composer_fsdp.wrap_rules import Stage, Unit
 
-__all__ = ["FakeMeshes", "fake_world", "Workload", "is_composer_model", "simulate_steps"]
-
 _STEPS = 2  # the first step begins without optimizer state
 _MAX_SAID = 300  # characters of an error raised by the model
 _DEVICE = torch.device("cpu")  # the device of fake tensors; always available
@@ -295,7 +293,7 @@ def _make_optimizer(work: Workload, parameters: list[nn.Parameter]) -> Optimizer
         )
     optimizer = work.optimizer(parameters)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer={work.optimizer!r} made {optimizer!r}, which is no torch.optim.Optimizer.")
+        raise TypeError(f"optimizer={work.optimizer!r} made {optimizer!r}, which is not a torch.optim.Optimizer.")
     for group in optimizer.param_groups:
         if work.on_gpu and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True  # PyTorch's default on a GPU; it needs temporary lists

@@ -16,8 +16,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from composer_dist import dist
 from composer_dist.ddp import average_gradients
 
-__all__ = ["clip_grad_norm", "ReductionWatch", "watch_reductions", "average_after_backward"]
-
 
 class ReductionWatch:
     """Detector of non-finite gradients whose result is the same on every rank.

@@ -23,8 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from composer_dist import dist
 
-__all__ = ["GroupCache", "check_grids", "check_group", "ranks_of", "size_of_group", "own_region"]
-
 _NAMED = re.compile(r"(set|mod)(\d+)")
 _ACCEPTED = (
     "Use 'self', 'node', 'local_rank_across_nodes', 'setK' or 'modK' with a number K, a list of ranks, a ProcessGroup, "
@@ -57,7 +55,7 @@ def check_group(group: Any, world_size: int | None) -> bool:
         ranks, limit = cast("Sequence[int]", group), math.inf if world_size is None else world_size
         if len({*ranks}) < len(ranks) or min(ranks) < 0 or max(ranks) >= limit:
             numbers = f" between 0 and {limit - 1}" * (limit < math.inf)
-            raise ValueError(f"process_group={group!r} is no list of ranks, each once. Give numbers{numbers}.")
+            raise ValueError(f"process_group={group!r} is not a list of ranks, each once. Give numbers{numbers}.")
     elif not isinstance(group, str | tdist.ProcessGroup):
         raise ValueError(f"Unsure how to setup process_group={group!r}. {_ACCEPTED}.")
     return False

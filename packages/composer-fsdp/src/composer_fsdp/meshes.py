@@ -12,8 +12,6 @@ from composer_fsdp.config import AXES
 from composer_fsdp.groups import GroupCache, check_grids, is_pair
 from composer_fsdp.plan import ShardingPlan
 
-__all__ = ["Meshes"]
-
 # Default of the hybrid strategies: shard within a node, where links are fast, and replicate across nodes.
 _BY_NODES = ("node", "local_rank_across_nodes")
 

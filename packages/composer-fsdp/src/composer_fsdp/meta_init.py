@@ -123,8 +123,8 @@ def initialize(model: nn.Module, device: torch.device, default: Callable[[nn.Mod
         # They would be recreated with different values on each rank, and lose their ties.
         raise AssertionError(
             f"the parameters {whole[:5]} are on the meta device and are not sharded (_fsdp_wrap=False, "
-            f"ignored_modules, or a parameter of the model itself), so that nobody can fill them alike on every rank. "
-            f"Build these modules with real weights, or let them be sharded."
+            f"ignored_modules, or a parameter of the model itself), so that they could not be filled alike on every "
+            f"rank. Build these modules with real weights, or let them be sharded."
         )
     materialize(model, device)
     for module, fill in pending:
@@ -162,8 +162,8 @@ def _init_function(
             return function
         if function is not None:
             raise TypeError(
-                f"param_init_fn={function!r} of a {type(holder).__name__} is no function. Define param_init_fn(self, "
-                f"module), which fills the weights of a module."
+                f"param_init_fn={function!r} of a {type(holder).__name__} is not a function. Define "
+                f"param_init_fn(self, module), which fills the weights of a module."
             )
     if default is not None:
         return default

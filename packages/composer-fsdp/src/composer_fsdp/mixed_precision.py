@@ -24,8 +24,6 @@ from torch.nn.modules.batchnorm import _NormBase  # no public name covers the Ba
 from composer_dist import Precision
 from composer_fsdp.config import explain_key
 
-__all__ = ["Dtypes", "cast_buffers", "has_running_statistics", "resolve_dtypes", "to_dtype", "Prefetching"]
-
 _NAMES = {
     torch.float32: "float32 torch.float32 fp32 float",
     torch.float16: "float16 torch.float16 half fp16 amp amp_fp16",
@@ -108,7 +106,7 @@ def resolve_dtypes(mixed_precision: object, precision: str | Precision | torch.d
         for key in mixed_precision:
             if key not in _KEYS:
                 raise ValueError(
-                    f"Unable to interpret mixed_precision={mixed_precision!r}: its key {key!r} is none. "
+                    f"Unable to interpret mixed_precision={mixed_precision!r}: its key {key!r} is unknown. "
                     f"{explain_key(key, _KEYS)}"
                 )
         given = {key.removesuffix("_dtype"): value for key, value in mixed_precision.items() if value is not None}

@@ -80,7 +80,7 @@ def _parts(config: Any) -> dict[str, Any]:
         for key in config:
             if key not in _PARTS:
                 raise ValueError(
-                    f"parallelism_config has the key {key!r}, which is none. {explain_key(key, _PARTS)} Settings of "
+                    f"parallelism_config has the key {key!r}, which is unknown. {explain_key(key, _PARTS)} Settings of "
                     f"sharding go below 'fsdp': {{'fsdp': {{'state_dict_type': 'full'}}}}."
                 )
         parts = dict(config)

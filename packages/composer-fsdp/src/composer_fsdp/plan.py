@@ -12,7 +12,6 @@ from composer_dist import Precision, dist
 from composer_fsdp.checks import (
     ALLOWED,
     HYBRID_STRATEGIES,
-    STRATEGIES,
     check_fsdp,
     check_limit,
     check_mesh,
@@ -36,8 +35,6 @@ from composer_fsdp.config import (
 )
 from composer_fsdp.groups import check_group, is_pair, size_of_group
 from composer_fsdp.mixed_precision import Dtypes, resolve_dtypes
-
-__all__ = ["STRATEGIES", "ShardingPlan", "make_plan", "WrapFunction", "answer_of", "check_options", "function_of"]
 
 # Settings that a plan takes over as they are, from both forms of a configuration and from the broader one alone.
 _OF_BOTH = {"activation_cpu_offload", "load_monolith_rank0_only", "mixed_precision", "verbose"}
@@ -380,10 +377,10 @@ def _check_unit_values(options: Mapping[str, Any], plan: ShardingPlan) -> None:
     for key in ("sharding_strategy", "backward_prefetch", "grad_sync", "cpu_offload"):
         value = options.get(key, ALLOWED[key][0])
         if (value.upper() if isinstance(value, str) and key != "grad_sync" else value) not in ALLOWED[key]:
-            raise ValueError(f"{key}={value!r} is none that there is. Use one of {', '.join(map(repr, ALLOWED[key]))}.")
+            raise ValueError(f"{key}={value!r} is not a valid value. Use one of {', '.join(map(repr, ALLOWED[key]))}.")
     check_limit("forward_prefetch_limit", options.get("forward_prefetch_limit", 1))
     if not callable(options.get("shard_placement_fn", len)):
-        raise ValueError(f"shard_placement_fn={options['shard_placement_fn']!r} is no function of a parameter.")
+        raise ValueError(f"shard_placement_fn={options['shard_placement_fn']!r} is not a function of a parameter.")
     strategy = str(options.get("sharding_strategy")).upper()
     if strategy in ("NO_SHARD", *HYBRID_STRATEGIES) and plan.tensor_parallel_degree > 1:
         raise ValueError(

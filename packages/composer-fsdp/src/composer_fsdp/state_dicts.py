@@ -13,18 +13,6 @@ from torch.optim import Adafactor, Optimizer
 from composer_dist.wrapping import canonical_name
 from composer_fsdp.groups import own_region
 
-__all__ = [
-    "check_optimizers",
-    "names_of_parameters",
-    "rebuild",
-    "sync_optimizer_and_model_params",
-    "update_optimizer_modules",
-    "get_model",
-    "get_optimizer",
-    "set_model",
-    "set_optimizer",
-]
-
 
 def get_model(model: nn.Module) -> dict[str, Any]:
     """Return the full model state dict. Every rank must call this.

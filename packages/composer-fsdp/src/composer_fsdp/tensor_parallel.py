@@ -16,8 +16,6 @@ from composer_dist import RankDisagreementError, check_agreement, dist
 from composer_dist.wrapping import canonical_name
 from composer_fsdp.config import explain_key
 
-__all__ = ["agreed", "warn_of_different_weights", "check_layer_plan", "split_tensors"]
-
 
 def check_layer_plan(model: nn.Module, layer_plan: Mapping[str, Any]) -> None:
     """Validate a tensor parallelism plan, and warn if it splits nothing."""

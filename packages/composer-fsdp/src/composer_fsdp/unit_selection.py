@@ -21,18 +21,6 @@ from composer_fsdp.state_dicts import check_optimizers, names_of_parameters
 from composer_fsdp.tensor_parallel import agreed, check_layer_plan
 from composer_fsdp.wrap_rules import Unit, choose_units, has_forward, stays_whole
 
-__all__ = [
-    "Choice",
-    "choose",
-    "units_of",
-    "check_units",
-    "left_whole",
-    "check_param_tying",
-    "get_standalone_and_tied_modules",
-    "legalize_param_sharing_between_modules",
-    "resolve_ties",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -60,19 +48,8 @@ def choose(
 ) -> Choice:
     """Choose the units and validate model, plan and optimizers together. Every rank must call this.
 
-    The model is not changed. If one rank raises, or if the ranks choose differently, all ranks raise.
-
-    Args:
-        model: The model as built.
-        plan: The plan of the sharding.
-        optimizers: The model's optimizers.
-        wraps_itself: Whether the model itself is the root, instead of its children.
-        wrap_fn: Replacement for the `fsdp_wrap_fn` of the roots.
-        check_fn: Replacement for the `activation_checkpointing_fn` of the children.
-
-    Raises:
-        ValueError, KeyError, TypeError, NotImplementedError, RuntimeError: If model, optimizers and plan do not fit
-            together; a ValueError on the other ranks.
+    The model is not changed. If one rank raises, or if the ranks choose differently, all ranks raise. The arguments are
+    those of `shard_model`.
     """
 
     def by_rules() -> Choice:

@@ -12,20 +12,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from torch import Tensor, nn
 
-__all__ = [
-    "adapter_of",
-    "base_after_init",
-    "changes_base",
-    "filter_state_dict_peft",
-    "is_adapter_weight",
-    "is_peft_model",
-    "maybe_get_underlying_model",
-    "peft_config_values",
-    "peft_installed",
-    "published_adapter_names",
-    "trained_beside_adapter",
-]
-
 peft_installed = importlib.util.find_spec("peft") is not None
 
 _DEFAULT: Final = "default"

@@ -494,7 +494,7 @@ def _check_parts(model: Any, tokenizer: Any) -> None:
     _refuse_names_and_classes("tokenizer", tokenizer, "AutoTokenizer")
     if not (isinstance(tokenizer, Sized) and hasattr(tokenizer, "save_pretrained")):
         raise TypeError(
-            f"tokenizer={tokenizer!r:.200} is no tokenizer, which has len() and save_pretrained, as those of "
+            f"tokenizer={tokenizer!r:.200} is not a tokenizer, which has len() and save_pretrained, as those of "
             f"transformers have. Give AutoTokenizer.from_pretrained(...), or "
             f"PreTrainedTokenizerFast(tokenizer_object=...) around a tokenizers.Tokenizer. With None, "
             f"checkpoints keep none."

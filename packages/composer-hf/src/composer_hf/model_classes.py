@@ -15,8 +15,6 @@ from composer_hf.metadata import HuggingFaceMetadata
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["build_config", "build_model", "find_class", "meta_model", "without_code"]
-
 _TRUSTED_PACKAGES: Final = ("transformers", "composer", "composer_hf", "peft")
 _ENTRY_POINTS: Final = "composer.hf_models"
 
@@ -163,7 +161,7 @@ def without_code(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a foreign checkpoint without those that name code, at any depth.
 
     Example:
-        >>> without_code({"n_layer": 2, "text_config": {"attn_implementation": "somebody/kernel"}})
+        >>> without_code({"n_layer": 2, "text_config": {"attn_implementation": "user/kernel"}})
         {'n_layer': 2, 'text_config': {}}
     """
     return {name: _cleaned(value) for name, value in settings.items() if name not in _NAMES}

@@ -8,16 +8,6 @@ from typing import Any, Final
 
 from torch import nn
 
-__all__ = [
-    "forward_args",
-    "resolve_shift",
-    "warn_of_lost_alibi",
-    "as_written",
-    "compile_calls",
-    "is_wrapped",
-    "take_out",
-]
-
 log = getLogger(__name__)
 
 

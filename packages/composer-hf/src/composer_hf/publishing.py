@@ -31,18 +31,6 @@ from composer_hf.weight_files import (
     write_files,
 )
 
-__all__ = [
-    "as_dtype",
-    "local_checkpoint",
-    "on_meta",
-    "write_huggingface_pretrained_from_composer_checkpoint",
-    "write_pretrained",
-    "pretrained_folder",
-    "readable_config",
-    "write_description",
-    "write_tokenizer",
-]
-
 _DTYPES: Final = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -207,15 +195,8 @@ def pretrained_folder(
 ) -> Iterator[Path]:
     """Yield a folder with a model's configurations and tokenizer, to which the body writes the weights.
 
-    At exit, everything is flushed to the disk and renamed in one step. After an exception nothing remains.
-
-    Args:
-        path: Path of the folder.
-        metadata: Metadata of the checkpoint.
-        dtype: Dtype of most of the weights, for `config.json`.
-        overwrite: Whether to replace a model in an existing folder. Files that are not part of a model are kept.
-        trust_remote_code: Whether to write code that came with the checkpoint, too.
-        need_bytes: Size to be written; if it cannot fit, nothing is written.
+    At exit, everything is flushed to the disk and renamed in one step. After an exception nothing remains. `dtype` is
+    written to `config.json`. With `overwrite`, files that are not part of a model are kept.
 
     Raises:
         CheckpointConflictError: If the folder exists and `overwrite` is false. This is also a `FileExistsError`.

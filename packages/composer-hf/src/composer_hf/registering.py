@@ -19,8 +19,6 @@ from composer_hf.model_classes import find_class
 if TYPE_CHECKING:
     from composer_events import Logger
 
-__all__ = ["ModelRegistry", "find_registry", "in_background", "register_folder", "wait_on_all_ranks"]
-
 _TASK: Final = "llm/v1/completions"
 _CHAT: Final = "llm/v1/chat"
 _QUESTION: Final = "What is machine learning?"

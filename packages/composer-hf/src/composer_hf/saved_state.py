@@ -22,15 +22,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = [
-    "describe",
-    "get_hf_config_from_composer_state_dict",
-    "get_peft_config_from_composer_state_dict",
-    "load_model",
-    "load_tokenizer",
-    "hf_from_composer_checkpoint",
-]
-
 _JSON: Final = ".json"
 
 

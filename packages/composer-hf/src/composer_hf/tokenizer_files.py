@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from composer_checkpoint import IncompatibleCheckpointError, UnsafeCheckpointError
 
-__all__ = ["decode_files", "encode_files", "for_any_release", "fit_vocabulary"]
-
 _CODE: Final = ".py"
 _TEXTS: Final = (_CODE, ".jinja")
 _KINDS: Final = (".json", ".txt", ".model", *_TEXTS)

@@ -15,17 +15,6 @@ from torch import Tensor
 from composer_checkpoint.tensors import StoredTensor, plan_shards, stream_pt, stream_shards
 from composer_hf.published_weights import PublishedPiece
 
-__all__ = [
-    "Format",
-    "check_ties",
-    "main_dtype",
-    "parse_size",
-    "plan_files",
-    "published_tensors",
-    "total_bytes",
-    "write_files",
-]
-
 Format = Literal["safetensors", "bin", "both"]
 Files = dict[str, dict[str, StoredTensor]]
 

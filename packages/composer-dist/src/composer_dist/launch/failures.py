@@ -71,13 +71,9 @@ def _last_words(ending: "Ending") -> str:
         return "".join(lines[-_LAST_LINES:])  # no traceback, as after a crash in C++
     start = starts.pop()
     # Go back to the first traceback of a chain: the cause comes before its consequences.
-    while starts and any(_is_link(line) for line in lines[starts[-1] : start]):
+    while starts and any(link in line for line in lines[starts[-1] : start] for link in _CHAINED):
         start = starts.pop()
     return "".join(lines[start:])
-
-
-def _is_link(line: str) -> bool:
-    return any(link in line for link in _CHAINED)  # torch puts the rank before each line
 
 
 def _block(ending: "Ending", *, is_root: bool) -> str:

@@ -38,8 +38,16 @@ def resolve_rendezvous(
     Raises:
         ValueError: If the number of nodes is unknown, or a setting is not a pair.
     """
-    # N or MIN:MAX.
-    low, _, high = (options.nnodes or str(_num_nodes(topology))).partition(":")
+    nnodes = options.nnodes  # N or MIN:MAX
+    if nnodes is None:
+        assert topology is not None
+        if topology.world_size % topology.nproc:  # the nodes are not alike
+            raise ValueError(
+                f"--max_restarts needs the number of nodes, which world_size={topology.world_size} and nproc="
+                f"{topology.nproc} do not tell. Give --nnodes and --rdzv_endpoint instead of --world_size."
+            )
+        nnodes = str(topology.world_size // topology.nproc)
+    low, _, high = nnodes.partition(":")
     min_nodes, max_nodes = int(low), int(high or low)
     config = _parse_config(options.rdzv_conf)
     endpoint = options.rdzv_endpoint
@@ -61,17 +69,6 @@ def resolve_rendezvous(
         run_id=options.rdzv_id or _default_run_id(environ, max_nodes),
         config=config,
     )
-
-
-def _num_nodes(topology: Topology | None) -> int:
-    """Return the number of nodes, provided that all are like this one."""
-    assert topology is not None  # set when --nnodes is not
-    if topology.world_size % topology.nproc:
-        raise ValueError(
-            f"--max_restarts needs the number of nodes, which world_size={topology.world_size} and nproc="
-            f"{topology.nproc} do not tell. Give --nnodes and --rdzv_endpoint instead of --world_size."
-        )
-    return topology.world_size // topology.nproc
 
 
 def _default_run_id(environ: Mapping[str, str], max_nodes: int) -> str:

@@ -57,7 +57,14 @@ def resolve(options: Options, environ: Mapping[str, str], nproc: Found[int]) -> 
         base_rank, node_rank = _ranks_of_one_node(inputs, nproc, world_size)
         master_addr, master_port = _meeting_point(inputs, world_size, nproc)
     else:
-        base_rank, node_rank = _ranks_of_the_only_node(inputs)
+        base_rank = node_rank = Found(0, _SINGLE_NODE)
+        for name in ("base_rank", "node_rank"):
+            value = inputs.integer(name)
+            if value is not None and value.value != 0:
+                raise ValueError(
+                    f"{name}={value.value} (from {value.source}), but the ranks of this node are all there are, and "
+                    f"start with 0. Give --world_size if there are other nodes, or remove {value.source}."
+                )
         master_addr = inputs.text("master_addr") or Found("127.0.0.1", _SINGLE_NODE)
         # A free port may be taken before the run starts, so it is chosen again then.
         master_port = inputs.integer("master_port") or Found(get_free_tcp_port(), FREE_PORT)
@@ -164,18 +171,6 @@ def _world_size(inputs: _Inputs, nproc: Found[int]) -> Found[int]:
             f"(from {nproc.source}) of this node alone. Lower --nproc, or raise --world_size."
         )
     return world_size
-
-
-def _ranks_of_the_only_node(inputs: _Inputs) -> tuple[Found[int], Found[int]]:
-    """Return the lowest rank and the node's rank, both 0; raise if a source contradicts that."""
-    for name in ("base_rank", "node_rank"):
-        value = inputs.integer(name)
-        if value is not None and value.value != 0:
-            raise ValueError(
-                f"{name}={value.value} (from {value.source}), but the ranks of this node are all there are, and start "
-                f"with 0. Give --world_size if there are other nodes, or remove {value.source}."
-            )
-    return Found(0, _SINGLE_NODE), Found(0, _SINGLE_NODE)
 
 
 def _ranks_of_one_node(inputs: _Inputs, nproc: Found[int], world_size: Found[int]) -> tuple[Found[int], Found[int]]:
