@@ -220,7 +220,7 @@ def test_a_link_that_leads_nowhere_is_replaced_and_a_pipe_is_not(run, beside):
     assert weights_of("new.pt").keys() == weights_of("ep2.pt").keys()
     os.mkfifo(beside / "pipe.pt")
     code, _, errors = run("convert", "ep2.pt", "pipe.pt", "--to", "pt", "--overwrite")
-    assert (code, "no checkpoint" in errors) == (1, True)
+    assert (code, "not a checkpoint" in errors) == (1, True)
 
 
 @pytest.mark.parametrize("target", [".", "..", "sharded", "sharded/../sharded"])

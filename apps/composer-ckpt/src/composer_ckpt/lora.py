@@ -44,19 +44,12 @@ Weights = dict[str, StoredTensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerChange:
-    """The change that LoRA adds to one weight.
+    """The change that LoRA adds to one weight."""
 
-    Args:
-        parts: LoRA weights by kind.
-        scaling: Factor of their product.
-        is_turned: Whether the weight has the transposed shape of the product.
-        begin: Applies the adapter's initialization to the weight; `None` if it does not change it.
-    """
-
-    parts: Mapping[str, StoredTensor]
-    scaling: float
-    is_turned: bool
-    begin: Callable[[torch.Tensor], torch.Tensor] | None = None
+    parts: Mapping[str, StoredTensor]  # LoRA weights by kind
+    scaling: float  # factor of their product
+    is_turned: bool  # whether the weight has the transposed shape of the product
+    begin: Callable[[torch.Tensor], torch.Tensor] | None = None  # applies the adapter's initialization to the weight
 
     @property
     def pair(self) -> tuple[StoredTensor, StoredTensor]:

@@ -12,35 +12,20 @@ Progress = Callable[[int], object]
 
 @dataclass(slots=True)
 class Plan:
-    """A conversion: the tensors of each file, and a function to write them.
-
-    Args:
-        source: As given on the command line.
-        target: As given on the command line.
-        formats: Formats of the source and of the target.
-        files: Tensors of each file.
-        write: Writes everything under its final name, completely or not at all, and reports the bytes written.
-        largest_source: Size in bytes of the largest tensor that is read.
-        cast: Number of tensors whose dtype changes, by `'float32 -> bfloat16'`.
-        renamed: New names by old names.
-        names_with_nan: Names of weights with NaN, which are known after they were read.
-        warnings: Notes for the user.
-        dropped_aliases: Names that are left out, because the target has the tensor under another name.
-        check: Compares tensors that must be equal, before anything is written, also in a dry run.
-    """
+    """A conversion: the tensors of each file, and a function to write them."""
 
     source: str
     target: str
     formats: tuple[str, str]
     files: Mapping[str, Mapping[str, StoredTensor]]
-    write: Callable[[Progress], None]
-    largest_source: int
-    cast: Mapping[str, int]
-    renamed: Mapping[str, str]
-    names_with_nan: Mapping[str, None]
+    write: Callable[[Progress], None]  # everything under its final name, completely or not at all
+    largest_source: int  # bytes
+    cast: Mapping[str, int]  # number of tensors by the change of dtype
+    renamed: Mapping[str, str]  # new names by old ones
+    names_with_nan: Mapping[str, None]  # known after the weights were read
     warnings: list[str]
-    dropped_aliases: Mapping[str, str] = field(default_factory=dict)
-    check: Callable[[], None] | None = None
+    dropped_aliases: Mapping[str, str] = field(default_factory=dict)  # left out, since the target has the kept names
+    check: Callable[[], None] | None = None  # compares tensors that must be equal, also in a dry run
 
     @property
     def size_bytes(self) -> int:

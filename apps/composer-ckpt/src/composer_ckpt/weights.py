@@ -17,19 +17,12 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 @dataclass(frozen=True, slots=True)
 class ChosenWeights:
-    """The weights to convert.
-
-    Args:
-        tensors: The weights under the names and in the precision of the target.
-        renamed: New names by old ones.
-        cast: Number of weights for each change of dtype.
-        names_with_nan: Filled with the names of weights with NaN as they are read.
-    """
+    """The weights to convert."""
 
     tensors: dict[str, StoredTensor]
-    renamed: dict[str, str]
-    cast: dict[str, int]
-    names_with_nan: dict[str, None]
+    renamed: dict[str, str]  # new names by old ones
+    cast: dict[str, int]  # number of weights by the change of dtype
+    names_with_nan: dict[str, None]  # filled as the weights are read
 
 
 def choose_weights(source: TensorSource, options: ConvertOptions) -> ChosenWeights:

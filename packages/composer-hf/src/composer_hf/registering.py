@@ -67,15 +67,6 @@ def register_folder(
 
     An adapter is registered as the files that peft loads: without its base model, MLflow has no format for it.
 
-    Args:
-        registry: The logger destination of the run.
-        folder: Folder that `from_pretrained` reads.
-        name: Name of the registered model.
-        metadata: Metadata of the model.
-        config: Arguments of `mlflow.transformers.save_model`.
-        edit: Called with the folder to upload, which it may change.
-        timeout_s: Maximum time to wait until the version is ready, in seconds.
-
     Raises:
         RuntimeError: If the run has not been started.
     """
