@@ -81,6 +81,15 @@ def test_units_with_one_weight_may_become_one():
     assert [(unit.name, unit.partners) for unit in units] == [("net.a", (b,)), ("net", ())]
 
 
+def test_units_tied_in_a_chain_become_one():
+    """The second unit stayed alone if it shared a weight with the third, which the first had taken in already."""
+    a, c = tied_pair()
+    b = nn.Linear(3, 3)
+    b.bias = c.bias
+    units = resolve(Net(["a", "b", "c"], a=a, b=b, c=c), "group")
+    assert [(unit.name, set(unit.partners)) for unit in units] == [("net.a", {b, c}), ("net", set())]
+
+
 def test_modules_are_told_apart_by_whether_they_share():
     a, b = tied_pair()
     alone, empty, outer = nn.Linear(1, 1), nn.ReLU(), nn.Sequential(nn.Linear(2, 2))

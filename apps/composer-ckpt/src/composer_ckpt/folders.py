@@ -17,8 +17,11 @@ from composer_hf.tokenizer_files import decode_files, encode_files
 
 _MAX_JSON_BYTES = 64 << 20
 _TOKENIZER_FILES = frozenset(
-    "added_tokens.json chat_template.jinja chat_template.json merges.txt sentencepiece.bpe.model spiece.model "
-    "special_tokens_map.json tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt".split()
+    {
+        *("added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt", "sentencepiece.bpe.model"),
+        *("special_tokens_map.json", "spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+        *("vocab.json", "vocab.txt"),
+    }
 )
 _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
 

@@ -196,7 +196,14 @@ class HuggingFaceCheckpointer(Callback):
         self._wait()  # at most one copy of the weights in host memory
         path = self._name.format(state)
         model = _model_of(state)
-        self._refuse_existing(path)  # before the expensive gathering
+        if not self.overwrite and self.remote_uploader is None:
+            found = [os.path.lexists(path)]  # rank 0 writes, so its file system decides
+            dist.broadcast_object_list(found, src=0)
+            if found[0]:  # on all ranks, before the expensive gathering
+                raise CheckpointConflictError(
+                    f"{path} exists, and overwrite=False. Choose another save_folder or huggingface_folder_name, or "
+                    f"pass overwrite=True to replace it."
+                )
         self.last_checkpoint_batch = state.timestamp.batch
         weights, metadata = self._snapshot(model)
         if metadata is None:
@@ -316,18 +323,6 @@ class HuggingFaceCheckpointer(Callback):
             uploads = [uploader.upload_file_async(names[file], file, self.overwrite, copy=False) for file in group]
             for upload in uploads:
                 upload.result()
-
-    def _refuse_existing(self, path: str) -> None:
-        """Raise on all ranks, before the weights are gathered, if the folder exists."""
-        if self.overwrite or self.remote_uploader is not None:
-            return
-        found = [os.path.lexists(path)]  # rank 0 writes, so its file system decides
-        dist.broadcast_object_list(found, src=0)
-        if found[0]:
-            raise CheckpointConflictError(
-                f"{path} exists, and overwrite=False. Choose another save_folder or huggingface_folder_name, or pass "
-                f"overwrite=True to replace it."
-            )
 
     def _wait(self) -> None:
         """Wait for the pending folder, and raise its error on all ranks."""

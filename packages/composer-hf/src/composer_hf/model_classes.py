@@ -26,11 +26,7 @@ def build_config(
     trust_remote_code: bool = False,
     allow_network: bool = False,
 ) -> "PretrainedConfig":
-    """Return the configuration of a checkpoint's model as an object of transformers.
-
-    Raises:
-        IncompatibleCheckpointError: If this release of transformers does not know the architecture.
-    """
+    """Return the configuration of a checkpoint's model as an object of transformers."""
     from transformers import CONFIG_MAPPING, AutoConfig  # slow to load
 
     values = _config_values(metadata.config if trust_remote_code else without_code(metadata.config), overrides or {})
@@ -65,12 +61,7 @@ def _config_values(saved: Mapping[str, Any], overrides: Mapping[str, Any]) -> di
 
 
 def find_class(name: str, *, trust_remote_code: bool = False) -> type:
-    """Return the class with a full name.
-
-    Raises:
-        UnsafeCheckpointError: If the module is none of these, and not trusted.
-        ValueError: If it cannot be imported, or has no such class.
-    """
+    """Return the class with a full name."""
     module_name, _, class_name = name.rpartition(".")
     package = module_name.partition(".")[0]
     if not trust_remote_code and package not in _TRUSTED_PACKAGES:
@@ -94,11 +85,7 @@ def find_class(name: str, *, trust_remote_code: bool = False) -> type:
 
 
 def build_model(model_class: Any, config: "PretrainedConfig") -> "PreTrainedModel":
-    """Return a model with random weights.
-
-    Raises:
-        AttributeError: If the class is not a model class of transformers.
-    """
+    """Return a model with random weights."""
     if hasattr(model_class, "from_config"):  # an auto class
         return model_class.from_config(config)
     if not hasattr(model_class, "config_class"):
@@ -110,13 +97,7 @@ def build_model(model_class: Any, config: "PretrainedConfig") -> "PreTrainedMode
 
 
 def meta_model(metadata: HuggingFaceMetadata, *, trust_remote_code: bool = False) -> "PreTrainedModel":
-    """Return a checkpoint's model on the meta device, with names and shapes but without memory for weights.
-
-    Raises:
-        IncompatibleCheckpointError: If the checkpoint does not name the class, or transformers does not know the model,
-            or cannot build it.
-        UnsafeCheckpointError: If the class is in a module that is not trusted.
-    """
+    """Return a checkpoint's model on the meta device, with names and shapes but without memory for weights."""
     if not metadata.model_class:
         raise IncompatibleCheckpointError(
             "the checkpoint does not tell the class of its model. Give a checkpoint that HuggingFaceModel wrote."

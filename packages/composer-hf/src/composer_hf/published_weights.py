@@ -118,10 +118,6 @@ def adapter_names(names: Iterable[str], metadata: HuggingFaceMetadata) -> dict[s
     """Map the names of a checkpoint's adapter weights to their names in `adapter_model.safetensors`.
 
     Weights trained outside the adapter are included: peft loads every weight in such a file.
-
-    Raises:
-        IncompatibleCheckpointError: If two weights have the same name without the prefixes of wrappers, if no adapter
-            is named `default`, or if the adapter's initialization changed base weights that the checkpoint lacks.
     """
     inner, config = _by_published_name(names), metadata.peft_config or {}
     beside = {name: name for name in inner if name in metadata.trained_beside_adapter}

@@ -66,9 +66,6 @@ def register_folder(
     """Upload a folder to the run's artifacts in MLflow's format, and register it.
 
     An adapter is registered as the files that peft loads: without its base model, MLflow has no format for it.
-
-    Raises:
-        RuntimeError: If the run has not been started.
     """
     if registry.run_id is None:
         raise RuntimeError(

@@ -22,20 +22,12 @@ def encode_files(folder: Path) -> dict[str, dict[str, Any]]:
     Returns:
         The `file_extension` and `content` of each file, by its name: the values of JSON, a list of lines of `.txt`, the
             text of code and templates, and the bytes of `.model`.
-
-    Raises:
-        ValueError: If a file has another extension.
     """
     return {path.name: _encode(path) for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def decode_files(saved: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the files of a checkpoint's tokenizer by name, for checkpoints of any release.
-
-    Raises:
-        UnsafeCheckpointError: If a name leads out of its folder, or belongs to a file of the model.
-        IncompatibleCheckpointError: If a file has an unknown extension.
-    """
+    """Return the files of a checkpoint's tokenizer by name, for checkpoints of any release."""
     files: dict[str, bytes] = {}
     for key, entry in saved.items():
         extension = entry.get("file_extension") if isinstance(entry, Mapping) else None

@@ -43,11 +43,7 @@ def published_tensors(
 
 
 def check_ties(pieces: Iterable[PublishedPiece], weights: Mapping[str, StoredTensor]) -> None:
-    """Compare tied weights, except those that share a tensor in the checkpoint.
-
-    Raises:
-        IncompatibleCheckpointError: If tied weights differ.
-    """
+    """Compare tied weights, except those that share a tensor in the checkpoint."""
     for piece in pieces:
         kept = piece.sources[0]
         for name in piece.copies:
@@ -74,11 +70,7 @@ def write_files(
     info: Mapping[str, object] | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> None:
-    """Write the planned files, and their index if there are several, to an existing folder.
-
-    Raises:
-        OSError: If the disk fails.
-    """
+    """Write the planned files, and their index if there are several, to an existing folder."""
     if format == "safetensors":
         stream_shards(files, folder, info=info, progress=progress)
         return
