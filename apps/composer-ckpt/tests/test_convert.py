@@ -204,7 +204,7 @@ def test_a_file_that_is_no_checkpoint_is_never_replaced(is_zip, run, beside):
     before = there.read_bytes()
     code, _, errors = run("convert", "ep2.pt", "mine.pt", "--to", "pt", "--overwrite")
     assert (code, there.read_bytes()) == (1, before)
-    assert "mine.pt is a file that is no checkpoint" in errors
+    assert "mine.pt is a file that is not a checkpoint" in errors
 
 
 @pytest.mark.parametrize("left", [b"", b"PK\x03\x04 cut short"], ids=["empty", "cut short"])
@@ -220,7 +220,7 @@ def test_a_link_that_leads_nowhere_is_replaced_and_a_pipe_is_not(run, beside):
     assert weights_of("new.pt").keys() == weights_of("ep2.pt").keys()
     os.mkfifo(beside / "pipe.pt")
     code, _, errors = run("convert", "ep2.pt", "pipe.pt", "--to", "pt", "--overwrite")
-    assert (code, "no checkpoint" in errors) == (1, True)
+    assert (code, "not a checkpoint" in errors) == (1, True)
 
 
 @pytest.mark.parametrize("target", [".", "..", "sharded", "sharded/../sharded"])

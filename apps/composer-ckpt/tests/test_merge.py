@@ -80,9 +80,9 @@ def test_checkpoints_of_other_models_are_refused(three, run):
     [
         (["a.pt", "out.pt"], "two checkpoints or more"),
         (["a.pt", "b", "out.pt", "--weights", "1"], "1 numbers for 2 checkpoints"),
-        (["a.pt", "b", "out.pt", "--weights", "1,x"], "no list of numbers"),
-        (["a.pt", "b", "out.pt", "--weights=-1,2"], "no list of numbers"),
-        (["a.pt", "b", "out.pt", "--weights", f"1,{math.inf}"], "no list of numbers"),
+        (["a.pt", "b", "out.pt", "--weights", "1,x"], "not a list of numbers"),
+        (["a.pt", "b", "out.pt", "--weights=-1,2"], "not a list of numbers"),
+        (["a.pt", "b", "out.pt", "--weights", f"1,{math.inf}"], "not a list of numbers"),
         (["a.pt", "b", "b", "--to", "dcp", "--overwrite"], "which is read"),
         (["a.pt", "none.pt", "out.pt"], "none.pt"),
         (["a.pt", "b", "out.pt", "--max-shard-size", "5GB"], "--max-shard-size is of Hugging Face folders"),

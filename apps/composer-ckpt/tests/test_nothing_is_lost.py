@@ -175,7 +175,7 @@ def test_what_is_left_out_of_a_conversion_is_told(here, run_json):
     code, told = run_json("convert", "a.pt", "out.pt")
     assert code == 0
     assert told["warnings"] == [
-        "left out of the model, since they are no tensors: norm._extra_state.scale, version",
+        "left out of the model, since they are not tensors: norm._extra_state.scale, version",
         "left out, since they are beside the model: ema",
     ]
 
@@ -184,7 +184,7 @@ def test_keys_that_a_folder_turns_into_texts_are_told(here, run_json):
     moments = {0: {"exp_avg": ONE}, 1: {"exp_avg": TWO}}
     save_file({"state": {"model": {"w": ONE}, "optimizers": {"Adam": {"state": moments}}}}, "a.pt")
     warnings = run_json("convert", "a.pt", *TARGETS["dcp"], "--optimizer")[1]["warnings"]
-    told = "keys that are no texts become texts: state/optimizers/Adam/state/0, state/optimizers/Adam/state/1"
+    told = "keys that are not strings become strings: state/optimizers/Adam/state/0, state/optimizers/Adam/state/1"
     assert warnings == [told]
     assert run_json("convert", "a.pt", "out.pt", "--optimizer")[1]["warnings"] == []
 

@@ -73,7 +73,7 @@ def test_a_module_with_several_names_is_wrapped_under_each():
 
 
 def test_what_is_no_function_cannot_choose():
-    with pytest.raises(TypeError, match="activation_checkpointing_fn=3 is no function"):
+    with pytest.raises(TypeError, match="activation_checkpointing_fn=3 is not a function"):
         apply_ac(make(), True, False, 3)
 
 

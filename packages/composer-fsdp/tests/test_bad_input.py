@@ -24,8 +24,8 @@ from composer_fsdp import (
     parallelize_model,
     parse_parallelism,
 )
-from composer_fsdp.choice import units_of
 from composer_fsdp.tensor_parallel import check_layer_plan
+from composer_fsdp.unit_selection import units_of
 from composer_fsdp.wrap_rules import choose_units
 
 CPU = get_device("cpu")
@@ -116,7 +116,7 @@ def test_a_process_group_that_cannot_be_dealt_out_is_refused(group, as_one_of_fo
 def test_ranks_that_there_are_not_are_refused(group, as_one_of_four):
     for given in ({"config": FSDPConfig(process_group=group)}, {"model": Model({"process_group": group})}):
         refusal(
-            ValueError, "is no list of ranks, each once. Give numbers between 0 and 3", **{"model": Model(), **given}
+            ValueError, "is not a list of ranks, each once. Give numbers between 0 and 3", **{"model": Model(), **given}
         )
 
 
@@ -343,7 +343,7 @@ def test_an_optimizer_of_another_model_is_refused(as_one_of_four):
 
 @pytest.mark.parametrize("name", ["load_planner", "save_planner"])
 def test_what_is_no_planner_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name}=.* is no .*Planner of torch.distributed.checkpoint"):
+    with pytest.raises(ValueError, match=f"{name}=.* must be a .*Planner of torch.distributed.checkpoint"):
         make_plan(FSDPConfig(**{name: object()}), world_size=1)
 
 

@@ -206,7 +206,7 @@ def test_the_older_arguments_mean_the_newer_ones():
     [
         ({"parallelism_config": {"fsdp": {}}, "fsdp_config": {}}, ValueError, "were both given"),
         ({"fsdp_config": {"auto_wrap": True}, "fsdp_auto_wrap": False}, ValueError, "contradicts"),
-        ({"parallelism_config": {"fsdq": {}}}, ValueError, "key 'fsdq', which is none. Did you mean 'fsdp'"),
+        ({"parallelism_config": {"fsdq": {}}}, ValueError, "key 'fsdq', which is unknown. Did you mean 'fsdp'"),
         ({"parallelism_config": 3}, TypeError, "parallelism_config=3 is a int"),
         ({"fsdp_config": 3}, TypeError, "the FSDP settings are 3"),
         ({"parallelism_config": {"tp": {"degree": 2}}}, TypeError, "tensor_parallel_degree"),

@@ -118,11 +118,11 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(degrees, text):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"sharding_strategy": "FULL"}, "sharding_strategy='FULL' is none"),
-        ({"backward_prefetch": "LATER"}, "backward_prefetch='LATER' is none"),
+        ({"sharding_strategy": "FULL"}, "sharding_strategy='FULL' is not a valid value"),
+        ({"backward_prefetch": "LATER"}, "backward_prefetch='LATER' is not a valid value"),
         ({"backward_prefetch_limit": 0}, "backward_prefetch_limit=0"),
         ({"state_dict_type": "half"}, "fsdp_state_dict_type must be one of"),
-        ({"tie_policy": "ignore"}, "tie_policy='ignore' is none"),
+        ({"tie_policy": "ignore"}, "tie_policy='ignore' is not a valid value"),
         ({"min_params": "many"}, "min_params='many'"),
         ({"process_group": "all"}, "Unsure how to setup process_group='all'"),
         ({"process_group": 3}, "Unsure how to setup process_group=3"),

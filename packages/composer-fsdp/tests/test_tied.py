@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from composer_fsdp import FSDPConfig, make_plan
-from composer_fsdp.choice import (
+from composer_fsdp.unit_selection import (
     check_param_tying,
     get_standalone_and_tied_modules,
     legalize_param_sharing_between_modules,
@@ -79,6 +79,15 @@ def test_units_with_one_weight_may_become_one():
     a, b = tied_pair()
     units = resolve(Net(["a", "b"], a=a, b=b), "group")
     assert [(unit.name, unit.partners) for unit in units] == [("net.a", (b,)), ("net", ())]
+
+
+def test_units_tied_in_a_chain_become_one():
+    """The second unit stayed alone if it shared a weight with the third, which the first had taken in already."""
+    a, c = tied_pair()
+    b = nn.Linear(3, 3)
+    b.bias = c.bias
+    units = resolve(Net(["a", "b", "c"], a=a, b=b, c=c), "group")
+    assert [(unit.name, set(unit.partners)) for unit in units] == [("net.a", {b, c}), ("net", set())]
 
 
 def test_modules_are_told_apart_by_whether_they_share():

@@ -76,12 +76,12 @@ def test_code_is_written_only_where_it_is_trusted(tmp_path):
 
 @pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation", "experts_implementation"])
 def test_a_checkpoint_chooses_no_kernel_of_the_hub(name):
-    nested = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, name: "somebody/kernel"}
+    nested = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, name: "user/kernel"}
     metadata = HuggingFaceMetadata({**nested, "text_config": dict(nested)}, "transformers.GPT2LMHeadModel")
 
     config = build_config(metadata)  # on some releases of transformers a model of it would import the kernel
 
-    assert "somebody/kernel" not in repr({**config.to_dict(), **vars(config)})
+    assert "user/kernel" not in repr({**config.to_dict(), **vars(config)})
     assert name not in repr(readable_config(metadata))
     assert name in readable_config(metadata, trust_remote_code=True)
     assert build_config(metadata, {"attn_implementation": "eager"})._attn_implementation == "eager"  # the caller's
@@ -89,7 +89,7 @@ def test_a_checkpoint_chooses_no_kernel_of_the_hub(name):
 
 @pytest.mark.parametrize("target", ["_attn_implementation_internal", "_attn_implementation", "_experts_implementation"])
 def test_a_checkpoint_gives_no_setting_another_meaning(target):
-    renamed = {"attribute_map": {"hidden_size": "n_embd", "other": target}, "other": "somebody/kernel"}
+    renamed = {"attribute_map": {"hidden_size": "n_embd", "other": target}, "other": "user/kernel"}
     metadata = HuggingFaceMetadata({"model_type": "gpt2", "n_embd": 8, **renamed}, "transformers.GPT2LMHeadModel")
 
     config = build_config(metadata)

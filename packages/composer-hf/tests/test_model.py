@@ -225,8 +225,8 @@ def test_a_tokenizer_is_whatever_has_a_length_and_can_be_saved(make_model):
         ("gpt2", r"tokenizer='gpt2' is a name.*save_pretrained.*AutoTokenizer\.from_pretrained\('gpt2'\)"),
         (Path("gpt2"), r"tokenizer=PosixPath\('gpt2'\) is a name.*from_pretrained\(PosixPath\('gpt2'\)\)"),
         (Words, r"tokenizer=<class .*Words'> is a class.*Words\.from_pretrained"),
-        (["a", "b"], r"tokenizer=\['a', 'b'\] is no tokenizer.*len\(\) and save_pretrained"),
-        (300, "tokenizer=300 is no tokenizer"),
+        (["a", "b"], r"tokenizer=\['a', 'b'\] is not a tokenizer.*len\(\) and save_pretrained"),
+        (300, "tokenizer=300 is not a tokenizer"),
     ],
     ids=str,
 )

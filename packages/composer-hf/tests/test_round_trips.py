@@ -175,7 +175,7 @@ def test_a_disk_that_fills_up_leaves_nothing(make_model, save, tmp_path, monkeyp
     import errno
 
     checkpoint = save(HuggingFaceModel(make_model("gpt2")))
-    monkeypatch.setattr("composer_hf.weight_files.save_file", _full)
+    monkeypatch.setattr("composer_hf.weight_files.stream_shards", _full)
 
     with pytest.raises(StorageError) as caught:
         write_folder(checkpoint, tmp_path / "out")
@@ -184,8 +184,8 @@ def test_a_disk_that_fills_up_leaves_nothing(make_model, save, tmp_path, monkeyp
     assert sorted(os.listdir(tmp_path)) == ["checkpoint.pt"]
 
 
-def _full(weights, path):
+def _full(files, folder, **_):
     import errno
 
-    path.write_bytes(b"begun")
+    (folder / "model.safetensors").write_bytes(b"begun")
     raise OSError(errno.ENOSPC, "No space left on device")

@@ -93,23 +93,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="composer-ckpt",
         description="Inspect, verify and convert checkpoints. Files are opened without running any code in them, and "
-        "read tensor by tensor, whatever their size.",
+        "read tensor by tensor, of any size.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
-    for add in (
-        _add_inspect,
-        _add_verify,
-        _add_diff,
-        _add_convert,
-        _add_merge,
-        _add_reshard,
-        _add_extract,
-        _add_latest,
-        _add_repair,
-    ):
+    converting = (_add_convert, _add_merge, _add_reshard, _add_extract)
+    for add in (_add_inspect, _add_verify, _add_diff, *converting, _add_latest_and_repair):
         add(commands)
     return parser
 
@@ -190,7 +181,7 @@ def _add_convert(commands: Any) -> None:
     add("--optimizer", action="store_true", help="keep the optimizers' state (pt, dcp, local)")
     add("--resumption", action="store_true", help="keep timestamp, schedulers, RNG and so on (pt, dcp, local)")
     add("--deepspeed-weights", choices=("fp32", "16bit"), default="fp32", help="which weights of DeepSpeed's")
-    add("--trust", action="store_true", help="load a .pt that asks for more than data: whatever it asks for is run")
+    add("--trust", action="store_true", help="load a .pt that asks for more than data: all that it asks for is run")
     add("--push-to-hub", metavar="REPO", help="publish the Hugging Face folder, too; --overwrite: also where REPO is")
     add("--private", action="store_true", help="make the repository a private one")
     add("--test-uploaded-model", "--test_uploaded_model", action="store_true", help="fetch it again and compare")
@@ -198,28 +189,15 @@ def _add_convert(commands: Any) -> None:
 
 
 def _add_conversion(command: argparse.ArgumentParser) -> None:
-    """Add the options of converted weights."""
     add = command.add_argument
-    add(
-        "--to",
-        choices=("hf", "pt", "dcp", "local", "safetensors"),
-        help="the format (default: as DST's name says, else hf)",
-    )
-    add("--world-size", type=int, metavar="N", help="for how many ranks (local, dcp)")
-    add(
-        "--output-precision",
-        "--output_precision",
-        choices=_PRECISIONS,
-        default="keep",
-        help="of floating point tensors",
-    )
+    formats = ("hf", "pt", "dcp", "local", "safetensors")
+    add("--to", choices=formats, help="the format (default: as DST's name says, else hf)")
+    add("--world-size", type=_count, metavar="N", help="for how many ranks (local, dcp)")
+    both = ("--output-precision", "--output_precision")
+    add(*both, choices=_PRECISIONS, default="keep", help="of floating point tensors")
     add("--max-shard-size", type=parse_size, metavar="SIZE", help="of a file of a hf folder, as 1GB (default: 5GB)")
-    add(
-        "--format",
-        choices=("safetensors", "bin"),
-        default="safetensors",
-        help="of the weights of a Hugging Face folder",
-    )
+    weights = ("safetensors", "bin")
+    add("--format", choices=weights, default="safetensors", help="of the weights of a Hugging Face folder")
     _add_selection(command)
     add("--rename", metavar="OLD=NEW", action="append", help="a regular expression and what replaces it; repeatable")
     add("--strip-prefix", metavar="PREFIX", action="append", help="of names; repeatable (default: of known wrappers)")
@@ -232,11 +210,10 @@ def _add_conversion(command: argparse.ArgumentParser) -> None:
 
 def _add_merge(commands: Any) -> None:
     command = _command(commands, "merge", "merging", "merge", "average the weights of several checkpoints of one model")
-    command.add_argument(
-        "sources", metavar="SRC", nargs="+", help="checkpoints of one model; the first one describes it"
-    )
-    command.add_argument("target", metavar="DST", help="the folder or file to write")
-    command.add_argument("--weights", type=_shares, metavar="A,B,...", help="how much each counts (default: all alike)")
+    add = command.add_argument
+    add("sources", metavar="SRC", nargs="+", help="checkpoints of one model; the first one describes it")
+    add("target", metavar="DST", help="the folder or file to write")
+    add("--weights", type=_shares, metavar="A,B,...", help="how much each counts (default: all alike)")
     _add_kind(command)
     _add_conversion(command)
     _add_writing(command)
@@ -244,13 +221,12 @@ def _add_merge(commands: Any) -> None:
 
 def _add_reshard(commands: Any) -> None:
     command = _command(commands, "reshard", "reshard", "reshard", "cut a checkpoint otherwise, format and names kept")
-    command.add_argument("source", metavar="SRC", help="the checkpoint")
-    command.add_argument("target", metavar="DST", help="the folder to write, or per-rank files with {rank} in the name")
+    add = command.add_argument
+    add("source", metavar="SRC", help="the checkpoint")
+    add("target", metavar="DST", help="the folder to write, or per-rank files with {rank} in the name")
     _add_kind(command)
-    command.add_argument("--world-size", type=int, metavar="N", help="for how many ranks (dcp, local)")
-    command.add_argument(
-        "--max-shard-size", type=parse_size, metavar="SIZE", help="of a file, as 1GB (hf, safetensors)"
-    )
+    add("--world-size", type=_count, metavar="N", help="for how many ranks (dcp, local)")
+    add("--max-shard-size", type=parse_size, metavar="SIZE", help="of a file, as 1GB (hf, safetensors)")
     _add_writing(command)
 
 
@@ -263,18 +239,17 @@ def _add_extract(commands: Any) -> None:
     _add_writing(command)
 
 
-def _add_latest(commands: Any) -> None:
+def _add_latest_and_repair(commands: Any) -> None:
+    """Add the commands for the folder that a run saves to."""
     command = _command(commands, "latest", "sources", "latest", "print the newest checkpoint of a folder that is whole")
     command.add_argument("folder", metavar="FOLDER", help="where a run saves checkpoints")
     command.add_argument("--no-verify", action="store_true", help="do not read it, nor compare it with its hashes")
-
-
-def _add_repair(commands: Any) -> None:
     command = _command(commands, "repair", "extract", "repair", "mend links, and what killed writers left, in a folder")
-    command.add_argument("folder", metavar="FOLDER", help="where a run saves checkpoints, while none does")
-    command.add_argument("--link", metavar="NAME", help="let this link lead to the newest checkpoint that is whole")
-    command.add_argument("--delete", action="store_true", help="delete what killed writers left unfinished")
-    command.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
+    add = command.add_argument
+    add("folder", metavar="FOLDER", help="where a run saves checkpoints, while none does")
+    add("--link", metavar="NAME", help="let this link lead to the newest checkpoint that is whole")
+    add("--delete", action="store_true", help="delete what killed writers left unfinished")
+    add("--dry-run", action="store_true", help="print what would be done, and do nothing")
 
 
 def _add_source(command: argparse.ArgumentParser) -> None:
@@ -302,19 +277,17 @@ def _add_writing(command: argparse.ArgumentParser) -> None:
 
 def _add_stores(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tmp-dir", metavar="PATH", help="where what comes from or goes to a store lies meanwhile")
-    command.add_argument(
-        "--jobs", type=_count, default=4, metavar="N", help="files of a store moved at a time (default: 4)"
-    )
+    jobs = "files of a store moved at a time (default: 4)"
+    command.add_argument("--jobs", type=_count, default=4, metavar="N", help=jobs)
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count: give 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count: give 1 or more")
     return int(text)
 
 
 def _shares(text: str) -> list[float]:
-    """Return the relative weights, which sum to 1."""
     try:
         weights = [float(part) for part in text.split(",")]
     except ValueError:
@@ -322,5 +295,5 @@ def _shares(text: str) -> list[float]:
     total = sum(weights)
     # `not all(... >= 0)` rejects NaN as well.
     if not all(weight >= 0 for weight in weights) or not 0 < total < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 0 on, as 3,1 or 0.5,0.25,0.25")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 0 on, as 3,1 or 0.5,0.25,0.25")
     return [weight / total for weight in weights]

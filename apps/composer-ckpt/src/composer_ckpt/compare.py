@@ -11,19 +11,21 @@ from typing import Any
 
 import torch
 
-from composer_checkpoint import CheckpointError, UnsafeCheckpointError, hash_tensor
+from composer_checkpoint import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    UnsafeCheckpointError,
+    hash_tensor,
+)
 from composer_checkpoint.tensors import StoredTensor, TensorSource, aliases_of, find_kind, refuse_quantized
-from composer_ckpt.dtypes import has_numbers
+from composer_ckpt.dtypes import BLOCK_NUMEL, blocks_of, dtype_name, has_numbers, layout_of
 from composer_ckpt.folders import describe_folder
-from composer_ckpt.inspect import describe, dtype_name, layout_of, statistics
-from composer_ckpt.output import ExitCode, Result, as_lines, counted, progress_bar
+from composer_ckpt.inspect import describe, statistics
+from composer_ckpt.output import ExitCode, Result, as_lines, counted, first_few, progress_bar
 from composer_ckpt.selection import select
 from composer_ckpt.sources import fetched, find_files, kind_of, opened, place_of, verify_hashes
-from composer_ckpt.ties import side_by_side
 
-__all__ = ["diff", "verify"]
-
-_BLOCK_NUMEL = 1 << 20
 _PREFIX = "model."
 
 
@@ -47,7 +49,7 @@ def diff(options: argparse.Namespace) -> Result:
                 if name in of_b:
                     _compare(name, tensor, of_b[name], options, data)
                 progress(tensor.size_bytes)
-        data["timestamp"] = _different(_times(a, options.a), _times(b, options.b))
+        data["timestamp"] = _different(*(describe(side, "", {})["timestamp"] for side in (a, b)))
         data["config"] = _different(_config(a), _config(b))
     faults = ("only_a", "only_b", "shape", "dtype", "value")
     data["first_divergent"] = _first(of_a, data)
@@ -103,29 +105,54 @@ def _compare(name: str, a: StoredTensor, b: StoredTensor, options: argparse.Name
             data["value"].append({"name": name, **dict.fromkeys(("max_abs", "max_rel", "cosine")), "unequal": count})
         return
     found = _Difference()
-    for piece_a, piece_b in _pieces(a, b) if a.sparse is None else side_by_side(name, a, b):
+    for piece_a, piece_b in blocks_of(a, b) if a.sparse is None else _explicit_elements(name, a, b):
         found.add(piece_a, piece_b, options.rtol, options.atol)
     if found.is_different:
         data["value"].append({"name": name, **found.numbers()})
 
 
+def _explicit_elements(name: str, a: StoredTensor, b: StoredTensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield, piece by piece, the elements that are explicit in at least one of two sparse tensors of one layout."""
+    try:
+        values = _on_common_indices(_coordinates(a.read()), _coordinates(b.read()))
+    except (RuntimeError, NotImplementedError) as error:  # torch lacks these operations for some dtypes and layouts
+        raise IncompatibleCheckpointError(
+            f"{name} is a tensor of layout {a.read().layout}, of a kind that is not compared ({error!s:.200}). Choose "
+            f"others with --keys, or load the files with load_file() and compare it dense."
+        ) from error
+    yield from zip(*(each.reshape(-1).split(BLOCK_NUMEL) for each in values), strict=True)
+
+
+def _coordinates(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor if tensor.layout == torch.sparse_coo else tensor.to_sparse_coo()).coalesce()
+
+
+def _on_common_indices(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if a.sparse_dim() != b.sparse_dim():
+        raise RuntimeError(f"{a.sparse_dim()} of its dims are sparse, and {b.sparse_dim()} in the other file")
+    places = torch.cat([a.indices(), b.indices()], dim=1)
+    if not places.shape[1]:
+        return a.values(), b.values()
+    # The inverse of `unique` maps each index of both tensors to its place in the union.
+    known, order = torch.unique(places, dim=1, return_inverse=True)
+    found: list[torch.Tensor] = []
+    for tensor, own in ((a, order[: a.indices().shape[1]]), (b, order[a.indices().shape[1] :])):
+        values = torch.zeros((known.shape[1], *tensor.values().shape[1:]), dtype=tensor.dtype)
+        values[own] = tensor.values()
+        found.append(values)
+    return found[0], found[1]
+
+
 def _num_unequal(a: StoredTensor, b: StoredTensor) -> int:
-    """Return the number of elements with different bytes, in two tensors of one dtype."""
     size = a.dtype.itemsize
     return sum(
         int((one.view(torch.uint8) != other.view(torch.uint8)).reshape(-1, size).any(1).sum())
-        for one, other in _pieces(a, b)
+        for one, other in blocks_of(a, b)
     )
 
 
 def _kind(tensor: StoredTensor) -> str:
     return " ".join([dtype_name(tensor.dtype), *layout_of(tensor).values()])
-
-
-def _pieces(a: StoredTensor, b: StoredTensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for start in range(0, a.numel, _BLOCK_NUMEL):  # blocks, so that tensors of any size fit in memory
-        count = min(_BLOCK_NUMEL, a.numel - start)
-        yield a.read_range(start, count), b.read_range(start, count)
 
 
 @dataclass(slots=True)
@@ -171,7 +198,6 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(values: torch.Tensor) -> float:
-    """Return the largest value, where NaN counts as infinity."""
     return float(values.nan_to_num(nan=math.inf, posinf=math.inf).max()) if values.numel() else 0.0
 
 
@@ -180,12 +206,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _times(source: TensorSource, name: str) -> Mapping[str, Any]:
-    return describe(source, name, {})["timestamp"]
-
-
 def _config(source: TensorSource) -> dict[str, Any]:
-    """Return a model's configuration as a flat dict by paths."""
     saved: Any = source.state.get("integrations", {})
     saved = saved.get("huggingface") if isinstance(saved, dict) else None
     if not saved and os.path.isdir(source.path):
@@ -244,7 +265,6 @@ def _more(items: list[Any], most: int) -> list[str]:
     return [f"  ... and {len(items) - most} more"] if len(items) > most else []
 
 
-_MAX_NAMES = 5
 _FINITE, _ALL_FINITE = "finite", "all are finite"
 Check = dict[str, Any]
 
@@ -277,20 +297,15 @@ def _mark(check: Check) -> str:
 
 
 def _hold(checks: list[Check], name: str, check: Callable[[], str]) -> int:
-    """Add the result of a check, and return its exit code."""
     try:
         checks.append({"name": name, "ok": True, "detail": check()})
-    except UnsafeCheckpointError as error:
-        checks.append({"name": name, "ok": False, "detail": str(error)})
-        return ExitCode.UNSAFE
     except (CheckpointError, OSError) as error:
         checks.append({"name": name, "ok": False, "detail": str(error)})
-        return ExitCode.FAILURE
+        return ExitCode.UNSAFE if isinstance(error, UnsafeCheckpointError) else ExitCode.FAILURE
     return ExitCode.FINE
 
 
 def _hashes(place: Path, kind: str) -> str:
-    """Compare all bytes with their hashes, as far as a manifest exists."""
     sealed = verify_hashes(place, kind)
     if not all(sealed):
         for path in find_files(place, kind):
@@ -301,11 +316,8 @@ def _hashes(place: Path, kind: str) -> str:
 
 
 def _check_zip(path: Path) -> None:
-    """Verify the checksums of a zip, the format of `torch.save`."""
     if not path.is_file() or not zipfile.is_zipfile(path):
         return
-    from composer_checkpoint import CorruptCheckpointError
-
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
     if damaged is not None:
@@ -315,26 +327,26 @@ def _check_zip(path: Path) -> None:
 
 
 def _read(local: str, kind: str, options: argparse.Namespace, checks: list[Check], hashes: dict[str, str]) -> str:
-    """Read all tensors, and record missing and non-finite ones."""
     with opened(local, kind) as source:
         if options.hash:
             checks += _not_hashed(source)
         if source.missing:
-            detail = f"{len(source.missing)} tensors of the index are in no file: {_listed([*source.missing])}"
+            detail = f"{len(source.missing)} tensors of the index are in no file: {first_few(source.missing)}"
             checks.append({"name": "complete", "ok": False, "detail": detail})
         odd: list[str] = []
         total = sum(tensor.size_bytes for tensor in source.tensors.values())
         with progress_bar("reading", total) as progress:
             for name, tensor in source.tensors.items():
-                if tensor.dtype.is_floating_point and has_numbers(tensor.dtype) and _is_odd(statistics(tensor)):
-                    odd.append(name)
+                if tensor.dtype.is_floating_point and has_numbers(tensor.dtype):
+                    found = statistics(tensor)
+                    odd += [name] if found["nan"] or found["inf"] else []
                 # Others have no canonical bytes; see `_not_hashed`.
                 if options.hash and tensor.sparse is None and not tensor.is_quantized:
                     hashes[name] = hash_tensor(tensor.read())
                 progress(tensor.size_bytes)
-        listed = f"NaN or infinite numbers in {counted(len(odd), 'tensor')}: {_listed(odd)}" if odd else _ALL_FINITE
+        listed = f"NaN or infinite numbers in {counted(len(odd), 'tensor')}: {first_few(odd)}" if odd else _ALL_FINITE
         checks.append({"name": _FINITE, "ok": True, "detail": listed})
-        return _summary(source)
+        return f"{len(source.tensors)} tensors can be read"
 
 
 def _not_hashed(source: TensorSource) -> list[Check]:
@@ -346,19 +358,7 @@ def _not_hashed(source: TensorSource) -> list[Check]:
         (quantized, "quantized tensor", "whose bytes say nothing without a scale"),
     )
     return [
-        {"name": "hashed", "ok": True, "detail": f"not {counted(len(names), kind)}, {why}: {_listed(names)}"}
+        {"name": "hashed", "ok": True, "detail": f"not {counted(len(names), kind)}, {why}: {first_few(names)}"}
         for names, kind, why in whys
         if names
     ]
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_MAX_NAMES])
-
-
-def _is_odd(found: dict[str, Any]) -> bool:
-    return bool(found["nan"] or found["inf"])
-
-
-def _summary(source: TensorSource) -> str:
-    return f"{len(source.tensors)} tensors can be read"

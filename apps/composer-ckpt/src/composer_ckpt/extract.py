@@ -28,13 +28,11 @@ from composer_checkpoint.tensors import (
     stream_safetensors,
     tensors_in,
 )
-from composer_ckpt.inspect import dtype_name, layout_of
+from composer_ckpt.dtypes import dtype_name, layout_of
 from composer_ckpt.output import Result, UsageError, counted, format_size, progress_bar
 from composer_ckpt.selection import refuse_doubles, select
 from composer_ckpt.sources import folder_of, opened
 from composer_ckpt.targets import clear_leftovers, may_replace
-
-__all__ = ["extract", "repair"]
 
 
 def extract(options: argparse.Namespace) -> Result:
@@ -50,13 +48,8 @@ def extract(options: argparse.Namespace) -> Result:
     if not options.dry_run:
         options.overwrite = may_replace(options.target, [options.source], overwrite=options.overwrite, is_folder=False)
         clear_leftovers(options.target)
-    with opened(
-        options.source,
-        options.kind,
-        tmp_dir=options.tmp_dir,
-        jobs=options.jobs,
-        verify=not options.dry_run,
-    ) as source:
+    more = {"tmp_dir": options.tmp_dir, "jobs": options.jobs, "verify": not options.dry_run}
+    with opened(options.source, options.kind, **more) as source:
         if target.suffix == ".json":
             return _extract_data(source, target, options)
         tensors = select(_named(source), options.include, options.exclude)
@@ -114,7 +107,7 @@ def _as_json(value: Any, depth: int = 0) -> Any:
     if isinstance(value, StoredTensor):
         return {"tensor": dtype_name(value.dtype), "shape": list(value.shape), **layout_of(value)}
     if isinstance(value, Mapping):
-        refuse_doubles({repr(key): str(key) for key in value})
+        refuse_doubles((repr(key), str(key)) for key in value)
         return {str(key): _as_json(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_as_json(item, depth + 1) for item in value]
@@ -123,36 +116,37 @@ def _as_json(value: Any, depth: int = 0) -> Any:
 
 def repair(options: argparse.Namespace) -> Result:
     """Run `composer-ckpt repair`."""
-    folder = folder_of(options.folder)
-    link = None if options.link is None else _link_at(folder, options.link)
+    folder, writes = folder_of(options.folder), not options.dry_run
+    link = [] if options.link is None else [_link_at(folder, options.link)]
     # Under the lock no run saves here, so every unfinished file is left over from a killed process.
-    with nullcontext() if options.dry_run else FolderLock(folder):
+    with FolderLock(folder) if writes else nullcontext():
         leftovers = find_leftovers(folder, locked=True)
-        if options.delete and not options.dry_run:
+        if options.delete and writes:
             remove_leftovers(folder, locked=True)
         found = find_newest(folder)
-        links = _broken_links(folder) if link is None else [link]
+        links = link or _broken_links(folder)
         # Checked before anything is linked: `--link` must not create a dangling link.
-        if found is None and link is not None:
+        if found is None and link:
             raise NoCheckpointError(f"there is no whole checkpoint in {options.folder} that a link could lead to.")
-        if found is not None and not options.dry_run:
+        if found is not None and writes:
             for place in links:
                 replace_pointer(place, found.path)
+    skipped = found.skipped if found else []
     data = {
         "folder": options.folder,
         "newest": None if found is None else os.fspath(found.path),
-        "links": [os.fspath(place) for place in links],
-        "leftovers": [os.fspath(place) for place in leftovers],
-        "skipped": [] if found is None else [{"path": str(s.path), "reason": s.reason} for s in found.skipped],
-        "deleted": options.delete and not options.dry_run,
-        "written": not options.dry_run,
+        "links": list(map(os.fspath, links)),
+        "leftovers": list(map(os.fspath, leftovers)),
+        "skipped": [{"path": str(skip.path), "reason": skip.reason} for skip in skipped],
+        "deleted": options.delete and writes,
+        "written": writes,
     }
     return Result("\n".join(_lines(options, found, links, leftovers)), data)
 
 
 def _link_at(folder: Path, name: str) -> Path:
     if Path(name).name != name or name in ("", ".", ".."):
-        raise UsageError(f"--link {name!r} is no plain name. Give one in the folder, such as latest-rank0.pt.")
+        raise UsageError(f"--link {name!r} is not a plain name. Give one in the folder, such as latest-rank0.pt.")
     link = folder / name
     if link.exists() and not link.is_symlink() and read_pointer(link) is None:
         raise UsageError(f"--link {name!r}: there is something else of this name, which a link would replace.")

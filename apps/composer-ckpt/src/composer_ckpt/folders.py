@@ -1,6 +1,5 @@
 """Configuration and tokenizer of a Hugging Face folder, read without importing transformers."""
 
-import argparse
 import json
 import os
 import tempfile
@@ -11,27 +10,17 @@ from typing import Any
 
 from composer_checkpoint import CorruptCheckpointError, IncompatibleCheckpointError
 from composer_checkpoint.tensors import TensorSource
+from composer_ckpt.options import ConvertOptions
 from composer_ckpt.output import UsageError
 from composer_hf.metadata import HuggingFaceMetadata, MissingMetadataError
 from composer_hf.tokenizer_files import decode_files, encode_files
 
-__all__ = ["describe_folder", "is_weight_file", "read_json", "tokenizer_of", "metadata_of", "saved_description"]
-
 _MAX_JSON_BYTES = 64 << 20
 _TOKENIZER_FILES = frozenset(
     {
-        "added_tokens.json",
-        "chat_template.jinja",
-        "chat_template.json",
-        "merges.txt",
-        "sentencepiece.bpe.model",
-        "special_tokens_map.json",
-        "spiece.model",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "vocab.json",
-        "vocab.txt",
+        *("added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt", "sentencepiece.bpe.model"),
+        *("special_tokens_map.json", "spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+        *("vocab.json", "vocab.txt"),
     }
 )
 _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
@@ -40,15 +29,8 @@ _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"
 def describe_folder(folder: str | os.PathLike[str], *, trust_remote_code: bool = False) -> dict[str, Any] | None:
     """Return the checkpoint's form, under `state/integrations/huggingface`, of a folder's configurations and tokenizer.
 
-    Args:
-        folder: A Hugging Face folder.
-        trust_remote_code: Whether to include code of the tokenizer.
-
     Returns:
         The description, or `None` if the folder has neither a `config.json` nor an `adapter_config.json`.
-
-    Raises:
-        CorruptCheckpointError: If one of the files is not a JSON object.
     """
     root = Path(folder)
     config, adapter = _object(root / "config.json"), _object(root / "adapter_config.json")
@@ -78,11 +60,7 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> dict[str, 
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        CorruptCheckpointError: If it is not JSON, or larger than any configuration.
-    """
+    """Return the content of a JSON file."""
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise CorruptCheckpointError(
             f"{path} has {path.stat().st_size} bytes, more than any configuration. Look at it."
@@ -111,7 +89,7 @@ def _entry(content: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {"file_extension": ".json", "content": dict(content), "class": name}
 
 
-def saved_description(source: TensorSource, options: argparse.Namespace) -> Mapping[str, Any] | None:
+def saved_description(source: TensorSource, options: ConvertOptions) -> Mapping[str, Any] | None:
     """Return the description in the checkpoint, or of its Hugging Face folder, if there is one."""
     integrations = source.state.get("integrations")
     saved = integrations.get("huggingface") if isinstance(integrations, Mapping) else None
@@ -120,12 +98,8 @@ def saved_description(source: TensorSource, options: argparse.Namespace) -> Mapp
     return saved if isinstance(saved, Mapping) and saved else None
 
 
-def metadata_of(source: TensorSource, options: argparse.Namespace) -> HuggingFaceMetadata:
-    """Return the model's metadata, with `--config`, `--config-override` and `--tokenizer` applied.
-
-    Raises:
-        MissingMetadataError: If neither the checkpoint nor the command line describes the model.
-    """
+def metadata_of(source: TensorSource, options: ConvertOptions) -> HuggingFaceMetadata:
+    """Return the model's metadata, with `--config`, `--config-override` and `--tokenizer` applied."""
     saved = saved_description(source, options)
     if saved is not None:
         metadata = HuggingFaceMetadata.from_saved(saved, options.source)
@@ -149,17 +123,17 @@ def metadata_of(source: TensorSource, options: argparse.Namespace) -> HuggingFac
     return metadata
 
 
-def _tokenizer_at(folder: Path, options: argparse.Namespace) -> Mapping[str, bytes]:
+def _tokenizer_at(folder: Path, options: ConvertOptions) -> Mapping[str, bytes]:
     saved = tokenizer_of(folder, trust_remote_code=options.trust_remote_code)
     if not saved:
-        raise UsageError(f"--tokenizer {str(folder)!r} is no folder with a tokenizer's files. Check the path.")
+        raise UsageError(f"--tokenizer {str(folder)!r} is not a folder with a tokenizer's files. Check the path.")
     return decode_files(saved)
 
 
 def _config_at(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise UsageError(f"--config {str(path)!r} is no file, and no folder with a config.json. Check the path.")
+        raise UsageError(f"--config {str(path)!r} is not a file, nor a folder with a config.json. Check the path.")
     config = read_json(file)
     if not isinstance(config, dict):
         raise UsageError(f"--config {str(path)!r} is a JSON {type(config).__name__}, and an object is expected.")
@@ -167,7 +141,6 @@ def _config_at(path: Path) -> Mapping[str, Any]:
 
 
 def _class_of(config: Mapping[str, Any], source: str) -> str:
-    """Return the full name of the class that a configuration names."""
     names = config.get("architectures")
     if isinstance(names, list) and names and isinstance(names[0], str):
         return f"transformers.{names[0]}"

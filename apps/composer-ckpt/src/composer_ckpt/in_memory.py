@@ -12,27 +12,17 @@ import torch
 
 from composer_checkpoint import UnfittingWeightsError
 from composer_checkpoint.tensors import StoredTensor
+from composer_ckpt.output import first_few
 from composer_hf.published_weights import tied_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["in_memory_weights"]
-
-_MAX_NAMES = 8
 Weights = dict[str, StoredTensor]
 
 
 def in_memory_weights(weights: Mapping[str, StoredTensor], model: "PreTrainedModel") -> Weights:
-    """Return a folder's weights as in the model's state dict, with tied weights under all of their names.
-
-    Args:
-        weights: Weights by their names in the folder.
-        model: The model, on the meta device.
-
-    Raises:
-        UnfittingWeightsError: If weights are missing, or not in the model.
-    """
+    """Return a folder's weights as in the model's state dict, with tied weights under all of their names."""
     expected = model.state_dict()
     found = _put_together(weights, model) if weights.keys() - expected.keys() else dict(weights)
     for alias, kept in tied_names(model).items():
@@ -40,13 +30,11 @@ def in_memory_weights(weights: Mapping[str, StoredTensor], model: "PreTrainedMod
             found.setdefault(alias, found[kept])
         elif alias in found:
             found[kept] = found[alias]
-    missing, surplus = (
-        [name for name in expected if name not in found],
-        [name for name in found if name not in expected],
-    )
+    missing = [name for name in expected if name not in found]
+    surplus = [name for name in found if name not in expected]
     other = [name for name in found if name in expected and found[name].shape != tuple(expected[name].shape)]
     lists = (("missing", missing), ("not in the model", surplus), ("of another shape", other))
-    if told := [f"{len(names)} {what}: {', '.join(names[:_MAX_NAMES])}" for what, names in lists if names]:
+    if told := [f"{len(names)} {what}: {first_few(names, 8)}" for what, names in lists if names]:
         raise UnfittingWeightsError(
             f"the weights do not fit the {type(model).__name__} that the folder's config.json describes: "
             f"{'; '.join(told)}. Put the config.json that fits into the folder."
@@ -107,5 +95,4 @@ def _maker(
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that orders numbers by value, so that expert 10 follows expert 9."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

@@ -7,30 +7,21 @@ from typing import Any
 
 import torch
 
-from composer_checkpoint import Manifest
 from composer_checkpoint.tensors import StoredTensor, TensorSource, aliases_of
-from composer_ckpt.dtypes import has_numbers
+from composer_ckpt.dtypes import BLOCK_NUMEL, blocks_of, dtype_name, has_numbers, layout_of
 from composer_ckpt.folders import describe_folder
 from composer_ckpt.output import ExitCode, Result, as_lines, format_size, progress_bar
 from composer_ckpt.selection import select
 from composer_ckpt.sources import opened
 from composer_ckpt.trees import draw_tree
 
-__all__ = ["describe", "dtype_name", "inspect", "layout_of", "statistics"]
-
-_BLOCK_NUMEL = 1 << 20
 _MOST_TENSORS = 200
 
 
 def inspect(options: argparse.Namespace) -> Result:
     """Run `composer-ckpt inspect`."""
-    with opened(
-        options.source,
-        options.kind,
-        tmp_dir=options.tmp_dir,
-        jobs=options.jobs,
-        record_unknown=True,  # lists unsafe globals instead of raising
-    ) as source:
+    store = {"tmp_dir": options.tmp_dir, "jobs": options.jobs}
+    with opened(options.source, options.kind, **store, record_unknown=True) as source:  # lists unsafe globals
         tensors = select(source.tensors, options.keys, option="--keys")
         data = describe(source, options.source, tensors)
         if options.stats:
@@ -43,11 +34,14 @@ def inspect(options: argparse.Namespace) -> Result:
 
 def describe(source: TensorSource, name: str, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """Return the content of a checkpoint, as `inspect --json` prints it."""
-    info, state = _info(source.manifest), source.state
+    info: Mapping[str, Any] = {} if source.manifest is None else source.manifest.info
+    state = source.state
     metadata = _dict(state.get("metadata"))
     environment = _dict(metadata.get("composer_env_info"))
     saved = _dict(_dict(state.get("integrations")).get("huggingface"))
-    hugging_face = describe_hugging_face(saved or _dict(_beside(source)))
+    if not saved and source.format == "hf":
+        saved = _dict(describe_folder(source.path))
+    hugging_face = describe_hugging_face(saved)
     aliases = aliases_of(tensors)
     # Old checkpoints and other formats lack entries, and any value may have an unexpected type: nothing here raises.
     entries = [
@@ -102,10 +96,6 @@ def describe_hugging_face(saved: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _beside(source: TensorSource) -> dict[str, Any] | None:
-    return describe_folder(source.path) if source.format == "hf" else None
-
-
 def statistics(tensor: StoredTensor) -> dict[str, Any]:
     """Return the minimum, maximum, mean and number of NaN and infinite values, computed piece by piece.
 
@@ -134,27 +124,12 @@ def statistics(tensor: StoredTensor) -> dict[str, Any]:
 
 def _pieces(tensor: StoredTensor) -> Iterator[torch.Tensor]:
     """Yield the elements piece by piece in float64; for a sparse tensor, only the explicit ones."""
-    if tensor.sparse is not None:
-        whole = tensor.read()
-        values = (whole.coalesce() if whole.layout == torch.sparse_coo else whole).values()
-        yield from (piece.to(torch.float64) for piece in values.reshape(-1).split(_BLOCK_NUMEL))
+    if tensor.sparse is None:
+        yield from (piece.to(torch.float64) for (piece,) in blocks_of(tensor))
         return
-    for start in range(0, tensor.numel, _BLOCK_NUMEL):
-        yield tensor.read_range(start, min(_BLOCK_NUMEL, tensor.numel - start)).to(torch.float64)
-
-
-def layout_of(tensor: StoredTensor) -> dict[str, str]:
-    """Return the layout of a sparse tensor; nothing for a dense one."""
-    return {} if tensor.sparse is None else {"layout": str(tensor.sparse.layout).removeprefix("torch.")}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without `torch.`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def _info(manifest: Manifest | None) -> Mapping[str, Any]:
-    return {} if manifest is None else manifest.info
+    whole = tensor.read()
+    values = (whole.coalesce() if whole.layout == torch.sparse_coo else whole).values()
+    yield from (piece.to(torch.float64) for piece in values.reshape(-1).split(BLOCK_NUMEL))
 
 
 def _timestamp(state: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,7 +177,6 @@ def _totals(tensors: Mapping[str, StoredTensor], aliases: Mapping[str, str]) -> 
 
 
 def _prefix(name: str) -> str:
-    """Return the part of the state, or of the model, that a tensor belongs to."""
     parts = name.split("/")
     return "/".join(parts[:2]) if len(parts) > 1 else name.split(".")[0]
 
@@ -220,11 +194,8 @@ def _text(data: Mapping[str, Any], everything: bool) -> str:
         lines += ["", *statistics_of_all]
     totals = data["totals"]
     shares = ", ".join(f"{format_size(size)} {dtype}" for dtype, size in sorted(totals["by_dtype"].items()))
-    lines += [
-        "",
-        f"{totals['tensors']} tensors, {totals['params']:,} numbers, {format_size(totals['bytes'])} ({shares})",
-    ]
-    return as_lines(lines)
+    size = format_size(totals["bytes"])
+    return as_lines([*lines, "", f"{totals['tensors']} tensors, {totals['params']:,} numbers, {size} ({shares})"])
 
 
 def _statistics(tensors: Iterable[Mapping[str, Any]]) -> Iterator[str]:
@@ -242,21 +213,15 @@ def _statistics(tensors: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 def _facts(data: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     time = data["timestamp"]
     yield "run", data["run_name"]
-    yield (
-        "time",
-        ", ".join(
-            f"{name} {time[name]}" for name in ("epoch", "batch", "sample", "token") if time.get(name) is not None
-        ),
-    )
+    units = ("epoch", "batch", "sample", "token")
+    yield "time", ", ".join(f"{name} {time[name]}" for name in units if time.get(name) is not None)
     versions = ("composer", "torch", "transformers", "deepspeed")
     yield "written by", ", ".join(f"{name} {data[key]}" for name in versions if data[key := f"{name}_version"])
     yield "world size", data["world_size"]
     yield "seed", data["rank_zero_seed"]
     yield "algorithms", ", ".join(item["repr"] or item["name"] for item in data["algorithms"])
-    yield (
-        "optimizers",
-        ", ".join(f"{o['name']} ({o['groups']} groups, {o['params']} parameters)" for o in data["optimizers"]),
-    )
+    optimizers = [f"{o['name']} ({o['groups']} groups, {o['params']} parameters)" for o in data["optimizers"]]
+    yield "optimizers", ", ".join(optimizers)
     yield "schedulers", ", ".join(data["schedulers"])
     yield "callbacks", ", ".join(data["callbacks"])
     yield "model", _model(data["huggingface"])
@@ -268,9 +233,8 @@ def _model(hugging_face: Mapping[str, Any] | None) -> str | None:
     if hugging_face is None:
         return None
     adapter = f", {hugging_face['peft']} adapter" if hugging_face["peft"] else ""
-    tokenizer = (
-        f", tokenizer of {len(hugging_face['tokenizer_files'])} files" if hugging_face["tokenizer_files"] else ""
-    )
+    files = hugging_face["tokenizer_files"]
+    tokenizer = f", tokenizer of {len(files)} files" if files else ""
     return f"{hugging_face['model_class'] or hugging_face['model_type']}{adapter}{tokenizer}"
 
 

@@ -1,6 +1,5 @@
 """Merging of LoRA weights into their base model, one layer at a time."""
 
-import argparse
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -12,8 +11,10 @@ import torch
 
 from composer_checkpoint import IncompatibleCheckpointError
 from composer_checkpoint.tensors import StoredTensor
+from composer_ckpt.dtypes import dtype_name
 from composer_ckpt.folders import metadata_of
-from composer_ckpt.output import counted
+from composer_ckpt.options import ConvertOptions
+from composer_ckpt.output import counted, first_few
 from composer_ckpt.selection import cast, renamed_by
 from composer_ckpt.sources import opened
 from composer_ckpt.ties import Pair, find_ties, have_same_elements, settle_ties, under_each_name, untied_config
@@ -22,12 +23,9 @@ from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
 from composer_hf.published_weights import published_name
 
-__all__ = ["has_base", "merge_adapters", "of_other_adapters"]
-
 _BASE = "model.base_model.model."
 _PREFIX = "model."
 _ADAPTER = "default"
-_MAX_NAMES = 5
 _TOKENS = "trainable_tokens_delta"
 # Settings that keep LoRA a product added to a weight, or that only select the weights. All others are rejected.
 _PLAIN_SETTINGS = frozenset(
@@ -46,19 +44,12 @@ Weights = dict[str, StoredTensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerChange:
-    """The change that LoRA adds to one weight.
+    """The change that LoRA adds to one weight."""
 
-    Args:
-        parts: LoRA weights by kind.
-        scaling: Factor of their product.
-        is_turned: Whether the weight has the transposed shape of the product.
-        begin: Applies the adapter's initialization to the weight; `None` if it does not change it.
-    """
-
-    parts: Mapping[str, StoredTensor]
-    scaling: float
-    is_turned: bool
-    begin: Callable[[torch.Tensor], torch.Tensor] | None = None
+    parts: Mapping[str, StoredTensor]  # LoRA weights by kind
+    scaling: float  # factor of their product
+    is_turned: bool  # whether the weight has the transposed shape of the product
+    begin: Callable[[torch.Tensor], torch.Tensor] | None = None  # applies the adapter's initialization to the weight
 
     @property
     def pair(self) -> tuple[StoredTensor, StoredTensor]:
@@ -76,16 +67,26 @@ class LayerChange:
             )
         return one, other
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the change; empty if the factors do not fit."""
-        one, other = self.pair
-        shape = (*other.shape[:1], *one.shape[1:]) if len(one.shape) == len(other.shape) == 2 else ()
-        return shape[::-1] if self.is_turned else shape
+    def added_to(self, weight: StoredTensor, name: str, unusual: str) -> StoredTensor:
+        """Return the changed weight, which is computed when it is read.
 
-    def added_to(self, weight: StoredTensor) -> StoredTensor:
-        """Return the changed weight, which is computed when it is read."""
+        Raises:
+            IncompatibleCheckpointError: If its dtype or its shape does not fit; the message ends with `unusual`.
+        """
         one, other = self.pair
+        if weight.dtype not in _ADDABLE:
+            raise IncompatibleCheckpointError(
+                f"the adapter changes {name}, which is {weight.dtype}, and LoRA is added to weights of "
+                f"{', '.join(map(dtype_name, _ADDABLE))}. Give --base-model with the model in one of these, or write "
+                f"the adapter with --peft adapter."
+            )
+        shape = (*other.shape[:1], *one.shape[1:]) if len(one.shape) == len(other.shape) == 2 else ()
+        shape = shape[::-1] if self.is_turned else shape
+        if shape != weight.shape:
+            raise IncompatibleCheckpointError(
+                f"the adapter's target_modules have {name}, of shape {tuple(weight.shape)}, and it has a product of "
+                f"shape {shape} for it{unusual}. Write the adapter with --peft adapter."
+            )
 
         def fetch() -> torch.Tensor:
             # The same order of operations as in peft, so that the result is identical bit by bit.
@@ -127,7 +128,7 @@ def _is_adapters(name: str) -> bool:
 
 
 def merge_adapters(
-    weights: Weights, metadata: HuggingFaceMetadata, options: argparse.Namespace, stack: ExitStack
+    weights: Weights, metadata: HuggingFaceMetadata, options: ConvertOptions, stack: ExitStack
 ) -> tuple[Weights, HuggingFaceMetadata, list[str]]:
     """Merge LoRA weights into the base model, under the names that its weights have without an adapter.
 
@@ -137,7 +138,7 @@ def merge_adapters(
     Args:
         weights: Weights by their names in the checkpoint.
         metadata: Metadata with the adapter's configuration.
-        options: Options of `convert`; `base_model` is the path of the base, if it is not among the weights.
+        options: `base_model` is the path of the base, if it is not among the weights.
         stack: Keeps the base open.
 
     Returns:
@@ -147,8 +148,7 @@ def merge_adapters(
         IncompatibleCheckpointError: If there is no base, or the adapter cannot be merged.
     """
     config = metadata.peft_config or {}
-    _check_kind(config)
-    _refuse_other_adapters(weights)
+    _check_adapter(config, weights)
     base, trained, metadata = _base_of(weights, metadata, options, stack)
     model = None
     if not (options.include or options.exclude):  # a selection of weights need not fit the model
@@ -164,17 +164,12 @@ def merge_adapters(
             raise IncompatibleCheckpointError(
                 f"the adapter has weights for {module!r}, which the base does not have{_unusual(config)}."
             )
-        _check_base(target, merged[target])
         is_turned = _is_turned(config, parts, merged[target], model, target)
         is_begun = options.base_model is None or target in trained  # the adapter's initialization is already applied
         begin = None if is_begun else _begin(config, module, is_turned)
-        changes[target] = change = LayerChange(parts, _scaling(config, module), is_turned, begin)
-        if change.shape != merged[target].shape:
-            raise IncompatibleCheckpointError(
-                f"the adapter's target_modules have {target}, of shape {tuple(merged[target].shape)}, and it has a "
-                f"product of shape {change.shape} for it{_unusual(config)}. Write the adapter with --peft adapter."
-            )
-        merged[target] = change.added_to(merged[target])  # lazily, so that one layer at a time is in memory
+        changes[target] = LayerChange(parts, _scaling(config, module), is_turned, begin)
+        # Lazily, so that one layer at a time is in memory.
+        merged[target] = changes[target].added_to(merged[target], target, _unusual(config))
     ties = [*find_ties(base, model)]
     _begin_tied(base, merged, changes, ties)
     _put_tokens(weights, base, merged, config, ties)
@@ -182,9 +177,8 @@ def merge_adapters(
 
 
 def _base_of(
-    weights: Weights, metadata: HuggingFaceMetadata, options: argparse.Namespace, stack: ExitStack
+    weights: Weights, metadata: HuggingFaceMetadata, options: ConvertOptions, stack: ExitStack
 ) -> tuple[Weights, Weights, HuggingFaceMetadata]:
-    """Return the base weights, the trained weights outside of LoRA, and the metadata of the base."""
     config = metadata.peft_config or {}
     own = {name: tensor for name, tensor in weights.items() if not _is_adapters(name)}
     has_biases = config.get("bias", "none") != "none"  # trained, though not listed in `trained_beside_adapter`
@@ -230,11 +224,11 @@ def _begin_tied(base: Weights, merged: Weights, changes: Mapping[str, LayerChang
                     f"the adapter's initialization has changed one weight twice, as {one} and as {other}. Merge a "
                     f"checkpoint of the whole model, without --base-model."
                 )
-            merged[other] = _begun(base[other], change.begin)
-
-
-def _begun(weight: StoredTensor, begin: Callable[[torch.Tensor], torch.Tensor]) -> StoredTensor:
-    return StoredTensor(weight.dtype, weight.shape, lambda: begin(weight.read()), None)
+            weight, begin = base[other], change.begin
+            # Defaults bind the loop variables now; the function runs after the loop.
+            merged[other] = StoredTensor(
+                weight.dtype, weight.shape, lambda weight=weight, begin=begin: begin(weight.read()), None
+            )
 
 
 def _put_tokens(
@@ -272,7 +266,7 @@ def _untied(
     merged: Weights,
     changes: Mapping[str, LayerChange],
     metadata: HuggingFaceMetadata,
-    options: argparse.Namespace,
+    options: ConvertOptions,
     model: Any,
 ) -> tuple[Weights, HuggingFaceMetadata, list[str]]:
     """Return the merged weights, with a configuration that unties those that are no longer equal."""
@@ -293,15 +287,8 @@ def _untied(
     return merged, replace(metadata, config=config), [note]
 
 
-def _refuse_other_adapters(weights: Iterable[str]) -> None:
-    if others := of_other_adapters(weights):
-        raise IncompatibleCheckpointError(
-            f"the checkpoint has {counted(len(others), 'weight')} of no adapter called {_ADAPTER!r}, which alone is "
-            f"added: {', '.join(others[:_MAX_NAMES])}. Leave them out with --exclude, or merge with peft."
-        )
-
-
-def _check_kind(config: Mapping[str, Any]) -> None:
+def _check_adapter(config: Mapping[str, Any], weights: Iterable[str]) -> None:
+    """Raise unless all weights belong to one adapter of plain LoRA."""
     kind = str(config.get("peft_type", "")).upper()
     others = [f"{name}={value!r}" for name, value in config.items() if value and name not in _PLAIN_SETTINGS]
     if kind != "LORA" or others:
@@ -309,6 +296,11 @@ def _check_kind(config: Mapping[str, Any]) -> None:
         raise IncompatibleCheckpointError(
             f"the adapter is {told}, and only plain LoRA is added to its base. Write it with --peft adapter, and merge "
             f"it with peft, if that does."
+        )
+    if foreign := of_other_adapters(weights):
+        raise IncompatibleCheckpointError(
+            f"the checkpoint has {counted(len(foreign), 'weight')} of no adapter called {_ADAPTER!r}, which alone is "
+            f"added: {first_few(foreign)}. Leave them out with --exclude, or merge with peft."
         )
 
 
@@ -318,21 +310,12 @@ def _unusual(config: Mapping[str, Any]) -> str:
     return f", with {', '.join(names)}" if names else ""
 
 
-def _check_base(name: str, weight: StoredTensor) -> None:
-    if weight.dtype not in _ADDABLE:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _ADDABLE)
-        raise IncompatibleCheckpointError(
-            f"the adapter changes {name}, which is {weight.dtype}, and LoRA is added to weights of {known}. Give "
-            f"--base-model with the model in one of these, or write the adapter with --peft adapter."
-        )
-
-
 def _base_at(
-    options: argparse.Namespace, metadata: HuggingFaceMetadata, stack: ExitStack
+    options: ConvertOptions, metadata: HuggingFaceMetadata, stack: ExitStack
 ) -> tuple[Weights, HuggingFaceMetadata]:
+    assert options.base_model is not None
     source = stack.enter_context(opened(options.base_model, tmp_dir=options.tmp_dir, jobs=options.jobs))
-    given = argparse.Namespace(**{**vars(options), "source": options.base_model})
-    described = metadata_of(source, given)
+    described = metadata_of(source, replace(options, source=options.base_model))
     prefix = _PREFIX if source.format == "hf" else ""
     base = {f"{prefix}{name}": tensor for name, tensor in cast(dict(source.weights), options.output_precision).items()}
     tokenizer = metadata.tokenizer_files or described.tokenizer_files
@@ -341,13 +324,11 @@ def _base_at(
 
 
 def _plain_name(name: str) -> str:
-    """Return a weight's name without the parts that peft inserts."""
     name = _PREFIX + name.removeprefix(_BASE) if name.startswith(_BASE) else name
     return name.replace(".token_adapter.", ".").replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def _by_module(weights: Weights) -> dict[str, Weights]:
-    """Return LoRA weights by the adapted module and by kind."""
     pattern = re.compile(rf"(.+?)\.(lora_\w+)\.{_ADAPTER}(?:\..+)?")
     modules: dict[str, Weights] = {}
     for name, tensor in weights.items():

@@ -9,53 +9,32 @@ import torch
 from composer_checkpoint import UnfittingWeightsError
 from composer_checkpoint.tensors import StoredTensor, TensorSource, refuse_quantized, refuse_sparse
 from composer_ckpt.convert import write_converted
-from composer_ckpt.dtypes import refuse_without_numbers
-from composer_ckpt.output import Result, UsageError
+from composer_ckpt.dtypes import BLOCK_NUMEL, refuse_without_numbers
+from composer_ckpt.options import Accept, ConvertOptions
+from composer_ckpt.output import Result, UsageError, first_few
 from composer_ckpt.selection import select
-from composer_ckpt.sources import Accept, opened
+from composer_ckpt.sources import opened
 
-__all__ = ["merge"]
-
-_MAX_NAMES = 5
-_BLOCK_NUMEL = 1 << 20
 _KEPT = ("integrations", "metadata")
-# Options of `convert` that `merge` does not offer, at their defaults.
-_PLAIN = {
-    "peft": "auto",
-    "base_model": None,
-    "optimizer": False,
-    "resumption": False,
-    "push_to_hub": None,
-    "private": False,
-    "test_uploaded_model": False,
-    "trust": False,
-    "deepspeed_weights": "fp32",
-}
 
 
-def merge(options: argparse.Namespace) -> Result:
+def merge(arguments: argparse.Namespace) -> Result:
     """Run `composer-ckpt merge`."""
-    names: list[str] = options.sources
+    names: list[str] = arguments.sources
     if len(names) < 2:
         raise UsageError(f"merge needs two checkpoints or more before DST, and has {', '.join(names)} alone.")
-    shares: list[float] = options.weights or [1 / len(names)] * len(names)
+    shares: list[float] = arguments.weights or [1 / len(names)] * len(names)
     if len(shares) != len(names):
         raise UsageError(f"--weights has {len(shares)} numbers for {len(names)} checkpoints. Give one for each.")
-    vars(options).update(_PLAIN, source=names[0])
+    arguments.source = names[0]
+    options = ConvertOptions.parse(arguments)
 
     def open_merged(stack: ExitStack, accept: Accept) -> TensorSource:
+        # The first one describes the model.
+        accepts = [accept, *[None] * (len(names) - 1)]
         sources = [
-            stack.enter_context(
-                opened(
-                    name,
-                    options.kind,
-                    tmp_dir=options.tmp_dir,
-                    jobs=options.jobs,
-                    verify=not (options.no_verify or options.dry_run),
-                    accept=None if number else accept,  # the first one describes the model
-                )
-            )
-            for number, name in enumerate(names)
+            stack.enter_context(opened(name, **options.opening, accept=own))
+            for name, own in zip(names, accepts, strict=True)
         ]
         return _merged(sources, names, shares, options)
 
@@ -66,34 +45,29 @@ def merge(options: argparse.Namespace) -> Result:
 
 
 def _merged(
-    sources: Sequence[TensorSource], names: Sequence[str], shares: Sequence[float], options: argparse.Namespace
+    sources: Sequence[TensorSource], names: Sequence[str], shares: Sequence[float], options: ConvertOptions
 ) -> TensorSource:
-    """Return the first source, with its weights replaced by the average of all sources."""
     first = sources[0]
     weights = [dict(source.weights) for source in sources]
     for name, own in zip(names[1:], weights[1:], strict=True):
         _check_alike(weights[0], own, names[0], name)
-    for chosen in (select(own, options.include, options.exclude) for own in weights):
-        _refuse_without_average(chosen, weights[0])
+    # Integers, such as step counters, come from the first source.
+    averaged = {name for name, t in weights[0].items() if t.dtype.is_floating_point or t.dtype.is_complex}
+    for own in weights:
+        chosen = select(own, options.include, options.exclude)
+        refuse_sparse(chosen, "merge")
+        refuse_quantized(chosen, "merge")
+        for name in sorted(chosen.keys() & averaged):
+            instead = "Leave it out with --exclude, or take it from one of the checkpoints with extract."
+            refuse_without_numbers(name, chosen[name].dtype, "an average", instead)
     averages = {
-        name: _average([own[name] for own in weights], shares)
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        else tensor  # integers, such as step counters, come from the first source
+        name: _average([own[name] for own in weights], shares) if name in averaged else tensor
         for name, tensor in weights[0].items()
     }
     # Timestamps and the like would be wrong for an average.
     beside = {key: value for key, value in first.state.items() if key in _KEPT}
     tree = {"state": {"model": averages, **beside}} if first.state else averages
     return TensorSource(first.format, tree, first.size_bytes, missing=first.missing, files=first.files, path=first.path)
-
-
-def _refuse_without_average(weights: dict[str, StoredTensor], first: dict[str, StoredTensor]) -> None:
-    refuse_sparse(weights, "merge")
-    refuse_quantized(weights, "merge")
-    for name, tensor in weights.items():
-        if first[name].dtype.is_floating_point or first[name].dtype.is_complex:
-            instead = "Leave it out with --exclude, or take it from one of the checkpoints with extract."
-            refuse_without_numbers(name, tensor.dtype, "an average", instead)
 
 
 def _average(tensors: Sequence[StoredTensor], shares: Sequence[float]) -> StoredTensor:
@@ -116,8 +90,9 @@ def _average(tensors: Sequence[StoredTensor], shares: Sequence[float]) -> Stored
 
 
 def _add(total: torch.Tensor, tensor: torch.Tensor, share: float) -> None:
-    """Add a share of a tensor piece by piece, since a conversion of the whole would need more memory."""
-    for piece, part in zip(total.split(_BLOCK_NUMEL), tensor.split(_BLOCK_NUMEL), strict=True):
+    # A function of its own, so that the tensor is freed before the next one is read. In pieces, since a conversion of
+    # the whole would need more memory.
+    for piece, part in zip(total.split(BLOCK_NUMEL), tensor.split(BLOCK_NUMEL), strict=True):
         piece.add_(part.to(total.dtype), alpha=share)
 
 
@@ -127,7 +102,7 @@ def _check_alike(a: dict[str, StoredTensor], b: dict[str, StoredTensor], name_a:
         (f"only in {name_b}", [name for name in b if name not in a]),
         ("of other shapes", [name for name in a if name in b and a[name].shape != b[name].shape]),
     )
-    told = "; ".join(f"{len(found)} {what}: {', '.join(found[:_MAX_NAMES])}" for what, found in lists if found)
+    told = "; ".join(f"{len(found)} {what}: {first_few(found)}" for what, found in lists if found)
     if told:
         raise UnfittingWeightsError(
             f"{name_a} and {name_b} are not of one model. Weights {told}. Convert them to one format first if only the "

@@ -3,24 +3,11 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
-
-__all__ = [
-    "ExitCode",
-    "MismatchError",
-    "Result",
-    "UsageError",
-    "as_lines",
-    "printable",
-    "progress_bar",
-    "DEFAULT_SHARD_BYTES",
-    "format_size",
-    "parse_size",
-]
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 
@@ -43,7 +30,7 @@ def parse_size(text: str) -> int:
     factor = None if match is None else _UNITS.get(match[2].upper())
     size = 0 if match is None or factor is None else int(float(match[1]) * factor)
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: give a number above 0 and a unit, as 5GB or 500MiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: give a number above 0 and a unit, as 5GB or 500MiB")
     return size
 
 
@@ -68,6 +55,16 @@ def counted(count: int, thing: str) -> str:
         ('1 tensor', '2 tensors')
     """
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+def first_few(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names, and how many more there are.
+
+    Example:
+        >>> first_few(["a", "b", "c"], 2)
+        'a, b and 1 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class ExitCode(IntEnum):

@@ -21,8 +21,6 @@ from composer_ckpt.output import DEFAULT_SHARD_BYTES, Result, UsageError, counte
 from composer_ckpt.sources import fetched, opened, place_of
 from composer_ckpt.targets import clear_leftovers, may_replace
 
-__all__ = ["reshard"]
-
 
 def reshard(options: argparse.Namespace) -> Result:
     """Run `composer-ckpt reshard`."""
@@ -61,8 +59,7 @@ def _reshard(local: str, options: argparse.Namespace) -> Result:
     data = {"source": options.source, "target": options.target, "format": kind, "files": plan, "bytes": total}
     verb = "would write" if options.dry_run else "wrote"
     what = f"{counted(len(source.tensors), 'tensor')}, {format_size(total)}, in {counted(len(plan), 'file')}"
-    text = f"{verb} {what} to {options.target}"
-    return Result(text, data)
+    return Result(f"{verb} {what} to {options.target}", data)
 
 
 def _plan(source: TensorSource, kind: str, options: argparse.Namespace) -> list[str]:
@@ -87,36 +84,18 @@ def _shards(source: TensorSource, options: argparse.Namespace) -> dict[str, Any]
 def _write(source: TensorSource, kind: str, place: Path, options: argparse.Namespace, progress: Any) -> None:
     # `encoded` describes the encoding of the files that are replaced.
     info = {} if source.manifest is None else {k: v for k, v in source.manifest.info.items() if k != "encoded"}
-    match kind:
-        case "dcp":
-            stream_sharded(
-                source.tree,
-                options.target,
-                num_files=options.world_size,
-                info=info,
-                overwrite=options.overwrite,
-                progress=progress,
-            )
-        case "local":
-            stream_local(
-                source.tree,
-                options.target,
-                world_size=options.world_size,
-                info=info,
-                overwrite=options.overwrite,
-                progress=progress,
-            )
-        case _:
-            need = sum(tensor.size_bytes for tensor in source.tensors.values())
-            settings = {"overwrite": options.overwrite, "folder": True, "keep_others": True}
-            with write_atomically(options.target, need_bytes=need, **settings) as folder:
-                _copy_the_rest(place, folder)
-                stream_shards(_shards(source, options), folder, aliases=source.aliases, progress=progress)
-
-
-def _copy_the_rest(place: Path, folder: Path) -> None:
-    if not place.is_dir():
+    settings = {"info": info, "overwrite": options.overwrite, "progress": progress}
+    if kind == "dcp":
+        stream_sharded(source.tree, options.target, num_files=options.world_size, **settings)
         return
-    for path in sorted(place.iterdir()):
-        if path.is_file() and not is_weight_file(path.name):
-            shutil.copyfile(path, folder / path.name)
+    if kind == "local":
+        stream_local(source.tree, options.target, world_size=options.world_size, **settings)
+        return
+    need = sum(tensor.size_bytes for tensor in source.tensors.values())
+    with write_atomically(
+        options.target, overwrite=options.overwrite, folder=True, need_bytes=need, keep_others=True
+    ) as folder:
+        for path in sorted(place.iterdir()) if place.is_dir() else ():
+            if path.is_file() and not is_weight_file(path.name):
+                shutil.copyfile(path, folder / path.name)
+        stream_shards(_shards(source, options), folder, aliases=source.aliases, progress=progress)

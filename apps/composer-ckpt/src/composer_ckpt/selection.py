@@ -5,12 +5,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeVar
 
-from composer_ckpt.output import UsageError
+from composer_ckpt.output import UsageError, first_few
 
 if TYPE_CHECKING:
     from composer_checkpoint.tensors import StoredTensor
-
-__all__ = ["cast", "once_each", "refuse_doubles", "rename", "renamed_by", "select"]
 
 T = TypeVar("T")
 
@@ -34,9 +32,6 @@ def select(
         exclude: Shell patterns.
         option: Name of the option for `include`, for messages.
 
-    Raises:
-        UsageError: If a pattern matches no name.
-
     Example:
         >>> select({"h.0.weight": 1, "h.0.bias": 2, "wte": 3}, ["h.*"], ["*bias"])
         {'h.0.weight': 1}
@@ -45,7 +40,9 @@ def select(
         for pattern in patterns or ():
             # A pattern without a match is most likely a typo.
             if not any(fnmatchcase(name, pattern) for name in tensors):
-                raise UsageError(f"{given_by} {pattern!r} fits none of the {len(tensors)} names: {_some(tensors)}.")
+                raise UsageError(
+                    f"{given_by} {pattern!r} fits none of the {len(tensors)} names: {first_few(list(tensors))}."
+                )
     return {
         name: tensor
         for name, tensor in tensors.items()
@@ -59,14 +56,12 @@ def rename(
 ) -> dict[str, str]:
     r"""Return the names without the given prefixes and then with each `OLD=NEW` applied, by the same keys.
 
-    Raises:
-        UsageError: If a rename is not a regular expression.
-
     Example:
         >>> rename({"model.h.0.w": "model.h.0.w"}, [r"h[.](\d+)=layers.\1"], ["model."])
         {'model.h.0.w': 'layers.0.w'}
     """
-    names = {name: _without(current, prefixes or ()) for name, current in names.items()}
+    for prefix in prefixes or ():
+        names = {name: current.removeprefix(prefix) for name, current in names.items()}
     for text in renames or ():
         old, equals, new = text.partition("=")
         try:
@@ -75,24 +70,16 @@ def rename(
             raise UsageError(f"--rename {text!r}: {error}. Give OLD=NEW with a regular expression.") from error
         if not equals or not old:
             raise UsageError(f"--rename {text!r} is not OLD=NEW.")
-    return names
+    return dict(names)
 
 
 def renamed_by(tensors: "Mapping[str, StoredTensor]", name_of: Callable[[str], str]) -> "dict[str, StoredTensor]":
-    """Return the tensors under other names. Aliases of one tensor may get the same name, and are then merged.
-
-    Raises:
-        UsageError: If two different tensors get the same name, even if their values are equal.
-    """
+    """Return the tensors under other names. Aliases of one tensor may get the same name, and are then merged."""
     return {name_of(name): tensor for name, tensor in once_each(tensors, name_of).items()}
 
 
 def once_each(tensors: "Mapping[str, StoredTensor]", name_of: Callable[[str], str]) -> "dict[str, StoredTensor]":
-    """Return the tensors without aliases that get the same name as another one.
-
-    Raises:
-        UsageError: If two different tensors get the same name, even if their values are equal.
-    """
+    """Return the tensors without aliases that get the same name as another one."""
     from composer_checkpoint.formats.tensor_source import are_one  # imports torch, which would slow down `--help`
 
     firsts: dict[str, str] = {}
@@ -100,25 +87,21 @@ def once_each(tensors: "Mapping[str, StoredTensor]", name_of: Callable[[str], st
         new = name_of(name)
         first = firsts.setdefault(new, name)
         if not are_one(tensors[first], tensor):
-            refuse_doubles({first: new, name: new})
+            refuse_doubles([(first, new), (name, new)])
     return {name: tensors[name] for name in firsts.values()}
 
 
-def refuse_doubles(names: Mapping[str, str]) -> None:
-    """Raise a `UsageError` if two names become the same."""
+def refuse_doubles(names: Iterable[tuple[str, str]]) -> None:
+    """Raise a `UsageError` if two names become the same, given as pairs of old and new names."""
     taken: dict[str, str] = {}
-    for name, new in names.items():
+    for name, new in names:
         other = taken.setdefault(new, name)
         if other != name:
             raise UsageError(f"{other!r} and {name!r} would both be called {new!r}. Rename one, or exclude it.")
 
 
 def cast(tensors: "Mapping[str, StoredTensor]", precision: str) -> "dict[str, StoredTensor]":
-    """Return floating point tensors in another precision, converted directly, and all others unchanged.
-
-    Raises:
-        IncompatibleCheckpointError: If torch cannot convert one.
-    """
+    """Return floating point tensors in another precision, converted directly, and all others unchanged."""
     if precision == "keep":
         return dict(tensors)
     import torch
@@ -131,14 +114,3 @@ def cast(tensors: "Mapping[str, StoredTensor]", precision: str) -> "dict[str, St
         instead = "Leave it out with --exclude, or give --output-precision keep."
         refuse_without_numbers(name, tensors[name].dtype, f"--output-precision {precision}", instead)
     return {name: tensor.to(dtype) if name in converted else tensor for name, tensor in tensors.items()}
-
-
-def _without(name: str, prefixes: Sequence[str]) -> str:
-    for prefix in prefixes:
-        name = name.removeprefix(prefix)
-    return name
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:5]) + (", ..." if len(listed) > 5 else "")

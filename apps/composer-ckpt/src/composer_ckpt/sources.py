@@ -1,12 +1,11 @@
 """Opening of the checkpoints given to a command, local or in an object store."""
 
 import argparse
-import filecmp
 import os
 import posixpath
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from composer_checkpoint import Found, NoCheckpointError, UnsafeCheckpointError, find_newest, load_file, verify_file
+from composer_checkpoint import NoCheckpointError, UnsafeCheckpointError, find_newest, load_file, verify_file
 from composer_checkpoint import verify as verify_checkpoint
 from composer_checkpoint.inspection import Kind, follow_pointers
 from composer_checkpoint.remote.fetch import (
@@ -27,27 +26,12 @@ from composer_checkpoint.remote.fetch import (
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.stores.opening import reach
 from composer_checkpoint.tensors import TensorSource, as_stored, find_kind, open_checkpoint
-from composer_ckpt.output import MismatchError, Result, UsageError
-
-__all__ = [
-    "check_request",
-    "publish",
-    "folder_of",
-    "latest",
-    "Accept",
-    "fetched",
-    "find_files",
-    "kind_of",
-    "opened",
-    "place_of",
-    "reaching_stores",
-    "verify_hashes",
-]
+from composer_ckpt.options import Accept, reaching_stores
+from composer_ckpt.output import Result, UsageError
 
 _RANK = "{rank}"
 _SYMLINK = ".symlink"
 _JOBS = 4
-Accept = Callable[[str], object]
 
 
 @contextmanager
@@ -70,7 +54,7 @@ def opened(
         tmp_dir: Folder for downloads.
         jobs: Number of concurrent downloads.
         verify: Whether to compare it with its hashes first, as far as it has any.
-        trust: Whether to load a file that contains more than data into memory, which runs its code.
+        trust: Whether to load a file that contains more than data, which runs its code.
         accept: Called with the kind before anything is read; raises if it does not fit the other arguments.
         **options: Arguments of `open_checkpoint`.
 
@@ -99,7 +83,7 @@ def opened(
 def fetched(path: str, tmp_dir: str | None = None, jobs: int = _JOBS) -> Iterator[str]:
     """Yield the local path of a checkpoint; downloads are deleted afterwards."""
     if not path:
-        raise UsageError("SRC='' is no path. Name a checkpoint.")
+        raise UsageError("SRC='' is not a path. Name a checkpoint.")
     if not is_uri(path):
         yield path
         return
@@ -109,24 +93,8 @@ def fetched(path: str, tmp_dir: str | None = None, jobs: int = _JOBS) -> Iterato
         yield local
 
 
-@contextmanager
-def reaching_stores(address: str) -> Iterator[None]:
-    """Raise a `UsageError` if no object store has the scheme of a URI."""
-    try:
-        yield
-    except NotImplementedError as error:
-        raise UsageError(
-            f"{address!r} cannot be read: there is no store for {parse_uri(address).backend}:// addresses. Use s3, gs, "
-            f"oci, azure, sftp, hf, dbfs, or another scheme that fsspec knows; of the web, name a file with its ending."
-        ) from error
-
-
 def verify_hashes(place: Path, kind: str) -> list[bool]:
-    """Compare all bytes with their hashes, and return for each file or folder whether it has hashes.
-
-    Raises:
-        CorruptCheckpointError: If a byte differs.
-    """
+    """Compare all bytes with their hashes, and return for each file or folder whether it has hashes."""
     if kind == "deepspeed":  # files of DeepSpeed have no manifest
         return [False for _ in find_files(place, kind)]
     check = verify_checkpoint if kind in ("dcp", "modular") else verify_file
@@ -153,11 +121,7 @@ def place_of(path: str) -> Path:
 
 
 def kind_of(local: str) -> Kind:
-    """Return the kind of the checkpoint that a path points to.
-
-    Raises:
-        UsageError: If there is none.
-    """
+    """Return the kind of the checkpoint that a path points to; raise a `UsageError` if there is none."""
     try:
         return find_kind(follow_pointers(local))
     except NoCheckpointError as error:
@@ -180,7 +144,6 @@ def _stored(value: Any) -> Any:
 
 
 def _fetch(address: str, folder: Path, jobs: int) -> str:
-    """Download a file, the files of all ranks, or a folder, and return its local path."""
     wanted = parse_uri(address).path.rstrip("/")
     name = posixpath.basename(wanted)
     file = folder / (name.removesuffix(_SYMLINK) or "checkpoint")
@@ -233,92 +196,31 @@ def _objects(store: ObjectStore, wanted: str, name: str) -> dict[str, str]:
     return {found: relative for found, relative in below.items() if pattern.fullmatch(relative)}
 
 
-def check_request(options: argparse.Namespace, target: str) -> None:
-    """Validate the options for the Hub.
-
-    Raises:
-        UsageError: If the target is not a Hugging Face folder, or the repository is missing.
-    """
-    if options.push_to_hub is not None and target != "hf":
-        raise UsageError(f"--push-to-hub is of Hugging Face folders, and this writes {target}. Leave it out.")
-    given = {"--private": options.private, "--test-uploaded-model": options.test_uploaded_model}
-    if options.push_to_hub is None and any(given.values()):
-        names = ", ".join(name for name, value in given.items() if value)
-        raise UsageError(f"{names} needs --push-to-hub REPO, such as 'me/my-model'.")
-
-
-def publish(folder: str | Path, options: argparse.Namespace) -> str:
-    """Upload a folder to a repository in one commit, and return the commit's URL.
-
-    Args:
-        folder: The folder.
-        options: Options of `convert`.
-
-    Raises:
-        OSError: If the Hub refuses or cannot be reached.
-        MismatchError: If `--test-uploaded-model` finds other files on the Hub.
-    """
-    from huggingface_hub import HfApi, hf_hub_download  # slow to load, and rarely needed
-
-    api = HfApi()
-    # The upload replaces files, so an existing repository is accepted only with --overwrite.
-    repo = api.create_repo(options.push_to_hub, private=options.private or None, exist_ok=options.replaces_repo).repo_id
-    commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Add a model that composer-ckpt wrote")
-    if options.test_uploaded_model:
-        with tempfile.TemporaryDirectory(prefix="composer-ckpt-", dir=options.tmp_dir) as place:
-            names = [path.relative_to(folder).as_posix() for path in sorted(Path(folder).rglob("*")) if path.is_file()]
-            for name in names:
-                hf_hub_download(repo, name, revision=commit.oid, local_dir=place)
-            _compare(folder, place, names, repo)
-    return commit.commit_url
-
-
-def _compare(folder: str | Path, arrived: str, names: list[str], repo: str) -> None:
-    _, other, failed = filecmp.cmpfiles(folder, arrived, names, shallow=False)
-    if other or failed:
-        raise MismatchError(
-            f"the Hub has not what was sent to {repo}: {', '.join([*other, *failed][:5])}. The folder here is whole. "
-            f"Look at the repository, and send it again."
-        )
-
-
 def latest(options: argparse.Namespace) -> Result:
     """Run `composer-ckpt latest`."""
-    folder = folder_of(options.folder)
-    found = find_newest(folder, verify=_believe if options.no_verify else None)
+    # Without verification every checkpoint is accepted: an incomplete one has no final name.
+    found = find_newest(folder_of(options.folder), verify=(lambda _: None) if options.no_verify else None)
     if found is None:
         raise NoCheckpointError(
-            f"there is no whole checkpoint in {options.folder}. `composer-ckpt verify` says of one what is wrong with "
-            f"it."
+            f"there is no whole checkpoint in {options.folder}. `composer-ckpt verify` reports what is wrong with one."
         )
-    return Result(os.fspath(found.path), _as_data(found, options.folder))
+    time: Any = found.info.get("timestamp") or {}
+    data = {
+        "folder": options.folder,
+        "path": os.fspath(found.path),
+        "timestamp": dict(time.get("Timestamp", time)),
+        "skipped": [{"path": os.fspath(skip.path), "reason": skip.reason} for skip in found.skipped],
+    }
+    return Result(os.fspath(found.path), data)
 
 
 def folder_of(typed: str) -> Path:
-    """Return the folder given on the command line.
-
-    Raises:
-        UsageError: If it is not a local folder.
-    """
+    """Return the folder given on the command line, which must be a local one."""
     if is_uri(typed):
         raise UsageError(
             f"FOLDER={typed!r} is in a store, where the object latest-rank0.pt.symlink names the newest. Name a folder "
             f"of this machine."
         )
     if not os.path.isdir(typed):
-        raise UsageError(f"FOLDER={typed!r} is no folder. Name the one that a run saves to.")
+        raise UsageError(f"FOLDER={typed!r} is not a folder. Name the one that a run saves to.")
     return Path(typed)
-
-
-def _believe(path: Path) -> None:
-    """Accept a checkpoint without verification: an incomplete one has no final name."""
-
-
-def _as_data(found: Found, folder: str) -> dict[str, Any]:
-    time: Any = found.info.get("timestamp") or {}
-    return {
-        "folder": folder,
-        "path": os.fspath(found.path),
-        "timestamp": dict(time.get("Timestamp", time)),
-        "skipped": [{"path": os.fspath(skip.path), "reason": skip.reason} for skip in found.skipped],
-    }

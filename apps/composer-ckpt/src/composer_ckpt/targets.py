@@ -1,6 +1,6 @@
-"""Checks of a command's target before anything is read, and uploads to object stores."""
+"""Targets of commands: checks before anything is read, and uploads to object stores and the Hub."""
 
-import argparse
+import filecmp
 import os
 import posixpath
 import tempfile
@@ -14,9 +14,8 @@ from composer_checkpoint.commit import is_of_checkpoint, refuse_existing, remove
 from composer_checkpoint.remote.fetch import is_uri, maybe_create_object_store_from_uri, parse_uri
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.tensors import find_kind
-from composer_ckpt.output import UsageError, counted
-
-__all__ = ["refuse_for_source", "refuse_for_target", "clear_leftovers", "may_replace", "written_to"]
+from composer_ckpt.options import ConvertOptions
+from composer_ckpt.output import MismatchError, UsageError, counted, first_few
 
 _RANK = "{rank}"
 # Files by which readers recognize a checkpoint: deleted first and uploaded last, so that no partial one is recognized.
@@ -30,37 +29,24 @@ _LEGACY_PT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # files of torch.save b
 def may_replace(
     target: str, sources: Iterable[str | None], *, overwrite: bool, is_folder: bool, world_size: int | None = None
 ) -> bool:
-    """Return the `overwrite` flag for a target, which must be absent, empty or a replaceable checkpoint.
-
-    Args:
-        target: As given on the command line; a local path, possibly with `{rank}` in its name.
-        sources: Paths or URIs to be read, as given on the command line.
-        overwrite: Whether `--overwrite` was given.
-        is_folder: Whether a folder is written.
-        world_size: Number of ranks of per-rank files.
+    """Return the `overwrite` flag for a local target, which must be absent, empty or a replaceable checkpoint.
 
     Raises:
         UsageError: If the target is a source, or a folder that contains one or the current folder.
         CheckpointConflictError: If the target exists and must not be replaced.
     """
     if not target:
-        raise UsageError("DST='' is no path. Name what is to be written.")
+        raise UsageError("DST='' is not a path. Name what is to be written.")
+    final = Path(os.path.realpath(target))  # links must not hide that source and target are the same
+    _refuse_what_is_needed(target, final, sources)
     if _RANK in target:
-        if any(source and os.path.realpath(source) == os.path.realpath(target) for source in sources):
-            raise UsageError(f"DST={target!r} is what is read. Choose another name.")
         for rank in range(world_size or 0):
             refuse_existing(Path(os.path.abspath(target.replace(_RANK, str(rank)))), overwrite)
         return overwrite
-    final = Path(os.path.realpath(target))  # links must not hide that source and target are the same
-    for source in sources:
-        read = None if not source or is_uri(source) else Path(os.path.realpath(source))
-        if read is not None and (read == final or final in read.parents):
-            raise UsageError(f"DST={target!r} is {source!r}, which is read, or has it in it. Choose another name.")
-    here = Path.cwd()
-    if final == here or final in here.parents:
-        raise UsageError(f"DST={target!r} has the current folder in it, which stays. Name a folder of its own.")
-    if not os.path.lexists(target) or (is_folder and _is_empty(final)):
-        return overwrite or os.path.lexists(target)
+    if not os.path.lexists(target):
+        return overwrite
+    if is_folder and final.is_dir() and not any(final.iterdir()):
+        return True
     if not overwrite:
         raise CheckpointConflictError(f"{target} exists. Choose another name, or give --overwrite to replace it.")
     _refuse_what_is_no_checkpoint(target, final, is_folder=is_folder)
@@ -68,42 +54,19 @@ def may_replace(
 
 
 def clear_leftovers(target: str, world_size: int | None = None) -> None:
-    """Delete the unfinished files that killed commands left next to a target.
-
-    Args:
-        target: A local path, possibly with `{rank}` in its name.
-        world_size: Number of ranks of per-rank files.
-    """
+    """Delete the unfinished files that killed commands left next to a local target."""
     for rank in range(world_size or 1) if _RANK in target else (0,):
         remove_leftovers_of(target.replace(_RANK, str(rank)))
 
 
 @contextmanager
-def written_to(
-    target: str,
-    *,
-    overwrite: bool,
-    is_folder: bool,
-    tmp_dir: str | None = None,
-    jobs: int = 4,
-    dry_run: bool = False,
-) -> Iterator[str]:
+def written_to(options: ConvertOptions) -> Iterator[str]:
     """Yield the path to write to: a local target itself, or a temporary path that is then uploaded.
 
-    The files by which readers recognize a checkpoint are uploaded last, after all others have arrived.
-
-    Args:
-        target: As given on the command line.
-        overwrite: Whether to replace existing objects. Weights of the older checkpoint are then deleted.
-        is_folder: Whether a folder is written.
-        tmp_dir: Folder for the files before their upload.
-        jobs: Number of concurrent uploads.
-        dry_run: Whether to write nothing.
-
-    Raises:
-        CheckpointConflictError: If the target exists and must not be replaced.
-        UsageError: If no object store has the scheme of the URI.
+    The files by which readers recognize a checkpoint are uploaded last, after all others have arrived. With
+    `--overwrite`, weights of the older checkpoint are deleted.
     """
+    target = options.target
     if not is_uri(target):
         yield target
         return
@@ -116,30 +79,35 @@ def written_to(
         raise UsageError(f"DST={target!r}: {error}") from error
     assert store is not None  # only local paths have no store
     with store:
-        older = _older(store, place, is_folder=is_folder)
-        if older and not overwrite and not dry_run:
+        older = _older(store, place, is_folder=options.is_folder)
+        if older and not options.overwrite and not options.dry_run:
             raise CheckpointConflictError(
                 f"{target} exists, with {counted(len(older), 'object')}. Choose another name, or "
                 f"give --overwrite to replace it."
             )
-        with tempfile.TemporaryDirectory(prefix="composer-ckpt-", dir=tmp_dir) as folder:
+        with tempfile.TemporaryDirectory(prefix="composer-ckpt-", dir=options.tmp_dir) as folder:
             local = Path(folder, posixpath.basename(place))
             yield os.fspath(local)
-            if not dry_run:
-                _upload(local, target, place, store, older, jobs)
+            if not options.dry_run:
+                _upload(local, target, place, store, older, options.jobs)
 
 
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+def _refuse_what_is_needed(target: str, final: Path, sources: Iterable[str | None]) -> None:
+    for source in sources:
+        read = None if not source or is_uri(source) else Path(os.path.realpath(source))
+        if read is not None and (read == final or final in read.parents):
+            raise UsageError(f"DST={target!r} is {source!r}, which is read, or has it in it. Choose another name.")
+    here = Path.cwd()
+    if final == here or final in here.parents:
+        raise UsageError(f"DST={target!r} has the current folder in it, which stays. Name a folder of its own.")
 
 
 def _refuse_what_is_no_checkpoint(target: str, final: Path, *, is_folder: bool) -> None:
-    """Raise if the target is something else than a checkpoint, or a folder that a file would replace."""
     if not final.is_dir():
         if not _looks_written_by_us(final):
             raise CheckpointConflictError(
-                f"{target} is a file that is no checkpoint, and --overwrite replaces checkpoints. Choose another name, "
-                f"or remove the file yourself."
+                f"{target} is a file that is not a checkpoint, and --overwrite replaces checkpoints. Choose another "
+                f"name, or remove the file yourself."
             )
         return
     if not is_folder:
@@ -147,10 +115,9 @@ def _refuse_what_is_no_checkpoint(target: str, final: Path, *, is_folder: bool) 
     try:
         find_kind(final)
     except NoCheckpointError as error:
-        some = ", ".join(sorted(os.listdir(final))[:5])
         raise CheckpointConflictError(
-            f"{target} is a folder with {some}, which is no checkpoint, and --overwrite replaces checkpoints. Choose "
-            f"another name, or remove the folder yourself."
+            f"{target} is a folder with {first_few(sorted(os.listdir(final)))}, which is not a checkpoint, and "
+            f"--overwrite replaces checkpoints. Choose another name, or remove the folder yourself."
         ) from error
 
 
@@ -169,7 +136,6 @@ def _looks_written_by_us(file: Path) -> bool:
 
 
 def _older(store: ObjectStore, place: str, *, is_folder: bool) -> list[str]:
-    """Return the existing objects of the target."""
     if is_folder:
         return [name for name in store.list_objects(f"{place}/") if name.startswith(f"{place}/")]
     try:
@@ -201,59 +167,23 @@ def _upload(local: Path, target: str, place: str, store: ObjectStore, older: lis
         uploader.wait_and_close()
 
 
-_RUN_WHERE_TRUSTED = ("composer", "pt")
-_WEIGHTS_ALONE = ("safetensors", "hf", "modular")  # formats of which only the model is read
+def publish(folder: str, repo: str, options: ConvertOptions) -> str:
+    """Upload a folder to a repository of the Hub in one commit, and return the commit's URL."""
+    from huggingface_hub import HfApi, hf_hub_download  # slow to load, and rarely needed
 
-
-def refuse_for_target(options: argparse.Namespace, target: str) -> None:
-    """Raise if options for Hugging Face folders are given for another target.
-
-    Args:
-        options: Options of `convert` or `merge`.
-        target: Format of the target.
-
-    Raises:
-        UsageError: If there are such options.
-    """
-    if target == "hf":
-        return
-    only_hf = {
-        "--peft": options.peft != "auto",
-        "--base-model": options.base_model is not None,
-        "--format": options.format != "safetensors",
-        "--max-shard-size": options.max_shard_size is not None,
-        "--config": options.config is not None,
-        "--config-override": options.config_override is not None,
-        "--tokenizer": options.tokenizer is not None,
-    }
-    if given := [name for name, is_given in only_hf.items() if is_given]:
-        raise _unfitting(given, "of Hugging Face folders", f"this writes {target}")
-
-
-def refuse_for_source(options: argparse.Namespace, kind: str, target: str) -> None:
-    """Raise if options for another kind of source are given.
-
-    Args:
-        options: Options of `convert` or `merge`.
-        kind: Kind of the source.
-        target: Format of the target.
-
-    Raises:
-        UsageError: If there are such options.
-    """
-    found = f"SRC={options.source!r} is {kind}"
-    if options.trust and kind not in _RUN_WHERE_TRUSTED:
-        raise _unfitting(["--trust"], "of .pt files", found)
-    if options.deepspeed_weights != "fp32" and kind != "deepspeed":
-        raise _unfitting(["--deepspeed-weights"], "of DeepSpeed's folders", found)
-    if options.trust_remote_code and "hf" not in (kind, target):
-        raise _unfitting(["--trust-remote-code"], "of Hugging Face folders", f"{found}, and this writes {target}")
-    state = {"--optimizer": options.optimizer, "--resumption": options.resumption}
-    if kind in _WEIGHTS_ALONE and (given := [name for name, is_given in state.items() if is_given]):
-        raise _unfitting(given, "of what resumes a run", f"{found}, of which weights alone are read")
-
-
-def _unfitting(names: Iterable[str], whose: str, found: str) -> UsageError:
-    names = [*names]
-    verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
-    return UsageError(f"{', '.join(names)} {verb} {whose}, and {found}. Leave {them} out.")
+    api = HfApi()
+    # The upload replaces files, so an existing repository is accepted only with --overwrite.
+    repo = api.create_repo(repo, private=options.private or None, exist_ok=options.overwrite).repo_id
+    commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Add a model that composer-ckpt wrote")
+    if options.test_uploaded_model:
+        with tempfile.TemporaryDirectory(prefix="composer-ckpt-", dir=options.tmp_dir) as place:
+            names = [path.relative_to(folder).as_posix() for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+            for name in names:
+                hf_hub_download(repo, name, revision=commit.oid, local_dir=place)
+            _, other, failed = filecmp.cmpfiles(folder, place, names, shallow=False)
+        if other or failed:
+            raise MismatchError(
+                f"the Hub has not what was sent to {repo}: {', '.join([*other, *failed][:5])}. The folder here is "
+                f"whole. Look at the repository, and send it again."
+            )
+    return commit.commit_url

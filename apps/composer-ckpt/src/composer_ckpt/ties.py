@@ -1,6 +1,6 @@
-"""Tied weights: lookup, merging with an adapter, untying, and comparison of sparse tensors."""
+"""Tied weights: lookup, merging with an adapter, and untying."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +9,10 @@ import torch
 from composer_checkpoint import IncompatibleCheckpointError
 from composer_checkpoint.formats.tensor_source import are_one
 from composer_checkpoint.tensors import StoredTensor, aliases_of
+from composer_ckpt.dtypes import blocks_of
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
 from composer_hf.published_weights import published_name, tied_names
-
-__all__ = ["side_by_side", "Pair", "find_ties", "have_same_elements", "settle_ties", "under_each_name", "untied_config"]
 
 _PREFIX = "model."
 _TIED = "tie_word_embeddings"
@@ -22,12 +21,7 @@ Weights = dict[str, StoredTensor]
 
 
 def under_each_name(base: Mapping[str, StoredTensor], model: torch.nn.Module | None) -> Weights:
-    """Return weights with tied ones under each of their names, since a folder has them under one.
-
-    Args:
-        base: Weights by their names in a checkpoint.
-        model: The model on the meta device; `None` if unknown.
-    """
+    """Return weights with tied ones under each of their names, since a folder has them under one."""
     found = dict(base)
     for pair in _ties_of_model(model).items():
         own = {published_name(name): name for name in found}
@@ -38,12 +32,7 @@ def under_each_name(base: Mapping[str, StoredTensor], model: torch.nn.Module | N
 
 
 def find_ties(base: Mapping[str, StoredTensor], model: torch.nn.Module | None) -> list[Pair]:
-    """Return pairs of names of one weight, tied by the model or stored once in the checkpoint.
-
-    Args:
-        base: Weights from `under_each_name`.
-        model: As in `under_each_name`.
-    """
+    """Return pairs of names of one weight, tied by the model or stored once in the checkpoint."""
     own = {published_name(name): name for name in base}
     of_model = [(own[a], own[b]) for a, b in _ties_of_model(model).items() if a in own and b in own]
     # Sets of two names, since a pair may occur in both orders.
@@ -53,14 +42,7 @@ def find_ties(base: Mapping[str, StoredTensor], model: torch.nn.Module | None) -
 def settle_ties(
     before: Mapping[str, StoredTensor], merged: Weights, pairs: Iterable[Pair], are_alike: Callable[[str, str], bool]
 ) -> list[Pair]:
-    """Return the pairs that an adapter has made different, and share the tensor of those that it changed equally.
-
-    Args:
-        before: Weights of the base.
-        merged: Weights with the adapter; changed in place.
-        pairs: Pairs from `find_ties`.
-        are_alike: Returns whether two changed weights are equal, given their names.
-    """
+    """Return the pairs that an adapter has made different, and share, in place, the tensor of those changed equally."""
     apart: list[Pair] = []
     for alias, kept in pairs:
         is_changed = [merged[name] is not before[name] for name in (alias, kept)]
@@ -77,12 +59,6 @@ def untied_config(
     metadata: HuggingFaceMetadata, apart: Iterable[Pair], model: torch.nn.Module | None, *, trust_remote_code: bool
 ) -> dict[str, Any]:
     """Return a model's configuration without ties between the given weights.
-
-    Args:
-        metadata: Metadata of the base.
-        apart: Pairs from `settle_ties`.
-        model: As in `under_each_name`.
-        trust_remote_code: As in `meta_model`.
 
     Raises:
         IncompatibleCheckpointError: If the model ties them regardless of its configuration.
@@ -113,57 +89,8 @@ def have_same_elements(one: StoredTensor, other: StoredTensor) -> bool:
         return True
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    starts = range(0, one.numel, _BLOCK_NUMEL)
-    sizes = [min(_BLOCK_NUMEL, one.numel - start) for start in starts]
-    return all(
-        torch.equal(one.read_range(start, size).view(torch.uint8), other.read_range(start, size).view(torch.uint8))
-        for start, size in zip(starts, sizes, strict=True)
-    )
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in blocks_of(one, other))
 
 
 def _ties_of_model(model: torch.nn.Module | None) -> dict[str, str]:
     return {} if model is None else tied_names(model)  # pyright: ignore[reportArgumentType]  # of transformers
-
-
-_BLOCK_NUMEL = 1 << 20
-
-
-def side_by_side(name: str, a: StoredTensor, b: StoredTensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield, piece by piece, the elements that are explicit in at least one of two sparse tensors.
-
-    Args:
-        name: Name of the tensors, for the message.
-        a: A sparse tensor.
-        b: A sparse tensor of the same layout and shape.
-
-    Raises:
-        IncompatibleCheckpointError: If torch cannot align their elements.
-    """
-    try:
-        values = _aligned(_coordinates(a.read()), _coordinates(b.read()))
-    except (RuntimeError, NotImplementedError) as error:  # torch lacks these operations for some dtypes and layouts
-        raise IncompatibleCheckpointError(
-            f"{name} is a tensor of layout {a.read().layout}, of a kind that is not compared ({error!s:.200}). Choose "
-            f"others with --keys, or load the files with load_file() and compare it dense."
-        ) from error
-    yield from zip(*(each.reshape(-1).split(_BLOCK_NUMEL) for each in values), strict=True)
-
-
-def _coordinates(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor if tensor.layout == torch.sparse_coo else tensor.to_sparse_coo()).coalesce()
-
-
-def _aligned(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if a.sparse_dim() != b.sparse_dim():
-        raise RuntimeError(f"{a.sparse_dim()} of its dims are sparse, and {b.sparse_dim()} in the other file")
-    places = torch.cat([a.indices(), b.indices()], dim=1)
-    if not places.shape[1]:
-        return a.values(), b.values()
-    # The inverse of `unique` maps each index of both tensors to its place in the union.
-    known, order = torch.unique(places, dim=1, return_inverse=True)
-    found: list[torch.Tensor] = []
-    for tensor, own in ((a, order[: a.indices().shape[1]]), (b, order[a.indices().shape[1] :])):
-        values = torch.zeros((known.shape[1], *tensor.values().shape[1:]), dtype=tensor.dtype)
-        values[own] = tensor.values()
-        found.append(values)
-    return found[0], found[1]

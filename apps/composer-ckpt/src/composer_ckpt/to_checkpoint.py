@@ -1,9 +1,8 @@
 """Planning of a Composer checkpoint: a `.pt`, per-rank files, a sharded folder, or weights alone as `.safetensors`."""
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,55 +20,46 @@ from composer_checkpoint.tensors import (
     tensors_in,
 )
 from composer_ckpt.folders import saved_description
-from composer_ckpt.output import MismatchError
+from composer_ckpt.options import ConvertOptions
+from composer_ckpt.output import MismatchError, first_few
 from composer_ckpt.plans import Plan, Progress
 from composer_ckpt.selection import renamed_by
-from composer_ckpt.weights import chosen_weights, notes_on_the_rest
-
-__all__ = ["plan_checkpoint"]
+from composer_ckpt.weights import choose_weights, notes_on_the_rest
 
 _PREFIX = "model."
-_MAX_NAMES = 5
 _ALWAYS = ("integrations", "metadata")  # kept with weights alone
 Weights = dict[str, StoredTensor]
 
 
-def plan_checkpoint(source: TensorSource, target: Target, options: argparse.Namespace) -> Plan:
-    """Plan a checkpoint.
-
-    Args:
-        source: The open source.
-        target: `'pt'`, `'local'`, `'dcp'` or `'safetensors'`.
-        options: Options of `convert`.
-    """
-    weights, renamed, cast = chosen_weights(source, options)
+def plan_checkpoint(source: TensorSource, options: ConvertOptions) -> Plan:
+    """Plan a checkpoint of the format `options.to`."""
+    chosen = choose_weights(source, options)
     notes = notes_on_the_rest(source)
-    tree = _tree(source, options, weights, notes)
-    weights = tree["state"]["model"]
+    target = cast(Target, options.to)
+    tree = _tree(source, options, chosen.tensors, notes)
+    weights: Weights = tree["state"]["model"]
     aliases = aliases_of(weights)
     own = {name: tensor for name, tensor in weights.items() if name not in aliases}
     content = own if target == "safetensors" else tree
     refuse_unfit(content, target, options.target, what=f"--to {target}", aliases=aliases)
     if target == "dcp":
         notes += _notes_on_keys(tree)
-    if target == "safetensors":
-        files = {Path(options.target).name: own}
-    else:
+    written = own
+    if target != "safetensors":
         every = tensors_in(tree)
         repeated = aliases_of(every)
-        files = {Path(options.target).name: {name: tensor for name, tensor in every.items() if name not in repeated}}
-    info = _info(source)
+        written = {name: tensor for name, tensor in every.items() if name not in repeated}
     return Plan(
-        options.source,
-        options.target,
-        (source.format, target),
-        files,
-        lambda progress: _write(tree, target, own, aliases, info, options, progress),
-        cast,
-        {},
-        renamed,
-        notes,
-        max((tensor.size_bytes for tensor in source.tensors.values()), default=0),
+        source=options.source,
+        target=options.target,
+        formats=(source.format, target),
+        files={Path(options.target).name: written},
+        write=lambda progress: _write(tree, own, aliases, _info(source), options, progress),
+        largest_source=max((tensor.size_bytes for tensor in source.tensors.values()), default=0),
+        cast=chosen.cast,
+        renamed=chosen.renamed,
+        names_with_nan=chosen.names_with_nan,
+        warnings=notes,
     )
 
 
@@ -86,11 +76,10 @@ def _notes_on_keys(tree: Mapping[str, Any]) -> list[str]:
                 note(place, item)
 
     note("", tree)
-    more = f" and {len(changed) - _MAX_NAMES} more" if len(changed) > _MAX_NAMES else ""
-    return [f"keys that are no texts become texts: {', '.join(changed[:_MAX_NAMES])}{more}"] if changed else []
+    return [f"keys that are not strings become strings: {first_few(changed)}"] if changed else []
 
 
-def _tree(source: TensorSource, options: argparse.Namespace, weights: Weights, notes: list[str]) -> dict[str, Any]:
+def _tree(source: TensorSource, options: ConvertOptions, weights: Weights, notes: list[str]) -> dict[str, Any]:
     state: dict[str, Any] = {"model": weights}
     if source.format == "hf":
         saved = saved_description(source, options)
@@ -118,7 +107,7 @@ def _tree(source: TensorSource, options: argparse.Namespace, weights: Weights, n
 
 
 def _named_as_in_composer(
-    weights: Weights, saved: Mapping[str, Any], options: argparse.Namespace, notes: list[str]
+    weights: Weights, saved: Mapping[str, Any], options: ConvertOptions, notes: list[str]
 ) -> Weights:
     """Return a folder's weights as named in memory by the installed transformers, below `model.`."""
     # Imported late, since only folders need transformers.
@@ -133,7 +122,7 @@ def _named_as_in_composer(
         saved["model"]["trained_beside_adapter"] = trained_beside_adapter(named)
         return named
     if not metadata.model_class or options.include or options.exclude:
-        notes.append("nobody has looked whether the weights are all that the model needs")
+        notes.append("the weights were not compared with those that the model needs")
         return {f"{_PREFIX}{name}": tensor for name, tensor in weights.items()}
     model = meta_model(metadata, trust_remote_code=options.trust_remote_code)
     return {f"{_PREFIX}{name}": tensor for name, tensor in in_memory_weights(weights, model).items()}
@@ -147,23 +136,21 @@ def _info(source: TensorSource) -> dict[str, Any]:
 
 def _write(
     tree: dict[str, Any],
-    target: str,
     own: Weights,
     aliases: Mapping[str, str],
     info: Mapping[str, Any],
-    options: argparse.Namespace,
+    options: ConvertOptions,
     progress: Progress,
 ) -> None:
-    need = sum(tensor.size_bytes for tensor in own.values())
-    if target == "local":
+    if options.to == "local":
         _write_local(tree, info, options, progress)
         return
-    with write_atomically(
-        options.target, overwrite=options.overwrite, folder=target == "dcp", need_bytes=need, keep_others=True
-    ) as unfinished:
-        if target == "pt":
+    need = sum(tensor.size_bytes for tensor in own.values())
+    settings: dict[str, Any] = {"overwrite": options.overwrite, "folder": options.is_folder, "keep_others": True}
+    with write_atomically(options.target, need_bytes=need, **settings) as unfinished:
+        if options.to == "pt":
             stream_pt(tree, unfinished, info=info, progress=progress)
-        elif target == "dcp":
+        elif options.to == "dcp":
             unfinished.rmdir()  # `stream_sharded` creates the folder itself
             stream_sharded(tree, unfinished, num_files=options.world_size or 1, info=info, progress=progress)
         else:
@@ -172,17 +159,10 @@ def _write(
             _read_back(unfinished)
 
 
-def _write_local(
-    tree: dict[str, Any], info: Mapping[str, Any], options: argparse.Namespace, progress: Progress
-) -> None:
-    stream_local(
-        tree,
-        options.target,
-        world_size=options.world_size,
-        info=info,
-        overwrite=options.overwrite,
-        progress=progress,
-    )
+def _write_local(tree: dict[str, Any], info: Mapping[str, Any], options: ConvertOptions, progress: Progress) -> None:
+    assert options.world_size is not None  # checked with the options
+    settings: dict[str, Any] = {"info": info, "overwrite": options.overwrite, "progress": progress}
+    stream_local(tree, options.target, world_size=options.world_size, **settings)
     files = [Path(options.target.replace("{rank}", str(rank))) for rank in range(options.world_size)]
     try:
         for path in files if not options.no_verify else ():

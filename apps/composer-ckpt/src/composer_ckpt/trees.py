@@ -5,8 +5,6 @@ from typing import Any
 
 from composer_ckpt.output import counted, format_size
 
-__all__ = ["draw_tree"]
-
 
 def draw_tree(tensors: Sequence[Mapping[str, Any]], limit: int | None = None) -> list[str]:
     r"""Return lines with the shape, dtype and size of each tensor, and the total of each branch.
@@ -75,7 +73,6 @@ class _Branch:
 
 
 def _chain(key: str, branch: _Branch) -> tuple[str, _Branch]:
-    """Join branches that have a single branch and no tensors."""
     while len(branch.children) == 1 and not branch.leaves:
         ((below, child),) = branch.children.items()
         key, branch = f"{key}{below}", child

@@ -1,60 +1,61 @@
 """Weights of a checkpoint under the names and in the precision of the target."""
 
-import argparse
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import torch
 
 from composer_checkpoint import CorruptCheckpointError
 from composer_checkpoint.tensors import StoredTensor, TensorSource, tensors_in
-from composer_ckpt.dtypes import has_numbers
-from composer_ckpt.output import UsageError, counted
-from composer_ckpt.plans import casts
+from composer_ckpt.dtypes import BLOCK_NUMEL, dtype_name, has_numbers
+from composer_ckpt.options import ConvertOptions
+from composer_ckpt.output import UsageError, first_few
 from composer_ckpt.selection import cast, rename, renamed_by, select
-
-__all__ = ["chosen_weights", "notes_on_nan", "notes_on_the_rest", "without_wrappers"]
-
-_MAX_NAMES = 5
-_PIECE = 1 << 20  # elements
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
-def chosen_weights(
-    source: TensorSource, options: argparse.Namespace
-) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, int]]:
-    """Return the weights to convert, new names by old ones, and the number of weights for each change of dtype.
+@dataclass(frozen=True, slots=True)
+class ChosenWeights:
+    """The weights to convert."""
 
-    As the weights are read, the names of those with NaN are added to `options.names_with_nan`.
+    tensors: dict[str, StoredTensor]
+    renamed: dict[str, str]  # new names by old ones
+    cast: dict[str, int]  # number of weights by the change of dtype
+    names_with_nan: dict[str, None]  # filled as the weights are read
 
-    Raises:
-        CorruptCheckpointError: If tensors of an index are missing.
-        UsageError: If there are no weights, or two get the same name.
-    """
-    """
-    """
+
+def choose_weights(source: TensorSource, options: ConvertOptions) -> ChosenWeights:
+    """Return the weights to convert."""
     if source.missing:
         raise CorruptCheckpointError(
             f"{options.source}: {len(source.missing)} tensors of the index are in no file: "
-            f"{', '.join(source.missing[:5])}. Bring the files back, or use another checkpoint."
+            f"{first_few(source.missing)}. Bring the files back, or use another checkpoint."
         )
     weights = dict(source.weights)
     if not weights:
-        some = ", ".join(list(source.tensors)[:5]) or "no tensors"
         raise UsageError(
             f"SRC={options.source!r} has no weights of a model under state/model, model, module or at its top, but "
-            f"{some}. Name another checkpoint."
+            f"{first_few(list(source.tensors)) or 'no tensors'}. Name another checkpoint."
         )
     weights = select(weights, options.include, options.exclude)
     if not weights:
         raise UsageError("--include and --exclude leave none of the tensors. Choose some.")
     names = rename({name: without_wrappers(name) for name in weights}, options.rename, options.strip_prefix)
     weights = renamed_by(weights, names.__getitem__)
-    renamed = {before: after for before, after in names.items() if before != after}
     converted = cast(weights, options.output_precision)
-    options.names_with_nan = dict[str, None]()
-    looked_at = {name: _noting_nan(name, stored, options.names_with_nan) for name, stored in converted.items()}
-    return looked_at, renamed, casts(weights, converted)
+    changes = Counter(
+        f"{dtype_name(weights[name].dtype)} -> {dtype_name(tensor.dtype)}"
+        for name, tensor in converted.items()
+        if weights[name].dtype != tensor.dtype
+    )
+    nan: dict[str, None] = {}
+    return ChosenWeights(
+        {name: _noting_nan(name, stored, nan) for name, stored in converted.items()},
+        {before: after for before, after in names.items() if before != after},
+        dict(changes),
+        nan,
+    )
 
 
 def _noting_nan(name: str, stored: StoredTensor, found: dict[str, None]) -> StoredTensor:
@@ -62,7 +63,7 @@ def _noting_nan(name: str, stored: StoredTensor, found: dict[str, None]) -> Stor
         return stored
 
     def look(tensor: torch.Tensor) -> torch.Tensor:
-        pieces = tensor.flatten().split(_PIECE)  # in pieces, since `isnan` allocates a mask
+        pieces = tensor.flatten().split(BLOCK_NUMEL)  # in pieces, since `isnan` allocates a mask
         if name not in found and any(bool(piece.float().isnan().any()) for piece in pieces):
             found[name] = None
         return tensor
@@ -75,17 +76,11 @@ def _noting_nan(name: str, stored: StoredTensor, found: dict[str, None]) -> Stor
     )
 
 
-def notes_on_nan(options: argparse.Namespace) -> list[str]:
-    """Return notes on weights with NaN, after all have been read."""
-    names = list(options.names_with_nan)
-    return [f"NaN in {counted(len(names), 'tensor')}, written as it is: {_some(names)}"] if names else []
-
-
 def notes_on_the_rest(source: TensorSource) -> list[str]:
     """Return notes on entries that are not weights of the model and are not written."""
     notes: list[str] = []
     if no_tensors := source.non_weight_entries:
-        notes.append(f"left out of the model, since they are no tensors: {_some(no_tensors)}")
+        notes.append(f"left out of the model, since they are not tensors: {first_few(no_tensors)}")
     tree = source.tree if source.format in ("pt", "pickle") and isinstance(source.tree, dict) else {}
     taken = {id(tensor) for tensor in source.weights.values()}
     others = [
@@ -94,12 +89,8 @@ def notes_on_the_rest(source: TensorSource) -> list[str]:
         if (tensors := tensors_in({key: value})) and not any(id(tensor) in taken for tensor in tensors.values())
     ]
     if others:
-        notes.append(f"left out, since they are beside the model: {_some(others)}")
+        notes.append(f"left out, since they are beside the model: {first_few(others)}")
     return notes
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
 
 
 def without_wrappers(name: str) -> str:

@@ -105,7 +105,6 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _meet(timeout_s: float) -> None:
-    """Wait for all ranks and name the missing ones."""
     try:
         # The only barrier that reports which ranks are missing; only gloo has it.
         tdist.monitored_barrier(group=cpu_group(None), timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
@@ -126,7 +125,6 @@ def _digests_agree(flat: Mapping[str, str]) -> bool:
 
 
 def _flatten(facts: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
-    """Return the facts in one level, as text; `{"a": {"b": 1}}` becomes `{"a.b": "1"}`."""
     flat: dict[str, str] = {}
     for key, value in facts.items():
         name = f"{prefix}{key}"
@@ -138,7 +136,6 @@ def _flatten(facts: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _differences(facts_of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return a line for each fact that is not the same everywhere."""
     names = dict.fromkeys(name for facts in facts_of_ranks for name in facts)  # a dict keeps rank 0's order
     lines = []
     for name in names:
@@ -286,7 +283,6 @@ def _leave_together(name: str, dir_path: str | None, outcome: str, timeout: floa
 
 
 def _write(name: str, dir_path: str | None, text: str) -> str:
-    """Create the folder, write the file atomically on local rank 0, and return its path."""
     folder = os.getcwd() if dir_path is None else dir_path
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, name)

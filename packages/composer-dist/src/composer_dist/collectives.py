@@ -102,8 +102,12 @@ def broadcast_object_list(object_list: list[Any], src: int = 0, group: "ProcessG
         ValueError: On every rank of the group, if `src` is not a member.
         RuntimeError: If several processes were started without a process group.
     """
-    if is_initialized():
-        _check_source(src, group)
+    # Checked on every member of the group, so that none waits for a rank that never sends.
+    if is_initialized() and tdist.get_rank(group) >= 0 and src not in (ranks := tdist.get_process_group_ranks(group)):
+        raise ValueError(
+            f"src={src!r} is not a rank of the group, which has the global ranks {ranks}. Pass one of them: src counts "
+            "among all ranks, not inside the group."
+        )
     if not _is_alone(group):
         send_objects(object_list, src, group)
 
@@ -164,18 +168,6 @@ def _is_alone(group: "ProcessGroup | None") -> bool:
         "so the ranks cannot reach each other. Call initialize_dist() first, in processes started by the `composer` "
         "launcher or by torchrun, or unset WORLD_SIZE to train in one process."
     )
-
-
-def _check_source(src: int, group: "ProcessGroup | None") -> None:
-    """Raise on every member of the group if `src` is not one of its ranks."""
-    if tdist.get_rank(group) < 0:
-        return  # not a member, so it receives nothing
-    ranks = tdist.get_process_group_ranks(group)
-    if src not in ranks:
-        raise ValueError(
-            f"src={src!r} is not a rank of the group, which has the global ranks {ranks}. Pass one of them: src counts "
-            "among all ranks, not inside the group."
-        )
 
 
 # Weak keys: the entry of a destroyed group goes with it.

@@ -62,7 +62,12 @@ class DeepSpeed:
     prepares_before_load = True
 
     def __init__(self, device: Device, config: Mapping[str, Any], *, find_unused_parameters: bool = False) -> None:
-        _check_installed()
+        if find_spec("deepspeed") is None:  # an import would take a second
+            raise ImportError(
+                "deepspeed_config was given, but the package 'deepspeed' is not installed. It comes with the extra "
+                "'deepspeed': run `pip install 'composer-dist[deepspeed]'`.",
+                name="deepspeed",
+            )
         if isinstance(device, DeviceCPU) and config.get("fp16", {}).get("enabled", False):
             raise ValueError(
                 f"deepspeed_config['fp16']={config['fp16']!r}: DeepSpeed does not train in float16 on a CPU. Use "
@@ -266,15 +271,6 @@ class DeepSpeed:
         deepspeed_state.scatter_optimizer(self.engine, self._parameters, state_dict)
 
 
-def _check_installed() -> None:
-    if find_spec("deepspeed") is None:  # an import would take a second
-        raise ImportError(
-            "deepspeed_config was given, but the package 'deepspeed' is not installed. It comes with the extra "
-            "'deepspeed': run `pip install 'composer-dist[deepspeed]'`.",
-            name="deepspeed",
-        )
-
-
 def _the_one(optimizers: Sequence[Optimizer]) -> Optimizer:
     """Return the only optimizer; raise if there are several, or if it evaluates the loss itself."""
     if len(optimizers) != 1:
@@ -350,11 +346,6 @@ def check_deepspeed_fits(
     *, parallelism_config: object, has_train_dataloader: bool, callbacks: Iterable[object] = ()
 ) -> None:
     """Validate that nothing else contradicts a DeepSpeed configuration.
-
-    Args:
-        parallelism_config: The configuration of FSDP or tensor parallelism, or `None`.
-        has_train_dataloader: Whether the training data is known already; batch sizes are read from it.
-        callbacks: Callbacks of the run; `OptimizerMonitor` would read gradients that DeepSpeed has dropped.
 
     Raises:
         ValueError: If one of them is incompatible with DeepSpeed.
@@ -564,7 +555,7 @@ class UnusedParameters:
         self._used.clear()
 
     def _keep(self, optimizer: Optimizer, *_: Any) -> None:
-        for tensor in _tensors(optimizer):
+        for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
             for parameter, where in self._slices[tensor]:
                 if parameter in self._used:
                     continue
@@ -582,11 +573,6 @@ class UnusedParameters:
         self._before.clear()
 
 
-def _tensors(optimizer: Optimizer) -> Iterable[torch.Tensor]:
-    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
-
-
 def _state_like(tensor: torch.Tensor, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Return the optimizer's per-element state of a tensor."""
     state = optimizer.state.get(tensor, {})
     return {key: value for key, value in state.items() if torch.is_tensor(value) and value.shape == tensor.shape}

@@ -14,21 +14,11 @@ step, the float32 copies of stage 0, and a parameter's position in a flat tensor
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as tdist
 from torch.nn import Parameter
-
-__all__ = [
-    "ParameterGroups",
-    "find_in_optimizer",
-    "forget_trial_step",
-    "gather_optimizer",
-    "gather_weights",
-    "scatter_optimizer",
-    "scatter_weights",
-]
 
 ParameterGroups = list[list[Parameter]]
 """The parameters of each of an optimizer's groups, in their original order."""
@@ -156,7 +146,6 @@ def _is_parameter(own: Mapping[str, Any], name: str) -> bool:
 
 
 def _shape(tensor: torch.Tensor) -> torch.Size:
-    """Return the full shape of a tensor, even if the rank has only a slice of it."""
     return getattr(tensor, "ds_shape", tensor.shape)
 
 
@@ -180,35 +169,15 @@ def _check_names_and_shapes(
         raise RuntimeError("\n".join([f"Error(s) in loading state_dict for {model}:", *faults]))
 
 
-class _Masters(Protocol):
-    """The tensors that the engine's optimizer updates, viewed as one full tensor per parameter."""
-
-    are_sliced: bool
-    """Whether the parameters of the model are only slices."""
-
-    def weight(self, tensor: torch.Tensor) -> torch.Tensor: ...
-
-    def set_weight(self, parameter: Parameter, value: torch.Tensor) -> None: ...
-
-    def place(self, parameter: Parameter) -> tuple[torch.Tensor, slice] | None: ...
-
-    def keys(self, parameter: Parameter) -> list[str]: ...
-
-    def state(self, parameter: Parameter, key: str) -> Any: ...
-
-    def make_room(self, states: Mapping[Parameter, Mapping[str, Any]]) -> None: ...
-
-    def set_state(self, parameter: Parameter, key: str, value: torch.Tensor) -> None: ...
-
-
-def _masters(engine: Any) -> _Masters:
+def _masters(engine: Any) -> "_Whole | _Zero":
+    """Return the tensors that the engine's optimizer updates, viewed as one full tensor per parameter."""
     return _Whole(engine) if engine.zero_optimization_stage() == 0 else _Zero(engine)
 
 
 class _Whole:
     """Stage 0: each rank has everything."""
 
-    are_sliced = False
+    are_sliced = False  # whether the parameters of the model are only slices
 
     def __init__(self, engine: Any) -> None:
         self._optimizer: torch.optim.Optimizer = engine.basic_optimizer
@@ -364,7 +333,6 @@ def _copy(value: Any) -> Any:
 
 
 def _like(parameter: Parameter, value: torch.Tensor) -> torch.Tensor:
-    """Return the value in the form that the engine's functions expect."""
     return value.detach().to(device=parameter.device, dtype=torch.float32)
 
 

@@ -445,7 +445,6 @@ def validate_precision(precision: str | Precision, device: Device) -> None:
 
 
 def _device_type_in_use() -> str:
-    """Return the device type that tensors are most likely on."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         return accelerator.type

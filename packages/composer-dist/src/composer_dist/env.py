@@ -178,7 +178,6 @@ def _integer(variable: str, text: str) -> int:
 
 
 def _from_other_launchers(variable: str) -> int | None:
-    """Return the value that torchrun, Slurm or Open MPI set, or `None`."""
     for name in _OTHER_LAUNCHERS.get(variable, ()):
         text = os.environ.get(name, "")
         if text.isdecimal():  # Slurm also writes '4(x2)', which fits no single node

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["install", "record_exception"]
-
 _VARIABLES = ("COMPOSER_ERROR_FILE", "TORCHELASTIC_ERROR_FILE")
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]

@@ -59,7 +59,12 @@ def initialize_dist(device: str | Device | None = None, timeout: float = DEFAULT
     error_file.install()  # first, so that the launcher also sees the errors raised below
     device = get_device(device)
     if not tdist.is_available():
-        _refuse_several_ranks()
+        world_size = os.environ.get("WORLD_SIZE", "1")
+        if world_size != "1":
+            raise RuntimeError(
+                f"WORLD_SIZE={world_size!r}, but torch was built without its distributed package. Install a build that "
+                "has it, or unset WORLD_SIZE to train in one process."
+            )
         return
     _timeout_s = timeout
     if tdist.is_initialized():
@@ -68,22 +73,14 @@ def initialize_dist(device: str | Device | None = None, timeout: float = DEFAULT
     check_environment(os.environ)
     _warn_of_separate_runs(os.environ)
     _make_group(device, timedelta(seconds=timeout))
-    atexit.register(_leave, ref(_world()))
+    group = tdist.group.WORLD
+    assert group is not None
+    atexit.register(_leave, ref(group))
 
 
 def get_timeout() -> float:
     """Return the timeout of the ranks in seconds, as passed to `initialize_dist`."""
     return _timeout_s
-
-
-def _refuse_several_ranks() -> None:
-    """Raise if the environment declares several ranks, which this build of torch cannot connect."""
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size != "1":
-        raise RuntimeError(
-            f"WORLD_SIZE={world_size!r}, but torch was built without its distributed package. Install a build that "
-            "has it, or unset WORLD_SIZE to train in one process."
-        )
 
 
 def _warn_of_separate_runs(environ: Mapping[str, str]) -> None:
@@ -101,7 +98,6 @@ def _warn_of_separate_runs(environ: Mapping[str, str]) -> None:
 
 
 def _check_backend(device: Device) -> None:
-    """Raise if the existing process group has no backend for the device."""
     wanted = device.dist_backend or "gloo"
     config, name = tdist.get_backend_config(), tdist.get_backend()
     backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
@@ -156,12 +152,6 @@ def _attempt_store(environ: Mapping[str, str], timeout: timedelta) -> "Store":
     )
     prefix = f"composer/{environ['TORCHELASTIC_RUN_ID']}/attempt_{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return tdist.PrefixStore(prefix, client)  # pyright: ignore[reportPrivateImportUsage]  # documented there
-
-
-def _world() -> "ProcessGroup":
-    group = tdist.group.WORLD
-    assert group is not None
-    return group
 
 
 def _leave(made_here: "ref[ProcessGroup]") -> None:

@@ -98,8 +98,7 @@ def get_rng_state() -> list[dict[str, Any]]:
     """Return the state of every rank's generators, in rank order. Every rank must call this.
 
     Returns:
-        For each rank a dict with `python`, `torch`, `numpy` if it is installed, and `cuda` if it is in use. Values
-        are
+        For each rank a dict with `python`, `torch`, `numpy` if it is installed, and `cuda` if it is in use. Values are
             tensors and plain Python values, which `torch.load` reads with `weights_only=True`.
     """
     return all_gather_object(_local_state())
@@ -125,8 +124,13 @@ def load_rng_state(rng_state_dicts: Sequence[Mapping[str, Any]]) -> None:
             f"rng_state_dicts={rng_state_dicts!r} holds no rank's random state. Pass what get_rng_state() returned, "
             "which has one entry for each rank, or leave the generators as they are."
         )
-    if rank < saved:  # checked before anything is restored, so that an error changes nothing
-        _check_state(rng_state_dicts[rank], rank)
+    own = rng_state_dicts[rank] if rank < saved else None
+    # Checked before anything is restored, so that an error changes nothing.
+    if own is not None and (missing := [key for key in ("python", "torch") if key not in own]):
+        raise ValueError(
+            f"rng_state_dicts[{rank}] has no {' and no '.join(map(repr, missing))}, only {sorted(own)}. An entry is a "
+            "dict as get_rng_state() returns it for each rank; pass those."
+        )
     if world_size != saved:
         kept = f" Ranks {saved} and up keep their own." if world_size > saved else ""
         warnings.warn(
@@ -134,9 +138,8 @@ def load_rng_state(rng_state_dicts: Sequence[Mapping[str, Any]]) -> None:
             f"differs from what the saved run would have drawn.{kept} To repeat that run, use {saved} ranks.",
             stacklevel=2,
         )
-    if rank < saved:
-        for complaint in _load_local_state(rng_state_dicts[rank]):
-            warnings.warn(complaint, stacklevel=2)
+    for complaint in [] if own is None else _load_local_state(own):
+        warnings.warn(complaint, stacklevel=2)
 
 
 @contextmanager
@@ -172,15 +175,6 @@ def _local_state() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # reading the state would initialize CUDA
         state["cuda"] = torch.cuda.get_rng_state()
     return state
-
-
-def _check_state(state: Mapping[str, Any], rank: int) -> None:
-    missing = [key for key in ("python", "torch") if key not in state]
-    if missing:
-        raise ValueError(
-            f"rng_state_dicts[{rank}] has no {' and no '.join(map(repr, missing))}, only {sorted(state)}. An entry is "
-            "a dict as get_rng_state() returns it for each rank; pass those."
-        )
 
 
 def _load_local_state(state: Mapping[str, Any]) -> list[str]:

@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["clean_stale_shared_memory", "find_stale_shared_memory", "tidy_shared_memory"]
-
 _log = logging.getLogger(__name__)
 
 _FOLDER = Path("/dev/shm")
@@ -100,7 +98,6 @@ def _sees_all_users() -> bool:
 
 
 def _own_segments() -> Iterator[tuple[Path, str]]:
-    """Yield this user's shared memory segments, each with its dataset's number."""
     try:
         names = sorted(os.listdir(_FOLDER))
     except OSError:

@@ -3,24 +3,24 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from types import MethodType
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd import profiler
 from torch.optim import Optimizer
 
-from composer_dist._fast_optimizer import unwatched_step, zero_grad
+# PyTorch has no public way to tell whether optimizer hooks or a profiler are active.
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
 from composer_dist.devices import Device
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = [
-    "Strategy",
-    "SingleDevice",
-]
+__all__ = ["Strategy", "SingleDevice"]
 
 TNumber = TypeVar("TNumber", int, float)
+_ZERO_GRAD = Optimizer.zero_grad  # kept to notice a replaced method
+_WRAPPER = Optimizer.profile_hook_step(lambda self: None).__code__  # shared by every wrapped `step`
 _NOTHING = nullcontext()  # stateless and reentrant, so one instance serves every microbatch
 
 
@@ -268,13 +268,17 @@ class SingleDevice:
     ) -> Any:
         """Take an optimizer step, through the gradient scaler if one scaled the losses."""
         # A scaler skips the step if a gradient overflowed, so it must call the optimizer itself.
-        # Without PyTorch's profiler range, which costs more than a small model's forward pass.
-        step = unwatched_step(optimizer) if scaler is None else partial(scaler.step, optimizer)
+        step = _unprofiled_step(optimizer) if scaler is None else partial(scaler.step, optimizer)
         return step() if closure is None else step(closure=closure)
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Drop the gradients of an optimizer's parameters."""
-        zero_grad(optimizer)
+        if getattr(optimizer.zero_grad, "__func__", None) is not _ZERO_GRAD:  # overridden by a subclass or replaced
+            optimizer.zero_grad()
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def sum(self, values: Sequence[TNumber]) -> Sequence[TNumber]:
         """Return the counts unchanged."""
@@ -315,3 +319,23 @@ def _refuse_meta(model: torch.nn.Module, device: Device) -> None:
             f"the model's {', '.join(map(repr, names[:3]))}{more} are on the meta device, where they have no values to "
             "train. Build the model on a real device, or call model.to_empty(device='cpu') and initialize it."
         )
+
+
+def _unprofiled_step(optimizer: Any) -> Callable[..., Any]:
+    """Return an optimizer's `step` without PyTorch's profiler range, if no hook or profiler is active.
+
+    The range takes longer than a small model's whole forward pass. A `step` that something else has wrapped or
+    replaced, such as a learning rate scheduler, is returned unchanged.
+    """
+    step = optimizer.step
+    wrapper = getattr(step, "__func__", None)
+    is_watched = (
+        profiler._is_profiler_enabled
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+    if getattr(wrapper, "__code__", None) is not _WRAPPER or is_watched:
+        return step
+    return MethodType(wrapper.__wrapped__, optimizer)  # pyright: ignore[reportOptionalMemberAccess]  # checked by its code

@@ -66,8 +66,10 @@ def run_ranks(
         raise ValueError(f"store={str(store)!r} exists: ranks of an earlier run met there. Choose another name.")
     if "." in body.__qualname__:
         raise ValueError(f"body={body!r} is not at the top level of a file. Define it there, and pass what it needs.")
-    call = _Call(body.__module__, inspect.getfile(body), body.__name__, pickle.dumps(args))
-    environ = dict(os.environ)  # the fork server keeps the environment of the first call
+    call = (body.__module__, inspect.getfile(body), body.__name__, pickle.dumps(args))
+    size = str(world_size)
+    # The whole environment, since the fork server keeps that of the first call, with a launcher's variables.
+    environ = {**os.environ, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "NODE_RANK": "0"}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOADED, *(name for name in _PRELOADED_AFTER if name in sys.modules)])
     ranks: list[_Rank] = []
@@ -76,13 +78,14 @@ def run_ranks(
         for rank in range(world_size):
             reader, writer = context.Pipe(duplex=False)
             stacks = Path(notes.name, f"rank{rank}")
-            settings = _Settings(rank, world_size, str(store), timeout_s, environ, stacks)
+            own = environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            task = _Task(rank, world_size, str(store), timeout_s, own, stacks, *call)
             # Daemonic processes may not start children.
-            process = context.Process(target=_run, args=(settings, call, writer), daemon=False)
+            process = context.Process(target=_run, args=(task, writer), daemon=False)
             process.start()
             writer.close()  # the child holds the other copy, so that its death closes the pipe
             ranks.append(_Rank(rank, process, reader, stacks))
-        results = _collect(ranks, timeout_s)
+        results = _results(ranks, _collect(ranks, timeout_s), timeout_s)
         for finished in ranks:
             finished.process.join(_GOODBYE_S)
         return results
@@ -95,8 +98,8 @@ def run_ranks(
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
-    """A rank's place in the group, and its limits."""
+class _Task:
+    """A rank's place in the group, its limits, and the body by its location."""
 
     rank: int
     world_size: int
@@ -104,16 +107,10 @@ class _Settings:
     timeout_s: float
     environ: dict[str, str]
     stacks: Path  # the file for the rank's stack traces
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The body by its location, and its pickled arguments, which may need the body's module to load."""
-
     module: str
     file: str
     name: str
-    args: bytes
+    args: bytes  # pickled, since they may need the body's module to load
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +132,7 @@ class _Answer:
     time_s: float = 0.0
 
 
-def _collect(ranks: list[_Rank], timeout_s: float) -> list[Any]:
+def _collect(ranks: list[_Rank], timeout_s: float) -> dict[int, _Answer]:
     answers: dict[int, _Answer] = {}
     deadline = time.monotonic() + timeout_s
     while len(answers) < len(ranks):
@@ -143,19 +140,26 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> list[Any]:
         # Processes forked by a rank hold its pipe open, but the sentinel still shows its death.
         handles = [handle for rank in waiting for handle in (rank.reader, rank.process.sentinel)]
         ready = wait(handles, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
         for rank in waiting:
             if rank.reader in ready or rank.process.sentinel in ready:
                 answers[rank.rank] = _answer(rank)
-        failed = any(answer.failure is not None for answer in answers.values())
-        if failed and ready:
+        if any(answer.failure is not None for answer in answers.values()):
             deadline = min(deadline, time.monotonic() + _AFTERMATH_S)
-        if not ready:
-            break
-    _raise_failures(answers)
-    missing = sorted(rank.rank for rank in ranks if rank.rank not in answers)
-    if missing:
-        stacks = "".join(f"\nrank {rank.rank} was at:\n{_stacks(rank)}" for rank in ranks if rank.rank in missing)
-        raise AssertionError(f"ranks {missing} did not finish within {timeout_s} s and were killed.{stacks}")
+    return answers
+
+
+def _results(ranks: list[_Rank], answers: dict[int, _Answer], timeout_s: float) -> list[Any]:
+    """Return the results in rank order, or raise an `AssertionError` with what the ranks have told."""
+    # The earliest failure first; a death without an answer has time 0 and precedes all.
+    failures = sorted((answer.time_s, rank, answer.failure) for rank, answer in answers.items() if answer.failure)
+    if failures:
+        raise AssertionError("\n".join(f"rank {rank} {failure}" for _, rank, failure in failures))
+    if missing := [rank for rank in ranks if rank.rank not in answers]:
+        stacks = "".join(f"\nrank {rank.rank} was at:\n{_stacks(rank)}" for rank in missing)
+        numbers = [rank.rank for rank in missing]
+        raise AssertionError(f"ranks {numbers} did not finish within {timeout_s} s and were killed.{stacks}")
     return [answers[rank.rank].value for rank in ranks]
 
 
@@ -172,7 +176,6 @@ def _stacks(rank: _Rank) -> str:
 
 
 def _children_of(pid: int | None) -> list[int]:
-    """Return the child processes of a process, on systems with `/proc`."""
     listed: list[int] = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
@@ -198,38 +201,30 @@ def _answer(rank: _Rank) -> _Answer:
         )
 
 
-def _raise_failures(answers: dict[int, _Answer]) -> None:
-    """Raise if a rank failed, earliest failure first; a death without an answer has time 0 and precedes all."""
-    failures = [(answer.time_s, rank, answer.failure) for rank, answer in answers.items() if answer.failure is not None]
-    if failures:
-        raise AssertionError("\n".join(f"rank {rank} {failure}" for _, rank, failure in sorted(failures)))
-
-
-def _run(settings: _Settings, call: _Call, writer: Connection) -> None:
-    """Join the group as one rank, call the body and send its result."""
+def _run(task: _Task, writer: Connection) -> None:
     import torch  # loaded in the fork server, but perhaps not in the calling process
     import torch.distributed as tdist
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Written by a C thread, so a held GIL does not matter. Processes forked by this rank inherit the signal handler.
-    stacks = settings.stacks.open("a")
-    faulthandler.dump_traceback_later(max(settings.timeout_s - _STACKS_S, settings.timeout_s / 2), file=stacks)
+    stacks = task.stacks.open("a")
+    faulthandler.dump_traceback_later(max(task.timeout_s - _STACKS_S, task.timeout_s / 2), file=stacks)
     faulthandler.register(_TELL, file=stacks)
     try:
         torch.set_num_threads(1)
         # Processes that the body starts use Python's default start method, not the one of this rank.
         multiprocessing.set_start_method(None, force=True)
         os.environ.clear()
-        os.environ.update(settings.environ | _variables(settings))
-        body = _load(call)
-        args = pickle.loads(call.args)
-        store = tdist.FileStore(settings.store, settings.world_size)  # pyright: ignore[reportPrivateImportUsage]  # documented
+        os.environ.update(task.environ)
+        body = _load(task)
+        args = pickle.loads(task.args)
+        store = tdist.FileStore(task.store, task.world_size)  # pyright: ignore[reportPrivateImportUsage]  # documented
         tdist.init_process_group(
             "gloo",
             store=store,
-            rank=settings.rank,
-            world_size=settings.world_size,
-            timeout=timedelta(seconds=_PATIENCE * settings.timeout_s),
+            rank=task.rank,
+            world_size=task.world_size,
+            timeout=timedelta(seconds=_PATIENCE * task.timeout_s),
         )
         tdist.barrier()  # a rank with a short body must not exit while others still connect to it
         writer.send_bytes(pickle.dumps(_Answer(value=body(*args))))
@@ -253,28 +248,16 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _variables(settings: _Settings) -> dict[str, str]:
-    """Return the variables that a launcher sets on a single node."""
-    rank, world_size = str(settings.rank), str(settings.world_size)
-    return {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": world_size,
-        "NODE_RANK": "0",
-    }
-
-
-def _load(call: _Call) -> Callable[..., Any]:
+def _load(task: _Task) -> Callable[..., Any]:
     """Return the body from its file; pytest gives test modules names that no other process can import.
 
     The module keeps its name, which pickles of its classes refer to in both directions.
     """
-    module = sys.modules.get(call.module)  # a script's module is loaded already and must not run again
+    module = sys.modules.get(task.module)  # a script's module is loaded already and must not run again
     if module is None:
-        spec = importlib.util.spec_from_file_location(call.module, call.file)
+        spec = importlib.util.spec_from_file_location(task.module, task.file)
         assert spec is not None
         assert spec.loader is not None
-        module = sys.modules[call.module] = importlib.util.module_from_spec(spec)  # dataclasses look it up here
+        module = sys.modules[task.module] = importlib.util.module_from_spec(spec)  # dataclasses look it up here
         spec.loader.exec_module(module)
-    return getattr(module, call.name)
+    return getattr(module, task.name)

@@ -4,8 +4,8 @@
 - `plan`, `checks`: `ShardingPlan`, all settings in one form, checked against each other.
 - `strategy`: `FSDP`, for a training loop.
 - `sharding`: functions that shard a plain module.
-- `wrap_rules`, `choice`, `activation`, `mixed_precision`, `groups`, `meshes`, `meta_init`, `tensor_parallel`: the
-  implementation of the settings.
+- `wrap_rules`, `unit_selection`, `activation`, `mixed_precision`, `groups`, `meshes`, `meta_init`,
+  `tensor_parallel`: the implementation of the settings.
 - `summon`, `gradients`, `state_dicts`: temporary access to full parameters, full gradients, and checkpoints.
 - `estimation`, `fake_run`, `memory_log`: memory and traffic of a step without a GPU; `cli` is the command
   `composer-fsdp`.
@@ -35,47 +35,27 @@ if TYPE_CHECKING:
     from composer_fsdp.summon import summon_full_params_fsdp2 as summon_full_params_fsdp2
 
 _HOME = {
-    "FSDPConfig": "composer_fsdp.config",
-    "FSDP2Config": "composer_fsdp.config",
-    "TPConfig": "composer_fsdp.config",
-    "ParallelismConfig": "composer_fsdp.config",
-    "parse_parallelism": "composer_fsdp.parse",
-    "ShardingPlan": "composer_fsdp.plan",
-    "make_plan": "composer_fsdp.plan",
-    "FSDP": "composer_fsdp.strategy",
-    "parallelize_model": "composer_fsdp.sharding",
-    "parallelize_composer_model": "composer_fsdp.sharding",
-    "apply_ac": "composer_fsdp.activation",
-    "summon_full_params_fsdp2": "composer_fsdp.summon",
-    "get_summon_params_fn": "composer_fsdp.summon",
-    "explain": "composer_fsdp.estimation",
-    "Explanation": "composer_fsdp.estimation",
-    "estimate": "composer_fsdp.estimation",
-    "Estimate": "composer_fsdp.estimation",
-    "Workload": "composer_fsdp.fake_run",
+    "FSDPConfig": "config",
+    "FSDP2Config": "config",
+    "TPConfig": "config",
+    "ParallelismConfig": "config",
+    "parse_parallelism": "parse",
+    "ShardingPlan": "plan",
+    "make_plan": "plan",
+    "FSDP": "strategy",
+    "parallelize_model": "sharding",
+    "parallelize_composer_model": "sharding",
+    "apply_ac": "activation",
+    "summon_full_params_fsdp2": "summon",
+    "get_summon_params_fn": "summon",
+    "explain": "estimation",
+    "Explanation": "estimation",
+    "estimate": "estimation",
+    "Estimate": "estimation",
+    "Workload": "fake_run",
 }
 
-__all__ = [
-    "FSDPConfig",
-    "FSDP2Config",
-    "TPConfig",
-    "ParallelismConfig",
-    "parse_parallelism",
-    "ShardingPlan",
-    "make_plan",
-    "FSDP",
-    "parallelize_model",
-    "parallelize_composer_model",
-    "apply_ac",
-    "summon_full_params_fsdp2",
-    "get_summon_params_fn",
-    "explain",
-    "Explanation",
-    "estimate",
-    "Estimate",
-    "Workload",
-    "__version__",
-]
+__all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]  # declared in the block above
 
 __version__: str
 
@@ -87,7 +67,7 @@ def __getattr__(name: str) -> object:
         return version("composer-fsdp")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     return value
 
 

@@ -98,7 +98,7 @@ def chosen_for_checkpointing(model: nn.Module, check_fn: Callable[[nn.Module], b
         function = check_fn or getattr(child, "activation_checkpointing_fn", own_function)
         if function is not None and not callable(function):
             raise TypeError(
-                f"activation_checkpointing_fn={function!r} is no function. Give one that says True of the modules "
+                f"activation_checkpointing_fn={function!r} is not a function. Give one that says True of the modules "
                 f"whose activations are computed again, and False of others."
             )
         for module in child.modules():

@@ -13,57 +13,51 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp.config import FILLS_UP, FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig, check_degree
 
-__all__ = [
-    "HYBRID_STRATEGIES",
-    "PREFETCHES",
-    "STRATEGIES",
-    "check_flags",
-    "check_fsdp",
-    "check_mesh",
-    "check_reshard",
-    "check_tensor_parallel",
-    "number_of_parameters",
-    "one_of",
-    "warn_ignored_options",
-    "warn",
-]
-
 log = getLogger(__name__)
 
 HYBRID_STRATEGIES = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRID_STRATEGIES)
-PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NONE")
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "sharding_strategy": STRATEGIES,
+    "backward_prefetch": ("BACKWARD_PRE", "BACKWARD_POST", "NONE"),
+    "tie_policy": ("error", "group"),
+    "activation_checkpointing": (False, True, "selective"),
+    "state_dict_type": ("full", "sharded", "local"),
+    "grad_sync": ("group", "world"),
+    "cpu_offload": (True, False),
+}
+"""The values of settings that have few, those of a single unit among them."""
 _STRICT_VARIABLE = "COMPOSER_STRICT_COMPAT"
 _MORE_THAN_FLAGS = ("activation_checkpointing", "reshard_after_forward")
 
 
-def check_flags(config: FSDPConfig | FSDP2Config) -> None:
-    """Validate boolean settings, rejecting values such as the string `'false'`.
-
-    Raises:
-        ValueError: If a boolean setting has another value. The message names the setting.
-    """
+def check_values(config: FSDPConfig | FSDP2Config) -> None:
+    """Validate each setting by itself."""
     for entry in fields(config):
-        if not isinstance(entry.default, bool) or entry.name in _MORE_THAN_FLAGS:
-            continue
-        # Compared by equality, so that 0 and 1 are accepted too.
-        if (value := getattr(config, entry.name)) not in (True, False, None):
-            raise ValueError(f"{entry.name}={value!r} is neither True nor False. Give one of them, without quotes.")
+        name, value = entry.name, getattr(config, entry.name)
+        # Flags are compared by equality, so that 0 and 1 are accepted too, and the string 'false' is not.
+        is_flag = isinstance(entry.default, bool) and name not in _MORE_THAN_FLAGS
+        if is_flag and value not in (True, False, None):
+            raise ValueError(f"{name}={value!r} is neither True nor False. Give one of them, without quotes.")
+        if name in ALLOWED and value not in ALLOWED[name] and not (name == "state_dict_type" and value is None):
+            raise ValueError(_not_allowed(name, value))
+        if name.endswith("_prefetch_limit"):
+            check_limit(name, value)
+
+
+def _not_allowed(name: str, value: object) -> str:
+    hint = "fsdp_state_dict_type must be one of" if name == "state_dict_type" else "Use one of"
+    return f"{name}={value!r} is not a valid value. {hint} {', '.join(map(repr, ALLOWED[name]))}."
+
+
+def check_limit(name: str, limit: object) -> None:
+    """Raise a `ValueError` unless a limit is a number of modules."""
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:  # `bool` is a subclass of `int`
+        raise ValueError(f"{name}={limit!r} is not a number of modules: it has to be 1 or more.")
 
 
 def check_fsdp(config: FSDPConfig) -> None:
-    """Validate the values of sharding settings and their combinations.
-
-    Raises:
-        ValueError: If a value is invalid or contradicts another one. The message names the setting.
-    """
-    one_of(config, "sharding_strategy", STRATEGIES)
-    one_of(config, "backward_prefetch", PREFETCHES)
-    one_of(config, "tie_policy", ("error", "group"))
-    for name in ("backward_prefetch_limit", "forward_prefetch_limit"):
-        limit = getattr(config, name)
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:  # `bool` is a subclass of `int`
-            raise ValueError(f"{name}={limit!r} is not a number of modules: it has to be 1 or more.")
+    """Validate combinations of sharding settings, planners and `ignored_modules`."""
     if config.activation_cpu_offload and not config.use_orig_params:
         raise ValueError(
             "activation_cpu_offload=True is not supported with use_orig_params=False. Use use_orig_params=True, which "
@@ -74,14 +68,16 @@ def check_fsdp(config: FSDPConfig) -> None:
             "load_monolith_rank0_only=True needs sync_module_states=True: only rank 0 reads the checkpoint, and the "
             "other ranks have to receive its weights. Set both, on every rank."
         )
-    _check_planners(config)
-    ignored: Any = config.ignored_modules or ()
-    if not isinstance(ignored, Iterable) or isinstance(ignored, torch.nn.Module):
-        raise ValueError(f"ignored_modules={ignored!r} is no list. Give a list of modules of the model.")
-    config.ignored_modules = tuple(ignored)  # an iterator can be read only once
-    for module in config.ignored_modules:
-        if not isinstance(module, torch.nn.Module):
-            raise ValueError(f"ignored_modules has {module!r}, which is no torch.nn.Module. Give modules of the model.")
+    if config.load_planner is not None or config.save_planner is not None:
+        from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner  # rarely needed
+
+        for name, kind in (("load_planner", LoadPlanner), ("save_planner", SavePlanner)):
+            if not isinstance(planner := getattr(config, name), kind | None):
+                raise ValueError(
+                    f"{name}={planner!r} must be a {kind.__name__} of torch.distributed.checkpoint. Give one, such as "
+                    f"Default{kind.__name__}(), or leave it out."
+                )
+    config.ignored_modules = _modules_in(config.ignored_modules or ())
     if config.cpu_offload:
         if os.environ.get(_STRICT_VARIABLE) == "1":  # Composer refuses the setting
             raise ValueError(
@@ -91,29 +87,18 @@ def check_fsdp(config: FSDPConfig) -> None:
         log.info("cpu_offload=True: weights, gradients and optimizer state stay on the host between uses.")
 
 
-def _check_planners(config: FSDPConfig) -> None:
-    if config.load_planner is None and config.save_planner is None:
-        return
-    from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner  # rarely needed
-
-    for name, kind in (("load_planner", LoadPlanner), ("save_planner", SavePlanner)):
-        if not isinstance(planner := getattr(config, name), kind | None):
-            raise ValueError(
-                f"{name}={planner!r} is no {kind.__name__} of torch.distributed.checkpoint. Give one, such as "
-                f"Default{kind.__name__}(), or leave it out."
-            )
+def _modules_in(ignored: Any) -> tuple[torch.nn.Module, ...]:
+    if not isinstance(ignored, Iterable) or isinstance(ignored, torch.nn.Module):
+        raise ValueError(f"ignored_modules={ignored!r} is not a list. Give a list of modules of the model.")
+    modules = tuple(ignored)  # an iterator can be read only once
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise ValueError(f"ignored_modules has {module!r}, which is not a torch.nn.Module of the model.")
+    return modules
 
 
 def check_reshard(reshard: Any, shard_degree: int | None) -> None:
-    """Validate `reshard_after_forward`.
-
-    Args:
-        reshard: The value to check.
-        shard_degree: The number of ranks over which weights are sharded; `None` if not known yet.
-
-    Raises:
-        ValueError: If the value is neither a bool nor a positive number of ranks, or does not divide `shard_degree`.
-    """
+    """Validate `reshard_after_forward`."""
     # `bool` is a subclass of `int`, so that `isinstance` accepts all three forms.
     if not isinstance(reshard, int) or (reshard is not False and reshard < 1):
         raise ValueError(
@@ -147,8 +132,12 @@ def warn_ignored_options(config: FSDPConfig, stacklevel: int) -> None:
             DeprecationWarning,
         )
     for name in ("te_checkpoint_wrapper", "te_shard_fp8_weight"):
-        if getattr(config, name):
-            _check_transformer_engine(name)
+        if getattr(config, name) and find_spec("transformer_engine") is None:
+            raise ModuleNotFoundError(
+                f"{name}=True needs the package 'transformer_engine', which is not installed. Run "
+                f"`pip install 'transformer-engine[pytorch]'`, or leave the setting out.",
+                name="transformer_engine",
+            )
     if config.te_shard_fp8_weight:
         warn(
             "te_shard_fp8_weight=True does nothing: FSDP2 gathers weights in the format of mixed_precision. Leave it "
@@ -158,16 +147,7 @@ def warn_ignored_options(config: FSDPConfig, stacklevel: int) -> None:
 
 
 def check_mesh(mesh: Any, world_size: int) -> None:
-    """Validate a device mesh for sharding.
-
-    Args:
-        mesh: The value to check.
-        world_size: The number of ranks.
-
-    Raises:
-        ValueError: If it is not a mesh of one or two named axes that contains this rank, or if its size does not divide
-            `world_size`.
-    """
+    """Validate a device mesh for sharding."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
         raise ValueError(
             f"device_mesh={mesh!r} is no DeviceMesh with one axis to shard over, or two of which the first replicates. "
@@ -191,13 +171,20 @@ def check_mesh(mesh: Any, world_size: int) -> None:
         )
 
 
-def check_tensor_parallel(config: ParallelismConfig) -> None:
-    """Validate the tensor parallelism settings against the sharding settings, which they require.
+def split_settings(config: object) -> tuple[FSDPConfig | FSDP2Config, TPConfig | None]:
+    """Return the only settings of sharding, and those of tensor parallelism, which need the former.
 
     Raises:
-        ValueError: If settings are missing, invalid or incompatible.
-        TypeError: If a part of the configuration has the wrong type.
+        ValueError: If there are no settings of sharding, or two.
+        TypeError: If the configuration or a part of it has the wrong type.
     """
+    if isinstance(config, FSDPConfig | FSDP2Config):
+        return config, None
+    if not isinstance(config, ParallelismConfig):
+        raise TypeError(
+            f"the settings are {config!r}, a {type(config).__name__}. Give an FSDPConfig, an FSDP2Config or a "
+            f"ParallelismConfig; FSDPConfig(**settings) makes one of a dict."
+        )
     for name, kind in (("fsdp", FSDPConfig), ("fsdp2", FSDP2Config), ("tp", TPConfig)):
         if not isinstance(part := getattr(config, name), kind | None):
             raise TypeError(
@@ -209,58 +196,44 @@ def check_tensor_parallel(config: ParallelismConfig) -> None:
             "ParallelismConfig has settings of sharding under fsdp and under fsdp2, and a model is sharded once. Give "
             "one of them; FSDPConfig has more settings."
         )
-    if config.fsdp is None and config.fsdp2 is None:
-        if config.tp is None:
-            raise ValueError("the parallelism configuration is empty. Give FSDP settings: ParallelismConfig(fsdp=...).")
+    own = config.fsdp2 if config.fsdp2 is not None else config.fsdp
+    if own is None and config.tp is None:
+        raise ValueError("the parallelism configuration is empty. Give FSDP settings: ParallelismConfig(fsdp=...).")
+    if own is None:
         raise ValueError(
             f"Tensor parallelism (TP) currently requires FSDP to be enabled. There are tp={config.tp!r} and no FSDP "
             f"settings. Give FSDP settings too ({{}} counts), or leave tp out."
         )
-    if config.tp is None:
-        return
-    own = config.fsdp2 if config.fsdp2 is not None else config.fsdp
-    assert own is not None
+    return own, config.tp
+
+
+def check_tensor_parallel(tp: TPConfig, own: FSDPConfig | FSDP2Config) -> None:
+    """Validate the tensor parallelism settings by themselves and against the sharding settings."""
     if not own.use_orig_params:
         raise ValueError(
             "use_orig_params=False does not go with tensor parallelism (TP), which splits the parameters themselves. "
             "Use use_orig_params=True, which is the default, or leave tp out."
         )
-    plan: Any = config.tp.layer_plan
+    plan: Any = tp.layer_plan
     if not isinstance(plan, Mapping | None):
         raise ValueError(
             f"layer_plan={plan!r} is a {type(plan).__name__}. Give a dict from patterns of module names to styles, "
             f"such as {{'blocks.*.up': ColwiseParallel()}}."
         )
-    mesh, degree = config.tp.device_mesh, config.tp.tensor_parallel_degree
+    mesh, degree = tp.device_mesh, tp.tensor_parallel_degree
     check_degree("tensor_parallel", degree)
-    if (
-        mesh is not None
-        and degree != 1
-        and not (isinstance(mesh, DeviceMesh) and mesh.ndim == 1 and degree in (mesh.size(), FILLS_UP))
-    ):
+    if degree == 1:
+        return  # the settings are then dropped
+    fits = isinstance(mesh, DeviceMesh) and mesh.ndim == 1 and degree in (mesh.size(), FILLS_UP)
+    if mesh is not None and not fits:
         raise ValueError(
             f"the device_mesh of TPConfig is {mesh!r}, and tensor_parallel_degree={degree!r}. Give a mesh with one "
             f"axis of so many ranks, or only the degree."
         )
-    if config.tp.tensor_parallel_degree != 1 and own.load_monolith_rank0_only:
+    if own.load_monolith_rank0_only:
         raise ValueError(
             "load_monolith_rank0_only is not compatible with tensor parallelism (TP). Leave one of the two out."
         )
-
-
-def one_of(config: Any, name: str, values: tuple[Any, ...], *, none: Any = None) -> Any:
-    """Return a setting if it is one of the allowed values; `None` becomes `none` if that is given.
-
-    Raises:
-        ValueError: If the value is not allowed.
-    """
-    value = getattr(config, name)
-    if value is None and none is not None:
-        return none
-    if value not in values:
-        hint = "fsdp_state_dict_type must be one of" if name == "state_dict_type" else "Use one of"
-        raise ValueError(f"{name}={value!r} is none that there is. {hint} {', '.join(map(repr, values))}.")
-    return value
 
 
 def number_of_parameters(value: Any) -> float | None:
@@ -283,12 +256,3 @@ def number_of_parameters(value: Any) -> float | None:
 def warn(message: str, stacklevel: int, category: type[Warning] = UserWarning) -> None:
     """Issue a warning at `stacklevel` counted from the caller of this function."""
     warnings.warn(message, category, stacklevel=stacklevel + 1)
-
-
-def _check_transformer_engine(name: str) -> None:
-    if find_spec("transformer_engine") is None:
-        raise ModuleNotFoundError(
-            f"{name}=True needs the package 'transformer_engine', which is not installed. Run "
-            f"`pip install 'transformer-engine[pytorch]'`, or leave the setting out.",
-            name="transformer_engine",
-        )

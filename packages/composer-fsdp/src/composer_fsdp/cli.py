@@ -90,7 +90,7 @@ def _batch(options: argparse.Namespace, made: Any) -> Any:
         dtype = getattr(torch, options.input_dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(
-                f"--input-dtype={options.input_dtype!r} is no dtype of torch. Give one such as float32 or int64."
+                f"--input-dtype={options.input_dtype!r} is not a dtype of torch. Give one such as float32 or int64."
             )
         return torch.empty((options.batch_size or 1, *options.input_shape), dtype=dtype, device="meta")
     if made is None:
@@ -105,7 +105,7 @@ def _batch(options: argparse.Namespace, made: Any) -> Any:
 def _shape(text: str) -> tuple[int, ...]:
     sizes = [size.strip() for size in text.replace("x", ",").split(",") if size.strip()]
     if not all(size.isdecimal() for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape: give sizes such as 1024 or 3,224,224")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape: give sizes such as 1024 or 3,224,224")
     return tuple(map(int, sizes))
 
 

@@ -299,7 +299,6 @@ class ParallelismConfig(_Checked):
 
 
 def _names(cls: type) -> set[str]:
-    """Return the names of a dataclass's public fields."""
     return {entry.name for entry in fields(cls) if not entry.name.startswith("_")}  # pyright: ignore[reportArgumentType]  # each caller is a dataclass
 
 
@@ -459,11 +458,7 @@ def explain_key(key: object, known: Iterable[str]) -> str:
 
 
 def check_keys(where: str, keys: Iterable[object], known: Iterable[str]) -> None:
-    """Raise for unknown keys.
-
-    Raises:
-        TypeError: Names the key's replacement, or similar keys.
-    """
+    """Raise for unknown keys."""
     known = frozenset(known)
     for key in keys:
         if key not in known:

@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves  # torch has no public name for it
 
 from composer_dist import Precision
 from composer_fsdp.activation import chosen_for_checkpointing
-from composer_fsdp.choice import left_whole, units_of
 from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig, format_bytes
-from composer_fsdp.fake_run import FakeMeshes, Workload, fake_world, inspect_pickle, is_composer_model
-from composer_fsdp.memory_log import MemoryLog, Moment
+from composer_fsdp.fake_run import FakeMeshes, Workload, fake_world, is_composer_model, simulate_steps
+from composer_fsdp.memory_log import Moment
 from composer_fsdp.mixed_precision import resolve_dtypes
 from composer_fsdp.plan import ShardingPlan, make_plan
 from composer_fsdp.sharding import Sharder
+from composer_fsdp.unit_selection import left_whole, units_of
 from composer_fsdp.wrap_rules import Unit, choose_units
 
 __all__ = ["Estimate", "Suggestion", "estimate", "Explanation", "UnitSizes", "explain"]
@@ -136,40 +136,24 @@ def estimate(
     """
     with fake_world(world_size, local_world_size):
         plan = plan_of(config, precision, world_size)
-        _refuse_sharded(model, plan)
-        log = inspect_pickle(model, plan, work)
+        if not plan.auto_wrap or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise ValueError(
+                "a parameter is a DTensor, or auto_wrap=False says that the model is sharded already, so that there is "
+                "nothing to estimate. Give the model as it is before, and leave auto_wrap out."
+            )
+        log = simulate_steps(model, plan, work)
         peak = log.peak()
         suggestions: list[Suggestion] = []
         if gpu_memory is not None and peak.bytes > gpu_memory:
             # Suggestions without an estimate come last.
             suggestions = sorted(_suggestions(model, plan, work, peak), key=lambda s: s.peak_bytes or peak.bytes)
-    return _estimate_of(log, world_size, gpu_memory, suggestions)
-
-
-def _estimate_of(log: MemoryLog, world_size: int, gpu_memory: int | None, suggestions: list[Suggestion]) -> Estimate:
-    return Estimate(
-        world_size, log.peak(), log.peak(on_host=True), dict(log.calls), dict(log.sent), gpu_memory, suggestions
-    )
-
-
-def _refuse_sharded(model: nn.Module, plan: ShardingPlan) -> None:
-    if not plan.auto_wrap:
-        raise ValueError(
-            "auto_wrap=False says that the model is sharded already, so that there is nothing to estimate. Give the "
-            "model as it is before, and leave auto_wrap out."
-        )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"the parameter {name!r} is a DTensor: the model is sharded already. Give the model as it is before."
-            )
+    return Estimate(world_size, peak, log.peak(on_host=True), dict(log.calls), dict(log.sent), gpu_memory, suggestions)
 
 
 def _suggestions(model: nn.Module, plan: ShardingPlan, work: Workload, peak: Moment) -> Iterator[Suggestion]:
-    """Yield changes that lower the peak, each estimated on its own."""
     for change, other_plan, other_work in _candidates(model, plan, work):
         # Not every candidate helps: another kind of memory may dominate the peak.
-        needed = inspect_pickle(model, other_plan, other_work).peak().bytes
+        needed = simulate_steps(model, other_plan, other_work).peak().bytes
         if needed < peak.bytes:
             yield Suggestion(change, needed)
     if not plan.activation_checkpointing and not chosen_for_checkpointing(model):

@@ -24,7 +24,6 @@ from torch.utils._pytree import (
 from composer_dist import dist
 from composer_dist.ddp import average_gradients
 from composer_fsdp.activation import chosen_for_checkpointing
-from composer_fsdp.choice import units_of
 from composer_fsdp.config import AXES
 from composer_fsdp.groups import size_of_group
 from composer_fsdp.memory_log import MemoryLog
@@ -34,9 +33,8 @@ from composer_fsdp.mixed_precision import to_dtype
 from composer_fsdp.plan import ShardingPlan
 from composer_fsdp.sharding import Sharder, prefetch_ahead, wrap_activations
 from composer_fsdp.tensor_parallel import check_layer_plan, split_tensors
+from composer_fsdp.unit_selection import units_of
 from composer_fsdp.wrap_rules import Stage, Unit
-
-__all__ = ["FakeMeshes", "fake_world", "Workload", "is_composer_model", "inspect_pickle"]
 
 _STEPS = 2  # the first step begins without optimizer state
 _MAX_SAID = 300  # characters of an error raised by the model
@@ -85,13 +83,8 @@ def is_composer_model(model: nn.Module) -> bool:
     return callable(getattr(model, "loss", None)) and callable(getattr(model, "eval_forward", None))
 
 
-def inspect_pickle(model: nn.Module, plan: ShardingPlan, work: Workload) -> MemoryLog:
+def simulate_steps(model: nn.Module, plan: ShardingPlan, work: Workload) -> MemoryLog:
     """Shard a copy of a model and train it for two steps on fake tensors. Must be called inside `fake_world`.
-
-    Args:
-        model: A model on any device. It is not changed.
-        plan: The sharding plan.
-        work: The work of one rank in a step.
 
     Returns:
         The log of memory, and of the communication of the second step.
@@ -216,7 +209,6 @@ def _shard_copy(
     stage: Stage,
     no_values: FakeTensorMode,
 ) -> nn.Module:
-    """Return a sharded copy of a model on the meta device."""
     meshes = FakeMeshes(plan, _DEVICE.type)
     checkpointed = chosen_for_checkpointing(model)
     # Apply the rules to the original model: user functions in them may compare modules by identity.
@@ -301,7 +293,7 @@ def _make_optimizer(work: Workload, parameters: list[nn.Parameter]) -> Optimizer
         )
     optimizer = work.optimizer(parameters)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer={work.optimizer!r} made {optimizer!r}, which is no torch.optim.Optimizer.")
+        raise TypeError(f"optimizer={work.optimizer!r} made {optimizer!r}, which is not a torch.optim.Optimizer.")
     for group in optimizer.param_groups:
         if work.on_gpu and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True  # PyTorch's default on a GPU; it needs temporary lists
@@ -310,7 +302,6 @@ def _make_optimizer(work: Workload, parameters: list[nn.Parameter]) -> Optimizer
 
 @contextmanager
 def _explained_failures() -> Iterator[None]:
-    """Re-raise failures of user code with an explanation."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a real run will issue them
@@ -338,10 +329,6 @@ def fake_world(world_size: int, local_world_size: int | None = None) -> Iterator
     """Make this process rank 0 of a simulated run, whose collectives return at once with arbitrary results.
 
     The environment variables of the launcher are set accordingly inside the context and restored after it.
-
-    Args:
-        world_size: The number of ranks.
-        local_world_size: The number of ranks per node. At most 8 when `None`.
 
     Raises:
         ValueError: If the numbers are not positive, or `local_world_size` does not divide `world_size`.

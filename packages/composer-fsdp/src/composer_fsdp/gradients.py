@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from composer_dist import dist
 from composer_dist.ddp import average_gradients
-
-__all__ = ["clip_grad_norm", "ReductionWatch", "watch_reductions", "average_after_backward"]
 
 
 class ReductionWatch:
@@ -45,10 +44,6 @@ class ReductionWatch:
 
 def watch_reductions(model: nn.Module, device: torch.device) -> ReductionWatch | None:
     """Install a detector of non-finite gradients in the units of a sharded model.
-
-    Args:
-        model: A sharded model.
-        device: The device on which its gradients are reduced.
 
     Returns:
         The detector, or `None` if a reduction does not reach all ranks: with weights that are sharded over some ranks
@@ -183,24 +178,16 @@ def average_after_backward(parameters: Sequence[torch.Tensor]) -> None:
     """
     if not parameters or dist.get_world_size() == 1:
         return
-    averaging = _Averaging(parameters)
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(averaging)
+    last_pass = -1
 
-
-class _Averaging:
-    """Hook that averages gradients once per backward pass, when all are complete."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = parameters
-        self._pass = -1
-
-    def __call__(self, _: torch.Tensor) -> None:
+    def average_once(_: torch.Tensor) -> None:
+        nonlocal last_pass
         number = torch._C._current_graph_task_id()  # identifies this backward pass; PyTorch has no public name for it
-        if number != self._pass:
-            self._pass = number
+        if number != last_pass:
+            last_pass = number
             # Runs at the end of the pass, as FSDP2's final reductions do. PyTorch has no public way to queue it.
-            Variable._execution_engine.queue_callback(self._average)  # pyright: ignore[reportAttributeAccessIssue]
+            average = partial(average_gradients, parameters)
+            Variable._execution_engine.queue_callback(average)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _average(self) -> None:
-        average_gradients(self._parameters)
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(average_once)

@@ -12,17 +12,16 @@
 | a `ProcessGroup` | its ranks |
 """
 
+import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as tdist
 from torch.distributed.tensor import DTensor
 
 from composer_dist import dist
-
-__all__ = ["GroupCache", "check_grids", "check_group", "ranks_of", "size_of_group", "own_region"]
 
 _NAMED = re.compile(r"(set|mod)(\d+)")
 _ACCEPTED = (
@@ -43,41 +42,32 @@ def check_group(group: Any, world_size: int | None) -> bool:
         RuntimeError: If the size of the sets does not divide the number of ranks.
     """
     if is_pair(group):
-        _check_pair(group, world_size)
+        for part in group:
+            if is_pair(part):
+                raise ValueError(f"Unsure how to setup process_group={group!r}: a pair within a pair. {_ACCEPTED}.")
+            check_group(part, world_size)
+        if world_size is not None and isinstance(group[0], str) and isinstance(group[1], str):
+            check_grids(group, _lists_of(group[0], world_size), _lists_of(group[1], world_size))
         return True
     if isinstance(group, str) and world_size is not None:
-        ranks_of(group, 0, world_size, dist.get_local_world_size())
+        _lists_of(group, world_size)
     elif _is_ranks(group):
-        ranks: Any = sorted(group)
-        if len(set(ranks)) < len(ranks) or (world_size is not None and not 0 <= ranks[0] <= ranks[-1] < world_size):
-            numbers = "" if world_size is None else f" between 0 and {world_size - 1}"
-            raise ValueError(f"process_group={group!r} is no list of ranks, each once. Give numbers{numbers}.")
-    elif not isinstance(group, str) and not isinstance(group, tdist.ProcessGroup):
+        ranks, limit = cast("Sequence[int]", group), math.inf if world_size is None else world_size
+        if len({*ranks}) < len(ranks) or min(ranks) < 0 or max(ranks) >= limit:
+            numbers = f" between 0 and {limit - 1}" * (limit < math.inf)
+            raise ValueError(f"process_group={group!r} is not a list of ranks, each once. Give numbers{numbers}.")
+    elif not isinstance(group, str | tdist.ProcessGroup):
         raise ValueError(f"Unsure how to setup process_group={group!r}. {_ACCEPTED}.")
     return False
 
 
-def _check_pair(pair: Any, world_size: int | None) -> None:
-    for part in pair:
-        if is_pair(part):
-            raise ValueError(f"Unsure how to setup process_group={pair!r}: a pair within a pair. {_ACCEPTED}.")
-        check_group(part, world_size)
-    if world_size is not None and all(isinstance(part, str) for part in pair):
-        local = dist.get_local_world_size()
-        check_grids(pair, *([ranks_of(part, rank, world_size, local) for rank in range(world_size)] for part in pair))
+def _lists_of(name: str, world_size: int) -> list[list[int]]:
+    local = dist.get_local_world_size()
+    return [ranks_of(name, rank, world_size, local) for rank in range(world_size)]
 
 
 def check_grids(pair: Any, shares: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]) -> None:
-    """Raise if the groups of a pair do not cross each other like rows and columns of grids.
-
-    Args:
-        pair: The user's value.
-        shares: For each rank, the ranks that it shards with, ascending.
-        replicas: For each rank, the ranks that it replicates with, ascending.
-
-    Raises:
-        ValueError: If the groups do not form a grid.
-    """
+    """Raise if the groups of a pair do not cross each other like rows and columns of grids."""
     checked: set[int] = set()
     for rank in range(len(shares)):
         if rank in checked:
@@ -155,11 +145,18 @@ class GroupCache:
             return group
         rank, world_size = dist.get_global_rank(), dist.get_world_size()
         if isinstance(group, str):
-            local = dist.get_local_world_size()
-            lists = [ranks_of(group, other, world_size, local) for other in range(world_size)]
+            lists = _lists_of(group, world_size)
         else:
             lists = dist.all_gather_object([int(member) for member in group])
-            _check_lists(lists)
+            by_rank = dict(enumerate(map(sorted, lists)))
+            for other, members in enumerate(lists):
+                unique = sorted(set(members))
+                if other not in members or any(by_rank.get(member) != unique for member in members):
+                    raise ValueError(
+                        f"process_group={members!r} on rank {other} does not fit the other ranks' lists, "
+                        f"{dict(enumerate(lists))}. Each rank must give the list that it is in, and the ranks of a "
+                        f"list the same one."
+                    )
         # Equal on every rank, so that either all ranks create the group or none does.
         key = tuple(tuple(members) for members in lists)
         if key not in self._groups:
@@ -180,30 +177,10 @@ def _is_ranks(group: Any) -> bool:
     )
 
 
-def _check_lists(lists: list[list[int]]) -> None:
-    for rank, members in enumerate(lists):
-        fits = rank in members and len(set(members)) == len(members)
-        if not fits or any(not 0 <= other < len(lists) or set(lists[other]) != set(members) for other in members):
-            raise ValueError(
-                f"process_group={members!r} on rank {rank} does not fit the other ranks' lists, "
-                f"{dict(enumerate(lists))}. Each rank must give the list that it is in, and the ranks of a list the "
-                f"same one."
-            )
-
-
 def own_region(sharded: DTensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return the part of a full tensor that corresponds to this rank's shard, as a view.
-
-    Args:
-        sharded: The sharded tensor.
-        whole: A full tensor of the same shape.
-    """
+    """Return the part of a full tensor that corresponds to this rank's shard of a tensor of its shape, as a view."""
     (chunk,) = sharded.__create_chunk_list__()  # as torch's own checkpoints do
-    return _narrow(whole, chunk.offsets, sharded.to_local().shape)
-
-
-def _narrow(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
+    for dim, (start, length) in enumerate(zip(chunk.offsets, sharded.to_local().shape, strict=True)):
         # A rank beyond the last row has an empty shard, whose offset may lie beyond the end.
         whole = whole.narrow(dim, min(start, whole.shape[dim] - length), length)
     return whole

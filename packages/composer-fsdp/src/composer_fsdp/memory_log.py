@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # documented by PyTorch under this name only
 from torch.utils._pytree import tree_leaves  # torch has no public name for it
 
-__all__ = ["Kind", "MemoryLog", "Moment"]
-
 Kind = str
 ACTIVATIONS, GATHERED, COMMUNICATION = "activations", "gathered", "communication"
 

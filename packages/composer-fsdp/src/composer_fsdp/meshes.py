@@ -12,8 +12,6 @@ from composer_fsdp.config import AXES
 from composer_fsdp.groups import GroupCache, check_grids, is_pair
 from composer_fsdp.plan import ShardingPlan
 
-__all__ = ["Meshes"]
-
 # Default of the hybrid strategies: shard within a node, where links are fast, and replicate across nodes.
 _BY_NODES = ("node", "local_rank_across_nodes")
 
@@ -57,17 +55,12 @@ class Meshes:
         return self.whole[AXES[:2]] if AXES[0] in self.whole.mesh_dim_names else self.whole[AXES[1]]
 
     def _replicating(self, plan: ShardingPlan) -> DeviceMesh:
-        """Return a mesh that replicates all weights on every rank."""
         group = plan.process_group
         ranks = list(range(dist.get_world_size())) if group is None else self._ranks(self._groups.get(group))
         return self._from_ranks([[rank] for rank in ranks], "self", group)
 
     def of_strategy(self, strategy: str | None) -> DeviceMesh:
-        """Return the mesh of a unit with its own sharding strategy. Every rank must call this.
-
-        Args:
-            strategy: One of `STRATEGIES`, or `None` for the mesh of the plan.
-        """
+        """Return the mesh of a unit with its own sharding strategy. Every rank must call this."""
         if strategy == "NO_SHARD":
             # A shard axis of size 1, since FSDP2 has no strategy without sharding.
             return self._from_ranks([[rank] for rank in range(dist.get_world_size())], "self", None)
@@ -81,12 +74,7 @@ class Meshes:
         return _BY_NODES
 
     def of_groups(self, shard: Any, replicate: Any = None) -> DeviceMesh:
-        """Return the mesh of a shard group and an optional replicate group. Every rank must call this.
-
-        Args:
-            shard: The group to shard over, in any form of `process_group`.
-            replicate: The group to replicate over, in the same forms, or `None`.
-        """
+        """Return the mesh of a shard group and an optional replicate group. Every rank must call this."""
         shard_group = self._groups.get(shard)
         if replicate is None:
             key: tuple[Any, ...] = (shard_group,)

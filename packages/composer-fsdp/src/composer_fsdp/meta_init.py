@@ -83,13 +83,7 @@ def state_to_share(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def take_rank_zero_state(model: nn.Module, state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Load rank 0's weights and buffers into a sharded model. Every rank must call this.
-
-    Args:
-        model: The sharded model.
-        state: The result of `state_to_share`.
-        device: The device for tensors that are on the meta device.
-    """
+    """Load rank 0's weights and buffers into a sharded model. Every rank must call this."""
     materialize(model, device)  # a state dict cannot be loaded into meta tensors
     given: dict[str, Any] = dict(state)
     with _whole_state_dicts(model):
@@ -129,8 +123,8 @@ def initialize(model: nn.Module, device: torch.device, default: Callable[[nn.Mod
         # They would be recreated with different values on each rank, and lose their ties.
         raise AssertionError(
             f"the parameters {whole[:5]} are on the meta device and are not sharded (_fsdp_wrap=False, "
-            f"ignored_modules, or a parameter of the model itself), so that nobody can fill them alike on every rank. "
-            f"Build these modules with real weights, or let them be sharded."
+            f"ignored_modules, or a parameter of the model itself), so that they could not be filled alike on every "
+            f"rank. Build these modules with real weights, or let them be sharded."
         )
     materialize(model, device)
     for module, fill in pending:
@@ -139,20 +133,7 @@ def initialize(model: nn.Module, device: torch.device, default: Callable[[nn.Mod
 
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Move meta tensors to a device with uninitialized values, preserving tied parameters."""
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-
-    whole: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta and not isinstance(parameter, DTensor):
-                whole.setdefault(parameter, []).append((module, name))
-    # `_apply` reaches the FSDP2 units among the modules, which update their own references to the shards.
-    model._apply(move)
-    for (first, name), *others in whole.values():  # `_apply` made a new parameter for each name of a tied one
-        for module, other_name in others:
-            module._parameters[other_name] = first._parameters[name]
+    meta_safe_apply(model, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
 def _to_fill(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
@@ -181,8 +162,8 @@ def _init_function(
             return function
         if function is not None:
             raise TypeError(
-                f"param_init_fn={function!r} of a {type(holder).__name__} is no function. Define param_init_fn(self, "
-                f"module), which fills the weights of a module."
+                f"param_init_fn={function!r} of a {type(holder).__name__} is not a function. Define "
+                f"param_init_fn(self, module), which fills the weights of a module."
             )
     if default is not None:
         return default
@@ -284,6 +265,8 @@ def _walk(module: nn.Module, name: str, ignored: Collection[str | nn.Module]) ->
 
 def _applied(parameter: nn.Parameter, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Parameter:
     applied, grad = fn(parameter), None if parameter.grad is None else fn(parameter.grad)
+    if applied is parameter:
+        return parameter
     if applied.is_meta == parameter.is_meta:
         parameter.data = applied
     else:  # `.data` cannot change between meta and a real device

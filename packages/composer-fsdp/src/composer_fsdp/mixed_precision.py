@@ -24,8 +24,6 @@ from torch.nn.modules.batchnorm import _NormBase  # no public name covers the Ba
 from composer_dist import Precision
 from composer_fsdp.config import explain_key
 
-__all__ = ["Dtypes", "cast_buffers", "has_running_statistics", "resolve_dtypes", "to_dtype", "Prefetching"]
-
 _NAMES = {
     torch.float32: "float32 torch.float32 fp32 float",
     torch.float16: "float16 torch.float16 half fp16 amp amp_fp16",
@@ -102,37 +100,37 @@ def resolve_dtypes(mixed_precision: object, precision: str | Precision | torch.d
     """
     if isinstance(mixed_precision, Dtypes):
         return mixed_precision
-    if isinstance(mixed_precision, MixedPrecisionPolicy):
-        full = torch.float32
-        return Dtypes(mixed_precision.param_dtype or full, mixed_precision.reduce_dtype or full, full)
-    if isinstance(mixed_precision, MixedPrecision):
-        full = torch.float32
-        param = mixed_precision.param_dtype or full
-        # PyTorch documents for this class that reduce_dtype defaults to param_dtype.
-        return Dtypes(param, mixed_precision.reduce_dtype or param, mixed_precision.buffer_dtype or full)
+    if isinstance(mixed_precision, MixedPrecision | MixedPrecisionPolicy):
+        return _dtypes_of_torch(mixed_precision)
     if isinstance(mixed_precision, Mapping):
         for key in mixed_precision:
             if key not in _KEYS:
                 raise ValueError(
-                    f"Unable to interpret mixed_precision={mixed_precision!r}: its key {key!r} is none. "
+                    f"Unable to interpret mixed_precision={mixed_precision!r}: its key {key!r} is unknown. "
                     f"{explain_key(key, _KEYS)}"
                 )
-        given = {
-            key.removesuffix("_dtype"): to_dtype(value) for key, value in mixed_precision.items() if value is not None
-        }
-        return Dtypes(**given)
+        given = {key.removesuffix("_dtype"): value for key, value in mixed_precision.items() if value is not None}
+        return Dtypes(**{name: to_dtype(value) for name, value in given.items()})
     name = mixed_precision.upper() if isinstance(mixed_precision, str) else ""
-    if name not in ("FULL", "DEFAULT", "PURE"):
+    if name == "FULL":
+        return Dtypes()
+    if name not in ("DEFAULT", "PURE"):
         raise ValueError(
             f"Unable to interpret mixed_precision={mixed_precision!r}. Use 'FULL', 'DEFAULT' or 'PURE', or a dict of "
             f"{', '.join(_KEYS)}."
         )
-    if name == "FULL":
-        return Dtypes()
     if isinstance(precision, str) and precision in _OF_TORCH:
         precision = _DTYPES[precision]
     dtype = to_dtype(precision if isinstance(precision, torch.dtype) else Precision(precision).value)
     return Dtypes(dtype, torch.float32 if name == "DEFAULT" else dtype, dtype)
+
+
+def _dtypes_of_torch(policy: MixedPrecision | MixedPrecisionPolicy) -> Dtypes:
+    """Return the dtypes of FSDP1's setting, whose reduce_dtype defaults to param_dtype, or of FSDP2's policy."""
+    param = policy.param_dtype or torch.float32
+    if isinstance(policy, MixedPrecision):
+        return Dtypes(param, policy.reduce_dtype or param, policy.buffer_dtype or torch.float32)
+    return Dtypes(param, policy.reduce_dtype or torch.float32)
 
 
 def has_running_statistics(module: nn.Module) -> bool:

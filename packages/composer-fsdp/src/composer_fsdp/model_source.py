@@ -16,15 +16,9 @@ from torch import nn
 from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig, explain_key
 from composer_fsdp.parse import parse_parallelism
 
-__all__ = ["load_config", "load_model", "load_named", "load_optimizer", "make_batch"]
-
 
 def load_named(where: str, option: str) -> Any:
     """Load the object named by `path/to/file.py:name` or `package.module:name`.
-
-    Args:
-        where: The name of the object.
-        option: The command-line option, for error messages.
 
     Raises:
         ValueError: If the file, module or object does not exist or cannot be loaded.
@@ -44,9 +38,6 @@ def load_named(where: str, option: str) -> Any:
 
 def load_model(where: str) -> tuple[nn.Module, Any]:
     """Create a model, and optionally a batch, on the meta device without allocating memory.
-
-    Args:
-        where: The name of a class or a function without arguments that returns a model or a pair of model and batch.
 
     Returns:
         The model, and the batch or `None`.
@@ -88,8 +79,8 @@ def load_optimizer(where: str) -> Callable[..., torch.optim.Optimizer]:
     kinds = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
     if where not in kinds:
         raise ValueError(
-            f"--optimizer={where!r} is no optimizer of torch.optim. {explain_key(where, kinds)} For another one, give "
-            f"path/to/file.py:name of a function of parameters."
+            f"--optimizer={where!r} is not an optimizer of torch.optim. {explain_key(where, kinds)} For another one, "
+            f"give path/to/file.py:name of a function of parameters."
         )
     return kinds[where]
 

@@ -61,29 +61,26 @@ def parse_parallelism(
         return None
     fsdp = _fsdp_of(parts.get("fsdp"), given, stacklevel + 1)
     fsdp2 = _instance("fsdp2", parts.get("fsdp2"), FSDP2Config)
-    if isinstance(fsdp, FSDP2Config):
-        if fsdp2 is not None:
-            raise ValueError("parallelism_config has FSDP2 settings under 'fsdp' and under 'fsdp2'. Give one of them.")
-        fsdp, fsdp2 = None, fsdp
     if fsdp is not None and fsdp2 is not None:
         raise ValueError(
-            "parallelism_config has FSDPConfig settings under 'fsdp' and FSDP2Config settings under 'fsdp2', and a "
-            "model is sharded once. Give one of them; 'fsdp' has more settings."
+            "parallelism_config has settings of sharding under 'fsdp' and under 'fsdp2', and a model is sharded once. "
+            "Give one of them; an FSDPConfig has more settings."
         )
+    if isinstance(fsdp, FSDP2Config):
+        fsdp, fsdp2 = None, fsdp
     tp = _instance("tp", parts.get("tp"), TPConfig)
     # Copies, since a run stores its mesh in them, which the next run with the same settings must not find.
     return ParallelismConfig(fsdp=copy.copy(fsdp), fsdp2=copy.copy(fsdp2), tp=copy.copy(tp))
 
 
 def _parts(config: Any) -> dict[str, Any]:
-    """Return the settings under each key."""
     if config is None:
         return {}
     if isinstance(config, Mapping):
         for key in config:
             if key not in _PARTS:
                 raise ValueError(
-                    f"parallelism_config has the key {key!r}, which is none. {explain_key(key, _PARTS)} Settings of "
+                    f"parallelism_config has the key {key!r}, which is unknown. {explain_key(key, _PARTS)} Settings of "
                     f"sharding go below 'fsdp': {{'fsdp': {{'state_dict_type': 'full'}}}}."
                 )
         parts = dict(config)
@@ -120,19 +117,15 @@ def _fsdp_of(given: Any, flags: dict[str, Any], stacklevel: int) -> FSDPConfig |
                 f"fsdp_config[{name!r}]={settings[name]!r} contradicts the Trainer's older argument for the same, "
                 f"{value!r}. Leave the argument out."
             )
-    if _version() == 2:
+    version = os.environ.get(_VERSION_VARIABLE, "1")
+    if version == "2":
         return FSDP2Config.from_compatible_attrs(settings)
-    return FSDPConfig.from_dict(settings, stacklevel=stacklevel + 1)
-
-
-def _version() -> int:
-    text = os.environ.get(_VERSION_VARIABLE, "1")
-    if text not in ("1", "2"):
+    if version != "1":
         raise ValueError(
-            f"the environment variable {_VERSION_VARIABLE}={text!r} is no version of FSDP settings. Set it to 1 or 2, "
-            f"or leave it out."
+            f"the environment variable {_VERSION_VARIABLE}={version!r} must be 1 or 2, the version of FSDP settings. "
+            f"Set it to one of them, or leave it out."
         )
-    return int(text)
+    return FSDPConfig.from_dict(settings, stacklevel=stacklevel + 1)
 
 
 def _instance(part: str, given: Any, cls: Any) -> Any:

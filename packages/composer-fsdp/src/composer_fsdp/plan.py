@@ -10,16 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist import Precision, dist
 from composer_fsdp.checks import (
+    ALLOWED,
     HYBRID_STRATEGIES,
-    PREFETCHES,
-    STRATEGIES,
-    check_flags,
     check_fsdp,
+    check_limit,
     check_mesh,
     check_reshard,
     check_tensor_parallel,
+    check_values,
     number_of_parameters,
-    one_of,
+    split_settings,
     warn,
     warn_ignored_options,
 )
@@ -36,9 +36,13 @@ from composer_fsdp.config import (
 from composer_fsdp.groups import check_group, is_pair, size_of_group
 from composer_fsdp.mixed_precision import Dtypes, resolve_dtypes
 
-__all__ = ["STRATEGIES", "ShardingPlan", "make_plan", "WrapFunction", "answer_of", "check_options", "function_of"]
-
-_STATE_DICT_TYPES = ("full", "sharded", "local")
+# Settings that a plan takes over as they are, from both forms of a configuration and from the broader one alone.
+_OF_BOTH = {"activation_cpu_offload", "load_monolith_rank0_only", "mixed_precision", "verbose"}
+_OF_FSDP = {
+    *("backward_prefetch", "backward_prefetch_limit", "forward_prefetch", "forward_prefetch_limit", "cpu_offload"),
+    *("te_checkpoint_wrapper", "auto_wrap", "tie_policy", "sync_module_states", "use_orig_params"),
+    "grad_sync_every_microbatch",
+}
 _ON_TWO_AXES = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2"}
 _ON_ONE_AXIS = {after: before for before, after in _ON_TWO_AXES.items()}
 
@@ -162,82 +166,79 @@ def make_plan(
         >>> plan.sharding_strategy, dict(plan.degrees)
         ('HYBRID_SHARD', {'data_parallel_replicate': 2, 'data_parallel_shard': 4})
     """
-    if not isinstance(config, ParallelismConfig | FSDPConfig | FSDP2Config):
-        raise TypeError(
-            f"the settings are {config!r}, a {type(config).__name__}. Give an FSDPConfig, an FSDP2Config or a "
-            f"ParallelismConfig; FSDPConfig(**settings) makes one of a dict."
-        )
-    if not isinstance(config, ParallelismConfig):
-        is_narrow = isinstance(config, FSDP2Config)
-        config = ParallelismConfig(fsdp2=config) if is_narrow else ParallelismConfig(fsdp=config)
-    tp = config.tp if config.tp is not None and config.tp.tensor_parallel_degree != 1 else None
-    check_tensor_parallel(config)
-    own = config.fsdp2 if config.fsdp2 is not None else config.fsdp
-    assert own is not None  # checked above
-    check_flags(own)
-    shared: dict[str, Any] = {
-        "activation_checkpointing": one_of(own, "activation_checkpointing", (False, True, "selective")),
-        "activation_cpu_offload": bool(own.activation_cpu_offload),
-        "state_dict_type": one_of(own, "state_dict_type", _STATE_DICT_TYPES, none="full"),
-        "load_monolith_rank0_only": bool(own.load_monolith_rank0_only),
-        "mixed_precision": own.mixed_precision,
+    own, tp = split_settings(config)
+    if tp is not None:
+        check_tensor_parallel(tp, own)
+    if tp is not None and tp.tensor_parallel_degree == 1:
+        tp = None
+    check_values(own)
+    settings: dict[str, Any] = {
+        # Flags may be given as numbers or None.
+        entry.name: bool(getattr(own, entry.name)) if isinstance(entry.default, bool) else getattr(own, entry.name)
+        for entry in fields(ShardingPlan)
+        if entry.name in (_OF_BOTH if isinstance(own, FSDP2Config) else _OF_BOTH | _OF_FSDP)
+    }
+    settings |= {
+        "activation_checkpointing": own.activation_checkpointing,  # a flag or 'selective'
+        "state_dict_type": own.state_dict_type or "full",
         "precision": str(precision.value if isinstance(precision, Precision) else precision),
         "dtypes": resolve_dtypes(own.mixed_precision, precision),
-        "verbose": bool(own.verbose),
         "layer_plan": None if tp is None else (tp.layer_plan or {}),
         "tp_device_mesh": None if tp is None else tp.device_mesh,
     }
     if isinstance(own, FSDP2Config):
-        shared |= _from_fsdp2(own, tp, world_size, stacklevel + 1)
+        settings |= {"version": 2, **_mesh_settings(own, tp, world_size, stacklevel + 1)}
     else:
-        shared |= _from_fsdp(own, tp, world_size, stacklevel + 1)
+        check_fsdp(own)
+        warn_ignored_options(own, stacklevel + 1)
+        settings |= {
+            **_group_settings(own, tp, world_size, stacklevel + 1),
+            "activation_checkpointing_reentrant": own.asks_for_reentrant,
+            "min_params": number_of_parameters(own.min_params),
+            "ignored_modules": tuple(own.ignored_modules or ()),
+        }
     if tp is not None:  # fill_degrees has replaced a degree of -1
-        shared["tensor_parallel_degree"] = shared["degrees"].get(AXES[2], tp.tensor_parallel_degree)
-    plan = ShardingPlan(version=2 if isinstance(own, FSDP2Config) else 1, **shared)
+        settings["tensor_parallel_degree"] = settings["degrees"].get(AXES[2], tp.tensor_parallel_degree)
+    plan = ShardingPlan(**settings)
     check_reshard(plan.reshard_after_forward, plan.shard_degree)
     return plan
 
 
-def _from_fsdp2(config: FSDP2Config, tp: TPConfig | None, world_size: int, stacklevel: int) -> dict[str, Any]:
+def _mesh_settings(config: FSDP2Config, tp: TPConfig | None, world_size: int, stacklevel: int) -> dict[str, Any]:
+    """Return the settings that follow from a user's mesh, or from its absence."""
     mesh, reshard = config.device_mesh, config.reshard_after_forward
     if mesh is not None:
         check_mesh(mesh, world_size)
-        if tp is not None:
-            _check_both_meshes(mesh, tp, world_size)
-        elif mesh.size() < world_size:
-            warn(
-                f"device_mesh={mesh!r} has {mesh.size()} of the {world_size} ranks, so that the ranks of each such "
-                f"mesh train a model of their own, unless they hold its tensors or its layers together. Leave it out "
-                f"to share one model among all ranks.",
-                stacklevel + 1,
+    if mesh is not None and tp is not None:
+        if tp.device_mesh is None:
+            raise ValueError(
+                f"FSDP2Config has device_mesh={mesh!r}, and TPConfig has none. Give both the parts of one mesh, such "
+                f"as mesh['data_parallel_shard'] and mesh['tensor_parallel'], or neither."
             )
-    axes = 1 if mesh is None else mesh.ndim
+        if mesh.size() * tp.tensor_parallel_degree != world_size:
+            raise ValueError(
+                f"device_mesh={mesh!r} has {mesh.size()} ranks, and tensor_parallel_degree="
+                f"{tp.tensor_parallel_degree}, which do not multiply to the world size {world_size}. Give two parts of "
+                f"one mesh of all ranks."
+            )
+    elif mesh is not None and mesh.size() < world_size:
+        warn(
+            f"device_mesh={mesh!r} has {mesh.size()} of the {world_size} ranks, so that the ranks of each such mesh "
+            f"train a model of their own, unless they hold its tensors or its layers together. Leave it out to share "
+            f"one model among all ranks.",
+            stacklevel + 1,
+        )
     strategy = "FULL_SHARD" if reshard else "SHARD_GRAD_OP"
     return {
-        "sharding_strategy": _ON_TWO_AXES[strategy] if axes == 2 else strategy,
+        "sharding_strategy": _ON_TWO_AXES[strategy] if mesh is not None and mesh.ndim == 2 else strategy,
         "reshard_after_forward": reshard,
         "device_mesh": mesh,
         "degrees": {} if mesh is not None else fill_degrees(config, tp, world_size),
     }
 
 
-def _check_both_meshes(mesh: Any, tp: TPConfig, world_size: int) -> None:
-    """Raise if a user's mesh does not fit the mesh of tensor parallelism."""
-    if tp.device_mesh is None:
-        raise ValueError(
-            f"FSDP2Config has device_mesh={mesh!r}, and TPConfig has none. Give both the parts of one mesh, such as "
-            f"mesh['data_parallel_shard'] and mesh['tensor_parallel'], or neither."
-        )
-    if mesh.size() * tp.tensor_parallel_degree != world_size:
-        raise ValueError(
-            f"device_mesh={mesh!r} has {mesh.size()} ranks, and tensor_parallel_degree={tp.tensor_parallel_degree}, "
-            f"which do not multiply to the world size {world_size}. Give two parts of one mesh of all ranks."
-        )
-
-
-def _from_fsdp(config: FSDPConfig, tp: TPConfig | None, world_size: int, stacklevel: int) -> dict[str, Any]:
-    check_fsdp(config)
-    warn_ignored_options(config, stacklevel + 1)
+def _group_settings(config: FSDPConfig, tp: TPConfig | None, world_size: int, stacklevel: int) -> dict[str, Any]:
+    """Return the settings that follow from strategy, degrees and process group."""
     has_degrees = config.data_parallel_shard_degree != -1 or config.data_parallel_replicate_degree is not None
     group = config.process_group
     if group is not None and (has_degrees or tp is not None):
@@ -257,47 +258,25 @@ def _from_fsdp(config: FSDPConfig, tp: TPConfig | None, world_size: int, stackle
             "sharding_strategy='NO_SHARD' does not go with tensor parallelism. Use 'FULL_SHARD' with "
             "data_parallel_shard_degree=1 instead."
         )
-    strategy = _strategy_that_fits(config, group, has_degrees, tp is not None, stacklevel + 1)
-    by_nodes = strategy in _ON_ONE_AXIS and not has_degrees and group is None and tp is None
-    is_left_to_groups = group is not None or by_nodes or (strategy == "NO_SHARD" and not has_degrees)
+    strategy = _strategy_that_fits(config, group, has_degrees or tp is not None, stacklevel + 1)
+    by_degrees = has_degrees or tp is not None or (group is None and strategy in _ON_TWO_AXES)
     return {
         "sharding_strategy": strategy,
         "reshard_after_forward": strategy in ("FULL_SHARD", "HYBRID_SHARD"),
-        "degrees": {} if is_left_to_groups and tp is None else fill_degrees(config, tp, world_size),
+        "degrees": fill_degrees(config, tp, world_size) if by_degrees else {},
         "process_group": group,
-        "cpu_offload": bool(config.cpu_offload),
-        "backward_prefetch": config.backward_prefetch,
-        "backward_prefetch_limit": config.backward_prefetch_limit,
-        "forward_prefetch": bool(config.forward_prefetch),
-        "forward_prefetch_limit": config.forward_prefetch_limit,
-        "activation_checkpointing_reentrant": config.asks_for_reentrant,
-        "te_checkpoint_wrapper": bool(config.te_checkpoint_wrapper),
-        "auto_wrap": bool(config.auto_wrap),
-        "min_params": number_of_parameters(config.min_params),
-        "ignored_modules": tuple(config.ignored_modules or ()),
-        "tie_policy": config.tie_policy,
-        "sync_module_states": bool(config.sync_module_states),
-        "use_orig_params": bool(config.use_orig_params),
-        "grad_sync_every_microbatch": bool(config.grad_sync_every_microbatch),
     }
 
 
-def _strategy_that_fits(
-    config: FSDPConfig, group: Any, has_degrees: bool, splits_tensors: bool, stacklevel: int
-) -> str:
-    """Return the strategy, converted if the number of axes differs."""
+def _strategy_that_fits(config: FSDPConfig, group: Any, has_degrees: bool, stacklevel: int) -> str:
     strategy = config.sharding_strategy
-    if group is not None:
-        axes = 2 if check_group(group, None) else 1
-    elif has_degrees or splits_tensors:
-        axes = 1 if config.data_parallel_replicate_degree is None else 2
-    else:
+    if strategy == "NO_SHARD" or (group is None and not has_degrees):
         return strategy
-    if strategy == "NO_SHARD":
-        return strategy
-    other = (_ON_ONE_AXIS if axes == 1 else _ON_TWO_AXES).get(strategy)
+    is_pair_of_axes = is_pair(group) if group is not None else config.data_parallel_replicate_degree is not None
+    other = (_ON_TWO_AXES if is_pair_of_axes else _ON_ONE_AXIS).get(strategy)
     if other is None:
         return strategy
+    axes = 2 if is_pair_of_axes else 1
     warn(f"{strategy} is not supported with {axes}D device mesh. Using {other} instead.", stacklevel + 1)
     return other
 
@@ -368,60 +347,40 @@ def answer_of(function: WrapFunction | None, name: str, module: nn.Module) -> bo
 
 
 def check_options(name: str, options: Mapping[str, Any], plan: ShardingPlan) -> None:
-    """Raise for settings that a single unit cannot have.
-
-    Raises:
-        ValueError: If a setting or its value is unknown. A KeyError for the keys of an `FSDP2Config`.
-        RuntimeError: If the process group does not divide the ranks.
-    """
-    if plan.version == 2:
-        _check_narrow_keys(name, options)
-    else:
-        for key in options:
-            if key not in _KEYS:
-                raise ValueError(
-                    f"fsdp_wrap_fn returned the setting {key!r} for {name!r}, which a single module does not have. "
-                    f"{explain_key(key, _KEYS)} Valid keys are: {', '.join(_KEYS)}."
-                )
-    try:
-        _check_values(options, plan)
-    except (ValueError, RuntimeError) as error:
-        raise type(error)(f"fsdp_wrap_fn returned {dict(options)!r} for {name!r}: {error}") from None
-
-
-def _check_narrow_keys(name: str, options: Mapping[str, Any]) -> None:
-    allowed = FSDP2Config.settable_attrs()
-    if not allowed >= set(options):
-        wrong = next(key for key in options if key not in allowed)
-        # Composer's text, whose beginning users compare.
-        raise KeyError(
-            f"Invalid FSDP2 config keys in wrap_fn return value. Valid keys are: {allowed}. The dict for {name!r} "
-            f"has {wrong!r}. {explain_key(wrong, allowed)}"
-        )
+    """Raise for settings that a single unit cannot have."""
+    allowed = FSDP2Config.settable_attrs() if plan.version == 2 else _KEYS
     for key in options:
-        if key not in _NARROW_KEYS_OF_A_UNIT:
+        if key not in allowed and plan.version == 2:
+            # Composer's text, whose beginning users compare.
+            raise KeyError(
+                f"Invalid FSDP2 config keys in wrap_fn return value. Valid keys are: {allowed}. The dict for {name!r} "
+                f"has {key!r}. {explain_key(key, allowed)}"
+            )
+        if key not in allowed:
+            raise ValueError(
+                f"fsdp_wrap_fn returned the setting {key!r} for {name!r}, which a single module does not have. "
+                f"{explain_key(key, _KEYS)} Valid keys are: {', '.join(_KEYS)}."
+            )
+        if plan.version == 2 and key not in _NARROW_KEYS_OF_A_UNIT:
             warn(  # without the unit's name, so that Python shows it only once
                 f"fsdp_wrap_fn returned {key}={options[key]!r}, which does nothing: it is a setting of the whole "
                 f"model. Set it in the FSDP2Config; a unit has {', '.join(_NARROW_KEYS_OF_A_UNIT)}.",
                 stacklevel=2,
             )
+    try:
+        _check_unit_values(options, plan)
+    except (ValueError, RuntimeError) as error:
+        raise type(error)(f"fsdp_wrap_fn returned {dict(options)!r} for {name!r}: {error}") from None
 
 
-def _check_values(options: Mapping[str, Any], plan: ShardingPlan) -> None:
-    for key, accepted in (
-        ("sharding_strategy", STRATEGIES),
-        ("backward_prefetch", PREFETCHES),
-        ("grad_sync", ("group", "world")),
-        ("cpu_offload", (True, False)),
-    ):
-        value = options.get(key, accepted[0])
-        if (value.upper() if isinstance(value, str) and key != "grad_sync" else value) not in accepted:
-            raise ValueError(f"{key}={value!r} is none that there is. Use one of {', '.join(map(repr, accepted))}.")
-    limit = options.get("forward_prefetch_limit", 1)
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise ValueError(f"forward_prefetch_limit={limit!r} is not a number of modules: it has to be 1 or more.")
+def _check_unit_values(options: Mapping[str, Any], plan: ShardingPlan) -> None:
+    for key in ("sharding_strategy", "backward_prefetch", "grad_sync", "cpu_offload"):
+        value = options.get(key, ALLOWED[key][0])
+        if (value.upper() if isinstance(value, str) and key != "grad_sync" else value) not in ALLOWED[key]:
+            raise ValueError(f"{key}={value!r} is not a valid value. Use one of {', '.join(map(repr, ALLOWED[key]))}.")
+    check_limit("forward_prefetch_limit", options.get("forward_prefetch_limit", 1))
     if not callable(options.get("shard_placement_fn", len)):
-        raise ValueError(f"shard_placement_fn={options['shard_placement_fn']!r} is no function of a parameter.")
+        raise ValueError(f"shard_placement_fn={options['shard_placement_fn']!r} is not a function of a parameter.")
     strategy = str(options.get("sharding_strategy")).upper()
     if strategy in ("NO_SHARD", *HYBRID_STRATEGIES) and plan.tensor_parallel_degree > 1:
         raise ValueError(

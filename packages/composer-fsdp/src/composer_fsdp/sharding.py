@@ -24,7 +24,6 @@ from composer_dist import Precision, dist, get_device, seed_context
 from composer_dist.devices import Device
 from composer_fsdp import meta_init
 from composer_fsdp.activation import apply_ac
-from composer_fsdp.choice import check_param_tying, choose
 from composer_fsdp.config import AXES, FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig
 from composer_fsdp.gradients import average_after_backward
 from composer_fsdp.groups import is_pair
@@ -33,6 +32,7 @@ from composer_fsdp.mixed_precision import Dtypes, Prefetching, cast_buffers, res
 from composer_fsdp.plan import ShardingPlan, WrapFunction, make_plan
 from composer_fsdp.state_dicts import check_optimizers, names_of_parameters, rebuild
 from composer_fsdp.tensor_parallel import agreed, check_layer_plan, split_tensors, warn_of_different_weights
+from composer_fsdp.unit_selection import check_param_tying, choose
 from composer_fsdp.wrap_rules import Unit, function_of_policy, stays_whole
 
 __all__ = [
@@ -80,9 +80,6 @@ class ShardedModel:
         """Raise if parameters were added or moved since the model was sharded.
 
         FSDP would neither gather nor average a new parameter, or one that moved to another module.
-
-        Raises:
-            ValueError: With the names of the parameters.
         """
         late = [
             f"{prefix}.{name}".lstrip(".")
@@ -242,7 +239,6 @@ class Sharder:
         return CPUOffloadPolicy(pin_memory=self._device.type != "cpu")  # pinning needs an accelerator
 
     def _output_dtype(self, unit: Unit, dtypes: Dtypes) -> torch.dtype | None:
-        """Return the dtype of a unit's output if the unit's own dtype differs from the model's."""
         return None if unit.is_root or dtypes.param == self._plan.dtypes.param else self._plan.dtypes.param
 
 
@@ -278,7 +274,6 @@ def wrap_activations(
 
 
 def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
-    """Yield a unit's module and its descendants, except those of nested units."""
     yield unit
     for child in unit.children():
         if not isinstance(child, FSDPModule):
@@ -294,7 +289,6 @@ def _outermost(module: nn.Module) -> Iterator[FSDPModule]:
 
 
 def _move_the_rest(model: nn.Module, device: torch.device) -> None:
-    """Move parameters and buffers that are not sharded to the device, in place."""
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor) and parameter.device != device:
             parameter.data = parameter.data.to(device)
@@ -365,7 +359,7 @@ def parallelize_model(
     return _parallelize(
         model,
         config,
-        optimizer,
+        [] if optimizer is None else [optimizer],
         precision,
         device,
         seed,
@@ -402,13 +396,14 @@ def parallelize_composer_model(
         ValueError, KeyError, RuntimeError: If model, optimizer and settings do not fit together.
         TypeError: If an argument has the wrong type.
     """
-    return _parallelize(composer_model, config, optimizer, precision, device, seed)
+    several = [] if optimizer is None else [optimizer]
+    return _parallelize(composer_model, config, several, precision, device, seed)
 
 
 def _parallelize(
     model: nn.Module,
     config: FSDP2Config | FSDPConfig | ParallelismConfig,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer],
     precision: str | Precision | None,
     device: str | Device | None,
     seed: int,
@@ -423,7 +418,17 @@ def _parallelize(
         precision = "amp_fp16" if chosen.name == "gpu" else "fp32"
 
     def settle() -> tuple[ShardingPlan, WrapFunction | None]:
-        _check_kinds(model, optimizer, param_init_fn)
+        for name, value, kind in (
+            ("model", model, nn.Module),
+            *(("optimizer", each, Optimizer) for each in optimizers),
+        ):
+            if not isinstance(value, kind):
+                raise TypeError(
+                    f"{name}={value!r} is a {type(value).__name__}. Give the {name} itself, one of "
+                    f"{'torch.nn.Module' if kind is nn.Module else 'torch.optim'}."
+                )
+        if param_init_fn is not None and not callable(param_init_fn):
+            raise TypeError(f"param_init_fn={param_init_fn!r} is not a function that fills a module's weights.")
         plan = make_plan(config, precision=precision, world_size=dist.get_world_size(), stacklevel=5)
         return plan, function_of_policy(model, policy)
 
@@ -434,7 +439,7 @@ def _parallelize(
             model,
             plan,
             device=torch.device(chosen.torch_device),
-            optimizers=[] if optimizer is None else [optimizer],
+            optimizers=optimizers,
             wraps_itself=wraps_itself,
             wrap_fn=wrap_fn,
             check_fn=check_fn,
@@ -442,17 +447,6 @@ def _parallelize(
         )
     average_after_backward(sharded.whole)
     return sharded
-
-
-def _check_kinds(model: Any, optimizer: Any, param_init_fn: Any) -> None:
-    for name, value, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer | None)):
-        if not isinstance(value, kind):
-            raise TypeError(
-                f"{name}={value!r} is a {type(value).__name__}. Give the {name} itself, one of "
-                f"{'torch.nn.Module' if kind is nn.Module else 'torch.optim'}."
-            )
-    if param_init_fn is not None and not callable(param_init_fn):
-        raise TypeError(f"param_init_fn={param_init_fn!r} is no function. Give one that fills the weights of a module.")
 
 
 def prepare_fsdp_module(
@@ -479,11 +473,7 @@ def prepare_fsdp_module(
         An empty list in place of Composer's hooks, and the sharded modules by name.
     """
     several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
-    chosen = get_device(device)
-    plan = make_plan(fsdp_config, precision=precision, world_size=dist.get_world_size(), stacklevel=2)
-    with seed_context(seed):
-        sharded = shard_model(model, plan, device=chosen.torch_device, optimizers=several)
-    average_after_backward(sharded.whole)
+    sharded = _parallelize(model, fsdp_config, several, precision, device, seed)
     return [], {unit.name: unit.module for unit in sharded.units}
 
 

@@ -13,18 +13,6 @@ from torch.optim import Adafactor, Optimizer
 from composer_dist.wrapping import canonical_name
 from composer_fsdp.groups import own_region
 
-__all__ = [
-    "check_optimizers",
-    "names_of_parameters",
-    "rebuild",
-    "sync_optimizer_and_model_params",
-    "update_optimizer_modules",
-    "get_model",
-    "get_optimizer",
-    "set_model",
-    "set_optimizer",
-]
-
 
 def get_model(model: nn.Module) -> dict[str, Any]:
     """Return the full model state dict. Every rank must call this.
@@ -126,10 +114,6 @@ def _like(parameter: torch.Tensor | None, value: Any) -> Any:
     )
 
 
-_ONE_GROUP = "Multiple optimizer groups {} are not supported with {}."
-_ALL = "Passing in a subset of model parameters to the optimizer is not supported with {}."
-
-
 def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return the first name of each parameter, without prefixes added by wrappers."""
     return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
@@ -142,20 +126,7 @@ def check_optimizers(
     use_orig_params: bool = True,
     splits_tensors: bool = False,
 ) -> None:
-    """Validate that the optimizers support sharding of their model.
-
-    Args:
-        optimizers: The optimizers of the model.
-        names: The names of the model's parameters.
-        use_orig_params: As in `FSDPConfig`.
-        splits_tensors: Whether tensor parallelism will split parameters.
-
-    Raises:
-        NotImplementedError: If there are several optimizers.
-        ValueError: If the optimizer has parameters that are not in the model, or lacks some where it must have all, or
-            if it does not support sharded parameters.
-        RuntimeError: If the optimizer has several parameter groups where only one is supported.
-    """
+    """Validate that the optimizers support sharding of their model."""
     if len(optimizers) > 1:
         raise NotImplementedError(
             f"Only one optimizer is supported; found {len(optimizers)} optimizers. Give one optimizer with several "
@@ -168,20 +139,22 @@ def check_optimizers(
                 "Adafactor keeps statistics of rows and columns, of which no rank has whole ones once a weight is "
                 "sharded. Use AdamW, or train without sharding."
             )
-        if not use_orig_params:
-            _refuse_parts(optimizer, names, "use_orig_params=False", "with FSDP")
-        if splits_tensors:
-            _refuse_parts(optimizer, names, "tensor parallelism", "")
+        # Composer's texts.
+        needs_all = [("use_orig_params=False", " with FSDP")] if not use_orig_params else []
+        for setting, where in [*needs_all, *([("tensor parallelism", "")] if splits_tensors else [])]:
+            if len(optimizer.param_groups) > 1:
+                raise RuntimeError(
+                    f"Multiple optimizer groups{where} are not supported with {setting}. Give one group."
+                )
+            if len(optimizer.param_groups[0]["params"]) < len(names):
+                raise ValueError(
+                    f"Passing in a subset of model parameters to the optimizer is not supported with {setting}. Give "
+                    f"it all parameters, and freeze those that shall not change."
+                )
 
 
 def rebuild(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
-    """Replace the parameters of optimizers with those of the sharded model, matched by name, in place.
-
-    Args:
-        optimizers: The optimizers, whose groups keep their order and settings.
-        names: The parameters before sharding and their names.
-        model: The sharded model.
-    """
+    """Replace the parameters of optimizers with those of the sharded model, matched by name, in place."""
     after = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
     for optimizer in optimizers:
         if optimizer.state:
@@ -261,10 +234,3 @@ def _refuse_foreign(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
             f"in the sharded model: {', '.join((foreign + left)[:20])}. Build the optimizer over the parameters of the "
             f"very model that is given."
         )
-
-
-def _refuse_parts(optimizer: Optimizer, names: Mapping[nn.Parameter, str], setting: str, where: str) -> None:
-    if len(optimizer.param_groups) > 1:
-        raise RuntimeError(f"{_ONE_GROUP.format(where, setting).replace('  ', ' ')} Give one group.")
-    if len(optimizer.param_groups[0]["params"]) < len(names):
-        raise ValueError(f"{_ALL.format(setting)} Give it all parameters, and freeze those that shall not change.")

@@ -29,7 +29,7 @@ from composer_fsdp.sharding import ShardedModel, shard_model
 if TYPE_CHECKING:
     from torch.nn import Module
 
-__all__ = ["checked_meetings", "FSDP", "TensorParallelBatchCheck"]
+__all__ = ["guarded_collectives", "FSDP", "TensorParallelBatchCheck"]
 
 log = getLogger(__name__)
 _NOTHING = nullcontext()  # reentrant and without state, so one serves every microbatch
@@ -63,9 +63,8 @@ class FSDP(SingleDevice):
         self.mesh = mesh
         self._sharded: ShardedModel | None = None
         self._postpones = False  # whether averaging is deferred to the end of an attempt
-        self._first_batch: TensorParallelBatchCheck | None = (
-            None  # only with tensor parallelism, where ranks must read the same
-        )
+        # Only with tensor parallelism, where ranks must read the same.
+        self._first_batch: TensorParallelBatchCheck | None = None
         self._watch: ReductionWatch | None = None  # set by `watch_reductions`
 
     @property
@@ -186,7 +185,7 @@ class FSDP(SingleDevice):
         if self._first_batch is not None:
             self._first_batch.forget()  # an aborted attempt may have used another microbatch size
         try:
-            with checked_meetings(self.sharded.roots, check):
+            with guarded_collectives(self.sharded.roots, check):
                 yield
                 check()
         finally:
@@ -271,15 +270,11 @@ def _sum_without_twins(values: Sequence[TNumber], mesh: DeviceMesh) -> list[TNum
 
 
 @contextmanager
-def checked_meetings(roots: Sequence[FSDPModule], check: Callable[[], None]) -> Iterator[None]:
+def guarded_collectives(roots: Sequence[FSDPModule], check: Callable[[], None]) -> Iterator[None]:
     """Return a context in which sharded modules call `check` before each collective.
 
     The collectives gather weights before a unit's forward and backward pass, and reduce gradients after its backward
     pass. After an error the state of FSDP2 is reset, so that the modules can run again.
-
-    Args:
-        roots: The outermost sharded modules.
-        check: Raises if any rank has failed; called equally often on all ranks until then.
     """
     handles: list[Any] = []
     begun: set[nn.Module] = set()
@@ -313,34 +308,27 @@ def _watch(module: nn.Module, check: Callable[[], None], *, is_root: bool) -> li
                 return
 
     def before_gathering_again(_: nn.Module, __: Any, outputs: Any) -> None:
-        once = _Once(check, is_root)
+        is_done = False
+
+        def run_once(_: torch.Tensor) -> None:  # on the first of several gradients
+            nonlocal is_done
+            if is_done:
+                return
+            is_done = True
+            if is_root:
+                # At the end of the backward pass the root reduces units whose inputs need no gradients. Callbacks run
+                # in the order of queueing, and this one is queued first. PyTorch has no public way to queue one.
+                Variable._execution_engine.queue_callback(check)  # pyright: ignore[reportAttributeAccessIssue]
+            check()
+
         for tensor in _with_gradient(outputs):
-            tensor.register_hook(once)
+            tensor.register_hook(run_once)
 
     return [
         module.register_forward_pre_hook(before_gathering, prepend=True),
         module.register_forward_pre_hook(before_reducing, with_kwargs=True),
         module.register_forward_hook(before_gathering_again, prepend=True),
     ]
-
-
-class _Once:
-    """Hook that runs a check on the first of several gradients."""
-
-    def __init__(self, check: Callable[[], None], is_root: bool) -> None:
-        self._check = check
-        self._is_root = is_root
-        self._is_done = False
-
-    def __call__(self, _: torch.Tensor) -> None:
-        if self._is_done:
-            return
-        self._is_done = True
-        if self._is_root:
-            # At the end of the backward pass the root reduces units whose inputs need no gradients. Callbacks run in
-            # the order of queueing, and this one is queued first. PyTorch has no public way to queue one.
-            Variable._execution_engine.queue_callback(self._check)  # pyright: ignore[reportAttributeAccessIssue]
-        self._check()
 
 
 def _with_gradient(values: Any) -> Iterator[torch.Tensor]:
@@ -350,11 +338,7 @@ def _with_gradient(values: Any) -> Iterator[torch.Tensor]:
 
 
 class TensorParallelBatchCheck:
-    """Comparison of the first batch within a tensor-parallel group.
-
-    Args:
-        mesh: The tensor-parallel mesh.
-    """
+    """Comparison of the first batch within a tensor-parallel group."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._ranks = tdist.get_process_group_ranks(mesh.get_group())
@@ -388,7 +372,6 @@ class TensorParallelBatchCheck:
 
 
 def _fingerprint(batch: Any) -> str:
-    """Return a checksum of the tensors and other leaves of a batch."""
     checksum = 0
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):

@@ -100,7 +100,6 @@ def validate_all_dtensors_are_fsdp_based(model: nn.Module) -> None:
 
 
 def _places(model: nn.Module, recurse: bool) -> dict[DTensor, list[tuple[nn.Module, str]]]:
-    """Return the sharded parameters, each with the modules and names under which it is registered."""
     places: dict[DTensor, list[tuple[nn.Module, str]]] = {}
     seen: set[nn.Module] = set()
 

@@ -1,7 +1,7 @@
 """Tensor parallelism, applied before sharding."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -16,16 +16,9 @@ from composer_dist import RankDisagreementError, check_agreement, dist
 from composer_dist.wrapping import canonical_name
 from composer_fsdp.config import explain_key
 
-__all__ = ["agreed", "warn_of_different_weights", "check_layer_plan", "split_tensors"]
-
 
 def check_layer_plan(model: nn.Module, layer_plan: Mapping[str, Any]) -> None:
-    """Validate a tensor parallelism plan, and warn if it splits nothing.
-
-    Raises:
-        ValueError: If a pattern matches no module, its value is not a `ParallelStyle` or does not support the module,
-            or the plan would split a weight that is tied to another one.
-    """
+    """Validate a tensor parallelism plan, and warn if it splits nothing."""
     if not layer_plan and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         warnings.warn(
             "tensor_parallel_degree is greater than 1, and there is no layer_plan: no tensor is split, and the ranks "
@@ -35,7 +28,9 @@ def check_layer_plan(model: nn.Module, layer_plan: Mapping[str, Any]) -> None:
             stacklevel=2,
         )
     modules = {name: module for name, module in model.named_modules() if name}
-    owners = _owners(model)
+    owners: dict[nn.Parameter, list[str]] = {}  # tied parameters have several names
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter, []).append(canonical_name(name))
     for pattern, style in layer_plan.items():
         if not isinstance(style, ParallelStyle):
             raise ValueError(
@@ -45,34 +40,20 @@ def check_layer_plan(model: nn.Module, layer_plan: Mapping[str, Any]) -> None:
         fitting = [name for name in modules if _fits(name, pattern)]
         if not fitting:
             raise ValueError(f"layer_plan has {pattern!r}, which fits no module. {explain_key(pattern, modules)}")
-        for name in fitting:
-            _check_module(pattern, style, name, modules[name], owners)
-
-
-def _owners(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return all names of each parameter, of which tied ones have several."""
-    owners: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(parameter, []).append(canonical_name(name))
-    return owners
-
-
-def _check_module(
-    pattern: str, style: ParallelStyle, name: str, module: nn.Module, owners: Mapping[nn.Parameter, Sequence[str]]
-) -> None:
-    if not isinstance(style, ColwiseParallel | RowwiseParallel):
-        return  # other styles, including custom ones, may support any module
-    if not isinstance(module, nn.Linear | nn.Embedding):
-        raise ValueError(
-            f"layer_plan[{pattern!r}] is a {type(style).__name__} and fits {name!r}, a {type(module).__name__}. It "
-            f"splits nn.Linear and nn.Embedding; name these inside of the module."
-        )
-    shared = [names for p in module.parameters() if len(names := owners[p]) > 1]
-    if shared:
-        raise ValueError(
-            f"layer_plan[{pattern!r}] would split {shared[0][0]!r}, which is the same weight as {shared[0][1]!r} and "
-            f"would no longer be. Leave the module out of the plan, or give each a weight of its own."
-        )
+        # Other styles, including custom ones, may support any module.
+        for name in fitting if isinstance(style, ColwiseParallel | RowwiseParallel) else ():
+            if not isinstance(modules[name], nn.Linear | nn.Embedding):
+                raise ValueError(
+                    f"layer_plan[{pattern!r}] is a {type(style).__name__} and fits {name!r}, a "
+                    f"{type(modules[name]).__name__}. It splits nn.Linear and nn.Embedding; name these inside of the "
+                    f"module."
+                )
+            tied = [owners[p] for p in modules[name].parameters() if len(owners[p]) > 1]
+            if tied:
+                raise ValueError(
+                    f"layer_plan[{pattern!r}] would split {tied[0][0]!r}, which is the same weight as {tied[0][1]!r} "
+                    f"and would no longer be. Leave the module out of the plan, or give each a weight of its own."
+                )
 
 
 def split_tensors(model: nn.Module, mesh: DeviceMesh, layer_plan: Mapping[str, Any]) -> None:
@@ -93,9 +74,7 @@ T = TypeVar("T")
 def agreed(choose: Callable[[], T], describe: Callable[[T], Mapping[str, Any]]) -> T:
     """Return the result of a function after checking that all ranks agree on it. Every rank must call this.
 
-    Args:
-        choose: The function, which must not communicate.
-        describe: Returns the facts of the result that must be equal on all ranks.
+    `choose` must not communicate. `describe` returns the facts of its result that must be equal on all ranks.
 
     Raises:
         RankDisagreementError: If the facts differ, or `choose` failed on another rank only.
@@ -119,7 +98,9 @@ def warn_of_different_weights(model: nn.Module) -> None:
         return
     # DTensors differ by rank by design.
     whole = [(name, parameter) for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    sums = dist.all_gather_object(_checksums([parameter for _, parameter in whole]))
+    with torch.no_grad():
+        own = [(p.double().sum() + p.flatten()[:1].double().sum()).cpu() for _, p in whole]
+        sums = dist.all_gather_object(torch.stack(own).tolist() if own else [])
     for index, (name, _) in enumerate(whole):
         if len({of_rank[index] for of_rank in sums}) > 1:
             warnings.warn(
@@ -129,12 +110,3 @@ def warn_of_different_weights(model: nn.Module) -> None:
                 stacklevel=2,
             )
             return
-
-
-def _checksums(parameters: Sequence[torch.Tensor]) -> list[float]:
-    """Return a checksum of the values of each parameter."""
-    with torch.no_grad():
-        if not parameters:
-            return []
-        sums = [parameter.double().sum() + parameter.flatten()[:1].double().sum() for parameter in parameters]
-        return torch.stack([value.cpu() for value in sums]).tolist()

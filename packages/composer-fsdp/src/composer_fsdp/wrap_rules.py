@@ -31,19 +31,6 @@ from composer_fsdp.config import FSDP2Config
 from composer_fsdp.mixed_precision import has_running_statistics
 from composer_fsdp.plan import ShardingPlan, WrapFunction, answer_of, check_options, function_of, make_plan
 
-__all__ = [
-    "function_of_policy",
-    "generate_composer_model_policy",
-    "generate_default_policy",
-    "Stage",
-    "Unit",
-    "WrapFunction",
-    "choose_units",
-    "has_forward",
-    "roots_of",
-    "stays_whole",
-]
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -71,11 +58,7 @@ def choose_units(
 ) -> list[Unit]:
     """Return the units of a model, nested units first, without changing the model or communicating.
 
-    Args:
-        model: The model whose direct children are sharded.
-        plan: The sharding plan.
-        wraps_itself: Whether the model itself is the root, as for a plain module.
-        wrap_fn: Replaces the `fsdp_wrap_fn` of the roots.
+    `wraps_itself` makes the model itself the root, as for a plain module; `wrap_fn` replaces the roots' `fsdp_wrap_fn`.
 
     Raises:
         ValueError: If `fsdp_wrap_fn` returns an unknown setting, or an ignored module is not in the model. An unknown
@@ -255,10 +238,6 @@ def generate_composer_model_policy(composer_model: nn.Module) -> CustomPolicy:
 
 def function_of_policy(model: nn.Module, policy: Any) -> WrapFunction | None:
     """Return the `fsdp_wrap_fn` equivalent to a wrapping policy.
-
-    Args:
-        model: The model to shard.
-        policy: A PyTorch policy, such as `CustomPolicy` or `ModuleWrapPolicy`; a function of a module; or `None`.
 
     Raises:
         TypeError: If the policy has another type.

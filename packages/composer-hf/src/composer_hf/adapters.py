@@ -12,20 +12,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from torch import Tensor, nn
 
-__all__ = [
-    "adapter_of",
-    "base_after_init",
-    "changes_base",
-    "filter_state_dict_peft",
-    "is_adapter_weight",
-    "is_peft_model",
-    "maybe_get_underlying_model",
-    "peft_config_values",
-    "peft_installed",
-    "published_adapter_names",
-    "trained_beside_adapter",
-]
-
 peft_installed = importlib.util.find_spec("peft") is not None
 
 _DEFAULT: Final = "default"
@@ -79,23 +65,14 @@ def filter_state_dict_peft(
     bias = getattr(peft_config, "bias", "none")
     if bias not in _BIASES:
         raise NotImplementedError(f"bias={bias!r} must be one of {', '.join(map(repr, _BIASES))}.")
-    names = set(state_dict)
-    biases = _biases(names, bias)
-    kept = {n: v for n, v in state_dict.items() if n in biases or is_adapter_weight(n, adapter_name)}
-    if not remove_adapter_names:
-        return kept
-    return {_without_adapter(name, adapter_name): value for name, value in kept.items()}
+    published = published_adapter_names(state_dict, {"bias": bias}, adapter_name)
+    return {new if remove_adapter_names else name: state_dict[name] for name, new in published.items()}
 
 
 def published_adapter_names(
     names: Iterable[str], peft_config: Mapping[str, Any], adapter_name: str = _DEFAULT
 ) -> dict[str, str]:
     """Map the names of an adapter's weights to their names in `adapter_model.safetensors`.
-
-    Args:
-        names: Names of all weights.
-        peft_config: Values of the adapter's configuration.
-        adapter_name: Name of the adapter, if there are several.
 
     Example:
         >>> names = ["base_model.model.h.0.c_attn.lora_A.default.weight", "base_model.model.wte.weight"]
@@ -138,11 +115,7 @@ def trained_beside_adapter(peft_model: Any) -> set[str]:
 
 
 def changes_base(peft_config: Mapping[str, Any]) -> bool:
-    """Return whether the adapter's initialization changes the base weights in a way that cannot be recomputed.
-
-    Args:
-        peft_config: Values of the adapter's configuration.
-    """
+    """Return whether the adapter's initialization changes the base weights in a way that cannot be recomputed."""
     how = peft_config.get("init_lora_weights", True)
     return isinstance(how, str) and how.lower() not in _BASE_IS_KNOWN
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from composer_dist import dist
+from composer_hf.adapters import peft_installed
 from composer_hf.model import HuggingFaceModel
 from composer_hf.sharding_hints import prepare_hf_model_for_fsdp
 from composer_models import LanguageCrossEntropy, LanguagePerplexity, MissingConditionalImportError
@@ -48,7 +49,6 @@ class ComposerHFCausalLM(HuggingFaceModel):
 
     Metrics compare each logit with the following token. In a distributed run, one rank of each node downloads first.
     With `init_device='mixed'`, only rank 0 holds weights, and FSDP broadcasts them.
-    first. With `init_device='mixed'`, rank 0 alone has weights, and FSDP hands them on.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -276,7 +276,7 @@ def _on_every_rank(build: Callable[[], Any], path: str) -> Any:
 
 
 def _with_saved_adapter(model: Any, path: str) -> Any:
-    if importlib.util.find_spec("peft") is None:
+    if not peft_installed:
         raise MissingConditionalImportError("peft", "peft", distribution="composer-hf")
     from peft import PeftModel
 
@@ -291,7 +291,7 @@ def _lora_config(values: Mapping[str, Any]) -> Any:
             f"peft_config has peft_type={values.get('peft_type')!r} and task_type={values.get('task_type')!r}. Give "
             f"'LORA' and 'CAUSAL_LM'."
         )
-    if importlib.util.find_spec("peft") is None:
+    if not peft_installed:
         raise MissingConditionalImportError("peft", "peft", distribution="composer-hf")
     from peft import LoraConfig
 
@@ -300,7 +300,6 @@ def _lora_config(values: Mapping[str, Any]) -> Any:
 
 
 def _named(names: Sequence[str] | None) -> "list[Metric]":
-    """Return instances of metric classes by name."""
     import torchmetrics
 
     import composer_models

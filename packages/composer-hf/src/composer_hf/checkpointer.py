@@ -4,7 +4,7 @@ import os
 import posixpath
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from logging import getLogger
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from composer_checkpoint import CheckpointConflictError, PartialFilePath, RemoteUploader
 from composer_checkpoint.names import OF_FOLDER, OF_SAVE
 from composer_checkpoint.remote.fetch import is_uri, parse_uri
+from composer_checkpoint.tensors import as_stored
 from composer_dist import dist
 from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import to_interval
@@ -30,10 +31,10 @@ from composer_events.state import State
 from composer_hf.adapters import is_adapter_weight
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model import HuggingFaceModel
-from composer_hf.published_weights import plan_weights, published_name
-from composer_hf.publishing import as_dtype, pretrained_folder
+from composer_hf.published_weights import published_name
+from composer_hf.publishing import as_dtype, write_pretrained
 from composer_hf.registering import ModelRegistry, find_registry, in_background, register_folder, wait_on_all_ranks
-from composer_hf.weight_files import FORMATS, Format, main_dtype, parse_size, total_bytes, write_weight_files
+from composer_hf.weight_files import FORMATS, Format, parse_size
 from composer_time import Time
 
 __all__ = ["HuggingFaceCheckpointer", "gather_weights"]
@@ -145,7 +146,8 @@ class HuggingFaceCheckpointer(Callback):
             StorageError: If the object store is not writable.
         """
         model = _model_of(state)
-        if state.deepspeed_enabled and _zero_stage(state.deepspeed_config) == 3:
+        zero: Any = (state.deepspeed_config or {}).get("zero_optimization") or {}
+        if state.deepspeed_enabled and int(zero.get("stage", 0)) == 3:
             raise ValueError(
                 "`HuggingFaceCheckpointer` needs whole weights, and stage 3 of DeepSpeed keeps them in parts. Save "
                 "checkpoints, and convert them with `composer-ckpt convert`; or use FSDP, or stage 2."
@@ -194,7 +196,14 @@ class HuggingFaceCheckpointer(Callback):
         self._wait()  # at most one copy of the weights in host memory
         path = self._name.format(state)
         model = _model_of(state)
-        self._refuse_existing(path)  # before the expensive gathering
+        if not self.overwrite and self.remote_uploader is None:
+            found = [os.path.lexists(path)]  # rank 0 writes, so its file system decides
+            dist.broadcast_object_list(found, src=0)
+            if found[0]:  # on all ranks, before the expensive gathering
+                raise CheckpointConflictError(
+                    f"{path} exists, and overwrite=False. Choose another save_folder or huggingface_folder_name, or "
+                    f"pass overwrite=True to replace it."
+                )
         self.last_checkpoint_batch = state.timestamp.batch
         weights, metadata = self._snapshot(model)
         if metadata is None:
@@ -250,7 +259,6 @@ class HuggingFaceCheckpointer(Callback):
         return registry
 
     def _register(self, registry: ModelRegistry, state: "State", logger: "Logger") -> None:
-        """Register the current model. Every rank must call this."""
         # After an upload, the local folder is gone.
         is_here = not self.final_register_only and self.remote_uploader is None
         weights, metadata = ({}, self._metadata) if is_here else self._snapshot(_model_of(state))
@@ -293,55 +301,28 @@ class HuggingFaceCheckpointer(Callback):
     def _write_folder(
         self, path: str, weights: dict[str, Tensor], metadata: HuggingFaceMetadata, state: "State", logger: "Logger"
     ) -> None:
-        # The class comes from the model in this process, not from a foreign checkpoint, so it may be imported.
-        pieces = plan_weights(weights, metadata, trust_remote_code=True)
-        with pretrained_folder(
+        write_pretrained(
             path,
+            {name: as_stored(weight) for name, weight in weights.items()},
             metadata,
-            dtype=main_dtype(pieces),
+            max_shard_bytes=self.max_shard_bytes,
+            format=self.save_format,
             overwrite=self.overwrite,
+            # The class comes from the model in this process, not from a foreign checkpoint, so it may be imported.
             trust_remote_code=True,
-            need_bytes=total_bytes(pieces) * (2 if self.save_format == "both" else 1),
-        ) as folder:
-            write_weight_files(
-                folder,
-                pieces,
-                weights.__getitem__,
-                max_shard_bytes=self.max_shard_bytes,
-                format=self.save_format,
-                is_adapter=metadata.peft_config is not None,
-            )
-            self.save_additional_contents(state, logger, folder)
+            add_contents=lambda folder: self.save_additional_contents(state, logger, folder),
+        )
 
     def _upload(self, uploader: RemoteUploader, folder: Path, remote: str) -> None:
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+        names = {file: posixpath.join(remote, file.relative_to(folder).as_posix()) for file in files}
         last = [file for file in files if file.name in _LAST_UPLOADED]
         # A reader that finds a configuration must find the weights as well.
         for group in ([file for file in files if file not in last], last):
-            self._upload_all(uploader, group, folder, remote)
-
-    def _upload_all(self, uploader: RemoteUploader, files: Sequence[Path], folder: Path, remote: str) -> None:
-        uploads = [
-            uploader.upload_file_async(
-                posixpath.join(remote, file.relative_to(folder).as_posix()), file, self.overwrite, copy=False
-            )
-            for file in files
-        ]
-        # All uploads of a group are submitted before the first wait, so that they run concurrently.
-        for upload in uploads:
-            upload.result()
-
-    def _refuse_existing(self, path: str) -> None:
-        """Raise on all ranks, before the weights are gathered, if the folder exists."""
-        if self.overwrite or self.remote_uploader is not None:
-            return
-        found = [os.path.lexists(path)]  # rank 0 writes, so its file system decides
-        dist.broadcast_object_list(found, src=0)
-        if found[0]:
-            raise CheckpointConflictError(
-                f"{path} exists, and overwrite=False. Choose another save_folder or huggingface_folder_name, or pass "
-                f"overwrite=True to replace it."
-            )
+            # All uploads of a group are submitted before the first wait, so that they run concurrently.
+            uploads = [uploader.upload_file_async(names[file], file, self.overwrite, copy=False) for file in group]
+            for upload in uploads:
+                upload.result()
 
     def _wait(self) -> None:
         """Wait for the pending folder, and raise its error on all ranks."""
@@ -353,7 +334,6 @@ class HuggingFaceCheckpointer(Callback):
 
 
 def _model_of(state: "State") -> HuggingFaceModel:
-    """Return the model without its parallel wrappers."""
     model: Any = unwrap_model(state.model)
     if not isinstance(model, HuggingFaceModel):
         raise ValueError(
@@ -361,10 +341,6 @@ def _model_of(state: "State") -> HuggingFaceModel:
             f"{type(model).__name__}. Wrap the model of transformers in a HuggingFaceModel, or leave the callback out."
         )
     return model
-
-
-def _zero_stage(config: Any) -> int:
-    return int(((config or {}).get("zero_optimization") or {}).get("stage", 0))
 
 
 def gather_weights(model: HuggingFaceModel, dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:

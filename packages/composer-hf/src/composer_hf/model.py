@@ -52,8 +52,6 @@ __all__ = [
     "peft_installed",
     "write_huggingface_pretrained_from_composer_checkpoint",
     "continuations",
-    "check_model",
-    "check_tokenizer",
 ]
 
 if TYPE_CHECKING:
@@ -132,13 +130,12 @@ class HuggingFaceModel(ComposerModel):
     ) -> None:
         super().__init__()
         model, compiler = take_out(model)  # the wrapper would prefix all names in checkpoints with `_orig_mod.`
-        check_model(model)
+        _check_parts(model, tokenizer)
         if tokenizer is None:
             log.warning(
                 "The tokenizer was not provided. This means the tokenizer config will not be saved in the checkpoint."
             )
         else:
-            check_tokenizer(tokenizer)
             fit_vocabulary(maybe_get_underlying_model(model), tokenizer, may_resize=allow_embedding_resizing)
         self.model = _with_adapter(model, peft_config)
         self.config = self.model.config
@@ -377,7 +374,6 @@ class HuggingFaceModel(ComposerModel):
 
 
 def _with_adapter(model: Any, peft_config: Any) -> Any:
-    """Return the model, with an adapter if a configuration is given."""
     if peft_config is None:
         return model
     if not peft_installed:
@@ -441,10 +437,6 @@ def _adapter_weights(module: HuggingFaceModel, weights: Mapping[str, Any]) -> di
 def continuations(model: "HuggingFaceModel", batch: Mapping[str, Any]) -> list[str]:
     """Return the generated text for each prompt of a batch. Every rank must call this.
 
-    Args:
-        model: The model.
-        batch: A mapping with `input_ids`, and optionally `attention_mask` and `generation_kwargs`.
-
     Raises:
         ValueError: If the model has no tokenizer.
     """
@@ -469,23 +461,23 @@ def continuations(model: "HuggingFaceModel", batch: Mapping[str, Any]) -> list[s
     return texts
 
 
-def check_model(model: Any) -> None:
-    """Raise unless a model is a module with a configuration of transformers.
+def _refuse_names_and_classes(argument: str, value: Any, auto_class: str) -> None:
+    if isinstance(value, str | os.PathLike):
+        raise TypeError(
+            f"{argument}={value!r} is a name, and the {argument} itself is needed, whose save_pretrained every "
+            f"checkpoint needs. Give {auto_class}.from_pretrained({value!r}) of transformers, or what another of its "
+            f"Auto classes makes of the name."
+        )
+    if isinstance(value, type):
+        raise TypeError(
+            f"{argument}={value!r} is a class, and a {argument} is needed. Give {value.__name__}.from_pretrained(...), "
+            f"or {value.__name__}(config) for a model with random weights."
+        )
 
-    Raises:
-        TypeError: If it is not a module, or has no such configuration.
-    """
-    if isinstance(model, str | os.PathLike):
-        raise TypeError(
-            f"model={model!r} is a name, and the model itself is needed. Give "
-            f"AutoModelForCausalLM.from_pretrained({model!r}) of transformers, or what another of its Auto classes "
-            f"makes of the name."
-        )
-    if isinstance(model, type):
-        raise TypeError(
-            f"model={model!r} is a class, and a model is needed. Give {model.__name__}(config), or "
-            f"{model.__name__}.from_pretrained(...)."
-        )
+
+def _check_parts(model: Any, tokenizer: Any) -> None:
+    """Raise unless a model is a module with a configuration of transformers, and a tokenizer can be saved."""
+    _refuse_names_and_classes("model", model, "AutoModelForCausalLM")
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model={model!r:.200} must be a torch.nn.Module. Give a PreTrainedModel of transformers, or a "
@@ -497,27 +489,12 @@ def check_model(model: Any) -> None:
             f"takes a PreTrainedModel of transformers, or a peft.PeftModel. Wrap another module with "
             f"ComposerModel.from_module(module, loss_fn), of composer.models."
         )
-
-
-def check_tokenizer(tokenizer: Any) -> None:
-    """Raise unless a tokenizer can be saved in checkpoints: any object with a length and `save_pretrained` can.
-
-    Raises:
-        TypeError: If it lacks one of them.
-    """
-    if isinstance(tokenizer, str | os.PathLike):
-        raise TypeError(
-            f"tokenizer={tokenizer!r} is a name, and the tokenizer itself is needed: every checkpoint calls its "
-            f"save_pretrained. Give AutoTokenizer.from_pretrained({tokenizer!r}) of transformers."
-        )
-    if isinstance(tokenizer, type):
-        raise TypeError(
-            f"tokenizer={tokenizer!r} is a class, and a tokenizer is needed. Give "
-            f"{tokenizer.__name__}.from_pretrained(...)."
-        )
+    if tokenizer is None:
+        return
+    _refuse_names_and_classes("tokenizer", tokenizer, "AutoTokenizer")
     if not (isinstance(tokenizer, Sized) and hasattr(tokenizer, "save_pretrained")):
         raise TypeError(
-            f"tokenizer={tokenizer!r:.200} is no tokenizer, which has len() and save_pretrained, as those of "
+            f"tokenizer={tokenizer!r:.200} is not a tokenizer, which has len() and save_pretrained, as those of "
             f"transformers have. Give AutoTokenizer.from_pretrained(...), or "
             f"PreTrainedTokenizerFast(tokenizer_object=...) around a tokenizers.Tokenizer. With None, "
             f"checkpoints keep none."

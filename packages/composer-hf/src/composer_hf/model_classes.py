@@ -15,8 +15,6 @@ from composer_hf.metadata import HuggingFaceMetadata
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["build_config", "build_model", "find_class", "meta_model", "without_code"]
-
 _TRUSTED_PACKAGES: Final = ("transformers", "composer", "composer_hf", "peft")
 _ENTRY_POINTS: Final = "composer.hf_models"
 
@@ -28,28 +26,11 @@ def build_config(
     trust_remote_code: bool = False,
     allow_network: bool = False,
 ) -> "PretrainedConfig":
-    """Return the configuration of a checkpoint's model as an object of transformers.
-
-    Args:
-        metadata: Metadata of the checkpoint.
-        overrides: Values that replace those of the checkpoint.
-        trust_remote_code: Whether to run code from the model's origin, and kernels of the Hub that the checkpoint
-            names.
-        allow_network: Whether to look on the Hub for an architecture that transformers does not know.
-
-    Raises:
-        IncompatibleCheckpointError: If this release of transformers does not know the architecture.
-    """
+    """Return the configuration of a checkpoint's model as an object of transformers."""
     from transformers import CONFIG_MAPPING, AutoConfig  # slow to load
 
-    own = metadata.config if trust_remote_code else without_code(metadata.config)
-    values = {**own, **(overrides or {})}
+    values = _config_values(metadata.config if trust_remote_code else without_code(metadata.config), overrides or {})
     model_type = values.pop("model_type", None)
-    if overrides and "num_labels" in overrides and "id2label" not in overrides:
-        values.pop("id2label", None)  # it would set the old number of labels again
-        values.pop("label2id", None)
-    if isinstance(labels := values.get("id2label"), Mapping):
-        values["id2label"] = {int(number): label for number, label in labels.items()}  # JSON keys are strings
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
         values.pop("auto_map", None)  # a built-in class needs no code of the checkpoint
         return AutoConfig.for_model(model_type, **values)
@@ -69,18 +50,18 @@ def build_config(
     )
 
 
+def _config_values(saved: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    values = {**saved, **overrides}
+    if "num_labels" in overrides and "id2label" not in overrides:
+        values.pop("id2label", None)  # it would set the old number of labels again
+        values.pop("label2id", None)
+    if isinstance(labels := values.get("id2label"), Mapping):
+        values["id2label"] = {int(number): label for number, label in labels.items()}  # JSON keys are strings
+    return values
+
+
 def find_class(name: str, *, trust_remote_code: bool = False) -> type:
-    """Return the class with a full name.
-
-    Args:
-        name: Full name, such as `'transformers.GPT2LMHeadModel'`.
-        trust_remote_code: Whether to import modules other than those of transformers, peft and Composer, and those
-            registered under the entry point `composer.hf_models`.
-
-    Raises:
-        UnsafeCheckpointError: If the module is none of these, and not trusted.
-        ValueError: If it cannot be imported, or has no such class.
-    """
+    """Return the class with a full name."""
     module_name, _, class_name = name.rpartition(".")
     package = module_name.partition(".")[0]
     if not trust_remote_code and package not in _TRUSTED_PACKAGES:
@@ -104,11 +85,7 @@ def find_class(name: str, *, trust_remote_code: bool = False) -> type:
 
 
 def build_model(model_class: Any, config: "PretrainedConfig") -> "PreTrainedModel":
-    """Return a model with random weights.
-
-    Raises:
-        AttributeError: If the class is not a model class of transformers.
-    """
+    """Return a model with random weights."""
     if hasattr(model_class, "from_config"):  # an auto class
         return model_class.from_config(config)
     if not hasattr(model_class, "config_class"):
@@ -120,13 +97,7 @@ def build_model(model_class: Any, config: "PretrainedConfig") -> "PreTrainedMode
 
 
 def meta_model(metadata: HuggingFaceMetadata, *, trust_remote_code: bool = False) -> "PreTrainedModel":
-    """Return a checkpoint's model on the meta device, with names and shapes but without memory for weights.
-
-    Raises:
-        IncompatibleCheckpointError: If the checkpoint does not name the class, or transformers does not know the model,
-            or cannot build it.
-        UnsafeCheckpointError: If the class is in a module that is not trusted.
-    """
+    """Return a checkpoint's model on the meta device, with names and shapes but without memory for weights."""
     if not metadata.model_class:
         raise IncompatibleCheckpointError(
             "the checkpoint does not tell the class of its model. Give a checkpoint that HuggingFaceModel wrote."
@@ -170,11 +141,8 @@ _NAMES: Final = frozenset(
 def without_code(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a foreign checkpoint without those that name code, at any depth.
 
-    Args:
-        settings: Content of `config.json` or `adapter_config.json`.
-
     Example:
-        >>> without_code({"n_layer": 2, "text_config": {"attn_implementation": "somebody/kernel"}})
+        >>> without_code({"n_layer": 2, "text_config": {"attn_implementation": "user/kernel"}})
         {'n_layer': 2, 'text_config': {}}
     """
     return {name: _cleaned(value) for name, value in settings.items() if name not in _NAMES}

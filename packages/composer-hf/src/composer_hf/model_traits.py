@@ -8,16 +8,6 @@ from typing import Any, Final
 
 from torch import nn
 
-__all__ = [
-    "forward_args",
-    "resolve_shift",
-    "warn_of_lost_alibi",
-    "as_written",
-    "compile_calls",
-    "is_wrapped",
-    "take_out",
-]
-
 log = getLogger(__name__)
 
 
@@ -73,7 +63,6 @@ def forward_args(model: Any) -> set[str]:
 
 
 def _is_causal(model: Any) -> bool:
-    """Return whether a model is of a class that `AutoModelForCausalLM` can build."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     names: set[str] = set()

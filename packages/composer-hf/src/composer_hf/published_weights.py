@@ -118,10 +118,6 @@ def adapter_names(names: Iterable[str], metadata: HuggingFaceMetadata) -> dict[s
     """Map the names of a checkpoint's adapter weights to their names in `adapter_model.safetensors`.
 
     Weights trained outside the adapter are included: peft loads every weight in such a file.
-
-    Raises:
-        IncompatibleCheckpointError: If two weights have the same name without the prefixes of wrappers, if no adapter
-            is named `default`, or if the adapter's initialization changed base weights that the checkpoint lacks.
     """
     inner, config = _by_published_name(names), metadata.peft_config or {}
     beside = {name: name for name in inner if name in metadata.trained_beside_adapter}
@@ -178,7 +174,6 @@ def _pieces(
     ties: Mapping[str, str],
     model: "PreTrainedModel | None",
 ) -> Iterator[PublishedPiece]:
-    """Yield one piece for each weight and its tied copies."""
     groups: dict[str, list[str]] = {}
     for name in named:
         groups.setdefault(ties.get(name, name), []).append(name)
@@ -195,7 +190,6 @@ def _pieces(
 
 
 def _revert(model: "PreTrainedModel", weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights by their names on disk."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5, names in memory and on disk are the same

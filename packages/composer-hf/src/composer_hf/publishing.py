@@ -1,9 +1,8 @@
 """Conversion of a Composer checkpoint to a Hugging Face folder, without building the model in memory."""
 
-import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from logging import getLogger
 from pathlib import Path
@@ -14,24 +13,23 @@ from torch import Tensor
 
 from composer_checkpoint import IncompatibleCheckpointError, verify, write_atomically
 from composer_checkpoint.remote.fetch import get_file
-from composer_checkpoint.tensors import StoredTensor, TensorSource, open_checkpoint
+from composer_checkpoint.tensors import StoredTensor, open_checkpoint
 from composer_hf.adapters import changes_base
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import without_code
 from composer_hf.published_weights import plan_weights
 from composer_hf.tokenizer_files import as_json, for_any_release
-from composer_hf.weight_files import Format, main_dtype, parse_size, total_bytes, write_weight_files
-
-__all__ = [
-    "as_dtype",
-    "local_checkpoint",
-    "on_meta",
-    "write_huggingface_pretrained_from_composer_checkpoint",
-    "pretrained_folder",
-    "readable_config",
-    "write_description",
-    "write_tokenizer",
-]
+from composer_hf.weight_files import (
+    FORMATS,
+    Format,
+    check_ties,
+    main_dtype,
+    parse_size,
+    plan_files,
+    published_tensors,
+    total_bytes,
+    write_files,
+)
 
 _DTYPES: Final = {
     "float32": torch.float32,
@@ -80,41 +78,70 @@ def write_huggingface_pretrained_from_composer_checkpoint(
         CheckpointError: If it is damaged, unsafe, or of a model that transformers does not know, or the disk is full.
     """
     max_shard_bytes, dtype = parse_size(max_shard_size), as_dtype(precision)
+    if format not in FORMATS:
+        raise ValueError(f"format={format!r} must be one of {', '.join(map(repr, FORMATS))}.")
     overwrite = overwrite or _is_empty(Path(output_folder))
     with local_checkpoint(checkpoint_path, local_checkpoint_save_location) as path:
         verify(path)  # before any of its content is parsed
         with open_checkpoint(path) as source:
             metadata = HuggingFaceMetadata.from_checkpoint(source.tree, checkpoint_path)
-            weights = _weights_of(source, checkpoint_path)
-            pieces = plan_weights(on_meta(weights), metadata, trust_remote_code=trust_remote_code)
-            with pretrained_folder(
+            if not source.weights:
+                raise IncompatibleCheckpointError(
+                    f"{checkpoint_path} has no weights under state/model. Name another checkpoint."
+                )
+            write_pretrained(
                 output_folder,
+                source.weights,
                 metadata,
-                dtype=main_dtype(pieces, dtype),
+                max_shard_bytes=max_shard_bytes,
+                format=format,
+                dtype=dtype,
                 overwrite=overwrite,
                 trust_remote_code=trust_remote_code,
-                need_bytes=total_bytes(pieces, dtype) * (2 if format == "both" else 1),
-            ) as folder:
-                write_weight_files(
-                    folder,
-                    pieces,
-                    lambda name: weights[name].read(),
-                    max_shard_bytes=max_shard_bytes,
-                    format=format,
-                    dtype=dtype,
-                    is_adapter=metadata.peft_config is not None,
-                )
+            )
     return Path(output_folder)
 
 
-@contextlib.contextmanager
-def local_checkpoint(path: Path | str, save_location: Path | str | None = None) -> Iterator[str]:
-    """Yield the local path of a checkpoint that may be in an object store. Without a location, downloads are temporary.
+def write_pretrained(
+    path: str | os.PathLike[str],
+    weights: Mapping[str, StoredTensor],
+    metadata: HuggingFaceMetadata,
+    *,
+    max_shard_bytes: int,
+    format: Format,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    add_contents: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a folder that `from_pretrained` reads, completely or not at all.
 
-    Args:
-        path: A path or a URI.
-        save_location: Path at which to keep the download, or to link to a local checkpoint.
+    The other arguments are those of `write_huggingface_pretrained_from_composer_checkpoint`; `add_contents` is called
+    with the folder before it is renamed.
     """
+    pieces = plan_weights(on_meta(weights), metadata, trust_remote_code=trust_remote_code)
+    tensors = published_tensors(pieces, weights, dtype)
+    is_adapter = metadata.peft_config is not None
+    kinds = [kind for kind in ("safetensors", "bin") if format in (kind, "both")]
+    plans = {kind: plan_files(tensors, max_shard_bytes, format=kind, is_adapter=is_adapter) for kind in kinds}
+    check_ties(pieces, weights)
+    with pretrained_folder(
+        path,
+        metadata,
+        dtype=main_dtype(plans[kinds[0]]),
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+        need_bytes=sum(map(total_bytes, plans.values())),
+    ) as folder:
+        for kind, files in plans.items():
+            write_files(folder, files, format=kind)
+        if add_contents is not None:
+            add_contents(folder)
+
+
+@contextmanager
+def local_checkpoint(path: Path | str, save_location: Path | str | None = None) -> Iterator[str]:
+    """Yield the local path of a checkpoint that may be in an object store. A download is deleted without a location."""
     if save_location is not None:
         get_file(path, save_location, progress_bar=False)
         yield os.fspath(save_location)
@@ -147,12 +174,6 @@ def as_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
     return _DTYPES[name]
 
 
-def _weights_of(source: TensorSource, path: Any) -> Mapping[str, StoredTensor]:
-    if not source.weights:
-        raise IncompatibleCheckpointError(f"{path} has no weights under state/model. Name another checkpoint.")
-    return source.weights
-
-
 def _is_empty(folder: Path) -> bool:
     return folder.is_dir() and not any(folder.iterdir())
 
@@ -174,15 +195,8 @@ def pretrained_folder(
 ) -> Iterator[Path]:
     """Yield a folder with a model's configurations and tokenizer, to which the body writes the weights.
 
-    At exit, everything is flushed to the disk and renamed in one step. After an exception nothing remains.
-
-    Args:
-        path: Path of the folder.
-        metadata: Metadata of the checkpoint.
-        dtype: Dtype of most of the weights, for `config.json`.
-        overwrite: Whether to replace a model in an existing folder. Files that are not part of a model are kept.
-        trust_remote_code: Whether to write code that came with the checkpoint, too.
-        need_bytes: Size to be written; if it cannot fit, nothing is written.
+    At exit, everything is flushed to the disk and renamed in one step. After an exception nothing remains. `dtype` is
+    written to `config.json`. With `overwrite`, files that are not part of a model are kept.
 
     Raises:
         CheckpointConflictError: If the folder exists and `overwrite` is false. This is also a `FileExistsError`.
@@ -211,15 +225,7 @@ def write_description(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Write a model's configurations and tokenizer files to a folder.
-
-    Args:
-        folder: An existing folder.
-        metadata: Metadata of the checkpoint. With an adapter, its configuration is written instead of the model's,
-            which `peft` takes from the base model.
-        dtype: As in `pretrained_folder`.
-        trust_remote_code: Whether to write code that came with the checkpoint, too.
-    """
+    """Write a model's configurations and tokenizer files to a folder."""
     if metadata.peft_config is not None:
         adapter = dict(metadata.peft_config) if trust_remote_code else without_code(metadata.peft_config)
         if changes_base(adapter):

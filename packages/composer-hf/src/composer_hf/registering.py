@@ -19,8 +19,6 @@ from composer_hf.model_classes import find_class
 if TYPE_CHECKING:
     from composer_events import Logger
 
-__all__ = ["ModelRegistry", "find_registry", "in_background", "register_folder", "wait_on_all_ranks"]
-
 _TASK: Final = "llm/v1/completions"
 _CHAT: Final = "llm/v1/chat"
 _QUESTION: Final = "What is machine learning?"
@@ -68,18 +66,6 @@ def register_folder(
     """Upload a folder to the run's artifacts in MLflow's format, and register it.
 
     An adapter is registered as the files that peft loads: without its base model, MLflow has no format for it.
-
-    Args:
-        registry: The logger destination of the run.
-        folder: Folder that `from_pretrained` reads.
-        name: Name of the registered model.
-        metadata: Metadata of the model.
-        config: Arguments of `mlflow.transformers.save_model`.
-        edit: Called with the folder to upload, which it may change.
-        timeout_s: Maximum time to wait until the version is ready, in seconds.
-
-    Raises:
-        RuntimeError: If the run has not been started.
     """
     if registry.run_id is None:
         raise RuntimeError(
@@ -117,10 +103,6 @@ def wait_on_all_ranks(future: "Future[None] | None", timeout_s: float) -> None:
     """Wait for a future of rank 0, and raise its error on all ranks. Every rank must call this.
 
     The ranks synchronize every second, so that no collective exceeds its own timeout.
-
-    Args:
-        future: The future on rank 0; `None` on other ranks.
-        timeout_s: Maximum time to wait, in seconds.
 
     Raises:
         TimeoutError: If the future takes longer.

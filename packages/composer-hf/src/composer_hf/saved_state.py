@@ -22,15 +22,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = [
-    "describe",
-    "get_hf_config_from_composer_state_dict",
-    "get_peft_config_from_composer_state_dict",
-    "load_model",
-    "load_tokenizer",
-    "hf_from_composer_checkpoint",
-]
-
 _JSON: Final = ".json"
 
 
@@ -38,11 +29,6 @@ def describe(
     model: Any, tokenizer: "PreTrainedTokenizerBase | None", trained_beside_adapter: Iterable[str] = ()
 ) -> dict[str, Any]:
     """Return the description of a model and its tokenizer for checkpoints, as values that load without running code.
-
-    Args:
-        model: A transformers model, possibly wrapped by peft.
-        tokenizer: Its tokenizer, if it has one.
-        trained_beside_adapter: Return value of `HuggingFaceModel.names_trained_beside_adapter`.
 
     Returns:
         The layout of Composer's checkpoints under `state/integrations/huggingface`, extended by

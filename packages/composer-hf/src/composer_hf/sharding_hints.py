@@ -9,8 +9,6 @@ from torch import nn
 
 from composer_hf.adapters import maybe_get_underlying_model
 
-__all__ = ["add_sharding_hints", "block_types", "prepare_hf_model_for_fsdp"]
-
 
 @dataclass(frozen=True, slots=True)
 class _IsBlock:
@@ -85,5 +83,4 @@ def _listed_types(model: nn.Module) -> Iterator[type[nn.Module]]:
 
 
 def _draw(model: Any, module: nn.Module) -> None:
-    """Initialize a module's own weights as transformers does."""
     model._init_weights(module)

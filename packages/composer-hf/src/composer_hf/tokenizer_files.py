@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from composer_checkpoint import IncompatibleCheckpointError, UnsafeCheckpointError
 
-__all__ = ["decode_files", "encode_files", "for_any_release", "fit_vocabulary"]
-
 _CODE: Final = ".py"
 _TEXTS: Final = (_CODE, ".jinja")
 _KINDS: Final = (".json", ".txt", ".model", *_TEXTS)
@@ -21,26 +19,15 @@ _MODELS_OWN: Final = ("config.json", "generation_config.json", "adapter_config.j
 def encode_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the checkpoint's form of the files that `tokenizer.save_pretrained` wrote.
 
-    Args:
-        folder: Folder of the files.
-
     Returns:
         The `file_extension` and `content` of each file, by its name: the values of JSON, a list of lines of `.txt`, the
             text of code and templates, and the bytes of `.model`.
-
-    Raises:
-        ValueError: If a file has another extension.
     """
     return {path.name: _encode(path) for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def decode_files(saved: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the files of a checkpoint's tokenizer by name, for checkpoints of any release.
-
-    Raises:
-        UnsafeCheckpointError: If a name leads out of its folder, or belongs to a file of the model.
-        IncompatibleCheckpointError: If a file has an unknown extension.
-    """
+    """Return the files of a checkpoint's tokenizer by name, for checkpoints of any release."""
     files: dict[str, bytes] = {}
     for key, entry in saved.items():
         extension = entry.get("file_extension") if isinstance(entry, Mapping) else None
@@ -60,10 +47,6 @@ def for_any_release(files: Mapping[str, bytes], *, trust_remote_code: bool = Fal
     """Return tokenizer files that transformers 4 and 5 both load, without code unless it is trusted.
 
     Transformers 5 has another name for the class of fast tokenizers, and for the additional special tokens.
-
-    Args:
-        files: Contents by name.
-        trust_remote_code: Whether to keep code files and the references to them.
     """
     kept = {name: data for name, data in files.items() if trust_remote_code or not name.endswith(_CODE)}
     if _CONFIG_NAME in kept:
@@ -142,16 +125,7 @@ log = getLogger(__name__)
 
 
 def fit_vocabulary(model: Any, tokenizer: Any, *, may_resize: bool) -> None:
-    """Raise if a tokenizer has more tokens than the model, or resize the model's embeddings if that is allowed.
-
-    Args:
-        model: A transformers model.
-        tokenizer: The tokenizer.
-        may_resize: Whether to resize the embeddings.
-
-    Raises:
-        ValueError: If there are more tokens and the embeddings must not be resized.
-    """
+    """Raise if a tokenizer has more tokens than the model, or resize the model's embeddings if that is allowed."""
     num_embeddings, num_tokens = _num_embeddings(model), len(tokenizer)
     if num_embeddings is None or num_embeddings == num_tokens:
         return

@@ -11,8 +11,6 @@ from typing import Any
 
 from composer_dist.launch.cluster import CLUSTERS
 
-__all__ = ["FAILURE_TIMEOUT_S", "PLACEHOLDERS", "RUNS", "SIGNAL_TIMEOUT_S", "Options", "parse_options", "version"]
-
 FAILURE_TIMEOUT_S = 8.0
 """Seconds for ranks to end after one has failed; with the other steps, the launcher ends within 10 s."""
 SIGNAL_TIMEOUT_S = 30.0
@@ -76,10 +74,7 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Return the options of a command line.
-
-    Args:
-        arguments: The arguments after the command's name.
+    """Return the options of a command line, given the arguments after the command's name.
 
     Raises:
         ValueError: If options contradict each other or have invalid values.
@@ -91,7 +86,9 @@ def parse_options(arguments: Sequence[str]) -> Options:
     if [script, "--", *rest] == list(arguments[len(arguments) - len(rest) - 2 :]):
         values["training_script_args"] = ["--", *rest]
     options = Options(**values)
-    _check(options)
+    _check_values(options)
+    _check_file_names(options)
+    _check_rendezvous(options)
     return options
 
 
@@ -107,8 +104,7 @@ def version() -> str:
     return f"MosaicML Composer {number}"
 
 
-def _check(options: Options) -> None:
-    """Validate options in ways that argparse cannot."""
+def _check_values(options: Options) -> None:
     if options.module_mode and options.command_mode:
         raise ValueError(
             "--module_mode and --command_mode exclude each other: the first runs `python -m SCRIPT`, the second runs "
@@ -122,77 +118,68 @@ def _check(options: Options) -> None:
         raise ValueError(
             f"--monitor_interval={options.monitor_interval!r} is not a number above 0. Give seconds, such as 0.1."
         )
-    if options.nnodes is not None:
-        _check_nnodes(options)
-    _check_rendezvous(options)
-    for stream in ("stdout", "stderr"):
-        _check_format(stream, getattr(options, stream))
     if options.runs == "":
         raise ValueError("--runs='' names no folder. Give a name such as runs, or --no_runs for none.")
     if options.runs is not None and options.no_runs:
         raise ValueError(f"--runs={options.runs!r} and --no_runs exclude each other. Leave one of them out.")
-    _check_signals(options.signals_to_handle)
+    known = {signum.name for signum in signal.Signals} - {"SIGKILL", "SIGSTOP"}  # no process can handle these
+    for name in options.signals_to_handle.split(","):
+        if name.strip() not in known:
+            raise ValueError(
+                f"--signals_to_handle={options.signals_to_handle!r}: {name!r} is not a signal that a process can "
+                "handle. Give names such as SIGTERM, separated by commas."
+            )
     try:
         re.compile(options.log_filter or "")  # an error now, not in the threads that copy lines
     except re.error as error:
         raise ValueError(f"--log_filter={options.log_filter!r} is not a regular expression: {error}.") from None
 
 
-def _check_nnodes(options: Options) -> None:
-    """Raise if the number of nodes is invalid, or if ranks are given as well."""
-    low, _, high = str(options.nnodes).partition(":")
-    # 0 stands for anything but a number, and is rejected below.
-    numbers = [int(part) if part.isdecimal() else 0 for part in (low, high or low)]
-    if not 0 < numbers[0] <= numbers[1]:
-        raise ValueError(f"--nnodes={options.nnodes!r} is not a number of nodes. Give N, or MIN:MAX with MIN <= MAX.")
-    fixed = [name for name in ("world_size", "base_rank", "node_rank") if getattr(options, name) is not None]
-    if fixed:
-        raise ValueError(
-            f"--nnodes and --{fixed[0]} exclude each other: with --nnodes the nodes agree on their ranks when they "
-            "meet. Leave one of them out."
-        )
+def _check_file_names(options: Options) -> None:
+    for stream in ("stdout", "stderr"):
+        given: str | None = getattr(options, stream)
+        if given == "":
+            raise ValueError(f"--{stream}='' names no file. Give a name such as {stream}_{{rank}}.log, or none.")
+        try:
+            (given or "").format(**dict.fromkeys(PLACEHOLDERS, 0))  # as ranks are numbers
+        except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+            known = " ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+            raise ValueError(
+                f"--{stream}={given!r} is not a file name with placeholders ({type(error).__name__}: {error}). There "
+                f"are {known}; write a literal brace twice."
+            ) from None
 
 
 def _check_rendezvous(options: Options) -> None:
-    """Raise if rendezvous options contradict others or have no effect."""
-    rendezvous = [name for name in ("rdzv_endpoint", "rdzv_id", "rdzv_conf") if getattr(options, name)]
-    if rendezvous and not options.is_elastic:
+    def first_given(*names: str) -> str | None:
+        return next((name for name in names if getattr(options, name) not in (None, "")), None)
+
+    if options.nnodes is not None:
+        low, _, high = options.nnodes.partition(":")
+        # 0 stands for anything but a number, and is rejected below.
+        numbers = [int(part) if part.isdecimal() else 0 for part in (low, high or low)]
+        if not 0 < numbers[0] <= numbers[1]:
+            raise ValueError(
+                f"--nnodes={options.nnodes!r} is not a number of nodes. Give N, or MIN:MAX with MIN <= MAX."
+            )
+        if fixed := first_given("world_size", "base_rank", "node_rank"):
+            raise ValueError(
+                f"--nnodes and --{fixed} exclude each other: with --nnodes the nodes agree on their ranks when they "
+                "meet. Leave one of them out."
+            )
+    name = first_given("rdzv_endpoint", "rdzv_id", "rdzv_conf")
+    if name and not options.is_elastic:
         raise ValueError(
-            f"--{rendezvous[0]}={getattr(options, rendezvous[0])!r} is for runs with a rendezvous, and this one has "
-            "none. Give --nnodes or --max_restarts as well, or leave it out."
+            f"--{name}={getattr(options, name)!r} is for runs with a rendezvous, and this one has none. Give --nnodes "
+            "or --max_restarts as well, or leave it out."
         )
-    addresses = [name for name in ("master_addr", "master_port") if getattr(options, name) is not None]
-    if addresses and (options.nnodes is not None or options.rdzv_endpoint is not None):
+    address = first_given("master_addr", "master_port")
+    if address and (options.nnodes is not None or options.rdzv_endpoint is not None):
         other = "nnodes" if options.rdzv_endpoint is None else "rdzv_endpoint"
         raise ValueError(
-            f"--{addresses[0]}={getattr(options, addresses[0])!r} and --{other} exclude each other: ranks meet where "
-            "the rendezvous is. Give --rdzv_endpoint HOST:PORT only."
+            f"--{address}={getattr(options, address)!r} and --{other} exclude each other: ranks meet where the "
+            "rendezvous is. Give --rdzv_endpoint HOST:PORT only."
         )
-
-
-def _check_signals(names: str) -> None:
-    """Raise if one of the signals does not exist or cannot be handled."""
-    known = {signum.name for signum in signal.Signals} - {"SIGKILL", "SIGSTOP"}  # no process can handle these
-    unknown = [name for name in names.split(",") if name.strip() not in known]
-    if unknown:
-        raise ValueError(
-            f"--signals_to_handle={names!r}: {unknown[0]!r} is not a signal that a process can handle. Give names such "
-            "as SIGTERM, separated by commas."
-        )
-
-
-def _check_format(stream: str, name_format: str | None) -> None:
-    """Raise if a file name is empty, or has an unknown placeholder."""
-    if name_format == "":
-        raise ValueError(f"--{stream}='' names no file. Give a name such as {stream}_{{rank}}.log, or leave it out.")
-    try:
-        (name_format or "").format(**dict.fromkeys(PLACEHOLDERS, 0))  # as ranks are numbers
-    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
-        known = " ".join(f"{{{name}}}" for name in PLACEHOLDERS)
-        raise ValueError(
-            f"--{stream}={name_format!r} is not a file name with placeholders ({type(error).__name__}: {error}). "
-            f"There are {known}; write a literal brace twice."
-        ) from None
 
 
 class _Version(argparse.Action):

@@ -4,11 +4,9 @@ Each system is expected to start one launcher per node, which starts the ranks.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
-
-__all__ = ["CLUSTERS", "ClusterHints", "Found", "expand_nodelist", "infer"]
 
 Environment = Mapping[str, str]
 T = TypeVar("T", int, str)
@@ -26,23 +24,113 @@ class Found(Generic[T]):
     source: str
 
 
-def _says_nothing() -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _System:
+    """The variables of a cluster's system, empty for a value that it does not provide."""
+
+    num_nodes: str
+    node_rank: str
+    nproc: str = ""
+    master_addr: str = ""
+    master_port: str = ""
+    local_rank: str = ""
+    """A variable that is above 0 in a second launcher on a node."""
+    command: str = ""
+    """A command that starts one launcher on each node."""
+
+
+# Slurm comes before MPI, whose processes it may start. MPI does not tell the first node's address.
+_SYSTEMS = {
+    "training-operator": _System(
+        num_nodes="PET_NNODES",
+        node_rank="PET_NODE_RANK",
+        nproc="PET_NPROC_PER_NODE",  # 'auto', 'gpu': one process per accelerator
+        master_addr="PET_MASTER_ADDR",
+        master_port="PET_MASTER_PORT",
+    ),
+    # An indexed Job or JobSet, in which the user sets the number of nodes and the first one's name.
+    "kubernetes": _System(
+        num_nodes="COMPOSER_NUM_NODES", node_rank="JOB_COMPLETION_INDEX", master_addr="COMPOSER_MASTER_ADDR"
+    ),
+    "slurm": _System(
+        num_nodes="SLURM_NNODES",
+        node_rank="SLURM_NODEID",
+        nproc="SLURM_GPUS_ON_NODE",
+        local_rank="SLURM_LOCALID",
+        command="srun --ntasks-per-node=1 composer ...",
+    ),
+    "openmpi": _System(
+        num_nodes="OMPI_COMM_WORLD_SIZE",
+        node_rank="OMPI_COMM_WORLD_RANK",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        command="mpirun --map-by ppr:1:node composer ...",
+    ),
+    "pmi": _System(  # MPICH and Intel MPI
+        num_nodes="PMI_SIZE", node_rank="PMI_RANK", local_rank="MPI_LOCALRANKID", command="mpiexec -ppn 1 composer ..."
+    ),
+}
+
+CLUSTERS = tuple(_SYSTEMS)
+"""The supported systems."""
+
+
 class ClusterHints:
-    """A cluster's values as functions: variables are read, and may raise, only when a value is needed.
+    """The values of a cluster, whose variables are read, and may be refused, only when a value is needed."""
 
-    A function returns `None` if the cluster does not provide its value.
-    """
+    def __init__(self, cluster: str, environ: Environment) -> None:
+        self._cluster, self._system, self._environ = cluster, _SYSTEMS[cluster], environ
+        # Each launcher of a node would start all of its ranks.
+        local_rank = environ.get(self._system.local_rank, "0")
+        if local_rank not in ("", "0"):
+            raise ValueError(
+                f"{self._system.local_rank}={local_rank!r}: several launchers were started on this node, and each "
+                f"would start all of its ranks. Start one on each node, `{self._system.command}`, or give --cluster "
+                "none."
+            )
 
-    cluster: str
-    num_nodes: Callable[[], Found[int]]
-    node_rank: Callable[[], Found[int]]
-    nproc: Callable[[], Found[int] | None] = _says_nothing
-    master_addr: Callable[[], Found[str] | None] = _says_nothing
-    master_port: Callable[[], Found[int] | None] = _says_nothing
+    def num_nodes(self) -> Found[int]:
+        """Return the number of nodes."""
+        # A step of Slurm (`srun`) may have fewer nodes than the job.
+        in_step = self._cluster == "slurm" and self._environ.get("SLURM_STEP_NUM_NODES")
+        return self._integer("SLURM_STEP_NUM_NODES" if in_step else self._system.num_nodes)
+
+    def node_rank(self) -> Found[int]:
+        """Return the rank of this node."""
+        return self._integer(self._system.node_rank)
+
+    def nproc(self) -> Found[int] | None:
+        """Return the number of processes on this node, if it is given as a number."""
+        text = self._environ.get(self._system.nproc, "")
+        return Found(int(text), self._system.nproc) if text.isdecimal() else None
+
+    def master_addr(self) -> Found[str] | None:
+        """Return the host of rank 0."""
+        if self._cluster != "slurm":
+            host = self._environ.get(self._system.master_addr)
+            return Found(host, self._system.master_addr) if host else None
+        in_step = self._environ.get("SLURM_STEP_NUM_NODES") and self._environ.get("SLURM_STEP_NODELIST")
+        variable = "SLURM_STEP_NODELIST" if in_step else "SLURM_JOB_NODELIST"
+        nodelist = self._environ.get(variable)
+        return Found(expand_nodelist(nodelist)[0], f"first host of {variable}={nodelist!r}") if nodelist else None
+
+    def master_port(self) -> Found[int] | None:
+        """Return the port of rank 0, which every node must find alike."""
+        job = self._environ.get("SLURM_JOB_ID", "")
+        if self._cluster == "slurm" and job.isdecimal():
+            # Computed from the job, so that concurrent jobs on a host rarely collide.
+            return Found(20000 + int(job) % 20000, f"20000 + SLURM_JOB_ID={job!r} mod 20000")
+        if self._cluster == "kubernetes":
+            return Found(29500, "the default of --cluster kubernetes")  # torchrun's default
+        return self._integer(self._system.master_port) if self._environ.get(self._system.master_port) else None
+
+    def _integer(self, variable: str) -> Found[int]:
+        text = self._environ[variable]
+        if not text.isdecimal():
+            raise ValueError(
+                f"the environment variable {variable}={text!r} is not an integer of 0 or more. Set it to one, or give "
+                "--cluster none and give this node's place as options."
+            )
+        return Found(int(text), variable)
 
 
 def infer(cluster: str, environ: Environment) -> ClusterHints | None:
@@ -54,27 +142,28 @@ def infer(cluster: str, environ: Environment) -> ClusterHints | None:
 
     Raises:
         ValueError: If the named cluster's variables are missing, or if several launchers were started on this node.
-            The returned functions raise it if a variable is not a number.
     """
     if cluster == "none":
         return None
-    if cluster == "auto":  # the order of _SYSTEMS decides if several match
-        return next((read(environ) for needs, read in _SYSTEMS.values() if all(map(environ.get, needs))), None)
-    needs, read = _SYSTEMS[cluster]
-    missing = [variable for variable in needs if not environ.get(variable)]
-    if missing:
+    missing = {
+        name: [variable for variable in (system.num_nodes, system.node_rank) if not environ.get(variable)]
+        for name, system in _SYSTEMS.items()
+    }
+    if cluster == "auto":
+        found = next((name for name in CLUSTERS if not missing[name]), None)
+        return None if found is None else ClusterHints(found, environ)
+    if missing[cluster]:
+        system = _SYSTEMS[cluster]
         raise ValueError(
-            f"--cluster={cluster!r} needs the environment variables {', '.join(needs)}, of which {', '.join(missing)} "
-            "is not set. Set it, or give --node_rank, --world_size, --master_addr and --master_port."
+            f"--cluster={cluster!r} needs the environment variables {system.num_nodes}, {system.node_rank}, of which "
+            f"{', '.join(missing[cluster])} is not set. Set it, or give --node_rank, --world_size, --master_addr and "
+            "--master_port."
         )
-    return read(environ)
+    return ClusterHints(cluster, environ)
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
-    """Return the hosts in Slurm's compressed node list.
-
-    Args:
-        nodelist: Names separated by commas, with numbers and ranges in brackets.
+    """Return the hosts in Slurm's compressed node list: names with numbers and ranges in brackets.
 
     Raises:
         ValueError: If brackets do not match or contain anything else.
@@ -93,7 +182,6 @@ def expand_nodelist(nodelist: str) -> list[str]:
 
 
 def _expand_entry(entry: str) -> Iterator[str]:
-    """Yield the hosts of one entry, which may have several brackets."""
     before, opening, rest = entry.partition("[")
     if not opening:
         yield entry
@@ -106,114 +194,3 @@ def _expand_entry(entry: str) -> Iterator[str]:
         for number in range(int(low), int(high or low) + 1):
             for tail in tails:
                 yield f"{before}{number:0{len(low)}d}{tail}"  # leading zeros belong to the name
-
-
-def _slurm(environ: Environment) -> ClusterHints:
-    """Read Slurm's variables: one launcher per node of a step, `srun --ntasks-per-node=1`."""
-    _refuse_second_launcher(environ, "SLURM_LOCALID", "srun --ntasks-per-node=1 composer ...")
-    # A step (`srun`) may have fewer nodes than the job.
-    in_step = bool(environ.get("SLURM_STEP_NUM_NODES"))
-    nodes = "SLURM_STEP_NUM_NODES" if in_step else "SLURM_NNODES"
-    hosts = "SLURM_STEP_NODELIST" if in_step and environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
-    job = environ.get("SLURM_JOB_ID", "")
-
-    def master_addr() -> Found[str] | None:
-        nodelist = environ.get(hosts)
-        return Found(expand_nodelist(nodelist)[0], f"first host of {hosts}={nodelist!r}") if nodelist else None
-
-    # Every node computes the same port from the job, so that concurrent jobs on a host rarely collide.
-    port = Found(20000 + int(job) % 20000, f"20000 + SLURM_JOB_ID={job!r} mod 20000") if job.isdecimal() else None
-    return ClusterHints(
-        cluster="slurm",
-        num_nodes=lambda: _integer(environ, nodes),
-        node_rank=lambda: _integer(environ, "SLURM_NODEID"),
-        nproc=lambda: _plain_integer(environ, "SLURM_GPUS_ON_NODE"),
-        master_addr=master_addr,
-        master_port=lambda: port,
-    )
-
-
-def _kubernetes(environ: Environment) -> ClusterHints:
-    """Read the variables of an indexed Job or JobSet; the user sets the number of nodes and the first one's name."""
-    return ClusterHints(
-        cluster="kubernetes",
-        num_nodes=lambda: _integer(environ, "COMPOSER_NUM_NODES"),
-        node_rank=lambda: _integer(environ, "JOB_COMPLETION_INDEX"),
-        master_addr=lambda: _text(environ, "COMPOSER_MASTER_ADDR"),
-        master_port=lambda: Found(29500, "the default of --cluster kubernetes"),  # torchrun's default
-    )
-
-
-def _training_operator(environ: Environment) -> ClusterHints:
-    """Read the variables that training operators set for torchrun."""
-    return ClusterHints(
-        cluster="training-operator",
-        num_nodes=lambda: _integer(environ, "PET_NNODES"),
-        node_rank=lambda: _integer(environ, "PET_NODE_RANK"),
-        nproc=lambda: _plain_integer(environ, "PET_NPROC_PER_NODE"),  # 'auto', 'gpu': one process per accelerator
-        master_addr=lambda: _text(environ, "PET_MASTER_ADDR"),
-        master_port=lambda: _integer(environ, "PET_MASTER_PORT") if environ.get("PET_MASTER_PORT") else None,
-    )
-
-
-def _openmpi(environ: Environment) -> ClusterHints:
-    """Read Open MPI's variables: one launcher per node; the first node's address is not among them."""
-    _refuse_second_launcher(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "mpirun --map-by ppr:1:node composer ...")
-    return ClusterHints(
-        cluster="openmpi",
-        num_nodes=lambda: _integer(environ, "OMPI_COMM_WORLD_SIZE"),
-        node_rank=lambda: _integer(environ, "OMPI_COMM_WORLD_RANK"),
-    )
-
-
-def _pmi(environ: Environment) -> ClusterHints:
-    """Read the variables of MPICH and Intel MPI: one launcher per node; the first node's address is not among them."""
-    _refuse_second_launcher(environ, "MPI_LOCALRANKID", "mpiexec -ppn 1 composer ...")
-    return ClusterHints(
-        cluster="pmi", num_nodes=lambda: _integer(environ, "PMI_SIZE"), node_rank=lambda: _integer(environ, "PMI_RANK")
-    )
-
-
-# Required variables and reader of each system. Slurm comes before MPI, whose processes it may start.
-_SYSTEMS: dict[str, tuple[tuple[str, ...], Callable[[Environment], ClusterHints]]] = {
-    "training-operator": (("PET_NNODES", "PET_NODE_RANK"), _training_operator),
-    "kubernetes": (("COMPOSER_NUM_NODES", "JOB_COMPLETION_INDEX"), _kubernetes),
-    "slurm": (("SLURM_NNODES", "SLURM_NODEID"), _slurm),
-    "openmpi": (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), _openmpi),
-    "pmi": (("PMI_SIZE", "PMI_RANK"), _pmi),
-}
-
-CLUSTERS = tuple(_SYSTEMS)
-"""The supported systems."""
-
-
-def _refuse_second_launcher(environ: Environment, variable: str, command: str) -> None:
-    """Raise if this is not the node's first launcher, since each one would start all ranks of the node."""
-    if environ.get(variable, "0") not in ("", "0"):
-        raise ValueError(
-            f"{variable}={environ[variable]!r}: several launchers were started on this node, and each would start all "
-            f"of its ranks. Start one on each node, `{command}`, or give --cluster none."
-        )
-
-
-def _integer(environ: Environment, variable: str) -> Found[int]:
-    """Return a variable that must be a number."""
-    text = environ[variable]
-    if not text.isdecimal():
-        raise ValueError(
-            f"the environment variable {variable}={text!r} is not an integer of 0 or more. Set it to one, or give "
-            "--cluster none and give this node's place as options."
-        )
-    return Found(int(text), variable)
-
-
-def _plain_integer(environ: Environment, variable: str) -> Found[int] | None:
-    """Return a variable if it is a number."""
-    text = environ.get(variable, "")
-    return Found(int(text), variable) if text.isdecimal() else None
-
-
-def _text(environ: Environment, variable: str) -> Found[str] | None:
-    """Return a variable if it is set."""
-    text = environ.get(variable)
-    return Found(text, variable) if text else None

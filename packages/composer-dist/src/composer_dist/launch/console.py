@@ -4,9 +4,6 @@ import os
 import sys
 from contextlib import suppress
 
-__all__ = ["open_console", "release_console", "say"]
-
-
 _FILE_NUMBERS = {"stdout": 1, "stderr": 2}
 
 
@@ -36,12 +33,7 @@ def release_console() -> None:
 
 
 def say(text: str, stream: str = "stdout") -> None:
-    """Write a line and flush it.
-
-    Args:
-        text: One line or several, without the last newline.
-        stream: `'stdout'` or `'stderr'`.
-    """
+    """Write a line and flush it."""
     with suppress(OSError, ValueError):  # the console may be closed
         getattr(sys, stream).write(f"{text}\n")
         getattr(sys, stream).flush()

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from composer_dist.launch.workers import Ending
 
-__all__ = ["WITNESS_S", "brief", "crash_report", "is_on_console", "root_cause", "witness"]
-
 WITNESS_S = 1.0
 """Seconds after the first failure within which another failure is taken for a consequence of the same cause."""
 _MAX_LINES = 200
@@ -20,11 +18,7 @@ _LAST_LINES = 20
 
 
 def crash_report(failures: Sequence["Ending"]) -> str:
-    """Return the output of each failed rank that the console has not shown.
-
-    Args:
-        failures: Endings of the failed ranks in order of time: the first is the root cause.
-    """
+    """Return the output of each failed rank that the console has not shown."""
     return "".join(_block(ending, is_root=number == 0) for number, ending in enumerate(failures))
 
 
@@ -53,36 +47,22 @@ def root_cause(ending: "Ending", others: Sequence[int], folder: str | None, witn
 
 
 def is_on_console(ending: "Ending") -> bool:
-    """Return whether a rank's failure is visible only on the console: it has no log, no traceback and no hint.
-
-    Args:
-        ending: The rank's ending.
-    """
+    """Return whether a rank's failure is visible only on the console: it has no log, no traceback and no hint."""
     return not ending.stderr and not _last_words(ending) and not _hints(ending, ())
 
 
 def brief(ending: "Ending", folder: str) -> str:
-    """Return a one-line summary, to follow the rank's own output on the console.
-
-    Args:
-        ending: The rank's ending.
-        folder: The folder of the other ranks' log files.
-    """
+    """Return a one-line summary, to follow the rank's own output on the console."""
     return f"Global rank {ending.rank} (PID {ending.pid}) {ending.what} (root cause). The logs are in {folder}"
 
 
 def witness(failures: Sequence["Ending"]) -> "Ending | None":
-    """Return a rank with a traceback that failed at the time of the first one, probably for the same reason.
-
-    Args:
-        failures: Endings of the failed ranks in order of time.
-    """
+    """Return a rank with a traceback that failed at the time of the first one, probably for the same reason."""
     soon = [ending for ending in failures[1:] if ending.time - failures[0].time <= WITNESS_S]
     return next((ending for ending in soon if _TRACEBACK in _last_words(ending)), None)
 
 
 def _last_words(ending: "Ending") -> str:
-    """Return the exception's traceback, or the last lines of stderr."""
     if ending.error is not None and ending.error.get("traceback"):
         return str(ending.error["traceback"])
     lines = _tail(ending.stderr)[0].splitlines(keepends=True) if ending.stderr else []
@@ -91,13 +71,9 @@ def _last_words(ending: "Ending") -> str:
         return "".join(lines[-_LAST_LINES:])  # no traceback, as after a crash in C++
     start = starts.pop()
     # Go back to the first traceback of a chain: the cause comes before its consequences.
-    while starts and any(_is_link(line) for line in lines[starts[-1] : start]):
+    while starts and any(link in line for line in lines[starts[-1] : start] for link in _CHAINED):
         start = starts.pop()
     return "".join(lines[start:])
-
-
-def _is_link(line: str) -> bool:
-    return any(link in line for link in _CHAINED)  # torch puts the rank before each line
 
 
 def _block(ending: "Ending", *, is_root: bool) -> str:
@@ -118,7 +94,6 @@ def _block(ending: "Ending", *, is_root: bool) -> str:
 
 
 def _tail(path: str) -> tuple[str, bool]:
-    """Return the end of a file, and whether it was truncated."""
     try:
         with Path(path).open("rb") as file:
             size = file.seek(0, 2)
@@ -131,7 +106,6 @@ def _tail(path: str) -> tuple[str, bool]:
 
 
 def _hints(ending: "Ending", others: Sequence[int]) -> list[str]:
-    """Return advice for failures that do not explain themselves."""
     message = str(ending.error.get("message", "")).lower() if ending.error else ""
     # SIGKILL and SIGSTOP cannot be caught, so the rank itself leaves no message.
     if ending.exit_code == -9:

@@ -15,8 +15,6 @@ import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["LAUNCH_ID", "Guardian", "is_within", "new_launch_id", "process_state", "sweep"]
-
 LAUNCH_ID = "COMPOSER_LAUNCH_ID"
 """The variable that identifies the processes of a launch, in any process group."""
 _SWEEP_S = 5.0
@@ -25,11 +23,7 @@ _LINGER_S = 1.0  # helpers such as Python's resource tracker end shortly after t
 
 
 class Guardian:
-    """The launcher's interface to the guardian.
-
-    Args:
-        launch_id: The ranks' value of the variable `COMPOSER_LAUNCH_ID`.
-    """
+    """The launcher's interface to the guardian."""
 
     def __init__(self, launch_id: str) -> None:
         self.launch_id = launch_id
@@ -125,9 +119,6 @@ def is_within(launch_id: str) -> bool:
     """Return whether this process descends from the launcher with an identity.
 
     Without `/proc` this cannot be determined, and any identity counts.
-
-    Args:
-        launch_id: Value of `COMPOSER_LAUNCH_ID`, `''` if it is not set.
     """
     _, _, process = launch_id.partition("-")
     if not process or not Path("/proc/self/stat").exists():
@@ -148,14 +139,12 @@ def process_state(pid: int) -> str | None:
 
 
 def _wait_for(groups: set[int], timeout_s: float) -> None:
-    """Wait until the processes of some groups have ended, or the time is over."""
     deadline = time.monotonic() + timeout_s
     while any(_members(groups, None)) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def _members(groups: set[int], launch_id: str | None) -> Iterator[int]:
-    """Yield the living processes of the groups and of the launch, other than this one."""
     marker = f"{LAUNCH_ID}={launch_id}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         pid = int(entry.name)
@@ -176,7 +165,6 @@ def _stat(pid: int) -> list[str]:
 
 
 def _start_time(pid: int) -> str:
-    """Return the start time of a process in clock ticks since boot."""
     fields = _stat(pid)
     return fields[19] if fields else ""
 

@@ -30,17 +30,13 @@ from composer_dist.launch.topology import (
 )
 from composer_dist.stale_memory import tidy_shared_memory
 
-__all__ = ["GROUP", "find_command", "explain", "explain_elastic", "main"]
+__all__ = ["GROUP", "find_command", "explain", "main"]
 
 _USAGE_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the `composer` command and return its exit status.
-
-    Args:
-        arguments: The command line after the command's name. This process's arguments when `None`.
-    """
+    """Run the `composer` command and return its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     open_console()
     try:
@@ -72,32 +68,21 @@ def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
     topology = resolve(options, os.environ, nproc) if options.nnodes is None else None
     rendezvous = resolve_rendezvous(options, nproc.value, topology, os.environ) if options.is_elastic else None
     if options.dry_run:
-        return lambda: _show(options, topology, rendezvous)
+        plan = explain(options, topology, rendezvous, os.environ)
+        return lambda: say(json.dumps(plan, indent=2)) or 0
     check_command(options)
     if rendezvous is not None and (options.rdzv_endpoint or topology is None):
         check_rendezvous(rendezvous)
     elif topology is not None:
         check_meeting_point(topology)
     tidy_shared_memory()  # a dataset fails on names that a killed run left behind
-    # The imports below load torch, which would delay `--help` and errors of the command line.
+    # Loads torch, which would delay `--help` and errors of the command line.
+    from composer_dist.launch.run import run, run_elastic
+
     if rendezvous is not None:
-        from composer_dist.launch.run import run_elastic
-
         return lambda: run_elastic(options, rendezvous)
-    from composer_dist.launch.run import run
-
     assert topology is not None
     return lambda: run(options, topology)
-
-
-def _show(options: Options, topology: Topology | None, rendezvous: Rendezvous | None) -> int:
-    """Print the plan of the launch."""
-    if rendezvous is not None:
-        say(explain_elastic(options, rendezvous, topology, os.environ))
-    else:
-        assert topology is not None
-        say(explain(options, topology, os.environ))
-    return 0
 
 
 def _configure_logging(options: Options) -> None:
@@ -126,9 +111,6 @@ def find_command(arguments: Sequence[str]) -> Callable[[Sequence[str]], int] | N
 
     A distribution adds a command by an entry point of the group `composer.commands`: a function from the arguments
     after the name to the exit status. A file of the same name takes precedence, since scripts need no extension.
-
-    Args:
-        arguments: The command line after `composer`.
     """
     name = arguments[0] if arguments else ""
     if not name.isidentifier() or os.path.exists(name):  # options and paths are not commands
@@ -138,64 +120,40 @@ def find_command(arguments: Sequence[str]) -> Callable[[Sequence[str]], int] | N
     return None
 
 
-def explain(options: Options, topology: Topology, environ: Mapping[str, str]) -> str:
-    """Return the ranks of this node, with commands and environments, as JSON.
-
-    Args:
-        options: The launcher's options.
-        topology: This node's place.
-        environ: The launcher's environment.
-    """
-    envs = child_environments(topology, options, environ)
-    return json.dumps({"engine": "fixed"} | _plan(options, topology, envs, environ), indent=2)
-
-
-def explain_elastic(
-    options: Options, rendezvous: Rendezvous, topology: Topology | None, environ: Mapping[str, str]
-) -> str:
-    """Return what is known before the rendezvous as JSON; on a single node all but the address of its store.
-
-    Args:
-        options: The launcher's options.
-        rendezvous: Settings of the rendezvous.
-        topology: This node's place, if the number of nodes is fixed.
-        environ: The launcher's environment.
-    """
-    plan = {"engine": "elastic", "rendezvous": asdict(rendezvous), "max_restarts": options.max_restarts}
-    if topology is None or topology.is_multi_node:  # ranks depend on the order in which the nodes arrive
-        return json.dumps(
-            plan
-            | {
-                "env": common_environment(rendezvous.nproc, options, environ),
-                "argv": child_command(options, environ),
-            },
-            indent=2,
-        )
-    added = {
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
-        "TORCHELASTIC_RUN_ID": rendezvous.run_id,
-    }
-    envs = {lr: env | added for lr, env in child_environments(topology, options, environ).items()}
-    for env in envs.values():
-        # Chosen by torch at the rendezvous.
-        del env["MASTER_ADDR"], env["MASTER_PORT"]
-    later = dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), "torch, when the rendezvous is complete")
-    ranks = _plan(options, topology, envs, environ)
-    return json.dumps(plan | ranks | {"env_sources": ranks["env_sources"] | later}, indent=2)
-
-
-def _plan(
-    options: Options, topology: Topology, envs: Mapping[int, Mapping[str, str]], environ: Mapping[str, str]
+def explain(
+    options: Options, topology: Topology | None, rendezvous: Rendezvous | None, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return this node's place, and command and environment of its ranks."""
-    return {
+    """Return the ranks of this node, with commands and environments, as JSON values.
+
+    Of a run with a rendezvous, this is what is known before it: on a single node all but the address of its store.
+    """
+    plan: dict[str, Any] = {"engine": "fixed"}
+    if rendezvous is not None:
+        plan = {"engine": "elastic", "rendezvous": asdict(rendezvous), "max_restarts": options.max_restarts}
+        if topology is None or topology.is_multi_node:  # ranks depend on the order in which the nodes arrive
+            common = common_environment(rendezvous.nproc, options, environ)
+            return plan | {"env": common, "argv": child_command(options, environ)}
+    assert topology is not None
+    envs = child_environments(topology, options, environ)
+    sources = _sources(options, topology, environ)
+    if rendezvous is not None:
+        for env in envs.values():
+            env |= {
+                "GROUP_RANK": "0",
+                "GROUP_WORLD_SIZE": "1",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+                "TORCHELASTIC_RUN_ID": rendezvous.run_id,
+            }
+            del env["MASTER_ADDR"], env["MASTER_PORT"]
+        later = dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), "torch, when the rendezvous is complete")
+    else:
+        later = {}
+    return plan | {
         "topology": {
             name: {"value": getattr(topology, name), "source": source} for name, source in topology.sources.items()
         },
-        "env_sources": _sources(options, topology, environ, next(iter(envs.values()))),
+        "env_sources": {name: sources.get(name, "the launcher") for name in next(iter(envs.values()))} | later,
         "ranks": [
             {
                 "rank": int(env["RANK"]),
@@ -210,10 +168,8 @@ def _plan(
     }
 
 
-def _sources(
-    options: Options, topology: Topology, environ: Mapping[str, str], env: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the source of each variable of a rank."""
+def _sources(options: Options, topology: Topology, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the sources of a rank's variables other than the launcher itself."""
     of_topology = {
         "RANK": f"base_rank + LOCAL_RANK; base_rank from {topology.sources['base_rank']}",
         "LOCAL_RANK": "the number of the process on this node",
@@ -227,12 +183,10 @@ def _sources(
         "TORCHELASTIC_MAX_RESTARTS": "--max_restarts",
     }
     own = {name: name for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING",) if environ.get(name)}
-    known = of_topology | others | own
-    return {name: known.get(name, "the launcher") for name in env}
+    return of_topology | others | own
 
 
 def _destination(stream: str, options: Options, env: Mapping[str, str], environ: Mapping[str, str]) -> str:
-    """Return the destination of a stream apart from the log folder."""
     if env["LOCAL_RANK"] == "0" or options.tee:
         return "console"
     return named_file(stream, options, env, environ) or "shown if the rank fails"

@@ -25,8 +25,6 @@ from composer_dist.launch.args import Options
 from composer_dist.launch.preflight import CannotStartError
 from composer_dist.launch.topology import named_file
 
-__all__ = ["Logs", "new_run_id"]
-
 _CONSOLE = ""  # torch's value for an inherited stream
 _STREAMS = ("stdout", "stderr")
 _TAIL_INTERVAL_S = 0.1
@@ -46,13 +44,7 @@ class _Copy:
 
 
 class Logs(LogsSpecs):
-    """The log files of a run in one folder, and the copies of their lines.
-
-    Args:
-        options: The launcher's options.
-        run_id: The name of the run's folder.
-        environ: The launcher's environment.
-    """
+    """The log files of a run in one folder, and the copies of their lines."""
 
     def __init__(self, options: Options, run_id: str, environ: Mapping[str, str]) -> None:
         super().__init__()
@@ -169,7 +161,6 @@ class Logs(LogsSpecs):
         return self._targets[path]
 
     def _copy(self, files: dict[int, str], target: TextIO, prefixes: dict[int, str], wanted: re.Pattern[str]) -> None:
-        """Append matching lines to a target from now on."""
         is_cut = threading.Event()
 
         def matches(line: str) -> bool:
@@ -182,7 +173,6 @@ class Logs(LogsSpecs):
 
 
 def _make_folder(options: Options, run_id: str) -> Path:
-    """Create the folder of a run and return it."""
     try:
         if options.log_dir is None:
             return Path(tempfile.mkdtemp(prefix="composer_"))

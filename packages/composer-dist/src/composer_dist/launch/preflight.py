@@ -14,15 +14,6 @@ from pathlib import Path
 from composer_dist.launch.args import Options
 from composer_dist.launch.topology import FREE_PORT, Topology
 
-__all__ = [
-    "CannotStartError",
-    "check_command",
-    "check_meeting_point",
-    "check_rendezvous",
-    "Rendezvous",
-    "resolve_rendezvous",
-]
-
 _RUN_NAMES = ("COMPOSER_RUN_NAME", "RUN_NAME", "SLURM_JOB_ID")
 
 
@@ -44,17 +35,19 @@ def resolve_rendezvous(
 ) -> Rendezvous:
     """Return the settings of the rendezvous from options, topology and environment.
 
-    Args:
-        options: The launcher's options.
-        nproc: Processes on this node.
-        topology: This node's place if the number of nodes is fixed, else `None`.
-        environ: The launcher's environment.
-
     Raises:
         ValueError: If the number of nodes is unknown, or a setting is not a pair.
     """
-    # N or MIN:MAX.
-    low, _, high = (options.nnodes or str(_num_nodes(topology))).partition(":")
+    nnodes = options.nnodes  # N or MIN:MAX
+    if nnodes is None:
+        assert topology is not None
+        if topology.world_size % topology.nproc:  # the nodes are not alike
+            raise ValueError(
+                f"--max_restarts needs the number of nodes, which world_size={topology.world_size} and nproc="
+                f"{topology.nproc} do not tell. Give --nnodes and --rdzv_endpoint instead of --world_size."
+            )
+        nnodes = str(topology.world_size // topology.nproc)
+    low, _, high = nnodes.partition(":")
     min_nodes, max_nodes = int(low), int(high or low)
     config = _parse_config(options.rdzv_conf)
     endpoint = options.rdzv_endpoint
@@ -78,19 +71,7 @@ def resolve_rendezvous(
     )
 
 
-def _num_nodes(topology: Topology | None) -> int:
-    """Return the number of nodes, provided that all are like this one."""
-    assert topology is not None  # set when --nnodes is not
-    if topology.world_size % topology.nproc:
-        raise ValueError(
-            f"--max_restarts needs the number of nodes, which world_size={topology.world_size} and nproc="
-            f"{topology.nproc} do not tell. Give --nnodes and --rdzv_endpoint instead of --world_size."
-        )
-    return topology.world_size // topology.nproc
-
-
 def _default_run_id(environ: Mapping[str, str], max_nodes: int) -> str:
-    """Return a run name that every node derives alike; a random one on a single node."""
     named = next((environ[name] for name in _RUN_NAMES if environ.get(name)), None)
     return named or ("composer" if max_nodes > 1 else uuid.uuid4().hex)
 
@@ -115,14 +96,7 @@ class CannotStartError(ValueError):
 
 
 def check_command(options: Options) -> None:
-    """Raise if the command of the ranks does not exist.
-
-    Args:
-        options: The launcher's options.
-
-    Raises:
-        ValueError: If the script or the program does not exist.
-    """
+    """Raise if the command of the ranks does not exist."""
     script = options.training_script
     if options.command_mode:
         if shutil.which(script) is None:
@@ -138,31 +112,33 @@ def check_command(options: Options) -> None:
 
 
 def check_meeting_point(topology: Topology) -> None:
-    """Raise if the ranks cannot meet at the address and port of rank 0.
-
-    Args:
-        topology: This node's place, with rank 0's address.
-
-    Raises:
-        ValueError: If the host cannot be resolved, or if this node runs rank 0 and the port is taken.
-    """
+    """Raise if the ranks cannot meet at the address and port of rank 0."""
     addr, source = topology.master_addr, topology.sources["master_addr"]
     _wait_for_address(f"master_addr={addr!r} (from {source})", addr, topology.is_multi_node)
-    if topology.base_rank == 0:
-        _check_own_address(topology)
-        if topology.sources["master_port"] != FREE_PORT:  # a free port is chosen again at the start
-            _check_own_port(topology)
+    if topology.base_rank != 0:
+        return
+    if not _is_here(addr, topology.master_port):
+        message = (
+            f"master_addr={addr!r} (from {source}) is not an address of this machine, where rank 0 runs. Give one of "
+            "its addresses"
+        )
+        if not topology.is_multi_node:
+            raise ValueError(f"{message}, or omit it for 127.0.0.1.")
+        _log.warning("%s, unless connections to that one are forwarded to this machine.", message)
+    port, source = topology.master_port, topology.sources["master_port"]
+    if source == FREE_PORT:  # chosen again at the start
+        return
+    # Rank 0 listens on all addresses, as torch does.
+    for family, everywhere in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+        if _bind_error(family, everywhere, port) == errno.EADDRINUSE:
+            raise ValueError(
+                f"master_port={port} (from {source}) is taken by another process of this machine. Give another "
+                f"--master_port, {'the same on every node' if topology.is_multi_node else 'or none for a free one'}."
+            )
 
 
 def check_rendezvous(rendezvous: Rendezvous) -> None:
-    """Raise if the nodes cannot meet at the rendezvous.
-
-    Args:
-        rendezvous: Settings of the rendezvous.
-
-    Raises:
-        ValueError: If the host cannot be resolved.
-    """
+    """Raise if the nodes cannot meet at the rendezvous."""
     if rendezvous.backend not in ("c10d", "static") or rendezvous.config.get("store_type") == "file":
         return  # the endpoint need not be a host
     host, _, _ = rendezvous.endpoint.rpartition(":") if ":" in rendezvous.endpoint else (rendezvous.endpoint, "", "")
@@ -174,57 +150,26 @@ def check_rendezvous(rendezvous: Rendezvous) -> None:
 def _wait_for_address(what: str, host: str, is_multi_node: bool) -> None:
     """Raise if a host has no address; with several nodes, only after some time."""
     deadline = time.monotonic() + (_RESOLVE_TIMEOUT_S if is_multi_node else 0)
-    while (problem := _lookup_problem(host)) is not None:
-        if time.monotonic() >= deadline:
-            raise ValueError(
-                f"{what} cannot be resolved: {problem}. Give a host name or address that every node knows."
-            )
-        _log.info("%s cannot be resolved yet: %s", what, problem)
+    while True:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise ValueError(
+                    f"{what} cannot be resolved: {error}. Give a host name or address that every node knows."
+                ) from error
+            _log.info("%s cannot be resolved yet: %s", what, error)
         time.sleep(0.5)
 
 
-def _lookup_problem(addr: str) -> str | None:
-    try:
-        socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return str(error)
-    return None
-
-
-def _check_own_address(topology: Topology) -> None:
-    """Raise if rank 0 runs here, but its address belongs to another machine."""
-    addr, source = topology.master_addr, topology.sources["master_addr"]
-    if _is_here(addr, topology.master_port):
-        return
-    message = (
-        f"master_addr={addr!r} (from {source}) is not an address of this machine, where rank 0 runs. Give one of "
-        "its addresses"
-    )
-    if not topology.is_multi_node:
-        raise ValueError(f"{message}, or omit it for 127.0.0.1.")
-    _log.warning("%s, unless connections to that one are forwarded to this machine.", message)
-
-
-def _check_own_port(topology: Topology) -> None:
-    """Raise if rank 0 cannot listen on the port, on all addresses as torch does."""
-    port, source = topology.master_port, topology.sources["master_port"]
-    for family, everywhere in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
-        if _bind_error(family, everywhere, port) == errno.EADDRINUSE:
-            raise ValueError(
-                f"master_port={port} (from {source}) is taken by another process of this machine. Give another "
-                f"--master_port, {'the same on every node' if topology.is_multi_node else 'or none for a free one'}."
-            )
-
-
 def _is_here(addr: str, port: int) -> bool:
-    """Return whether one of a host's addresses belongs to this machine."""
     found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
     # Only an address of this machine can be bound.
     return any(_bind_error(family, str(address[0]), 0) != errno.EADDRNOTAVAIL for family, *_, address in found)
 
 
 def _bind_error(family: int, addr: str, port: int) -> int | None:
-    """Return the error number of listening on an address, or `None`."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does

@@ -40,16 +40,9 @@ from composer_dist.launch.workers import Ending, Signals, Workers
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # documented there
 
-__all__ = ["run_elastic", "Launch", "run"]
-
 
 def run(options: Options, topology: Topology) -> int:
-    """Start the ranks of a node whose place is known, and return the exit status after all have ended.
-
-    Args:
-        options: The launcher's options.
-        topology: This node's place in the run.
-    """
+    """Start the ranks of a node whose place is known, and return the exit status after all have ended."""
     topology, store = _serve_store(topology)
     with Launch(options, new_run_id()) as launch:
         try:
@@ -89,10 +82,6 @@ class Launch:
     """The ranks of this node, from their start to the cleanup.
 
     Leaving the context kills the remaining processes, reports failures, and sets `status`.
-
-    Args:
-        options: The launcher's options.
-        run_id: The name of the log folder.
     """
 
     def __init__(self, options: Options, run_id: str) -> None:
@@ -129,11 +118,7 @@ class Launch:
         return self._workers is not None and self._workers.are_done
 
     def start(self, envs: dict[int, dict[str, str]]) -> dict[int, int]:
-        """Start the ranks, and return their processes.
-
-        Args:
-            envs: Variables of each local rank, in addition to the launcher's.
-        """
+        """Start the ranks, and return their processes."""
         commands = {lr: child_command(self._options, {**os.environ, **env}) for lr, env in envs.items()}
         for env in envs.values():
             env[LAUNCH_ID] = self._guardian.launch_id
@@ -160,9 +145,6 @@ class Launch:
 
     def end(self, signum: signal.Signals | None = None) -> None:
         """End all ranks: wait for those that are finishing, send a signal, and then SIGKILL.
-
-        Args:
-            signum: The signal that the launcher received, if that is the reason.
 
         Raises:
             SignalException: If a signal arrived while the ranks were ended for a restart.
@@ -210,7 +192,6 @@ class Launch:
         return failures
 
     def _ask_to_end(self, workers: Workers, signum: signal.Signals | None, tell: Callable[[str], None]) -> None:
-        """Send the ranks a signal, and wait for them to end."""
         timeout_s = self._options.shutdown_timeout
         if signum is None:
             timeout_s = FAILURE_TIMEOUT_S if timeout_s is None else timeout_s
@@ -245,20 +226,21 @@ class Launch:
         folder = self._logs.close(failed=self._has_failed_before or (self.status != 0 and workers is not None))
         if self._leftovers:
             _log.warning("Processes that the ranks had left behind were killed: %s.", sorted(set(self._leftovers)))
-        if workers is not None and failures:
-            _report(failures, sorted(set(workers.ranks) - {ending.rank for ending in failures}), folder)
+        if failures:
+            self._report(failures, folder)
         elif folder is not None:
             level = logging.WARNING if self.status or self._has_failed_before else logging.INFO
             _log.log(level, "The logs are in %s", folder)
 
-
-def _report(failures: Sequence[Ending], others: Sequence[int], folder: str | None) -> None:
-    """Report the failed ranks, with the root cause's traceback last."""
-    other = witness(failures)
-    if is_on_console(failures[0]) and other is None:
-        return  # reported in one line already; more would hide the rank's output
-    say(crash_report(failures))
-    say(root_cause(failures[0], others, folder, other).removesuffix("\n"), "stderr")
+    def _report(self, failures: Sequence[Ending], folder: str | None) -> None:
+        """Report the failed ranks, with the root cause's traceback last."""
+        assert self._workers is not None  # some have failed
+        other = witness(failures)
+        if is_on_console(failures[0]) and other is None:
+            return  # reported in one line already; more would hide the rank's output
+        others = sorted(set(self._workers.ranks) - {ending.rank for ending in failures})
+        say(crash_report(failures))
+        say(root_cause(failures[0], others, folder, other).removesuffix("\n"), "stderr")
 
 
 _log = logging.getLogger("composer_dist.launch")
@@ -267,12 +249,7 @@ _AGENT_INTERVAL_S = 0.001  # the waiting is done in `Launch.has_failed`
 
 
 def run_elastic(options: Options, rendezvous: Rendezvous) -> int:
-    """Run this node's ranks with restarts, and return the exit status of the last attempt.
-
-    Args:
-        options: The launcher's options.
-        rendezvous: Settings of the rendezvous.
-    """
+    """Run this node's ranks with restarts, and return the exit status of the last attempt."""
     with Launch(options, new_run_id()) as launch:
         try:
             spec = _make_spec(options, rendezvous)
@@ -291,7 +268,6 @@ def run_elastic(options: Options, rendezvous: Rendezvous) -> int:
 
 
 def _make_spec(options: Options, rendezvous: Rendezvous) -> WorkerSpec:
-    """Return the specification for torch's agent."""
     try:
         parameters = RendezvousParameters(
             backend=rendezvous.backend,

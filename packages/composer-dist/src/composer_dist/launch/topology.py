@@ -5,7 +5,8 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
+from typing import Any
 
 from composer_dist.env import get_free_tcp_port
 from composer_dist.launch.args import PLACEHOLDERS, RUNS, Options
@@ -13,8 +14,6 @@ from composer_dist.launch.cluster import ClusterHints, Found, infer
 from composer_dist.launch.guardian import LAUNCH_ID, is_within
 
 _log = logging.getLogger("composer_dist.launch")
-
-__all__ = ["FREE_PORT", "Topology", "resolve", "resolve_nproc"]
 
 FREE_PORT = "a free port"
 """The source of a port that was chosen by this launcher."""
@@ -49,11 +48,6 @@ class Topology:
 def resolve(options: Options, environ: Mapping[str, str], nproc: Found[int]) -> Topology:
     """Return this node's place from options, environment and cluster, in this order.
 
-    Args:
-        options: The launcher's options.
-        environ: The launcher's environment.
-        nproc: The result of `resolve_nproc`.
-
     Raises:
         ValueError: If values contradict each other, are missing, or are not integers.
     """
@@ -63,12 +57,22 @@ def resolve(options: Options, environ: Mapping[str, str], nproc: Found[int]) -> 
         base_rank, node_rank = _ranks_of_one_node(inputs, nproc, world_size)
         master_addr, master_port = _meeting_point(inputs, world_size, nproc)
     else:
-        base_rank, node_rank = _ranks_of_the_only_node(inputs)
+        base_rank = node_rank = Found(0, _SINGLE_NODE)
+        for name in ("base_rank", "node_rank"):
+            value = inputs.integer(name)
+            if value is not None and value.value != 0:
+                raise ValueError(
+                    f"{name}={value.value} (from {value.source}), but the ranks of this node are all there are, and "
+                    f"start with 0. Give --world_size if there are other nodes, or remove {value.source}."
+                )
         master_addr = inputs.text("master_addr") or Found("127.0.0.1", _SINGLE_NODE)
         # A free port may be taken before the run starts, so it is chosen again then.
         master_port = inputs.integer("master_port") or Found(get_free_tcp_port(), FREE_PORT)
-    _check_port(master_port)
-    found = {
+    if not 0 < master_port.value < 65536:
+        raise ValueError(
+            f"master_port={master_port.value} (from {master_port.source}) is not a TCP port. Give one from 1 to 65535."
+        )
+    found: dict[str, Found[Any]] = {
         "nproc": nproc,
         "world_size": world_size,
         "base_rank": base_rank,
@@ -76,24 +80,12 @@ def resolve(options: Options, environ: Mapping[str, str], nproc: Found[int]) -> 
         "master_addr": master_addr,
         "master_port": master_port,
     }
-    return Topology(
-        nproc=nproc.value,
-        world_size=world_size.value,
-        base_rank=base_rank.value,
-        node_rank=node_rank.value,
-        master_addr=master_addr.value,
-        master_port=master_port.value,
-        sources={name: value.source for name, value in found.items()},
-    )
+    values = {name: each.value for name, each in found.items()}
+    return Topology(**values, sources={name: each.source for name, each in found.items()})
 
 
 def resolve_nproc(options: Options, environ: Mapping[str, str], count_accelerators: Callable[[], int]) -> Found[int]:
-    """Return the number of processes on this node, and its source.
-
-    Args:
-        options: The launcher's options.
-        environ: The launcher's environment.
-        count_accelerators: Called only if no other source gives a number.
+    """Return the number of processes on this node. Accelerators are counted only if no other source gives a number.
 
     Raises:
         ValueError: If the value is not an integer or is below 1.
@@ -123,7 +115,7 @@ class _Inputs:
         cluster = "none" if is_nested and options.cluster == "auto" else options.cluster
         self.options = options
         self.environ = {name: environ[name] for name in environ if not (is_nested and name in _OF_LAUNCHERS)}
-        self._infer = partial(infer, cluster, environ)
+        self._infer = lambda: infer(cluster, environ)
         if cluster not in ("auto", "none"):
             _ = self.hints  # raises now if the named cluster's variables are missing
 
@@ -164,7 +156,6 @@ class _Inputs:
 
 
 def _world_size(inputs: _Inputs, nproc: Found[int]) -> Found[int]:
-    """Return the number of processes on all nodes."""
     environ = inputs.environ
     world_size = inputs.flag("world_size")
     # Equal numbers describe a single node, whose number of processes --nproc may override.
@@ -182,20 +173,7 @@ def _world_size(inputs: _Inputs, nproc: Found[int]) -> Found[int]:
     return world_size
 
 
-def _ranks_of_the_only_node(inputs: _Inputs) -> tuple[Found[int], Found[int]]:
-    """Return the lowest rank and the node's rank, both 0; raise if a source contradicts that."""
-    for name in ("base_rank", "node_rank"):
-        value = inputs.integer(name)
-        if value is not None and value.value != 0:
-            raise ValueError(
-                f"{name}={value.value} (from {value.source}), but the ranks of this node are all there are, and start "
-                f"with 0. Give --world_size if there are other nodes, or remove {value.source}."
-            )
-    return Found(0, _SINGLE_NODE), Found(0, _SINGLE_NODE)
-
-
 def _ranks_of_one_node(inputs: _Inputs, nproc: Found[int], world_size: Found[int]) -> tuple[Found[int], Found[int]]:
-    """Return the lowest rank and the node's rank for one of several nodes."""
     base_rank, node_rank = inputs.integer("base_rank"), inputs.integer("node_rank")
     if base_rank is None and node_rank is None and inputs.hints is not None:
         node_rank = inputs.hints.node_rank()
@@ -203,26 +181,8 @@ def _ranks_of_one_node(inputs: _Inputs, nproc: Found[int], world_size: Found[int
         if value is not None and value.value < 0:
             raise ValueError(f"{name}={value.value} (from {value.source}) is below 0. Ranks and nodes count from 0.")
     nodes = f"world_size={world_size.value} (from {world_size.source}) and nproc={nproc.value} (from {nproc.source})"
-    if base_rank is None and node_rank is None:
-        raise ValueError(
-            f"{nodes} mean several nodes, but this node's rank is unknown. Give --node_rank or --base_rank."
-        )
-    alike = world_size.value % nproc.value == 0
-    if node_rank is None:
-        assert base_rank is not None
-        if not alike or base_rank.value % nproc.value:
-            raise ValueError(
-                f"node_rank does not follow from base_rank={base_rank.value} (from {base_rank.source}): {nodes} do "
-                "not fit nodes with equally many processes. Give --node_rank as well."
-            )
-        node_rank = Found(base_rank.value // nproc.value, f"{base_rank.source} / nproc")
-    elif base_rank is None:
-        if not alike:
-            raise ValueError(
-                f"base_rank does not follow from node_rank={node_rank.value} (from {node_rank.source}): {nodes} do "
-                "not fit nodes with equally many processes. Give --base_rank as well."
-            )
-        base_rank = Found(node_rank.value * nproc.value, f"{node_rank.source} * nproc")
+    if base_rank is None or node_rank is None:
+        base_rank, node_rank = _other_rank(base_rank, node_rank, nproc.value, world_size.value, nodes)
     if base_rank.value + nproc.value > world_size.value:
         raise ValueError(
             f"the last rank of this node would be {base_rank.value + nproc.value - 1}, with base_rank="
@@ -230,6 +190,26 @@ def _ranks_of_one_node(inputs: _Inputs, nproc: Found[int], world_size: Found[int
             "the node's or base rank, or raise --world_size."
         )
     return base_rank, node_rank
+
+
+def _other_rank(
+    base_rank: Found[int] | None, node_rank: Found[int] | None, nproc: int, world_size: int, nodes: str
+) -> tuple[Found[int], Found[int]]:
+    """Return the lowest rank and the node's rank, of which one follows from the other on nodes that are alike."""
+    known = base_rank or node_rank
+    if known is None:
+        raise ValueError(
+            f"{nodes} mean several nodes, but this node's rank is unknown. Give --node_rank or --base_rank."
+        )
+    wanted, given = ("node_rank", "base_rank") if known is base_rank else ("base_rank", "node_rank")
+    if world_size % nproc or (known is base_rank and known.value % nproc):
+        raise ValueError(
+            f"{wanted} does not follow from {given}={known.value} (from {known.source}): {nodes} do not fit nodes with "
+            f"equally many processes. Give --{wanted} as well."
+        )
+    if known is base_rank:
+        return known, Found(known.value // nproc, f"{known.source} / nproc")
+    return Found(known.value * nproc, f"{known.source} * nproc"), known
 
 
 def _meeting_point(inputs: _Inputs, world_size: Found[int], nproc: Found[int]) -> tuple[Found[str], Found[int]]:
@@ -248,12 +228,6 @@ def _meeting_point(inputs: _Inputs, world_size: Found[int], nproc: Found[int]) -
             "free on rank 0's host, the same on every node."
         )
     return master_addr, master_port
-
-
-def _check_port(port: Found[int]) -> None:
-    """Raise if the port is not a TCP port."""
-    if not 0 < port.value < 65536:
-        raise ValueError(f"master_port={port.value} (from {port.source}) is not a TCP port. Give one from 1 to 65535.")
 
 
 _HOOK_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook")
@@ -293,24 +267,14 @@ def common_environment(nproc: int, options: Options, environ: Mapping[str, str])
 
 
 def hook_environment(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which a Python rank records its exception, from its first import on.
-
-    Args:
-        options: The launcher's options.
-        environ: The rank's environment without these variables.
-    """
+    """Return the variables with which a Python rank records its exception, from its first import on."""
     if options.command_mode:
         return {}  # the command may start any number of interpreters
     return {"PYTHONPATH": os.pathsep.join(filter(None, (_HOOK_FOLDER, environ.get("PYTHONPATH"))))}
 
 
 def child_command(options: Options, environ: Mapping[str, str]) -> list[str]:
-    """Return the command of a rank, with `~` and variables expanded in the script's arguments.
-
-    Args:
-        options: The launcher's options.
-        environ: The rank's whole environment. Undefined variables are left as written.
-    """
+    """Return the command of a rank, with `~` and the variables of its environment expanded in the arguments."""
     interpreter = [] if options.command_mode else [options.python]
     module = ["-m"] if options.module_mode else []
     arguments = [_expand(argument, environ) for argument in options.training_script_args]
@@ -318,7 +282,6 @@ def child_command(options: Options, environ: Mapping[str, str]) -> list[str]:
 
 
 def _num_usable_cores() -> int:
-    """Return the number of processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # less than cpu_count() in containers and jobs with some cores
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -335,14 +298,7 @@ _UNSET = ("", "false")
 
 
 def named_file(stream: str, options: Options, env: Mapping[str, str], environ: Mapping[str, str]) -> str | None:
-    """Return the file that a rank's stream is appended to, as the user or a platform wants it, or `None`.
-
-    Args:
-        stream: `'stdout'` or `'stderr'`.
-        options: The launcher's options.
-        env: The rank's variables.
-        environ: The launcher's environment.
-    """
+    """Return the file that a rank's `'stdout'` or `'stderr'` is appended to, as the user or a platform wants it."""
     if env["LOCAL_RANK"] == "0":
         return None  # on the console
     hosted = _hosted_prefix(environ)

@@ -21,12 +21,6 @@ from composer_dist.launch.guardian import Guardian, process_state
 from composer_dist.launch.output import Logs
 from composer_dist.launch.preflight import CannotStartError
 
-__all__ = [
-    "Signals",
-    "Ending",
-    "Workers",
-]
-
 _NEWS_S = 2.0  # delay after which the launcher may notice a kill that the rank's peers noticed at once
 _LINGER_S = 4.0  # time for a rank that has raised to run its exit handlers
 _LOOK_AT_STATES_S = 1.0
@@ -72,15 +66,7 @@ def _when_it_began(ending: Ending) -> float:
 
 
 class Workers:
-    """The processes of one attempt.
-
-    Args:
-        commands: Command of each local rank.
-        envs: Variables of each local rank, in addition to the launcher's.
-        options: The launcher's options.
-        logs: Log files of the ranks.
-        guardian: The guardian that kills the processes if the launcher is killed.
-    """
+    """The processes of one attempt."""
 
     def __init__(
         self,
@@ -148,9 +134,6 @@ class Workers:
         """Wait for an event, and return whether a rank has failed.
 
         A rank that ended in an orderly way after a signal has not failed while the others may still follow it.
-
-        Args:
-            timeout_s: Maximum time to wait.
         """
         self._wait(timeout_s)
         self._collect()
@@ -225,7 +208,6 @@ class Workers:
             time.sleep(timeout_s)
 
     def _collect(self) -> None:
-        """Record the exit codes of ranks that have ended."""
         for local_rank, handler in self._context.subprocess_handlers.items():
             code = handler.proc.poll()
             if code is None or local_rank in self._exits:
@@ -248,7 +230,6 @@ class Workers:
         return error if isinstance(error, dict) and "exception_type" in error else None
 
     def _ending(self, local_rank: int) -> Ending:
-        """Return the end of a rank, or the reason why it is about to end."""
         env, error = self._envs[local_rank], self._own_error(local_rank)
         stop_time = self._stop_time or time.time()
         code, failed = self._exits.get(local_rank, (None, time.time()))
@@ -335,11 +316,7 @@ _VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class Signals:
-    """The signals of one launch.
-
-    Args:
-        names: Names of the signals to handle, separated by commas.
-    """
+    """The signals of one launch."""
 
     def __init__(self, names: str) -> None:
         self.followed: signal.Signals | None = None

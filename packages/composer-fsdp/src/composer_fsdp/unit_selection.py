@@ -21,18 +21,6 @@ from composer_fsdp.state_dicts import check_optimizers, names_of_parameters
 from composer_fsdp.tensor_parallel import agreed, check_layer_plan
 from composer_fsdp.wrap_rules import Unit, choose_units, has_forward, stays_whole
 
-__all__ = [
-    "Choice",
-    "choose",
-    "units_of",
-    "check_units",
-    "left_whole",
-    "check_param_tying",
-    "get_standalone_and_tied_modules",
-    "legalize_param_sharing_between_modules",
-    "resolve_ties",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -60,21 +48,30 @@ def choose(
 ) -> Choice:
     """Choose the units and validate model, plan and optimizers together. Every rank must call this.
 
-    The model is not changed. If one rank raises, or if the ranks choose differently, all ranks raise.
-
-    Args:
-        model: The model as built.
-        plan: The plan of the sharding.
-        optimizers: The model's optimizers.
-        wraps_itself: Whether the model itself is the root, instead of its children.
-        wrap_fn: Replacement for the `fsdp_wrap_fn` of the roots.
-        check_fn: Replacement for the `activation_checkpointing_fn` of the children.
-
-    Raises:
-        ValueError, KeyError, TypeError, NotImplementedError, RuntimeError: If model, optimizers and plan do not fit
-            together; a ValueError on the other ranks.
+    The model is not changed. If one rank raises, or if the ranks choose differently, all ranks raise. The arguments are
+    those of `shard_model`.
     """
-    by_rules = partial(_by_rules, model, plan, optimizers, wraps_itself, wrap_fn, check_fn)
+
+    def by_rules() -> Choice:
+        units = units_of(model, plan, wraps_itself=wraps_itself, wrap_fn=wrap_fn)
+        recomputes = bool(plan.activation_checkpointing or plan.activation_cpu_offload)
+        if check_fn is not None and not recomputes:
+            raise ValueError(
+                "a function chooses modules for activation checkpointing, and neither activation_checkpointing nor "
+                "activation_cpu_offload is on. Set one of them, or leave the function out."
+            )
+        names = names_of_parameters(model)
+        splits = plan.layer_plan is not None
+        check_optimizers(optimizers, names, use_orig_params=plan.use_orig_params, splits_tensors=splits)
+        if plan.layer_plan is not None:
+            check_layer_plan(model, plan.layer_plan)
+        if (plan.sync_module_states and plan.auto_wrap) or plan.load_monolith_rank0_only:
+            _refuse_duplicates(model)
+        recomputed = frozenset(chosen_for_checkpointing(model, check_fn) if recomputes else ())
+        if recomputes and not recomputed:
+            warn_of_none_chosen(model, stacklevel=2)
+        return Choice(units, recomputed, names)
+
     return agreed(by_rules, partial(_facts, model, plan))
 
 
@@ -83,47 +80,12 @@ def units_of(
 ) -> list[Unit]:
     """Return the units of a model under a plan, after checking that each can be sharded. The model is not changed.
 
-    Args:
-        model: The model as built.
-        plan: The plan of the sharding.
-        wraps_itself: Whether the model itself is the root, instead of its children.
-        wrap_fn: Replacement for the `fsdp_wrap_fn` of the roots.
-
-    Raises:
-        ValueError, KeyError, TypeError, RuntimeError: If model and plan do not fit together.
+    The arguments and errors are those of `choose`.
     """
     units = choose_units(model, plan, wraps_itself=wraps_itself, wrap_fn=wrap_fn)
     units = resolve_ties(model, units, plan.tie_policy, left_whole(model, plan))
     check_units(model, units, plan)
     return units
-
-
-def _by_rules(
-    model: nn.Module,
-    plan: ShardingPlan,
-    optimizers: Sequence[Optimizer],
-    wraps_itself: bool,
-    wrap_fn: WrapFunction | None,
-    check_fn: Callable[[nn.Module], bool] | None,
-) -> Choice:
-    units = units_of(model, plan, wraps_itself=wraps_itself, wrap_fn=wrap_fn)
-    recomputes = bool(plan.activation_checkpointing or plan.activation_cpu_offload)
-    if check_fn is not None and not recomputes:
-        raise ValueError(
-            "a function chooses modules for activation checkpointing, and neither activation_checkpointing nor "
-            "activation_cpu_offload is on. Set one of them, or leave the function out."
-        )
-    names = names_of_parameters(model)
-    splits = plan.layer_plan is not None
-    check_optimizers(optimizers, names, use_orig_params=plan.use_orig_params, splits_tensors=splits)
-    if plan.layer_plan is not None:
-        check_layer_plan(model, plan.layer_plan)
-    if (plan.sync_module_states and plan.auto_wrap) or plan.load_monolith_rank0_only:
-        _refuse_duplicates(model)
-    recomputed = frozenset(chosen_for_checkpointing(model, check_fn) if recomputes else ())
-    if recomputes and not recomputed:
-        warn_of_none_chosen(model, stacklevel=2)
-    return Choice(units, recomputed, names)
 
 
 def _refuse_duplicates(model: nn.Module) -> None:
@@ -140,8 +102,13 @@ def _refuse_duplicates(model: nn.Module) -> None:
 def _facts(model: nn.Module, plan: ShardingPlan, choice: Choice) -> dict[str, Any]:
     """Return the facts that must be equal on all ranks, as values without addresses in their `repr`."""
     names = {module: canonical_name(name) for name, module in model.named_modules()}
+    settings = plan.to_dict()
+    # Ranks may belong to different parts of one mesh or give different lists of ranks, which are compared later.
+    if plan.device_mesh is not None:
+        settings["device_mesh"] = (plan.device_mesh.mesh_dim_names, tuple(plan.device_mesh.shape))
+    settings["process_group"] = _fact("process_group", plan.process_group, plan)
     return {
-        "settings": _settings(plan),
+        "settings": settings,
         "units": {
             unit.name or "the model": {
                 "sharded with": [names[partner] for partner in unit.partners],
@@ -152,15 +119,6 @@ def _facts(model: nn.Module, plan: ShardingPlan, choice: Choice) -> dict[str, An
         "modules computed again": sorted(names[module] for module in choice.recomputed),
         "ignored_modules": sorted(names[module] for module in plan.ignored_modules if module in names),
     }
-
-
-def _settings(plan: ShardingPlan) -> dict[str, Any]:
-    settings = plan.to_dict()
-    # Ranks may belong to different parts of one mesh or give different lists of ranks, which are compared later.
-    if plan.device_mesh is not None:
-        settings["device_mesh"] = (plan.device_mesh.mesh_dim_names, tuple(plan.device_mesh.shape))
-    settings["process_group"] = _fact("process_group", plan.process_group, plan)
-    return settings
 
 
 def _fact(key: str, value: Any, plan: ShardingPlan) -> Any:
@@ -177,89 +135,64 @@ def left_whole(model: nn.Module, plan: ShardingPlan) -> set[nn.Parameter]:
 
 
 def check_units(model: nn.Module, units: Sequence[Unit], plan: ShardingPlan) -> None:
-    """Raise for units whose weights cannot be sharded together, and warn of units that would never be gathered.
-
-    Args:
-        model: The model.
-        units: Its units, descendants first.
-        plan: The plan of the sharding.
-
-    Raises:
-        ValueError: Names the unit and the weight.
-    """
+    """Raise for units whose weights cannot be sharded together, and warn of units that would never be gathered."""
     names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
     taken = left_whole(model, plan)
     for unit in units:
-        modules = (unit.module, *unit.partners)
-        if any(isinstance(module, FSDPModule) for module in modules):
+        called = f"the module {unit.name!r}" if unit.name else "the model"
+        inside = [module for outer in _modules(unit) for module in outer.modules()]
+        if any(isinstance(module, FSDPModule) for module in _modules(unit)):
             raise ValueError(
-                f"{_called(unit)} is sharded already. Shard a model that is as it was built, or say auto_wrap=False if "
-                f"it shall stay as it is."
+                f"{called} is sharded already. Shard a model that is as it was built, or say auto_wrap=False if it "
+                f"shall stay as it is."
             )
-        own = [p for p in _parameters(modules) if p not in taken]
+        own = {p: names[p] for module in inside for p in module.parameters(recurse=False) if p not in taken}
         taken.update(own)
-        for parameter in own:
-            _refuse(names[parameter], parameter)
-        _refuse_sparse(unit, [m for outer in modules for m in outer.modules()], set(own))
-        _refuse_formats(unit, own, names)
+        sparse: dict[Any, nn.Module] = {
+            m.weight: m for m in inside if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
+        }
+        _refuse_unshardable(called, own, sparse)
         if own and not has_forward(unit.module):
             warn(
-                f"{_called(unit)} is sharded as one, and its class {type(unit.module).__name__} has no forward, so "
-                f"that nobody gathers the weights that it holds. Let it be an nn.ModuleList or nn.ModuleDict, or name "
-                f"the methods that compute with them in its attribute fsdp_forward_methods.",
+                f"{called} is sharded as one, and its class {type(unit.module).__name__} has no forward, so that its "
+                f"weights are never gathered. Make it an nn.ModuleList or nn.ModuleDict, or name the methods that "
+                f"compute with them in its attribute fsdp_forward_methods.",
                 stacklevel=2,
             )
 
 
-def _called(unit: Unit) -> str:
-    return f"the module {unit.name!r}" if unit.name else "the model"
-
-
-def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    yield from dict.fromkeys(p for module in modules for p in module.parameters())
-
-
-def _refuse(name: str, parameter: nn.Parameter) -> None:
-    if is_lazy(parameter):
-        raise ValueError(
-            f"the parameter {name!r} has no shape yet, so that it cannot be shared out. Let the model see a batch "
-            f"before it is sharded, or give its layers their sizes."
-        )
-    if not parameter.is_contiguous():
-        raise ValueError(
-            f"the parameter {name!r} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, and only "
-            f"contiguous tensors can be sharded. Assign a contiguous copy of it before: "
-            f"parameter.data = parameter.data.contiguous()."
-        )
-    if parameter.is_complex() and parameter.requires_grad:
-        raise ValueError(
-            f"the parameter {name!r} is {parameter.dtype}, of whose gradients only the real part would be averaged. "
-            f"Keep it as real numbers (torch.view_as_real), and make complex ones of them in forward."
-        )
-
-
-def _refuse_sparse(unit: Unit, modules: Sequence[nn.Module], own: set[nn.Parameter]) -> None:
-    for module in modules:
-        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        if is_sparse and module.weight.requires_grad and module.weight in own:
+def _refuse_unshardable(called: str, own: Mapping[nn.Parameter, str], sparse: Mapping[nn.Parameter, nn.Module]) -> None:
+    by_format: dict[torch.dtype, str] = {}  # of trainable weights, whose gradients FSDP2 reduces together
+    for parameter, name in own.items():
+        if is_lazy(parameter):
             raise ValueError(
-                f"{_called(unit)} has {module!r}, whose gradients are sparse tensors, which ranks cannot share out. "
-                f"Make it with sparse=False."
+                f"the parameter {name!r} has no shape yet, so that it cannot be shared out. Let the model see a batch "
+                f"before it is sharded, or give its layers their sizes."
             )
-
-
-def _refuse_formats(unit: Unit, own: Sequence[nn.Parameter], names: dict[nn.Parameter, str]) -> None:
-    """Raise for trainable weights of several dtypes in one unit, which FSDP2 reduces together."""
-    by_format: dict[torch.dtype, str] = {}
-    for parameter in own:
+        if not parameter.is_contiguous():
+            raise ValueError(
+                f"the parameter {name!r} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, and only "
+                f"contiguous tensors can be sharded. Assign a contiguous copy of it before: "
+                f"parameter.data = parameter.data.contiguous()."
+            )
         if parameter.requires_grad:
-            by_format.setdefault(parameter.dtype, names[parameter])
+            by_format.setdefault(parameter.dtype, name)
+            if parameter in sparse:
+                raise ValueError(
+                    f"{called} has {sparse[parameter]!r}, whose gradients are sparse tensors, which ranks cannot share "
+                    f"out. Make it with sparse=False."
+                )
+            if parameter.is_complex():
+                raise ValueError(
+                    f"the parameter {name!r} is {parameter.dtype}, of whose gradients only the real part would be "
+                    f"averaged. Keep it as real numbers (torch.view_as_real), and make complex ones of them in forward."
+                )
     if len(by_format) > 1:
         listed = ", ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in by_format.items())
         raise ValueError(
-            f"{_called(unit)} is sharded as one and has weights of several formats: {listed}. Let the modules of each "
-            f"format be units of their own by fsdp_wrap_fn, or make the model in one format; in which it computes, "
-            f"mixed_precision says."
+            f"{called} is sharded as one and has weights of several formats: {listed}. Make the modules of each format "
+            f"units of their own by fsdp_wrap_fn, or build the model in one format; mixed_precision is the format in "
+            f"which it computes."
         )
 
 
@@ -327,57 +260,53 @@ def resolve_ties(
 ) -> list[Unit]:
     """Return units that share no weights with each other, descendants first.
 
-    Args:
-        model: The model.
-        units: The chosen units.
-        policy: Treatment of units that share weights: `'error'`, or `'group'` to shard them together.
-        whole: Parameters that are never sharded, which any module may share.
-
     Raises:
         ValueError: If units share weights and cannot be grouped, or share them with modules outside of all units.
     """
-    resolved, spared = list(units), set(map(id, whole))
-    inner = {id(unit.module): {id(m) for m in unit.module.modules()} for unit in resolved}
-    # Few enough units for a comparison of all pairs.
+    resolved = _grouped(units, policy, set(whole))
+    for root in [unit for unit in resolved if unit.is_root]:
+        inside = set(root.module.modules())
+        below = [m for u in resolved if not u.is_root and u.module in inside for m in _modules(u)]
+        # No unit may share weights with a part of the root's own unit, at any depth.
+        for module in (root.module, *below):
+            deeper = set(module.modules()) - {module}
+            legalize_param_sharing_between_modules(module, [m for m in below if m in deeper], whole)
+    legalize_param_sharing_between_modules(model, [m for u in resolved if u.is_root for m in _modules(u)], whole)
+    return resolved
+
+
+def _grouped(units: Sequence[Unit], policy: str, whole: set[nn.Parameter]) -> list[Unit]:
+    """Return the units, those that share weights as one, in the place of the first of them."""
+    inside = {unit.module: set(unit.module.modules()) for unit in units}
+    weights = {unit.module: set(unit.module.parameters()) - whole for unit in units}
+
+    def share(one: nn.Module, other: nn.Module) -> bool:
+        is_nested = other in inside[one] or one in inside[other]
+        return not is_nested and not weights[one].isdisjoint(weights[other])
+
+    resolved: list[Unit] = []
     for unit in units:
-        for other in units:
-            nested = id(other.module) in inner[id(unit.module)] or id(unit.module) in inner[id(other.module)]
-            if nested or unit not in resolved or other not in resolved or not _share(unit, other, spared):
-                continue
-            if policy != "group" or unit.is_root or other.is_root:
+        first, *others = [*(other for other in resolved if share(other.module, unit.module)), unit]
+        for other in others:
+            if policy != "group" or first.is_root or other.is_root:
                 raise ValueError(
-                    f"Detected tied parameters between modules designated for FSDP wrapping: {unit.name!r} and "
+                    f"Detected tied parameters between modules designated for FSDP wrapping: {first.name!r} and "
                     f"{other.name!r} have the same weights. Shard the module that holds both instead, or set "
                     f"tie_policy='group' to shard the two together."
                 )
-            kept = replace(unit, partners=(*unit.partners, other.module, *other.partners))
-            resolved = [kept if entry is unit else entry for entry in resolved if entry is not other]
-            inner[id(kept.module)] |= inner[id(other.module)]
-            unit = kept
-    for root in [unit for unit in resolved if unit.is_root]:
-        below = [m for u in resolved if not u.is_root and id(u.module) in inner[id(root.module)] for m in _modules(u)]
-        _refuse_ties_outwards(root.module, below, whole)
-    legalize_param_sharing_between_modules(model, [m for u in resolved if u.is_root for m in _modules(u)], whole)
+            inside[first.module] |= inside[other.module]
+            weights[first.module] |= weights[other.module]
+            resolved = [each for each in resolved if each is not other]
+        if others:
+            partners = (*first.partners, *(module for other in others for module in _modules(other)))
+            resolved[resolved.index(first)] = replace(first, partners=partners)
+        else:
+            resolved.append(unit)
     return resolved
 
 
 def _modules(unit: Unit) -> tuple[nn.Module, ...]:
     return (unit.module, *unit.partners)
-
-
-def _share(unit: Unit, other: Unit, spared: set[int]) -> bool:
-    own = {id(p) for module in _modules(unit) for p in module.parameters()} - spared
-    return unit is not other and any(id(p) in own for module in _modules(other) for p in module.parameters())
-
-
-def _refuse_ties_outwards(root: nn.Module, below: Sequence[nn.Module], whole: Collection[nn.Parameter]) -> None:
-    """Raise if units share weights with a part of the root's own unit, at any depth."""
-    legalize_param_sharing_between_modules(root, below, whole)
-    for module in below:
-        inside = {id(m) for m in module.modules()} - {id(module)}
-        deeper = [other for other in below if id(other) in inside]
-        if deeper:
-            legalize_param_sharing_between_modules(module, deeper, whole)
 
 
 def _outside(module: nn.Module, listed: set[int], seen: set[int]) -> Iterator[nn.Module]:
