@@ -195,12 +195,6 @@ def seal(file: Readable, layout: ZipLayout) -> bytes:
     return b"composer blake3 " + hasher.hexdigest().encode()
 
 
-def is_sealed(file: Readable) -> bool:
-    """Return whether a file ends with a seal, which may be wrong."""
-    size_bytes = min(len(EMPTY_SEAL), file.size_bytes)
-    return _SEAL.fullmatch(file.read(file.size_bytes - size_bytes, size_bytes)) is not None
-
-
 def check_seal(file: Readable, layout: ZipLayout) -> Manifest | None:
     """Return the manifest after checking the seal; `None` for a file with neither.
 
@@ -230,7 +224,6 @@ def parse_json(text: str | bytes) -> Any:
 
     Raises:
         ValueError: If it is not JSON, or an object has a duplicate name.
-        RecursionError: If it is nested too deeply.
         RecursionError: If it is nested too deeply.
     """
     return json.loads(text, object_pairs_hook=_without_duplicates)

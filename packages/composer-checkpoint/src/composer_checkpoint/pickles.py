@@ -312,11 +312,44 @@ PLAIN_GLOBALS: Mapping[str, Any] = {
 _COPYING = frozenset([*PLAIN_GLOBALS.values(), tuple])
 
 
-class RestrictedUnpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
-    """Unpickler that looks names up in a table, for a pickle that has passed `scan`.
+# Python's unpickler in Python, since the one in C hashes keys before a subclass could look at them.
+_PythonUnpickler: Any = pickle._Unpickler  # pyright: ignore[reportPrivateUsage]
 
-    It extends Python's own in Python, since the one in C hashes keys before a subclass could look at them.
-    """
+
+def _guarded(instruction: bytes, guard: Callable[["RestrictedUnpickler"], object]) -> dict[int, Callable[[Any], None]]:
+    """Return the entry of the table of instructions for one that is preceded by a check."""
+    (code,) = instruction
+    run = _PythonUnpickler.dispatch[code]
+
+    def run_guarded(unpickler: Any) -> None:
+        guard(unpickler)
+        run(unpickler)
+
+    return {code: run_guarded}
+
+
+def _refuse_calls(*parts: tuple[object, type]) -> None:
+    # The base class accepts any iterable as arguments, such as an array, each element of which would become an object.
+    if not all(isinstance(part, kind) for part, kind in parts):
+        raise ValueError("arguments are a tuple, and objects are made of classes")
+
+
+class RestrictedUnpickler(_PythonUnpickler):
+    """Unpickler that looks names up in a table, for a pickle that has passed `scan`."""
+
+    dispatch: ClassVar[Mapping[int, Callable[[Any], None]]] = {
+        **_PythonUnpickler.dispatch,
+        pickle.FRAME[0]: lambda self: self.read(8),
+        **_guarded(pickle.SETITEM, lambda self: self.budget.charge_keys(self.stack[-2:-1])),
+        # The stack of these four has only what was pushed since the last mark.
+        **_guarded(pickle.SETITEMS, lambda self: self.budget.charge_keys(self.stack[::2])),
+        **_guarded(pickle.DICT, lambda self: self.budget.charge_keys(self.stack[::2])),
+        **_guarded(pickle.ADDITEMS, lambda self: self.budget.charge_keys(self.stack)),
+        **_guarded(pickle.FROZENSET, lambda self: self.budget.charge_keys(self.stack)),
+        **_guarded(pickle.REDUCE, lambda self: _refuse_calls((self.stack[-1], tuple))),
+        **_guarded(pickle.NEWOBJ, lambda self: _refuse_calls((self.stack[-1], tuple), (self.stack[-2], type))),
+        **_guarded(pickle.NEWOBJ_EX, lambda self: _refuse_calls((self.stack[-2], tuple), (self.stack[-3], type))),
+    }
 
     def __init__(self, data: bytes | memoryview, table: Mapping[str, Any]) -> None:
         self._file = io.BytesIO(data)
@@ -335,62 +368,8 @@ class RestrictedUnpickler(pickle._Unpickler):  # pyright: ignore[reportPrivateUs
         try:
             while True:
                 dispatch[read(1)[0]](self)
-        except pickle._Stop as stop:  # pyright: ignore[reportPrivateUsage]
+        except pickle._Stop as stop:  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
             return stop.value
-
-    def _load_frame(self) -> None:
-        self.read(8)
-
-    def _load_setitem(self) -> None:
-        self.budget.charge_keys(self.stack[-2:-1])
-        super().load_setitem()
-
-    # The stack of the next four has only what was pushed since the last mark.
-    def _load_setitems(self) -> None:
-        self.budget.charge_keys(self.stack[::2])
-        super().load_setitems()
-
-    def _load_dict(self) -> None:
-        self.budget.charge_keys(self.stack[::2])
-        super().load_dict()
-
-    def _load_additems(self) -> None:
-        self.budget.charge_keys(self.stack)
-        super().load_additems()
-
-    def _load_frozenset(self) -> None:
-        self.budget.charge_keys(self.stack)
-        super().load_frozenset()
-
-    def _load_reduce(self) -> None:
-        # The base class accepts any iterable, such as an array, each element of which would become an object.
-        if type(self.stack[-1]) is not tuple:
-            raise ValueError("arguments are a tuple")
-        super().load_reduce()
-
-    def _load_newobj(self) -> None:
-        if type(self.stack[-1]) is not tuple or not isinstance(self.stack[-2], type):
-            raise ValueError("an object is made of a class and a tuple")
-        super().load_newobj()
-
-    def _load_newobj_ex(self) -> None:
-        if type(self.stack[-2]) is not tuple or not isinstance(self.stack[-3], type):
-            raise ValueError("an object is made of a class and a tuple")
-        super().load_newobj_ex()
-
-    # The base class runs instructions by this table.
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
-        **pickle._Unpickler.dispatch,  # pyright: ignore[reportPrivateUsage]
-        pickle.FRAME[0]: _load_frame,
-        pickle.SETITEM[0]: _load_setitem,
-        pickle.SETITEMS[0]: _load_setitems,
-        pickle.DICT[0]: _load_dict,
-        pickle.ADDITEMS[0]: _load_additems,
-        pickle.FROZENSET[0]: _load_frozenset,
-        pickle.REDUCE[0]: _load_reduce,
-        pickle.NEWOBJ[0]: _load_newobj,
-        pickle.NEWOBJ_EX[0]: _load_newobj_ex,
-    }
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Return the object that the table has for a name.

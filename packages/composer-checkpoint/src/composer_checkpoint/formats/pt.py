@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch.torch_version import TorchVersion
 
-from composer_checkpoint._damaged_headers import naming_tensors
 from composer_checkpoint._finite import PassingWeights, weight_names
 from composer_checkpoint._pickle_inspection import PickleInspection, TensorSpec, inspect_pickle
 from composer_checkpoint._tree import decode, encode, named_leaves, noted_in, notes_of
@@ -95,9 +94,8 @@ def open_pt(reader: FileReader, *, record_unknown: bool = False) -> PtContents:
         CorruptCheckpointError: If the file is not whole, or has too few bytes for a tensor that it declares.
         UnsafeCheckpointError: If its pickle needs more than data.
     """
-    with naming_tensors(reader):
-        layout = read_zip_layout(reader)
-        manifest = check_seal(reader, layout)
+    layout = read_zip_layout(reader)
+    manifest = check_seal(reader, layout)
     if "constants.pkl" in layout.members:
         raise UnsafeCheckpointError(
             "the file is a TorchScript program, whose code would run. Load it with torch.jit.load if you trust it."
