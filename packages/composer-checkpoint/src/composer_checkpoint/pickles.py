@@ -270,10 +270,6 @@ class PickledSlice(Unchangeable):
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
 
-    def itself(self) -> slice:
-        """Return the slice."""
-        return slice(*self.parts)
-
 
 class PickledText(str):
     """Stand-in for `TorchVersion`, which older files have in their metadata; it becomes a plain string."""

@@ -1,13 +1,12 @@
 """Tensor-by-tensor reader and writer of `.pt` files; nothing of their pickles is ever run."""
 
 import io
-import mmap
 import os
 import pickle
 import struct
 import sys
 import zipfile
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,9 +24,8 @@ from composer_checkpoint._pickle_inspection import (
     SparseSpec,
     TensorSpec,
     inspect_pickle,
-    plain_array,
-    read_legacy_bytes,
-    rehearse_with_attributes,
+    plain_value,
+    read_legacy_pt,
     safe_unpickle,
 )
 from composer_checkpoint._tree import Names, decode, encode, map_tree, noted_in, notes_of
@@ -39,11 +37,8 @@ from composer_checkpoint.formats.archives import format_of
 from composer_checkpoint.formats.pt import Hashes, make_manifest, open_pt, unsafe_objects
 from composer_checkpoint.formats.tensor_source import SparseParts, StoredTensor, TensorSource, as_stored, sparse_stored
 from composer_checkpoint.manifest import EMPTY_SEAL, MANIFEST_NAME, PAYLOAD_FOLDER, Manifest, seal
-from composer_checkpoint.pickles import Call, PickledOrderedDict, scan
 
 __all__ = ["open_pt_source", "read_bytes", "stream_pt"]
-
-_LEGACY_LEADING_PICKLES = 3  # the magic number, the version, and the writer's byte order and sizes
 
 
 def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: bool = False) -> TensorSource:
@@ -68,11 +63,13 @@ def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: 
                 _check_byteorder(reader, members.get("byteorder"))
                 if drop_attributes:
                     pickled = members["data.pkl"]
-                    rehearsal = rehearse_with_attributes(reader.read(pickled.offset, pickled.size_bytes))
+                    data = reader.read(pickled.offset, pickled.size_bytes)
+                    rehearsal = inspect_pickle(data, record_unknown=True, drop_attributes=True)
                 offsets = {key: members[f"data/{key}"].offset for key in rehearsal.storages}
                 return _source(reader, rehearsal, offsets, contents.manifest)
             case "legacy pt":
-                return _source(reader, *_read_legacy(reader, record_unknown), None)
+                rehearsal = read_legacy_pt(reader, record_unknown=record_unknown)
+                return _source(reader, rehearsal, rehearsal.offsets, None)
             case _:
                 return _source_of_pickle(reader, record_unknown)
     except BaseException:
@@ -175,40 +172,10 @@ def _plain(tree: Any, stored: Callable[[TensorSpec], StoredTensor]) -> Any:
                 return sparse_stored(value.shape, SparseParts(layout, parts, value.is_coalesced))
             case Dtype():
                 return getattr(torch, value.name)
-            case PickledOrderedDict():
-                # pickle stores attributes of an OrderedDict, such as the `_metadata` of a state dict.
-                ordered = OrderedDict(value)
-                vars(ordered).update(vars(value))
-                return ordered
-            case Counter():
-                return Counter(value)
-            case deque():
-                return deque(map(plain_array, value), value.maxlen)
             case _:
-                return Call.itself(plain_array(value))
+                return plain_value(value)
 
     return map_tree(tree, change, shared=True)
-
-
-def _read_legacy(reader: FileReader, record_unknown: bool) -> tuple[PickleInspection, dict[str, int]]:
-    """Return the content of a file of torch before 1.6, and the offset of each storage's elements."""
-    with mmap.mmap(reader.descriptor, reader.size_bytes, access=mmap.ACCESS_READ) as mapped:
-        view = memoryview(mapped)
-        try:
-            rehearsal = read_legacy_bytes(view, record_unknown=record_unknown)  # checks the whole file
-            position = 0
-            for _ in range(_LEGACY_LEADING_PICKLES + 1):
-                position = scan(view, position)
-            end = scan(view, position)
-            keys = inspect_pickle(bytes(view[position:end])).tree
-        finally:
-            view.release()
-    # After the list of keys, each storage is its number of elements as an int64, followed by the elements.
-    offsets: dict[str, int] = {}
-    for key in keys:
-        offsets[key] = end + struct.calcsize("<q")
-        end = offsets[key] + rehearsal.storages[key].size_bytes
-    return rehearsal, offsets
 
 
 def _source_of_pickle(reader: FileReader, record_unknown: bool) -> TensorSource:
