@@ -235,10 +235,19 @@ def named_leaves(root: Any, kind: type[Any] = object) -> Iterator[tuple[str, Any
         if children is None:
             if isinstance(value, kind):
                 yield unique_name(names.join(parent, key, depth), taken), value
-        elif id(value) not in seen:
+        elif id(value) not in seen and (kind is object or not _has_only_numbers(value)):
             seen.add(id(value))
             name = names.join(parent, key, depth)
             pending.extend((name, key, child, depth + 1) for key, child in reversed(children))
+
+
+def _has_only_numbers(value: Any) -> bool:
+    """Return whether a list or tuple is long and has plain numbers alone, such as the state of Python's generator."""
+    return isinstance(value, list | tuple) and len(value) > _LONG and {*map(type, value)} <= _NUMBERS
+
+
+_LONG = 16
+_NUMBERS = {int, float, bool, type(None)}
 
 
 def unique_name(name: str, taken: dict[str, int]) -> str:
@@ -283,6 +292,7 @@ def map_tree(
     *,
     shared: bool = False,
     inside_out: bool = False,
+    skip_numbers: bool = False,
     names: Names | None = None,
 ) -> Any:
     """Return the tree with each object replaced by the result of `change`, containers before their items.
@@ -295,6 +305,7 @@ def map_tree(
         shared: Whether a container with several names is changed once, under the first of them, and remains one object.
             Otherwise it is changed under each name.
         inside_out: Whether containers are changed after their items.
+        skip_numbers: Whether long lists of plain numbers are not entered, for functions that change no numbers.
         names: Maker of the names, in place of keys and indices joined by slashes.
 
     Raises:
@@ -321,9 +332,10 @@ def map_tree(
         if id(child) in known and (shared or inside_out):
             top.changed.append(known[id(child)][1])
             continue
-        is_deferred = inside_out and children_of(child) is not None
-        value = child if is_deferred else change(name, child)
-        children = None if id(child) in known else children_of(value)  # an open container is known: it contains itself
+        is_leaf = children_of(child) is None or (skip_numbers and _has_only_numbers(child))
+        value = child if inside_out and not is_leaf else change(name, child)
+        # An open container is known: it contains itself.
+        children = None if id(child) in known or (is_leaf and value is child) else children_of(value)
         if children is None:
             top.changed.append(value)
         else:
@@ -374,7 +386,7 @@ def encode(obj: Any) -> tuple[Any, dict[str, str]]:
             kinds[name] = kind
         return plain
 
-    return map_tree(obj, change, shared=True, names=noted_names()), kinds
+    return map_tree(obj, change, shared=True, skip_numbers=True, names=noted_names()), kinds
 
 
 def notes_of(kinds: Mapping[str, str]) -> dict[str, Any]:
@@ -456,4 +468,4 @@ def decode(obj: Any, kinds: Mapping[str, Any], names: Callable[[], Names] = note
             case _:
                 return value
 
-    return map_tree(obj, change, shared=True, inside_out=True, names=names()) if kinds else obj
+    return map_tree(obj, change, shared=True, inside_out=True, skip_numbers=True, names=names()) if kinds else obj
