@@ -376,17 +376,27 @@ _FACTORIES: dict[str, Any] = {
 _FACTORY_KINDS = {factory: kind for kind, factory in _FACTORIES.items()}
 
 
-def encode(obj: Any) -> tuple[Any, dict[str, str]]:
-    """Return the object for saving, and the kinds of values that loading must convert back. `obj` is not changed."""
+def encode(obj: Any, unknown: list[Any] | None = None) -> tuple[Any, dict[str, str]]:
+    """Return the object for saving, and the kinds of values that loading must convert back. `obj` is not changed.
+
+    Leaves that may be more than data are appended to `unknown`.
+    """
     kinds: dict[str, str] = {}
 
     def change(name: str, value: Any) -> Any:
+        if type(value) in _AS_THEY_ARE:
+            return value
         kind, plain = _plain_form(value)
         if kind is not None:
             kinds[name] = kind
+        elif unknown is not None and not isinstance(plain, torch.Tensor | dict | list | tuple):
+            unknown.append(plain)
         return plain
 
     return map_tree(obj, change, shared=True, skip_numbers=True, names=noted_names()), kinds
+
+
+_AS_THEY_ARE = frozenset([int, float, bool, str, bytes, type(None), dict, list, tuple])
 
 
 def notes_of(kinds: Mapping[str, str]) -> dict[str, Any]:

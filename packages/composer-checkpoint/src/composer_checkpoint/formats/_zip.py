@@ -204,8 +204,10 @@ def _offset_of_data(file: Readable, name: str, header_offset: int) -> int:
     start = header_offset + _LOCAL.size
     if start > file.size_bytes:
         _refuse(f"its member {name!r:.200} starts at {header_offset}, past the end")
-    magic, *_, name_bytes, extra_bytes = _LOCAL.unpack(file.read(header_offset, _LOCAL.size))
-    if magic != LOCAL_MAGIC or file.read(start, name_bytes) != name.encode():
+    own_name = name.encode()
+    header = file.read(header_offset, min(_LOCAL.size + len(own_name), file.size_bytes - header_offset))
+    magic, *_, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
+    if magic != LOCAL_MAGIC or name_bytes != len(own_name) or header[_LOCAL.size :] != own_name:
         _refuse(f"its member {name!r:.200} has a damaged header at {header_offset}")
     return start + name_bytes + extra_bytes
 

@@ -7,7 +7,7 @@ import threading
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
 from logging import getLogger
@@ -21,7 +21,7 @@ from composer_checkpoint._finite import PassingWeights, weight_names
 from composer_checkpoint._pickle_inspection import PickleInspection, TensorSpec, inspect_pickle
 from composer_checkpoint._tree import decode, encode, named_leaves, noted_in, notes_of
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
-from composer_checkpoint.file_io import FileReader, FlushedFile, MappedFile, hash_ranges, hash_tensor, new_hasher
+from composer_checkpoint.file_io import FileReader, HashingFile, MappedFile, hash_ranges, hash_tensor
 from composer_checkpoint.formats._zip import Member, ZipLayout, read_zip_layout
 from composer_checkpoint.formats.archives import final_name
 from composer_checkpoint.manifest import (
@@ -52,8 +52,9 @@ class PtContents:
 
 def save_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str, *, allow_untrusted: bool = False) -> Manifest:
     """Write a `.pt` file with its manifest. Refuse what needs trust to load, or log it if `allow_untrusted`."""
-    plain, kinds = encode(obj)
-    if not allow_untrusted:
+    unknown: list[Any] = []
+    plain, kinds = encode(obj, unknown)
+    if unknown and not allow_untrusted:  # another walk, which is rarely needed
         refuse_unsafe_objects(plain, path)
     manifest, rehearsal = write_pt(plain, path, {**info, **notes_of(kinds)}, hash_name)
     if rehearsal.unknown_globals:
@@ -266,78 +267,30 @@ def _fault_of(leaf: Any) -> str | None:
 
 def write_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> tuple[Manifest, PickleInspection]:
     """Write the archive of `torch.save` with manifest and seal, and flush it to the disk."""
-    with _HashingFile(path, hash_name) as file:
+    with HashingFile(path, hash_name) as file:
         torch.save(obj, cast("IO[bytes]", file))
         file.raise_failure()
+        return append_manifest(file, path, info, hash_name)
+
+
+def append_manifest(
+    file: HashingFile, path: str, info: Mapping[str, Any], hash_name: str
+) -> tuple[Manifest, PickleInspection]:
+    """Append manifest and seal to a finished archive, and flush it to the disk."""
+    with FileReader(path) as reader:
         # Offsets, and thus hashes of members, are known only from the finished archive.
-        with FileReader(path) as reader:
-            layout = read_zip_layout(reader)
-            pickled = layout.members["data.pkl"]
-            rehearsal = inspect_pickle(reader.read(pickled.offset, pickled.size_bytes), record_unknown=True)
-            manifest = make_manifest(layout, rehearsal, Hashes(reader, file.hashes, hash_name), info)
-        file.append_member(f"{layout.folder}/{MANIFEST_NAME}", manifest.to_json())
-        # The seal covers the directory, which the manifest's member has just changed, so it is written last.
-        with FileReader(path) as reader:
-            file.replace_end(seal(reader, read_zip_layout(reader)))
-        file.sync()
-    return manifest, rehearsal
-
-
-class _HashingFile:
-    """File for `torch.save` that hashes each piece before writing it.
-
-    torch writes each storage in one piece. A storage whose hash was not taken in this way is read back.
-    """
-
-    def __init__(self, path: str, hash_name: str) -> None:
-        self._raw = open(path, "w+b", buffering=0)  # noqa: SIM115  # closed by __exit__
-        self._disk = FlushedFile(self._raw)
-        self._hash_name = hash_name
-        self._failure: OSError | None = None
-        self.hashes: dict[tuple[int, int], str] = {}
-
-    def write(self, data: Any) -> int:
-        """Write all of the data."""
-        view = memoryview(data).cast("B")
-        start, hasher = self._disk.position, new_hasher(self._hash_name)
-        try:
-            self._disk.write(view, hasher)
-        except OSError as error:  # torch replaces an error of the file by one without its cause
-            self._failure = self._failure or error
-            raise
-        self.hashes[start, len(view)] = hasher.hexdigest()
-        return len(view)
-
-    def flush(self) -> None:
-        """Do nothing: nothing is held back."""
-
-    def raise_failure(self) -> None:
-        """Raise the error of a failed write that torch has swallowed."""
-        if self._failure is not None:
-            raise self._failure
-
-    def append_member(self, name: str, text: str) -> None:
-        """Append a member and an empty seal to the archive."""
-        with zipfile.ZipFile(self._raw, "a") as archive:
-            archive.writestr(zipfile.ZipInfo(name), text)  # dated 1980, so that equal states make equal files
-            archive.comment = EMPTY_SEAL
-
-    def replace_end(self, end: bytes) -> None:
-        """Overwrite the last bytes of the file."""
-        size_bytes = self._raw.seek(0, os.SEEK_END)
-        self._disk.rewrite(memoryview(end), size_bytes - len(end))
-
-    def sync(self) -> None:
-        """Flush everything to the disk."""
-        self._disk.finish()
-
-    def __enter__(self) -> "_HashingFile":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        self._raw.close()
-        if kind is not None:
-            self.raise_failure()
+        layout = read_zip_layout(reader)
+        pickled = layout.members["data.pkl"]
+        inspection = inspect_pickle(reader.read(pickled.offset, pickled.size_bytes), record_unknown=True)
+        manifest = _make_manifest(layout, inspection, Hashes(reader, file.hashes, hash_name), info)
+    with zipfile.ZipFile(file.raw, "a") as archive:
+        # Dated 1980, so that equal states make equal files.
+        archive.writestr(zipfile.ZipInfo(f"{layout.folder}/{MANIFEST_NAME}"), manifest.to_json())
+        archive.comment = EMPTY_SEAL
+    # The seal covers the directory, which the manifest's member has just changed, so it is written last.
+    with FileReader(path) as reader:
+        file.finish(seal(reader, replace(layout, comment=EMPTY_SEAL)))
+    return manifest, inspection
 
 
 class Hashes:
@@ -361,7 +314,7 @@ class Hashes:
         return self._known[stretch]
 
 
-def make_manifest(layout: ZipLayout, rehearsal: PickleInspection, hashes: Hashes, info: Mapping[str, Any]) -> Manifest:
+def _make_manifest(layout: ZipLayout, rehearsal: PickleInspection, hashes: Hashes, info: Mapping[str, Any]) -> Manifest:
     """Return the manifest of a file with this layout and these tensors."""
     storages = {name: member for name, member in layout.members.items() if name.startswith(PAYLOAD_FOLDER)}
     hashes.prepare(storages.values())

@@ -3,13 +3,11 @@
 import io
 import os
 import pickle
-import struct
 import sys
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 from torch._utils import (
@@ -17,6 +15,7 @@ from torch._utils import (
     _rebuild_tensor_v2,  # pyright: ignore[reportPrivateUsage]
     _rebuild_tensor_v3,  # pyright: ignore[reportPrivateUsage]
 )
+from torch.serialization import _open_zipfile_writer_buffer  # pyright: ignore[reportPrivateUsage]
 
 from composer_checkpoint._pickle_inspection import (
     Dtype,
@@ -30,13 +29,12 @@ from composer_checkpoint._pickle_inspection import (
 )
 from composer_checkpoint._tree import Names, decode, encode, map_tree, noted_in, notes_of
 from composer_checkpoint.errors import IncompatibleCheckpointError
-from composer_checkpoint.file_io import HASH_NAME, FileReader, new_hasher, tensor_bytes
+from composer_checkpoint.file_io import HASH_NAME, FileReader, HashingFile, tensor_bytes
 from composer_checkpoint.formats._unsupported import refuse_unfit
-from composer_checkpoint.formats._zip import read_zip_layout
 from composer_checkpoint.formats.archives import format_of
-from composer_checkpoint.formats.pt import Hashes, make_manifest, open_pt, unsafe_objects
+from composer_checkpoint.formats.pt import append_manifest, open_pt, unsafe_objects
 from composer_checkpoint.formats.tensor_source import SparseParts, StoredTensor, TensorSource, as_stored, sparse_stored
-from composer_checkpoint.manifest import EMPTY_SEAL, MANIFEST_NAME, PAYLOAD_FOLDER, Manifest, seal
+from composer_checkpoint.manifest import PAYLOAD_FOLDER, Manifest
 
 __all__ = ["open_pt_source", "read_bytes", "stream_pt"]
 
@@ -204,11 +202,6 @@ def _check_byteorder(reader: FileReader, member: Any) -> None:
         )
 
 
-_FOLDER = "archive"
-_ALIGNMENT = 64  # torch's own, so that mapped tensors are aligned
-_LOCAL_HEADER_BYTES, _WIDE_FIELD_BYTES = 30, 20
-_PADDING_KIND = 0x4246  # kind of extra field that torch pads with
-_PIECE_BYTES = 8 << 20
 _PROTOCOL = 2
 
 # Classes that name a storage's dtype in a pickle. Newer dtypes have none, and are named next to untyped bytes.
@@ -270,31 +263,20 @@ def stream_pt(
     rehearsal = inspect_pickle(pickled, record_unknown=True)
     if rehearsal.unknown_globals:
         raise unsafe_objects(os.fspath(path), f"objects of {', '.join(sorted(rehearsal.unknown_globals)[:10])}")
-    hashes: dict[str, str] = {}
-    with open(path, "w+b") as file:
-        with zipfile.ZipFile(file, "w") as archive:
-            _write_member(archive, "data.pkl", memoryview(pickled))
-            _write_member(archive, "byteorder", memoryview(sys.byteorder.encode()))
+    with HashingFile(os.fspath(path), hash_name) as file:
+        # The writer behind `torch.save`, which itself would need all tensors in memory.
+        with _open_zipfile_writer_buffer(cast("IO[bytes]", file)) as archive:
+            writer = cast("Any", archive)
+            writer.write_record("data.pkl", pickled, len(pickled))
+            writer.write_record("byteorder", sys.byteorder, len(sys.byteorder))
             for key, tensor in storages.items():
-                name = f"{PAYLOAD_FOLDER}{key}"
-                hashes[name] = _write_member(archive, name, tensor_bytes(tensor.read()), hash_name)
+                data = tensor_bytes(tensor.read())
+                elements = torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else torch.empty(0)
+                writer.write_record(f"{PAYLOAD_FOLDER}{key}", elements.untyped_storage(), tensor.size_bytes)
                 if progress is not None:
                     progress(tensor.size_bytes)
-            _write_member(archive, "version", memoryview(b"3\n"))
-        manifest = _describe(os.fspath(path), pickled, hashes, hash_name, notes)
-        # Reopened for appending: the manifest needs the offsets, which are known from the closed archive.
-        with zipfile.ZipFile(file, "a") as archive:
-            archive.writestr(zipfile.ZipInfo(f"{_FOLDER}/{MANIFEST_NAME}"), manifest.to_json())
-            archive.comment = EMPTY_SEAL
-        file.flush()
-        # The seal covers the directory, so it is computed last, and replaces the empty one of the same length.
-        with FileReader(path) as reader:
-            end = seal(reader, read_zip_layout(reader))
-        file.seek(-len(end), os.SEEK_END)
-        file.write(end)
-        file.flush()
-        os.fsync(file.fileno())
-    return manifest
+        file.raise_failure()
+        return append_manifest(file, os.fspath(path), notes, hash_name)[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -352,30 +334,3 @@ def _pickle(tree: Any) -> tuple[bytes, dict[str, StoredTensor]]:
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         raise unsafe_objects("the file", f"what cannot be saved ({error!s:.200})") from error
     return file.getvalue(), pickler.storages
-
-
-def _write_member(archive: zipfile.ZipFile, name: str, data: memoryview, hash_name: str = HASH_NAME) -> str:
-    """Append a member whose bytes begin at a multiple of 64, and return their hash."""
-    entry = zipfile.ZipInfo(f"{_FOLDER}/{name}")  # its date is 1980, so that equal states make equal files
-    entry.file_size = data.nbytes
-    is_wide = data.nbytes * 1.05 > zipfile.ZIP64_LIMIT  # zipfile's own rule
-    begin = archive.start_dir + _LOCAL_HEADER_BYTES + len(entry.filename.encode()) + is_wide * _WIDE_FIELD_BYTES + 4
-    padding = -begin % _ALIGNMENT
-    entry.extra = struct.pack("<2H", _PADDING_KIND, padding) + b"Z" * padding
-    hasher = new_hasher(hash_name)
-    with archive.open(entry, "w", force_zip64=is_wide) as member:
-        for start in range(0, data.nbytes, _PIECE_BYTES):
-            piece = data[start : start + _PIECE_BYTES]
-            hasher.update(piece)
-            member.write(piece)
-    return hasher.hexdigest()
-
-
-def _describe(
-    path: str, pickled: bytes, hashes: Mapping[str, str], hash_name: str, info: Mapping[str, Any]
-) -> Manifest:
-    with FileReader(path) as reader:
-        layout = read_zip_layout(reader)
-        members = {name: layout.members[name] for name in hashes}
-        known = {(member.offset, member.size_bytes): hashes[name] for name, member in members.items()}
-        return make_manifest(layout, inspect_pickle(pickled), Hashes(reader, known, hash_name), info)
