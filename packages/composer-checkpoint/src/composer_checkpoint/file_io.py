@@ -421,7 +421,7 @@ def hash_ranges(
         for index in left:
             hashes[index] = hash_range(index)
 
-    workers = min(num_threads(), sum(size_bytes for _, size_bytes in ranges) // _READ_BYTES)
+    workers = min(num_threads(), len(ranges), sum(size_bytes for _, size_bytes in ranges) // _READ_BYTES)
     if workers < 2:
         hash_what_is_left()
         return hashes

@@ -182,19 +182,11 @@ def open_sharded_source(folder: str | os.PathLike[str]) -> TensorSource:
     try:
         tree = _tree(metadata, parts, shards)
     except BaseException:
-        shards.__exit__()
+        shards.close()
         raise
     source = TensorSource("dcp", tree, sum(sizes.values()), reader.manifest, files=sizes)
-    source.on_close(_Closing(shards))
+    source.on_close(shards)
     return source
-
-
-class _Closing:
-    def __init__(self, shards: OpenShards) -> None:
-        self._shards = shards
-
-    def close(self) -> None:
-        self._shards.__exit__()
 
 
 def _tree(metadata: Metadata, parts: dict[MetadataIndex, Part], shards: OpenShards) -> Any:
