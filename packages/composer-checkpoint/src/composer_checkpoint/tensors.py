@@ -174,16 +174,12 @@ def _is_small_file(place: str) -> bool:
 def _open_file(place: str, record_unknown: bool) -> TensorSource:
     if place.endswith(INDEX_SUFFIX):
         return open_index_source(place)
-    with ExitStack() as unpacked:  # an archive is unpacked once, and its content deleted when the source is closed
-        plain = unpacked.enter_context(plain_file(place))
-        if place.endswith(".safetensors"):
-            source = open_safetensors_source(plain)
-        else:
-            source = open_pt_source(plain, record_unknown=record_unknown)
-            if layout_of(source.tree) is not None:
-                source.format = "local"
-        source.size_bytes = os.path.getsize(place)
-        source.on_close(unpacked.pop_all())
+    if place.endswith(".safetensors"):
+        with plain_file(place):  # names the file in errors
+            return open_safetensors_source(place)
+    source = open_pt_source(place, record_unknown=record_unknown)
+    if layout_of(source.tree) is not None:
+        source.format = "local"
     return source
 
 

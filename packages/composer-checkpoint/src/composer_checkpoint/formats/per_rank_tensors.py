@@ -13,7 +13,7 @@ from composer_checkpoint._tree import map_tree
 from composer_checkpoint.commit import put_in_place, refuse_existing, write_beside
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from composer_checkpoint.formats._unsupported import refuse_unfit
-from composer_checkpoint.formats.per_rank import LAYOUT_KEY, SAVE_ID_KEY, refuse_mixed_saves
+from composer_checkpoint.formats.per_rank import LAYOUT_KEY, SAVE_ID_KEY, layout_in, refuse_mixed_saves
 from composer_checkpoint.formats.pt_tensors import open_pt_source, stream_pt
 from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource
 from composer_checkpoint.lock import discard
@@ -145,7 +145,7 @@ def open_local_source(path: str | os.PathLike[str]) -> TensorSource:
     first = open_pt_source(_of_rank(template, 0))
     sources = [first]
     try:
-        world_size = _layout(first, template)["world_size"]
+        world_size = layout_in(first.tree, template)["world_size"]
         missing = [file for rank in range(world_size) if not os.path.exists(file := _of_rank(template, rank))]
         if missing:
             raise NoCheckpointError(
@@ -153,8 +153,14 @@ def open_local_source(path: str | os.PathLike[str]) -> TensorSource:
                 f"together in one folder."
             )
         sources += [open_pt_source(_of_rank(template, rank)) for rank in range(1, world_size)]
-        layouts = [_layout(source, template) for source in sources]
+        layouts = [layout_in(source.tree, template) for source in sources]
         refuse_mixed_saves([layout.get(SAVE_ID_KEY) for layout in layouts], template)
+        for rank, layout in enumerate(layouts):
+            if (layout["world_size"], layout["rank"]) != (world_size, rank):
+                raise CorruptCheckpointError(
+                    f"{_of_rank(template, rank)} is of rank {layout['rank']} of {layout['world_size']}, and it should "
+                    f"be of rank {rank} of {world_size}. Bring together the files of one save."
+                )
         tree = _merged(sources, layouts)
     except BaseException:
         for source in sources:
@@ -175,16 +181,6 @@ def layout_of(tree: Any) -> Mapping[str, Any] | None:
 
 def _of_rank(template: str, rank: int) -> str:
     return template.replace(_RANK, str(rank))
-
-
-def _layout(source: TensorSource, template: str) -> Mapping[str, Any]:
-    layout = layout_of(source.tree)
-    counts = layout is not None and all(type(layout.get(key)) is int for key in ("world_size", "rank"))
-    if layout is None or not counts or not isinstance(layout.get("tensors"), dict):
-        raise CorruptCheckpointError(
-            f"{template} has no {LAYOUT_KEY!r}, so it is not a per-rank file. Name it as a single file."
-        )
-    return layout
 
 
 def _merged(sources: Sequence[TensorSource], layouts: Sequence[Mapping[str, Any]]) -> Any:

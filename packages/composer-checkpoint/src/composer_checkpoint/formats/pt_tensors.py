@@ -6,6 +6,7 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -31,7 +32,7 @@ from composer_checkpoint._tree import Names, decode, encode, map_tree, noted_in,
 from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.file_io import HASH_NAME, FileReader, HashingFile, tensor_bytes
 from composer_checkpoint.formats._unsupported import refuse_unfit
-from composer_checkpoint.formats.archives import format_of
+from composer_checkpoint.formats.archives import format_of, plain_file
 from composer_checkpoint.formats.pt import append_manifest, open_pt, unsafe_objects
 from composer_checkpoint.formats.tensor_source import SparseParts, StoredTensor, TensorSource, as_stored, sparse_stored
 from composer_checkpoint.manifest import PAYLOAD_FOLDER, Manifest
@@ -43,7 +44,7 @@ def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: 
     """Open a file of any version of `torch.save`, or a plain pickle of arrays.
 
     Args:
-        path: Path of the file, which is not an archive of a `.pt` file.
+        path: Path of the file, which may be a tar archive or compressed.
         record_unknown: Whether to open a file with more than data too, with inert objects in place of the unknown
             ones; `unsafe_globals` lists them.
         drop_attributes: Whether to read tensors with Python attributes, without the attributes.
@@ -52,27 +53,27 @@ def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: 
         CorruptCheckpointError: If the file is not whole.
         UnsafeCheckpointError: If the file has more than data.
     """
-    reader = FileReader(path)
-    try:
+    with ExitStack() as opened:  # an archive is unpacked once, and its content deleted when the source is closed
+        reader = opened.enter_context(FileReader(opened.enter_context(plain_file(path))))
         match format_of(reader):
             case "pt":
                 contents = open_pt(reader, record_unknown=record_unknown)
-                members, rehearsal = contents.layout.members, contents.rehearsal
+                members, inspection = contents.layout.members, contents.rehearsal
                 _check_byteorder(reader, members.get("byteorder"))
                 if drop_attributes:
                     pickled = members["data.pkl"]
                     data = reader.read(pickled.offset, pickled.size_bytes)
-                    rehearsal = inspect_pickle(data, record_unknown=True, drop_attributes=True)
-                offsets = {key: members[f"data/{key}"].offset for key in rehearsal.storages}
-                return _source(reader, rehearsal, offsets, contents.manifest)
+                    inspection = inspect_pickle(data, record_unknown=True, drop_attributes=True)
+                offsets = {key: members[f"{PAYLOAD_FOLDER}{key}"].offset for key in inspection.storages}
+                source = _source(reader, inspection, offsets, contents.manifest)
             case "legacy pt":
-                rehearsal = read_legacy_pt(reader, record_unknown=record_unknown)
-                return _source(reader, rehearsal, rehearsal.offsets, None)
+                inspection = read_legacy_pt(reader, record_unknown=record_unknown)
+                source = _source(reader, inspection, inspection.offsets, None)
             case _:
-                return _source_of_pickle(reader, record_unknown)
-    except BaseException:
-        reader.close()
-        raise
+                source = _source_of_pickle(reader, record_unknown)
+        source.size_bytes = os.path.getsize(path)
+        source.on_close(opened.pop_all())
+        return source
 
 
 def read_bytes(reader: FileReader, offset: int, size_bytes: int) -> torch.Tensor:
@@ -89,11 +90,9 @@ def _source(
     kinds, names = noted_in(manifest)
     tree = _plain(rehearsal.tree, lambda spec: _stored(reader, offsets, spec))
     tree = decode(_arrays_back(tree, kinds, names), kinds, names)
-    source = TensorSource(
+    return TensorSource(
         "pt", tree, reader.size_bytes, manifest, unsafe_globals=tuple(sorted(rehearsal.unknown_globals))
     )
-    source.on_close(reader)
-    return source
 
 
 def _arrays_back(tree: Any, kinds: Mapping[str, Any], names: Callable[[], Names]) -> Any:
@@ -186,9 +185,7 @@ def _source_of_pickle(reader: FileReader, record_unknown: bool) -> TensorSource:
         tree = safe_unpickle(data)
     stored = map_tree(tree, lambda _, value: as_stored(value) if isinstance(value, torch.Tensor) else value)
     unsafe = tuple(sorted(rehearsal.unknown_globals)) if record_unknown else ()
-    source = TensorSource("pickle", stored, reader.size_bytes, unsafe_globals=unsafe)
-    source.on_close(reader)
-    return source
+    return TensorSource("pickle", stored, reader.size_bytes, unsafe_globals=unsafe)
 
 
 def _check_byteorder(reader: FileReader, member: Any) -> None:

@@ -2,18 +2,18 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from composer_checkpoint.errors import CorruptCheckpointError
-from composer_checkpoint.file_io import HASH_NAME, NUM_DIGITS, FileReader, FlushedFile, new_hasher, tensor_bytes
-from composer_checkpoint.files import INDEX_SUFFIX, index_text, read_index
+from composer_checkpoint.file_io import HASH_NAME, FileReader
+from composer_checkpoint.files import plan_files, read_index, write_index
 from composer_checkpoint.formats._unsupported import refuse_unfit
 from composer_checkpoint.formats.pt_tensors import read_bytes
-from composer_checkpoint.formats.safetensors import TensorSlot, header_of, read_safetensors
+from composer_checkpoint.formats.safetensors import TensorSlot, aliases_in, read_safetensors, write_safetensors
 from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource
 from composer_checkpoint.manifest import Manifest
 
@@ -67,27 +67,10 @@ def stream_safetensors(
         tensor([1., 1.])
     """
     refuse_unfit(tensors, "safetensors", path, aliases=aliases or ())
-    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # largest items first, so all are aligned
-    # The header comes first in the file and holds the hashes, so a placeholder of equal length reserves its place.
-    described = {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in names}
     notes: dict[str, Any] = {"torch_version": str(torch.__version__), **(info or {})}
     if aliases:
         notes["aliases"] = dict(aliases)
-    placeholder, _ = header_of(described, dict.fromkeys(names, "0" * NUM_DIGITS[hash_name]), notes, hash_name)
-    hashes: dict[str, str] = {}
-    with open(path, "wb", buffering=0) as file:
-        disk = FlushedFile(file)
-        disk.write(memoryview(placeholder))
-        for name in names:
-            hasher = new_hasher(hash_name)
-            disk.write(tensor_bytes(tensors[name].read()), hasher)
-            hashes[name] = hasher.hexdigest()
-            if progress is not None:
-                progress(tensors[name].size_bytes)
-        header, manifest = header_of(described, hashes, notes, hash_name)
-        disk.rewrite(memoryview(header), 0)
-        disk.finish()
-    return manifest
+    return write_safetensors(tensors, path, notes, hash_name, StoredTensor.read, progress)
 
 
 def plan_shards(
@@ -103,12 +86,7 @@ def plan_shards(
         >>> plan_shards({"a": as_stored(torch.ones(4)), "b": as_stored(torch.ones(4))}, 16).keys()
         dict_keys(['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors'])
     """
-    if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes!r} must be 1 or more, such as 5_000_000_000.")
-    groups = list(_groups(tensors, max_shard_bytes))
-    if len(groups) == 1:
-        return {f"{name}.safetensors": groups[0]}
-    return {f"{name}-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+    return plan_files((({key: tensor}, tensor.size_bytes) for key, tensor in tensors.items()), max_shard_bytes, name)
 
 
 def stream_shards(
@@ -140,21 +118,7 @@ def stream_shards(
         )
         for shard, tensors in shards.items()
     }
-    # Written last: an index names only files that are complete.
-    if len(manifests) > 1:
-        Path(folder, name + INDEX_SUFFIX).write_text(index_text(manifests))
-
-
-def _groups(tensors: Mapping[str, StoredTensor], max_shard_bytes: int) -> Iterator[dict[str, StoredTensor]]:
-    group: dict[str, StoredTensor] = {}
-    size_bytes = 0
-    for name, tensor in tensors.items():
-        if group and size_bytes + tensor.size_bytes > max_shard_bytes:
-            yield group
-            group, size_bytes = {}, 0
-        group[name] = tensor
-        size_bytes += tensor.size_bytes
-    yield group
+    write_index(manifests, Path(folder), name)
 
 
 def open_safetensors_source(path: str) -> TensorSource:
@@ -242,13 +206,7 @@ def meant_of(
 def _tensors_of(reader: FileReader) -> tuple[dict[str, StoredTensor], Manifest | None]:
     header, manifest = read_safetensors(reader)
     tensors = {name: _stored(reader, name, slot) for name, slot in header.tensors.items()}
-    aliases: Mapping[str, str] = dict(manifest.info.get("aliases", ())) if manifest is not None else {}
-    for alias, name in aliases.items():
-        if name not in tensors:
-            raise CorruptCheckpointError(
-                f"{alias!r:.200} is another name of {name!r:.200}, and the file lacks that. Load another checkpoint."
-            )
-        tensors[alias] = tensors[name]
+    tensors |= {alias: tensors[name] for alias, name in aliases_in(manifest, tensors).items()}
     return tensors, manifest
 
 
