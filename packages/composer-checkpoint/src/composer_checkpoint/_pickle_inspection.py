@@ -340,14 +340,17 @@ def _sparse(layout: Any, data: Any) -> SparseSpec:
     if names is None or not isinstance(data, list | tuple) or len(data) <= len(names):
         raise ValueError("a sparse tensor has a known layout, its parts and a size")
     parts, size, rest = data[: len(names)], data[len(names)], data[len(names) + 1 :]
-    if not all(isinstance(part, TensorSpec) for part in parts) or not isinstance(size, list | tuple):
-        raise ValueError("a sparse tensor consists of dense ones and has a size")
-    if not all(type(count) is int and count >= 0 for count in size) or prod(size) >= 1 << 63:
-        raise ValueError("a size has whole numbers, and not more elements than can be counted")
+    if not all(isinstance(part, TensorSpec) for part in parts) or not _is_size(size):
+        raise ValueError("a sparse tensor consists of dense ones and has a size that can be counted")
     # After the size, torch 2.1 and later write whether a coordinate tensor is coalesced.
     if len(rest) > (layout == "sparse_coo") or any(value not in (None, True, False) for value in rest):
         raise ValueError("a sparse tensor is coalesced or not")
     return SparseSpec(layout, tuple(size), dict(zip(names, parts, strict=True)), rest[0] if rest else None)
+
+
+def _is_size(size: Any) -> bool:
+    is_counts = isinstance(size, list | tuple) and all(type(count) is int and count >= 0 for count in size)
+    return is_counts and prod(size) < 1 << 63
 
 
 def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> str:

@@ -246,6 +246,10 @@ def _has_only_numbers(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) > _LONG and {*map(type, value)} <= _NUMBERS
 
 
+def _is_leaf(value: Any, skip_numbers: bool) -> bool:
+    return not isinstance(value, dict | list | tuple) or (skip_numbers and _has_only_numbers(value))
+
+
 _LONG = 16
 _NUMBERS = {int, float, bool, type(None)}
 
@@ -314,28 +318,26 @@ def map_tree(
     # Results of containers by id, together with the container, which keeps the id from being reused during the walk.
     known: dict[int, tuple[Any, Any]] = {}
     entered: dict[int, Any] = {}
-    outside = _Open("", None, None, [("", root)])
-    opened, names = [outside], names or Names()
+    names = names or Names()
+    opened = [outside := _Open("", None, None, [("", root)])]
     while not outside.changed:
         top = opened[-1]
         if len(top.changed) == len(top.children):
             opened.pop()
             result = change(top.name, top.result()) if inside_out else top.result()
-            if shared:
-                known[id(top.original)] = top.original, result
-            else:
+            known[id(top.original)] = top.original, result
+            if not shared:
                 del known[id(top.original)]
             opened[-1].changed.append(result)
             continue
         key, child = top.children[len(top.changed)]
         name = names.join(top.name, key, len(opened))
-        if id(child) in known and (shared or inside_out):
+        is_known = id(child) in known  # also while it is open, if it contains itself
+        if is_known and (shared or inside_out):
             top.changed.append(known[id(child)][1])
             continue
-        is_leaf = children_of(child) is None or (skip_numbers and _has_only_numbers(child))
-        value = child if inside_out and not is_leaf else change(name, child)
-        # An open container is known: it contains itself.
-        children = None if id(child) in known or (is_leaf and value is child) else children_of(value)
+        value = child if inside_out and not _is_leaf(child, skip_numbers) else change(name, child)
+        children = None if is_known or _is_leaf(value, skip_numbers) else children_of(value)
         if children is None:
             top.changed.append(value)
         else:
@@ -430,10 +432,15 @@ def _noted(key: object) -> str:
     return f"~2{escaped}" if _NUMBER.fullmatch(escaped) else escaped
 
 
+def resolve_lazy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose bytes are its elements, unlike those of a lazily conjugated or negated one."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
 def _plain_form(value: Any) -> tuple[str | None, Any]:
     """Return the kind of a value that loading must convert back, or `None`, and the value to save."""
-    if isinstance(value, torch.Tensor):  # the bytes of lazily conjugated or negated tensors are not their elements
-        return None, value.resolve_conj().resolve_neg() if value.is_conj() or value.is_neg() else value
+    if isinstance(value, torch.Tensor):
+        return None, resolve_lazy(value)
     if isinstance(value, timedelta):
         return "timedelta", value.total_seconds()  # exact to the microsecond for 285 years
     if type(value) is np.ndarray and value.dtype.name in _SHARED_DTYPES and value.dtype.isnative:

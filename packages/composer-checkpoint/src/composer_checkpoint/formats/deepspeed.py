@@ -178,10 +178,14 @@ def _weights(ranks: _Ranks, weights: Weights) -> dict[str, StoredTensor]:
         )
     if ranks.stage == 0 or weights == "16bit":
         return whole
-    found: dict[str, StoredTensor] = {}
-    for name in model.get("buffer_names") or ():
-        if name in whole:
-            found[name] = _in_fp32(whole[name])
+    found = _master_weights(ranks, whole)
+    # In the module's order, as in its own state dict.
+    return {name: found[name] for name in [*(key for key in module or () if key in found), *found]}
+
+
+def _master_weights(ranks: _Ranks, whole: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    model = ranks.model()
+    found = {name: _in_fp32(whole[name]) for name in model.get("buffer_names") or () if name in whole}
     found |= _frozen(ranks)
     found |= _of_stage_3(ranks) if ranks.stage == 3 else _of_stage_1(ranks)
     for alias, name in dict(model.get("shared_params") or {}).items():
@@ -190,8 +194,7 @@ def _weights(ranks: _Ranks, weights: Weights) -> dict[str, StoredTensor]:
     # Parameters that are not trained are missing from the stage 1 partitions, and whole in the module.
     if ranks.stage < 3:
         found |= {name: _in_fp32(tensor) for name, tensor in whole.items() if name not in found}
-    # In the module's order, as in its own state dict.
-    return {name: found[name] for name in [*(key for key in module or () if key in found), *found]}
+    return found
 
 
 def _in_fp32(tensor: StoredTensor) -> StoredTensor:
