@@ -54,10 +54,6 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
         path: The checkpoint, for the message.
         strict: Whether missing and unexpected names are an error.
         leaves_out: Whether weights of another shape are left out instead of raising an error.
-
-    Raises:
-        IncompatibleCheckpointError: If the weights are not a dict.
-        UnfittingWeightsError: If no weight is the model's, or not all fit.
     """
     weights = saved.get("model")
     if state.deepspeed_enabled or not weights:  # DeepSpeed's engine compares them itself
@@ -228,11 +224,7 @@ _HUGGING_FACE_PREFIX = "model."  # put before the names of the model inside a Hu
 
 
 def refuse_hugging_face_folder(path: str) -> None:
-    """Raise if a path is the folder of a Hugging Face model instead of a sharded checkpoint.
-
-    Raises:
-        IncompatibleCheckpointError: If it is.
-    """
+    """Raise if a path is the folder of a Hugging Face model instead of a sharded checkpoint."""
     names = set(os.listdir(path)) if os.path.isdir(path) else set[str]()
     if _CONFIG in names and not names.isdisjoint(_WEIGHT_FILES) and ".metadata" not in names:
         raise IncompatibleCheckpointError(
@@ -316,10 +308,6 @@ def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) 
         state: The training state, not yet changed.
         saved: The checkpoint's `state`.
         path: The checkpoint, for the message.
-
-    Raises:
-        IncompatibleCheckpointError: If a part has the wrong type.
-        UnfittingOptimizerError: If an optimizer was saved with other parameters.
     """
     for name in _DICTS:
         if saved.get(name) and not isinstance(saved[name], Mapping):

@@ -204,10 +204,6 @@ def inspect_pickle(
         record_unknown: Whether to collect the globals that are not on the allowlist, with an inert object in place of
             each, rather than to refuse the first.
         drop_attributes: Whether to read tensors with Python attributes, without the attributes.
-
-    Raises:
-        UnsafeCheckpointError: If the pickle needs more than data.
-        CorruptCheckpointError: If it is damaged, or a tensor does not fit its storage.
     """
     # Before anything is built; the restricted unpickler relies on it.
     scan(data)

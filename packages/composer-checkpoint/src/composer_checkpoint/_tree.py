@@ -57,9 +57,6 @@ def by_joined_names(
         where: Name of what has such names, for the message.
         is_same: Function that returns whether two objects are the same, which may have one name.
 
-    Raises:
-        IncompatibleCheckpointError: If two objects would have one name, or names are longer than in any checkpoint.
-
     Example:
         >>> by_joined_names({"a": {"c": 1}, "b": 2}, int, ".", "a model")
         {'a.c': 1, 'b': 2}
@@ -90,9 +87,6 @@ def refuse_doubled(root: Any, kinds: tuple[type, ...], separator: str, where: st
         kinds: Classes whose objects need unique names.
         separator: Separator of the keys.
         where: Name of what has such names, for the message.
-
-    Raises:
-        IncompatibleCheckpointError: If there is such an object.
     """
     if any(True for kind in kinds for _ in named_leaves(root, kind)):
 
@@ -152,11 +146,7 @@ class Names:
         self._entries_left = _MAX_ENTERED_AGAIN
 
     def join(self, name: str, key: object, depth: int) -> str:
-        """Return the name of a container's item.
-
-        Raises:
-            CorruptCheckpointError: If it is nested deeper, or names are longer, than in any checkpoint.
-        """
+        """Return the name of a container's item."""
         is_huge = isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS
         text = "" if is_huge else self._text(key)
         self._left -= len(name) + 1 + len(text)
@@ -169,11 +159,7 @@ class Names:
         return f"{name}{self._separator}{text}" if name else text
 
     def enter_again(self, name: str, num_items: int) -> None:
-        """Count a container that was entered before, under another name.
-
-        Raises:
-            CorruptCheckpointError: If there were too many.
-        """
+        """Count a container that was entered before, under another name."""
         self._entries_left -= 1 + num_items // _ITEMS_PER_ENTRY
         if self._entries_left < 0:
             raise CorruptCheckpointError(
@@ -221,9 +207,6 @@ def named_leaves(root: Any, kind: type[Any] = object) -> Iterator[tuple[str, Any
     Args:
         root: The outermost container, or a single object.
         kind: Class of the objects. Names of others are not even created.
-
-    Raises:
-        CorruptCheckpointError: If the nesting is deeper, or names are longer, than in any checkpoint.
     """
     seen: set[int] = set()
     taken: dict[str, int] = {}
@@ -311,9 +294,6 @@ def map_tree(
         inside_out: Whether containers are changed after their items.
         skip_numbers: Whether long lists of plain numbers are not entered, for functions that change no numbers.
         names: Maker of the names, in place of keys and indices joined by slashes.
-
-    Raises:
-        CorruptCheckpointError: If the nesting is deeper, or names are longer, than in any checkpoint.
     """
     # Results of containers by id, together with the container, which keeps the id from being reused during the walk.
     known: dict[int, tuple[Any, Any]] = {}

@@ -484,9 +484,6 @@ def refuse_other_data(saved: Mapping[str, Any], state: "State", path: str) -> No
         saved: The checkpoint's `state`.
         state: The training state, not yet changed.
         path: The checkpoint, for the message.
-
-    Raises:
-        IncompatibleCheckpointError: On all ranks, if the dataset has another length or its order another seed.
     """
     ranks = Ranks()
     ranks.together(lambda: _compare(saved, state, path) if ranks.rank == 0 else None)

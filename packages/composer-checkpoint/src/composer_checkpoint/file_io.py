@@ -280,11 +280,7 @@ class FileReader:
         return self.path
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """Return exactly `size_bytes` bytes.
-
-        Raises:
-            CorruptCheckpointError: If the file is too short.
-        """
+        """Return exactly `size_bytes` bytes."""
         if offset < 0 or size_bytes < 0 or offset + size_bytes > self.size_bytes:
             raise CorruptCheckpointError(
                 f"bytes {offset} to {offset + size_bytes} were expected, and the file has {self.size_bytes}: it was "
@@ -394,9 +390,6 @@ def hash_ranges(
         hash_name: Name of the hash.
         mapped: The same file, to hash it without copying.
         look: Function called with a range's index and each piece of it, while the piece is in the core's cache.
-
-    Raises:
-        CorruptCheckpointError: If the file is too short.
     """
 
     def hash_range(index: int) -> str:

@@ -338,11 +338,7 @@ def _load(
 
 
 def refuse_what_is_elsewhere(obj: Any) -> None:
-    """Raise if a tensor has its elements, or some of them, outside the memory of this process.
-
-    Raises:
-        TypeError: With the names of such tensors.
-    """
+    """Raise if a tensor has its elements, or some of them, outside the memory of this process."""
     tensors = dict(named_leaves(obj, torch.Tensor))
     module: Any = sys.modules.get("torch.distributed.tensor")  # slow to import, and loaded if there is any DTensor
     parts = [name for name, leaf in tensors.items() if module is not None and isinstance(leaf, module.DTensor)]

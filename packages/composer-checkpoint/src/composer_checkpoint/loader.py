@@ -253,9 +253,6 @@ def check_local_path(path: str, state: "State") -> None:
     Args:
         path: As in `load_checkpoint`. An address is not checked.
         state: The training state.
-
-    Raises:
-        NoCheckpointError: If it does not exist.
     """
     own = path_on_this_rank(path, state)
     if not is_uri(own):

@@ -196,11 +196,7 @@ def seal(file: Readable, layout: ZipLayout) -> bytes:
 
 
 def check_seal(file: Readable, layout: ZipLayout) -> Manifest | None:
-    """Return the manifest after checking the seal; `None` for a file with neither.
-
-    Raises:
-        CorruptCheckpointError: If only one of them exists, or the seal does not match the file.
-    """
+    """Return the manifest after checking the seal; `None` for a file with neither."""
     member = layout.members.get(MANIFEST_NAME)
     is_sealed = _SEAL.fullmatch(layout.comment) is not None
     if member is None and not is_sealed:
@@ -220,12 +216,7 @@ def check_seal(file: Readable, layout: ZipLayout) -> Manifest | None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text.
-
-    Raises:
-        ValueError: If it is not JSON, or an object has a duplicate name.
-        RecursionError: If it is nested too deeply.
-    """
+    """Parse a JSON text."""
     return json.loads(text, object_pairs_hook=_without_duplicates)
 
 
@@ -247,11 +238,7 @@ def sealed(manifest: Manifest) -> Manifest:
 
 
 def check_sharded_seal(manifest: Manifest, where: str) -> None:
-    """Compare a manifest with its own hash.
-
-    Raises:
-        CorruptCheckpointError: If it differs from what was written.
-    """
+    """Compare a manifest with its own hash."""
     if manifest.info.get(_KEY) != _hash(manifest):
         raise CorruptCheckpointError(
             f"{where} is not what was written: its hash, which it has in itself, differs. Load another checkpoint."

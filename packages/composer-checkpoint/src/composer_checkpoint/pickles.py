@@ -159,12 +159,7 @@ _LENGTH_BYTES = {
 
 
 def scan(data: bytes | memoryview, start: int = 0) -> int:
-    """Walk a pickle's instructions without executing any, and return the position of its end.
-
-    Raises:
-        UnsafeCheckpointError: If there is an instruction that checkpoints do not need.
-        CorruptCheckpointError: If the pickle does not end within the data.
-    """
+    """Walk a pickle's instructions without executing any, and return the position of its end."""
     position = start
     while True:
         match = _FIXED_LENGTH.match(data, position)
@@ -368,11 +363,7 @@ class RestrictedUnpickler(_PythonUnpickler):
             return stop.value
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Return the object that the table has for a name.
-
-        Raises:
-            UnsafeCheckpointError: If the table lacks it.
-        """
+        """Return the object that the table has for a name."""
         name = canonical_name(module_name, global_name)
         if name not in self.table:
             return self.find_unknown(name)
@@ -417,11 +408,7 @@ _MAX_DIMS = 64
 
 
 def check_geometry(name: str, size: Any, stride: Any, offset: Any, storage_numel: int, item_bytes: int) -> None:
-    """Refuse a tensor that exceeds its storage, or expands a few bytes to a huge view.
-
-    Raises:
-        CorruptCheckpointError: With the name, the declared geometry and the available elements.
-    """
+    """Refuse a tensor that exceeds its storage, or expands a few bytes to a huge view."""
     numbers = (*size, *stride, offset)
     if (
         len(size) != len(stride)

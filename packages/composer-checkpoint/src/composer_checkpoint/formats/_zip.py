@@ -70,11 +70,7 @@ class ZipLayout:
 
 
 def read_zip_layout(file: Readable) -> ZipLayout:
-    """Read the layout of a torch archive.
-
-    Raises:
-        CorruptCheckpointError: If the file has anything that torch does not write.
-    """
+    """Read the layout of a torch archive."""
     end_offset, comment = _find_end(file)
     count, size_bytes, directory_offset, end = _read_end(file, end_offset)
     if directory_offset + size_bytes != end or size_bytes > MAX_DIRECTORY_BYTES:

@@ -154,10 +154,6 @@ def unpacked(path: str, name: str, max_bytes: int | None = None) -> Iterator[Pat
         name: File name from which the kind of archive follows.
         max_bytes: Size limit of the unpacked file. When `None`, a hundred times the size of the archive and at least
             16 MiB, but no more than the free space of the temporary folder.
-
-    Raises:
-        CorruptCheckpointError: If the archive is damaged, or exceeds the limit.
-        UnsafeCheckpointError: If a tar archive has members outside of it, or members that are not files.
     """
     with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
         target = Path(folder) / STATES_NAME
@@ -356,11 +352,7 @@ def is_packed(name: str) -> bool:
 
 
 def format_of(reader: FileReader) -> Format:
-    """Return the format of a file that is not an archive.
-
-    Raises:
-        CorruptCheckpointError: If the file has none of the formats.
-    """
+    """Return the format of a file that is not an archive."""
     start = reader.read(0, min(reader.size_bytes, len(LEGACY_MAGIC)))
     if final_name(reader.path).endswith(".safetensors"):
         return "safetensors"

@@ -34,11 +34,7 @@ _INERT = re.compile(r"deepspeed\..*")
 
 
 def find_zero_folder(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the folder with DeepSpeed's files: this one or the one that `latest` names. `None` if neither has any.
-
-    Raises:
-        UnsafeCheckpointError: If `latest` names a folder outside this one.
-    """
+    """Return the folder with DeepSpeed's files: this one or the one that `latest` names. `None` if neither has any."""
     root = Path(folder)
     if any(_MODEL.fullmatch(path.name) for path in root.glob("*_model_states.pt")):
         return root

@@ -141,11 +141,7 @@ def refuse_mixed_saves(save_ids: Sequence[Any], path: str | os.PathLike[str]) ->
 
 
 def own_path(path: str | os.PathLike[str], ranks: Ranks) -> Path:
-    """Return the path of this rank's file.
-
-    Raises:
-        ValueError: If there are several ranks and no `{rank}` in the path.
-    """
+    """Return the path of this rank's file."""
     return _path_of(path, ranks.rank, ranks.world_size)
 
 
@@ -321,11 +317,7 @@ def _load(path: str | os.PathLike[str], rank: int, verify: bool) -> dict[str, An
 
 
 def layout_in(content: Any, path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Return how the tensors of a per-rank file are sharded.
-
-    Raises:
-        CorruptCheckpointError: If it is not a per-rank file.
-    """
+    """Return how the tensors of a per-rank file are sharded."""
     match content.get(LAYOUT_KEY) if isinstance(content, dict) else None:
         case {"world_size": int(), "rank": int(), "tensors": dict()} as layout:
             return layout

@@ -136,10 +136,6 @@ def open_local_source(path: str | os.PathLike[str]) -> TensorSource:
 
     Args:
         path: Path with `{rank}` in it.
-
-    Raises:
-        NoCheckpointError: If files are missing, with their names.
-        CorruptCheckpointError: If the files are not of one save.
     """
     template = os.fspath(path)
     first = open_pt_source(_of_rank(template, 0))

@@ -89,12 +89,7 @@ def verify_pt(reader: FileReader) -> Manifest | None:
 
 
 def open_pt(reader: FileReader, *, record_unknown: bool = False) -> PtContents:
-    """Read and check everything but the tensors' elements.
-
-    Raises:
-        CorruptCheckpointError: If the file is not whole, or has too few bytes for a tensor that it declares.
-        UnsafeCheckpointError: If its pickle needs more than data.
-    """
+    """Read and check everything but the tensors' elements."""
     layout = read_zip_layout(reader)
     manifest = check_seal(reader, layout)
     if "constants.pkl" in layout.members:
@@ -223,11 +218,7 @@ _PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, torch.Ten
 
 
 def refuse_unsafe_objects(obj: Any, path: str) -> None:
-    """Raise if a checkpoint has anything other than data, and name where it is.
-
-    Raises:
-        UnsafeCheckpointError: If so; such a file loads only with trust, and no run resumes from it.
-    """
+    """Raise if a checkpoint has anything other than data, and name where it is."""
     found = [
         f"{name or 'the object'} ({told})"
         for name, leaf in named_leaves(obj)

@@ -48,10 +48,6 @@ def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: 
         record_unknown: Whether to open a file with more than data too, with inert objects in place of the unknown
             ones; `unsafe_globals` lists them.
         drop_attributes: Whether to read tensors with Python attributes, without the attributes.
-
-    Raises:
-        CorruptCheckpointError: If the file is not whole.
-        UnsafeCheckpointError: If the file has more than data.
     """
     with ExitStack() as opened:  # an archive is unpacked once, and its content deleted when the source is closed
         reader = opened.enter_context(FileReader(opened.enter_context(plain_file(path))))

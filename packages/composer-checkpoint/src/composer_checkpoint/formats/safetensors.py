@@ -92,11 +92,7 @@ class Header:
 
 
 def read_header(file: Readable) -> Header:
-    """Read a header and compare it with the size of the file.
-
-    Raises:
-        CorruptCheckpointError: If the header is invalid, or its tensors do not fill the file exactly.
-    """
+    """Read a header and compare it with the size of the file."""
     if file.size_bytes < LENGTH.size:
         _refuse(f"it has {file.size_bytes} bytes, fewer than the length of a header")
     # Checked before it is read, so that a damaged length cannot allocate gigabytes.
@@ -258,11 +254,7 @@ def load_safetensors(
 
 
 def aliases_in(manifest: Manifest | None, names: Collection[str]) -> dict[str, str]:
-    """Return the further names of tensors, with the name under which the file has each.
-
-    Raises:
-        CorruptCheckpointError: If the file lacks such a tensor.
-    """
+    """Return the further names of tensors, with the name under which the file has each."""
     aliases: dict[str, str] = {} if manifest is None else dict(manifest.info.get("aliases", ()))
     for alias, name in aliases.items():
         if name not in names:
@@ -304,11 +296,7 @@ def read_safetensors(reader: FileReader) -> tuple[Header, Manifest | None]:
 
 
 def by_text_names(weights: Mapping[Any, T]) -> dict[str, T]:
-    """Return weights by the text of their keys, since names in a file are text.
-
-    Raises:
-        IncompatibleCheckpointError: If two keys have the same text, as 1 and `'1'` do.
-    """
+    """Return weights by the text of their keys, since names in a file are text."""
     keys: dict[str, Any] = {}
     for key in weights:
         if keys.setdefault(str(key), key) is not key:
@@ -317,11 +305,7 @@ def by_text_names(weights: Mapping[Any, T]) -> dict[str, T]:
 
 
 def check_names(names: Collection[str]) -> None:
-    """Refuse the one name that the format reserves, and names that its own reader cannot decode.
-
-    Raises:
-        IncompatibleCheckpointError: If there is such a name.
-    """
+    """Refuse the one name that the format reserves, and names that its own reader cannot decode."""
     if METADATA_KEY in names:
         raise IncompatibleCheckpointError(
             f"a tensor is called {METADATA_KEY!r}, where a .safetensors file has what is said of it. Give it another "

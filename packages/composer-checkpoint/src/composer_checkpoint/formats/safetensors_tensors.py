@@ -122,11 +122,7 @@ def stream_shards(
 
 
 def open_safetensors_source(path: str) -> TensorSource:
-    """Open one `.safetensors` file.
-
-    Raises:
-        CorruptCheckpointError: If the file is not whole.
-    """
+    """Open one `.safetensors` file."""
     reader = FileReader(path)
     try:
         tensors, manifest = _tensors_of(reader)
@@ -141,12 +137,7 @@ def open_safetensors_source(path: str) -> TensorSource:
 
 
 def open_index_source(path: str) -> TensorSource:
-    """Open the files of an index. Tensors that the index lists and no file has are reported as missing.
-
-    Raises:
-        CorruptCheckpointError: If a file is missing or damaged, two have the same tensor, or the index is invalid.
-        UnsafeCheckpointError: If the index names a file outside its own folder.
-    """
+    """Open the files of an index. Tensors that the index lists and no file has are reported as missing."""
     index = read_index(path)
     weight_map = {name: shard for shard, names in index.shards.items() for name in names}
     source = TensorSource("safetensors", {}, 0, index.manifest)
@@ -190,9 +181,6 @@ def meant_of(
         found: Tensors in the file, by name.
         earlier: Names of tensors in the files before.
         weight_map: File of each tensor that the index lists.
-
-    Raises:
-        CorruptCheckpointError: If two files have the same tensor and the index does not assign it to either.
     """
     for name in found:
         if name in earlier and name not in weight_map:

@@ -31,11 +31,7 @@ class SparseParts:
     is_coalesced: bool | None = None
 
     def put_together(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Read the parts and return the sparse tensor.
-
-        Raises:
-            CorruptCheckpointError: If the parts do not fit each other or the shape.
-        """
+        """Read the parts and return the sparse tensor."""
         parts = [part.read() for part in self.parts.values()]
         try:
             # Checked here: torch's kernels do not check indices, and wrong ones would access memory out of bounds.

@@ -45,11 +45,6 @@ def parse_metadata(data: bytes, folder: str, size_bytes: Callable[[str], int | N
         data: The file's bytes.
         folder: Path of its folder, for messages.
         size_bytes: Function that returns the size of a file in the folder, or `None` if the file does not exist.
-
-    Raises:
-        UnsafeCheckpointError: If the pickle has anything that a `.metadata` does not need.
-        CorruptCheckpointError: If the content is inconsistent, or a file is missing or too short.
-        IncompatibleCheckpointError: If the data was transformed by an extension, which reading would have to undo.
     """
     where = os.path.join(folder, ".metadata")
     try:

@@ -87,9 +87,6 @@ def check_sharded(state_dict: dict[str, Any], folder: str | os.PathLike[str]) ->
     Args:
         state_dict: As for `load_sharded`; the tensors' contents do not matter.
         folder: As for `load_sharded`. The needed files of a remote folder are downloaded.
-
-    Raises:
-        CheckpointError: On all ranks, as for `load_sharded`.
     """
     ranks = Ranks()
     _plan(state_dict, VerifyingReader(folder), ComparingLoadPlanner(strict=True), ranks)
@@ -140,11 +137,7 @@ class WholeSavePlanner(DefaultSavePlanner):
                 self.state_dict[name], self.mappings[name] = {}, path
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return the writes of each rank. Rank 0 calls this.
-
-        Raises:
-            IncompatibleCheckpointError: If ranks have entries of the same name at different paths.
-        """
+        """Return the writes of each rank. Rank 0 calls this."""
         _refuse_doubled_among_ranks(all_plans)
         return super().create_global_plan(_first_copies(all_plans) if self._first_rank_decides else all_plans)
 
@@ -313,10 +306,6 @@ def refuse_unfit_entries(state_dict: Mapping[Any, Any], tensor_kinds: tuple[type
         state_dict: Nested dicts and lists.
         tensor_kinds: Types that stand for tensors. A list without any of them is one entry.
 
-    Raises:
-        IncompatibleCheckpointError: If two entries have the same name, even if one is an empty dict, or a name is
-            longer or deeper than the reader accepts.
-
     Example:
         >>> refuse_unfit_entries({"a": {"c": 1}, "a.c": 2})
         Traceback (most recent call last):
@@ -346,10 +335,6 @@ def refuse_unfit_tensors(
         paths: Keys of the path to each, where known.
         verb: Verb of the message, for what happens to other tensors.
         may_be_meta: Whether tensors may be on the meta device.
-
-    Raises:
-        IncompatibleCheckpointError: If a tensor is sparse or quantized, or has a dtype of bits.
-        TypeError: If a tensor is on the meta device.
     """
     for name, value in entries.items():
         if not isinstance(value, torch.Tensor):

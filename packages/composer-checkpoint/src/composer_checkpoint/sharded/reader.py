@@ -109,10 +109,6 @@ def find_elements(archive: FileSlice, dtype: torch.dtype, shape: torch.Size) -> 
     Returns:
         The offset, or `None` if the archive has anything else, such as a transposed or a sparse tensor, or another
         dtype or shape.
-
-    Raises:
-        CorruptCheckpointError: If this is not an archive of `torch.save`.
-        UnsafeCheckpointError: If its pickle has more than data.
     """
     members = read_zip_layout(archive).members
     if "data.pkl" not in members:
@@ -194,10 +190,6 @@ class OpenShards:
             part: The part.
             manifest: The manifest whose hashes are compared, if any.
             checksums: Whether to compare the checksums in the archives, for folders without hashes.
-
-        Raises:
-            CorruptCheckpointError: If it differs from what was written, or from `.metadata`.
-            UnsafeCheckpointError: If it is not a tensor and has more than plain data.
         """
         if manifest is not None:
             self._check_hash(part, manifest.tensors.get(part.name), manifest.hash_name)
@@ -552,12 +544,7 @@ def read_manifest(source: Source) -> Manifest | None:
 
 
 def decode_object(data: bytes) -> Any:
-    """Return the object that `torch.save` wrote as these bytes, which must be plain data.
-
-    Raises:
-        UnsafeCheckpointError: If the bytes have more than plain data.
-        CorruptCheckpointError: If the bytes are not from `torch.save`.
-    """
+    """Return the object that `torch.save` wrote as these bytes, which must be plain data."""
     open_pt(cast("FileReader", _InMemory(data)))  # it uses only `size_bytes` and `read`
     return load_checked(cast(str, io.BytesIO(data)), map_location="cpu", mmap=False)  # torch.load takes files too
 
