@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 # The names by which torch wrote dtypes before it had untyped storages. It still writes most dtypes in this way.
-_STORAGE_DTYPES = {
+STORAGE_DTYPES = {
     "DoubleStorage": ("float64", 8),
     "FloatStorage": ("float32", 4),
     "HalfStorage": ("float16", 2),
@@ -378,7 +378,7 @@ def _stand_ins() -> Mapping[str, Any]:
         **{name: value for name, value in PLAIN_GLOBALS.items() if name not in _NOT_OF_TORCH},
         **{name: value for name, value in array_globals().items() if name.startswith("numpy.")},
         **{f"torch._utils.{name}": function for name, function in rebuilding.items()},
-        **{f"torch.{name}": Dtype(*dtype) for name, dtype in _STORAGE_DTYPES.items()},
+        **{f"torch.{name}": Dtype(*dtype) for name, dtype in STORAGE_DTYPES.items()},
         **{f"torch.{name}": Dtype(name, dtype.itemsize) for name, dtype in dtypes.items()},
         **{f"torch.{name}": name for name, value in vars(torch).items() if isinstance(value, torch.qscheme)},
         "torch.storage.UntypedStorage": Dtype("uint8", 1),

@@ -19,6 +19,7 @@ from torch._utils import (
 from torch.serialization import _open_zipfile_writer_buffer  # pyright: ignore[reportPrivateUsage]
 
 from composer_checkpoint._pickle_inspection import (
+    STORAGE_DTYPES,
     Dtype,
     PickleInspection,
     SparseSpec,
@@ -198,19 +199,10 @@ def _check_byteorder(reader: FileReader, member: Any) -> None:
 _PROTOCOL = 2
 
 # Classes that name a storage's dtype in a pickle. Newer dtypes have none, and are named next to untyped bytes.
-_STORAGES = {
-    torch.float64: torch.DoubleStorage,
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-    torch.complex128: torch.ComplexDoubleStorage,
-    torch.complex64: torch.ComplexFloatStorage,
+_STORAGES: Mapping[torch.dtype, type] = {
+    getattr(torch, dtype): getattr(torch, kind)
+    for kind, (dtype, _) in STORAGE_DTYPES.items()
+    if not dtype.startswith("q")
 }
 
 
