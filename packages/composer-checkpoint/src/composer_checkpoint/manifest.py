@@ -101,7 +101,22 @@ class Manifest:
             raise CorruptCheckpointError(
                 f"the manifest is a JSON {type(raw).__name__}, not an object. Load another checkpoint."
             )
-        _check_version(raw)
+        version = raw.get("format_version")
+        if not _is_count(version) or version < 1:
+            raise CorruptCheckpointError(
+                f"the manifest's format_version is {version!r:.80}, not a whole number from 1. Load another checkpoint."
+            )
+        if version > FORMAT_VERSION:
+            writer = _object(raw, "info").get("composer_version", "a newer composer-checkpoint")
+            raise NewerCheckpointError(
+                f"the checkpoint has format version {version}, written by {writer!s:.80}; this composer-checkpoint "
+                f"reads up to version {FORMAT_VERSION}. Upgrade composer-checkpoint to load it."
+            )
+        if raw.get("hash_name") not in list(NUM_DIGITS):  # a list, since the value may be unhashable
+            raise NewerCheckpointError(
+                f"the manifest's hashes are {raw.get('hash_name')!r:.80}, and this composer-checkpoint knows "
+                f"{', '.join(NUM_DIGITS)}. Upgrade composer-checkpoint to load it."
+            )
         return cls(
             format_version=raw["format_version"],
             hash_name=raw["hash_name"],
@@ -113,25 +128,6 @@ class Manifest:
 
 def _fields(entry: TensorEntry | FileEntry) -> dict[str, Any]:
     return {name: getattr(entry, name) for name in entry.__slots__}  # much faster than asdict(), which copies deeply
-
-
-def _check_version(raw: dict[str, Any]) -> None:
-    version = raw.get("format_version")
-    if not _is_count(version) or version < 1:
-        raise CorruptCheckpointError(
-            f"the manifest's format_version is {version!r:.80}, not a whole number from 1. Load another checkpoint."
-        )
-    if version > FORMAT_VERSION:
-        writer = _object(raw, "info").get("composer_version", "a newer composer-checkpoint")
-        raise NewerCheckpointError(
-            f"the checkpoint has format version {version}, written by {writer!s:.80}; this composer-checkpoint reads "
-            f"up to version {FORMAT_VERSION}. Upgrade composer-checkpoint to load it."
-        )
-    if raw.get("hash_name") not in list(NUM_DIGITS):  # a list, since the value may be unhashable
-        raise NewerCheckpointError(
-            f"the manifest's hashes are {raw.get('hash_name')!r:.80}, and this composer-checkpoint knows "
-            f"{', '.join(NUM_DIGITS)}. Upgrade composer-checkpoint to load it."
-        )
 
 
 def _object(raw: dict[str, Any], name: str) -> dict[str, Any]:

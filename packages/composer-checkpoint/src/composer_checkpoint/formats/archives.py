@@ -277,21 +277,20 @@ def _open_tar(path: str, name: str) -> IO[bytes]:
 
 def _check_member(path: str, member: tarfile.TarInfo) -> None:
     """Refuse members that no checkpoint has, even if they would not be extracted."""
-    parts = PurePosixPath(member.name).parts
+    fault = ""
     # A backslash separates folders on Windows.
-    if PurePosixPath(member.name).is_absolute() or ".." in parts or "\\" in member.name:
-        _refuse_member(path, member, "a name that leads out of the archive")
-    if not (member.isreg() or member.isdir()) or member.issparse():
+    name = PurePosixPath(member.name)
+    if name.is_absolute() or ".." in name.parts or "\\" in member.name:
+        fault = "a name that leads out of the archive"
+    elif not (member.isreg() or member.isdir()) or member.issparse():
         kinds = {tarfile.SYMTYPE: "a symbolic link", tarfile.LNKTYPE: "a hard link"}
-        _refuse_member(path, member, kinds.get(member.type, "neither file nor folder"))
-
-
-def _refuse_member(path: str, member: tarfile.TarInfo, what: str) -> NoReturn:
-    link = f" to {member.linkname!r:.200}" if member.linkname else ""
-    raise UnsafeCheckpointError(
-        f"{path!r} has a member {member.name!r:.200}, {what}{link}; nothing was extracted. Load a file that this "
-        f"package or Composer wrote."
-    )
+        fault = kinds.get(member.type, "neither file nor folder")
+    if fault:
+        link = f" to {member.linkname!r:.200}" if member.linkname else ""
+        raise UnsafeCheckpointError(
+            f"{path!r} has a member {member.name!r:.200}, {fault}{link}; nothing was extracted. Load a file that this "
+            f"package or Composer wrote."
+        )
 
 
 Format = Literal["safetensors", "pt", "legacy pt", "pickle"]

@@ -216,7 +216,10 @@ def load_local(
     loaded: list[Mapping[str, Any]] = []
     # All ranks have read and checked their files before any of them changes its state.
     ranks.together(lambda: loaded.append(_read(state_dict, path, ranks, verify)))
-    ranks.exchange(lambda: loaded[0].get(LAYOUT_KEY, {}).get(SAVE_ID_KEY), lambda ids: _check_ids(ids, path))
+    ranks.exchange(
+        lambda: loaded[0].get(LAYOUT_KEY, {}).get(SAVE_ID_KEY),
+        lambda ids: [refuse_mixed_saves(ids, path)] * len(ids),
+    )
     values = _own_names(loaded[0])
 
     def take(name: str, leaf: Any) -> Any:
@@ -251,11 +254,6 @@ def merge_local(path: str | os.PathLike[str], *, verify: bool = True) -> dict[st
             for rank in range(len(source.files)):
                 verify_file(_path_of(path, rank, len(source.files)))
         return _map_leaves(source.tree, lambda _, leaf: leaf.read() if isinstance(leaf, StoredTensor) else leaf)
-
-
-def _check_ids(save_ids: list[Any], path: str | os.PathLike[str]) -> list[None]:
-    refuse_mixed_saves(save_ids, path)
-    return [None] * len(save_ids)
 
 
 def _read(state_dict: Mapping[str, Any], path: str | os.PathLike[str], ranks: Ranks, verify: bool) -> dict[str, Any]:

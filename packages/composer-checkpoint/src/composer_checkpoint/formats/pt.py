@@ -103,20 +103,15 @@ def open_pt(reader: FileReader, *, record_unknown: bool = False) -> PtContents:
             f"{sorted(layout.members)[:_MAX_NAMES]}. Load another checkpoint."
         )
     rehearsal = inspect_pickle(reader.read(pickled.offset, pickled.size_bytes), record_unknown=record_unknown)
-    _check_storages(layout, rehearsal)
-    return PtContents(layout, manifest, rehearsal)
-
-
-def _check_storages(layout: ZipLayout, rehearsal: PickleInspection) -> None:
     for key, storage in rehearsal.storages.items():
         member = layout.members.get(f"{PAYLOAD_FOLDER}{key}")
-        found = None if member is None else member.size_bytes
+        found = "none" if member is None else member.size_bytes
         if found != storage.size_bytes:
-            names = _tensors_of(rehearsal, key)
             raise CorruptCheckpointError(
-                f"{names} needs {storage.size_bytes} bytes of {storage.dtype.name}, and the file has "
-                f"{'none' if found is None else found} for it. Load another checkpoint."
+                f"{_tensors_of(rehearsal, key)} needs {storage.size_bytes} bytes of {storage.dtype.name}, and the file "
+                f"has {found} for it. Load another checkpoint."
             )
+    return PtContents(layout, manifest, rehearsal)
 
 
 def _verify_payload(reader: FileReader, contents: PtContents, mapped: MappedFile | None = None) -> Collection[str]:

@@ -56,7 +56,13 @@ def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: 
             case "pt":
                 contents = open_pt(reader, record_unknown=record_unknown)
                 members, inspection = contents.layout.members, contents.rehearsal
-                _check_byteorder(reader, members.get("byteorder"))
+                order = members.get("byteorder")
+                written = sys.byteorder.encode() if order is None else reader.read(order.offset, order.size_bytes)
+                if written != sys.byteorder.encode():
+                    raise IncompatibleCheckpointError(
+                        f"the file was written on a machine with {written.decode(errors='replace')!r:.20}-endian "
+                        f"numbers, and this one has {sys.byteorder}. Load it with torch.load and save it again."
+                    )
                 if drop_attributes:
                     pickled = members["data.pkl"]
                     data = reader.read(pickled.offset, pickled.size_bytes)
@@ -185,19 +191,6 @@ def _source_of_pickle(reader: FileReader, record_unknown: bool) -> TensorSource:
     return TensorSource("pickle", stored, reader.size_bytes, unsafe_globals=unsafe)
 
 
-def _check_byteorder(reader: FileReader, member: Any) -> None:
-    written = (
-        sys.byteorder if member is None else reader.read(member.offset, member.size_bytes).decode(errors="replace")
-    )
-    if written != sys.byteorder:
-        raise IncompatibleCheckpointError(
-            f"the file was written on a machine with {written!r:.20}-endian numbers, and this one has {sys.byteorder}. "
-            f"Load it with torch.load and save it again."
-        )
-
-
-_PROTOCOL = 2
-
 # Classes that name a storage's dtype in a pickle. Newer dtypes have none, and are named next to untyped bytes.
 _STORAGES: Mapping[torch.dtype, type] = {
     getattr(torch, dtype): getattr(torch, kind)
@@ -277,7 +270,7 @@ class _Pickler(pickle.Pickler):
     """Pickler that writes descriptions of tensors as `torch.save` writes tensors."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=_PROTOCOL)
+        super().__init__(file, protocol=2)  # as torch.save
         self.storages: dict[str, StoredTensor] = {}
         self._known: dict[Hashable, _Storage] = {}
 

@@ -111,7 +111,14 @@ def read_header(file: Readable) -> Header:
         _refuse("its metadata is not texts by name")
     start = LENGTH.size + length
     tensors = {name: _slot(name, value, start) for name, value in parsed.items()}
-    _check_filled(tensors, start, file.size_bytes)
+    position = start
+    # The format forbids gaps and overlaps. Empty tensors sort before the one that starts at the same byte.
+    for name, slot in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size_bytes)):
+        if slot.offset != position:
+            _refuse(f"its tensor {name!r:.200} starts at byte {slot.offset}, where {position} was expected")
+        position += slot.size_bytes
+    if position != file.size_bytes:
+        _refuse(f"its tensors end at byte {position}, and the file has {file.size_bytes}")
     return Header(tensors, metadata, raw)
 
 
@@ -125,17 +132,6 @@ def _slot(name: str, value: Any, start: int) -> TensorSlot:
     if not is_shape or not 0 <= begin <= end or math.prod(shape) * item_bytes != end - begin:
         _refuse(f"its tensor {name!r:.200} is described as {value!r:.200}, whose dtype, shape and bytes do not fit")
     return TensorSlot(torch_dtype, tuple(shape), start + begin, end - begin)
-
-
-def _check_filled(tensors: Mapping[str, TensorSlot], start: int, size_bytes: int) -> None:
-    position = start
-    # The format forbids gaps and overlaps. Empty tensors sort before the one that starts at the same byte.
-    for name, slot in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size_bytes)):
-        if slot.offset != position:
-            _refuse(f"its tensor {name!r:.200} starts at byte {slot.offset}, where {position} was expected")
-        position += slot.size_bytes
-    if position != size_bytes:
-        _refuse(f"its tensors end at byte {position}, and the file has {size_bytes}")
 
 
 def _refuse(what: str) -> NoReturn:

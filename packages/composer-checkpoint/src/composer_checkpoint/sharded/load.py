@@ -138,7 +138,13 @@ class WholeSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the writes of each rank. Rank 0 calls this."""
-        _refuse_doubled_among_ranks(all_plans)
+        known: dict[str, tuple[int, tuple[str | int, ...]]] = {}
+        for rank, plan in enumerate(all_plans):
+            for name, path in (plan.planner_data or {}).items():
+                first, other = known.setdefault(name, (rank, path))
+                if other != path:
+                    places = (f"{path_text(other)} on rank {first}", f"{path_text(path)} on rank {rank}")
+                    raise doubled(*places, name, "a sharded checkpoint")
         return super().create_global_plan(_first_copies(all_plans) if self._first_rank_decides else all_plans)
 
 
@@ -234,16 +240,6 @@ def _empty_dicts(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str 
     elif isinstance(value, list):
         for index, child in enumerate(value):
             yield from _empty_dicts(child, (*path, index))
-
-
-def _refuse_doubled_among_ranks(plans: list[SavePlan]) -> None:
-    known: dict[str, tuple[int, tuple[str | int, ...]]] = {}
-    for rank, plan in enumerate(plans):
-        for name, path in (plan.planner_data or {}).items():
-            first, other = known.setdefault(name, (rank, path))
-            if other != path:
-                places = (f"{path_text(other)} on rank {first}", f"{path_text(path)} on rank {rank}")
-                raise doubled(*places, name, "a sharded checkpoint")
 
 
 def _first_copies(plans: list[SavePlan]) -> list[SavePlan]:
