@@ -11,7 +11,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from composer_checkpoint.formats.deepspeed import Weights, find_zero_folder, ope
 from composer_checkpoint.formats.per_rank_tensors import layout_of, open_local_source, stream_local
 from composer_checkpoint.formats.pt_tensors import open_pt_source, stream_pt
 from composer_checkpoint.formats.safetensors_tensors import (
-    meant_of,
+    merge_files,
     open_index_source,
     open_safetensors_source,
     plan_shards,
@@ -210,22 +209,10 @@ def _open_bin_shards(index: Path) -> TensorSource:
         listed = {str(name): str(shard) for name, shard in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{index} is not an index with a weight_map: {error!s:.200}.") from error
-    tensors: dict[str, Any] = {}
-    files: dict[str, int] = {}
-    with ExitStack() as opened:
-        for shard in dict.fromkeys(listed.values()):
-            if not re.fullmatch(r"[^/\\\0]+\.bin", shard):
-                raise UnsafeCheckpointError(f"{index} names {shard!r:.200}, outside its folder; nothing was read.")
-            path = index.parent / shard
-            if not path.exists():
-                raise CorruptCheckpointError(f"{index.parent} lacks the shard {shard}. Bring the file back.")
-            source = opened.enter_context(open_pt_source(os.fspath(path)))
-            tensors |= meant_of(index, shard, source.tensors, tensors, listed)
-            files[shard] = source.size_bytes
-        whole = TensorSource("pt", tensors, sum(files.values()), files=files)
-        whole.missing = tuple(sorted(listed.keys() - tensors.keys()))
-        whole.on_close(opened.pop_all())
-    return whole
+    for shard in listed.values():
+        if not re.fullmatch(r"[^/\\\0]+\.bin", shard):
+            raise UnsafeCheckpointError(f"{index} names {shard!r:.200}, outside its folder; nothing was read.")
+    return merge_files(index, listed, open_pt_source)
 
 
 def _modular_model(folder: Path) -> Path | None:

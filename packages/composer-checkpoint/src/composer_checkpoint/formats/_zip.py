@@ -130,50 +130,35 @@ def _parse_directory(file: Readable, directory: bytes, count: int) -> list[Membe
     for _ in range(count):
         if position + _CENTRAL.size > len(directory):
             _refuse(f"its directory ends before the {count} members that it announces")
-        (
-            magic,
-            _,
-            _,
-            flags,
-            method,
-            _,
-            _,
-            crc32,
-            stored,
-            size,
-            name_bytes,
-            extra_bytes,
-            comment_bytes,
-            *_,
-            header_offset,
-        ) = _CENTRAL.unpack_from(directory, position)
+        fields = _CENTRAL.unpack_from(directory, position)
+        magic, flags, method, header_offset = fields[0], fields[3], fields[4], fields[16]
+        crc32, stored, size, name_bytes, extra_bytes, comment_bytes = fields[7:13]
         position += _CENTRAL.size
-        name = _member_name(directory[position : position + name_bytes])
+        raw_name = directory[position : position + name_bytes]
+        name = raw_name.decode(errors="replace")
         extra = directory[position + name_bytes : position + name_bytes + extra_bytes]
         position += name_bytes + extra_bytes + comment_bytes
-        if magic != _CENTRAL_MAGIC or position > len(directory):
+        if magic != _CENTRAL_MAGIC or position > len(directory) or name.encode() != raw_name:
             _refuse("its directory is damaged")
         # Members are stored uncompressed, so the two sizes must be equal.
-        size, stored, header_offset = _wide_numbers(name, extra, size, stored, header_offset)
+        if _FULL32 in (size, stored, header_offset):
+            size, stored, header_offset = _wide_numbers(name, extra, size, stored, header_offset)
         if method or stored != size or flags & _ENCRYPTED_FLAG:
             _refuse(f"its member {name!r:.200} is compressed or encrypted, which torch's never are")
-        members.append(Member(name, header_offset, _offset_of_data(file, name, header_offset), size, crc32))
-    if position != len(directory) or len({member.name for member in members}) != count:
-        _refuse("its directory lists a member twice, or has bytes that belong to no member")
+        # The member's own header, which comes before its bytes, must have the same name.
+        header = file.read(header_offset, min(_LOCAL.size + name_bytes, max(file.size_bytes - header_offset, 0)))
+        local = _LOCAL.unpack_from(header.ljust(_LOCAL.size, b"\0"))
+        if local[0] != LOCAL_MAGIC or local[-2] != name_bytes or header[_LOCAL.size :] != raw_name:
+            _refuse(f"its member {name!r:.200} has a damaged header at {header_offset}")
+        offset = header_offset + len(header) + local[-1]
+        members.append(Member(name, header_offset, offset, size, crc32))
+    if position != len(directory):
+        _refuse("its directory has bytes that belong to no member")
     return members
-
-
-def _member_name(raw: bytes) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        _refuse(f"it has a member whose name {raw!r:.80} is not UTF-8")
 
 
 def _wide_numbers(name: str, extra: bytes, size: int, stored: int, header_offset: int) -> tuple[int, int, int]:
     """Return the numbers, replaced by those of the 64-bit field where the 32-bit ones are saturated."""
-    if _FULL32 not in (size, stored, header_offset):
-        return size, stored, header_offset
     # The 64-bit field has only the numbers that are saturated, in this order.
     wide = iter(_wide_field(extra))
     found = [next(wide, None) if number == _FULL32 else number for number in (size, stored, header_offset)]
@@ -193,19 +178,6 @@ def _wide_field(extra: bytes) -> tuple[int, ...]:
             return struct.unpack_from(f"<{count}Q", extra, position)
         position += length
     return ()
-
-
-def _offset_of_data(file: Readable, name: str, header_offset: int) -> int:
-    """Return the offset of a member's bytes, after its own header."""
-    start = header_offset + _LOCAL.size
-    if start > file.size_bytes:
-        _refuse(f"its member {name!r:.200} starts at {header_offset}, past the end")
-    own_name = name.encode()
-    header = file.read(header_offset, min(_LOCAL.size + len(own_name), file.size_bytes - header_offset))
-    magic, *_, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
-    if magic != LOCAL_MAGIC or name_bytes != len(own_name) or header[_LOCAL.size :] != own_name:
-        _refuse(f"its member {name!r:.200} has a damaged header at {header_offset}")
-    return start + name_bytes + extra_bytes
 
 
 def _refuse(what: str) -> NoReturn:

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -66,15 +67,12 @@ def open_zero_source(folder: str | os.PathLike[str], *, weights: Weights = "fp32
         raise NoCheckpointError(
             f"{os.fspath(folder)!r} has no files of DeepSpeed's such as mp_rank_00_model_states.pt."
         )
-    ranks = _Ranks.open(found)
-    try:
+    with ExitStack() as opened:
+        ranks = _Ranks(found, _open_all(found, _MODEL, opened), _open_all(found, _OPTIMIZER, opened))
         tree = {"module": _weights(ranks, weights), **ranks.rest()}
-    except BaseException:
-        ranks.close()
-        raise
-    files = {path.name: path.stat().st_size for path in sorted(found.iterdir()) if path.is_file()}
-    source = TensorSource("deepspeed", tree, sum(files.values()), files=files)
-    source.on_close(ranks)
+        files = {path.name: path.stat().st_size for path in sorted(found.iterdir()) if path.is_file()}
+        source = TensorSource("deepspeed", tree, sum(files.values()), files=files)
+        source.on_close(opened.pop_all())
     return source
 
 
@@ -85,21 +83,6 @@ class _Ranks:
     folder: Path
     models: Sequence[TensorSource]
     optimizers: Sequence[TensorSource]
-
-    @classmethod
-    def open(cls, folder: Path) -> "_Ranks":
-        opened: list[TensorSource] = []
-        try:
-            models = _open_all(folder, _MODEL, opened)
-            return cls(folder, models, _open_all(folder, _OPTIMIZER, opened))
-        except BaseException:
-            for source in opened:
-                source.close()
-            raise
-
-    def close(self) -> None:
-        for source in (*self.models, *self.optimizers):
-            source.close()
 
     @property
     def stage(self) -> int:
@@ -134,7 +117,7 @@ class _Ranks:
         raise CorruptCheckpointError(f"{self.folder}: {what}. Load another checkpoint.")
 
 
-def _open_all(folder: Path, pattern: re.Pattern[str], opened: list[TensorSource]) -> list[TensorSource]:
+def _open_all(folder: Path, pattern: re.Pattern[str], opened: ExitStack) -> list[TensorSource]:
     ranks: dict[int, Path] = {}
     for path in folder.iterdir():
         match = pattern.fullmatch(path.name)
@@ -151,8 +134,8 @@ def _open_all(folder: Path, pattern: re.Pattern[str], opened: list[TensorSource]
         raise NoCheckpointError(f"{folder} lacks the files of ranks {missing}. Bring all ranks' files together.")
     sources: list[TensorSource] = []
     for rank in sorted(ranks):
-        sources.append(source := open_pt_source(os.fspath(ranks[rank]), record_unknown=True, drop_attributes=True))
-        opened.append(source)
+        source = open_pt_source(os.fspath(ranks[rank]), record_unknown=True, drop_attributes=True)
+        sources.append(opened.enter_context(source))
         wanted = [name for name in source.unsafe_globals if not _INERT.fullmatch(name)]
         if wanted:
             raise UnsafeCheckpointError(

@@ -138,9 +138,8 @@ def open_local_source(path: str | os.PathLike[str]) -> TensorSource:
         path: Path with `{rank}` in it.
     """
     template = os.fspath(path)
-    first = open_pt_source(_of_rank(template, 0))
-    sources = [first]
-    try:
+    with ExitStack() as opened:
+        first = opened.enter_context(open_pt_source(_of_rank(template, 0)))
         world_size = layout_in(first.tree, template)["world_size"]
         missing = [file for rank in range(world_size) if not os.path.exists(file := _of_rank(template, rank))]
         if missing:
@@ -148,7 +147,8 @@ def open_local_source(path: str | os.PathLike[str]) -> TensorSource:
                 f"{len(missing)} of the files of {world_size} ranks are missing: {', '.join(missing[:8])}. Bring them "
                 f"together in one folder."
             )
-        sources += [open_pt_source(_of_rank(template, rank)) for rank in range(1, world_size)]
+        others = (opened.enter_context(open_pt_source(_of_rank(template, rank))) for rank in range(1, world_size))
+        sources = [first, *others]
         layouts = [layout_in(source.tree, template) for source in sources]
         refuse_mixed_saves([layout.get(SAVE_ID_KEY) for layout in layouts], template)
         for rank, layout in enumerate(layouts):
@@ -157,15 +157,9 @@ def open_local_source(path: str | os.PathLike[str]) -> TensorSource:
                     f"{_of_rank(template, rank)} is of rank {layout['rank']} of {layout['world_size']}, and it should "
                     f"be of rank {rank} of {world_size}. Bring together the files of one save."
                 )
-        tree = _merged(sources, layouts)
-    except BaseException:
-        for source in sources:
-            source.close()
-        raise
-    files = {Path(_of_rank(template, rank)).name: source.size_bytes for rank, source in enumerate(sources)}
-    merged = TensorSource("local", tree, sum(files.values()), first.manifest, files=files)
-    for source in sources:
-        merged.on_close(source)
+        files = {Path(_of_rank(template, rank)).name: source.size_bytes for rank, source in enumerate(sources)}
+        merged = TensorSource("local", _merged(sources, layouts), sum(files.values()), first.manifest, files=files)
+        merged.on_close(opened.pop_all())
     return merged
 
 

@@ -5,7 +5,7 @@ import os
 import pickle
 import threading
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,11 +18,11 @@ import torch
 from torch.torch_version import TorchVersion
 
 from composer_checkpoint._finite import PassingWeights, weight_names
-from composer_checkpoint._pickle_inspection import PickleInspection, TensorSpec, inspect_pickle
+from composer_checkpoint._pickle_inspection import PickleInspection, inspect_pickle
 from composer_checkpoint._tree import decode, encode, named_leaves, noted_in, notes_of
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
 from composer_checkpoint.file_io import FileReader, HashingFile, MappedFile, hash_ranges, hash_tensor
-from composer_checkpoint.formats._zip import Member, ZipLayout, read_zip_layout
+from composer_checkpoint.formats._zip import ZipLayout, read_zip_layout
 from composer_checkpoint.formats.archives import final_name
 from composer_checkpoint.manifest import (
     EMPTY_SEAL,
@@ -154,13 +154,9 @@ def load_checked(path: str, *, map_location: Any, mmap: bool, trusted: bool = Fa
     """Load a file that was checked before; unless trusted, torch's weights-only loader is the second lock."""
     if trusted:
         return torch.load(path, map_location=map_location, mmap=mmap, weights_only=False)
-    return _load_with(lambda: torch.load(path, map_location=map_location, mmap=mmap, weights_only=True), map_location)
-
-
-def _load_with(load: Callable[[], Any], map_location: Any) -> Any:
     try:
         with _safe_globals():
-            return load()
+            return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:
         raise UnsafeCheckpointError(
             f"torch refuses the file: {str(error).partition(chr(10))[0]:.300}. If you trust who wrote it, load it with "
@@ -268,7 +264,7 @@ def append_manifest(
         layout = read_zip_layout(reader)
         pickled = layout.members["data.pkl"]
         inspection = inspect_pickle(reader.read(pickled.offset, pickled.size_bytes), record_unknown=True)
-        manifest = _make_manifest(layout, inspection, Hashes(reader, file.hashes, hash_name), info)
+        manifest = _make_manifest(layout, inspection, reader, file.hashes, hash_name, info)
     with zipfile.ZipFile(file.raw, "a") as archive:
         # Dated 1980, so that equal states make equal files.
         archive.writestr(zipfile.ZipInfo(f"{layout.folder}/{MANIFEST_NAME}"), manifest.to_json())
@@ -279,43 +275,35 @@ def append_manifest(
     return manifest, inspection
 
 
-class Hashes:
-    """Hashes of byte ranges of the file: those taken while it was written, others computed on demand."""
-
-    def __init__(self, reader: FileReader, written: Mapping[tuple[int, int], str], hash_name: str) -> None:
-        self.reader = reader
-        self.hash_name = hash_name
-        self._known = dict(written)
-
-    def prepare(self, members: Any) -> None:
-        """Compute all missing hashes in one pass."""
-        missing = [(m.offset, m.size_bytes) for m in members if (m.offset, m.size_bytes) not in self._known]
-        self._known.update(zip(missing, hash_ranges(self.reader, missing, self.hash_name), strict=True))
-
-    def of(self, member: Member, start: int = 0, end: int | None = None) -> str:
-        """Return the hash of a member, or of a part of it."""
-        stretch = (member.offset + start, (member.size_bytes if end is None else end) - start)
-        if stretch not in self._known:
-            self._known[stretch] = hash_ranges(self.reader, [stretch], self.hash_name)[0]
-        return self._known[stretch]
-
-
-def _make_manifest(layout: ZipLayout, rehearsal: PickleInspection, hashes: Hashes, info: Mapping[str, Any]) -> Manifest:
-    """Return the manifest of a file with this layout and these tensors."""
+def _make_manifest(
+    layout: ZipLayout,
+    inspection: PickleInspection,
+    reader: FileReader,
+    written: Mapping[tuple[int, int], str],
+    hash_name: str,
+    info: Mapping[str, Any],
+) -> Manifest:
+    """Return the manifest of a file, with the hashes of ranges that were taken while it was written."""
     storages = {name: member for name, member in layout.members.items() if name.startswith(PAYLOAD_FOLDER)}
-    hashes.prepare(storages.values())
-    tensors = {name: _tensor_entry(spec, storages, hashes) for name, spec in rehearsal.tensors.items()}
-    files = {name: FileEntry(member.size_bytes, hashes.of(member)) for name, member in storages.items()}
-    return Manifest(hash_name=hashes.hash_name, tensors=tensors, files=files, info=info)
-
-
-def _tensor_entry(spec: TensorSpec, storages: Mapping[str, Member], hashes: Hashes) -> TensorEntry:
-    member = storages[f"{PAYLOAD_FOLDER}{spec.storage.key}"]
+    files = {name: (member.offset, member.size_bytes) for name, member in storages.items()}
     # A tensor in one contiguous range has the hash of its bytes; others are gathered into row-major order first.
-    if spec.byte_range is not None:
-        digest = hashes.of(member, *spec.byte_range)
-    else:
-        buffer = bytearray(hashes.reader.read(member.offset, member.size_bytes))
-        whole = torch.frombuffer(buffer, dtype=getattr(torch, spec.dtype.name))
-        digest = hash_tensor(whole.as_strided(spec.shape, spec.stride, spec.offset), hashes.hash_name)
-    return TensorEntry(spec.dtype.name, spec.shape, spec.size_bytes, digest)
+    whole: dict[str, tuple[int, int]] = {}
+    hashes: dict[str, str] = {}
+    for name, spec in inspection.tensors.items():
+        member = storages[f"{PAYLOAD_FOLDER}{spec.storage.key}"]
+        if spec.byte_range is not None:
+            start, end = spec.byte_range
+            whole[name] = member.offset + start, end - start
+        else:
+            buffer = bytearray(reader.read(member.offset, member.size_bytes))
+            elements = torch.frombuffer(buffer, dtype=getattr(torch, spec.dtype.name))
+            hashes[name] = hash_tensor(elements.as_strided(spec.shape, spec.stride, spec.offset), hash_name)
+    missing = [part for part in {*files.values(), *whole.values()} if part not in written]
+    known = {**written, **dict(zip(missing, hash_ranges(reader, missing, hash_name), strict=True))}
+    hashes |= {name: known[part] for name, part in whole.items()}
+    tensors = {
+        name: TensorEntry(spec.dtype.name, spec.shape, spec.size_bytes, hashes[name])
+        for name, spec in inspection.tensors.items()
+    }
+    entries = {name: FileEntry(part[1], known[part]) for name, part in files.items()}
+    return Manifest(hash_name=hash_name, tensors=tensors, files=entries, info=info)

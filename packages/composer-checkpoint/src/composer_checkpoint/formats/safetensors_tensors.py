@@ -3,6 +3,7 @@
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource
 from composer_checkpoint.manifest import Manifest
 
 __all__ = [
-    "meant_of",
+    "merge_files",
     "open_index_source",
     "open_safetensors_source",
     "plan_shards",
@@ -123,79 +124,65 @@ def stream_shards(
 
 def open_safetensors_source(path: str) -> TensorSource:
     """Open one `.safetensors` file."""
-    reader = FileReader(path)
-    try:
-        tensors, manifest = _tensors_of(reader)
-    except BaseException:
-        reader.close()
-        raise
-    info = {} if manifest is None else manifest.info
-    tree: Any = {"state": {"model": OrderedDict(tensors)}} if info.get("layout") == "composer" else tensors
-    source = TensorSource("safetensors", tree, reader.size_bytes, manifest)
-    source.on_close(reader)
+    with ExitStack() as opened:
+        reader = opened.enter_context(FileReader(path))
+        header, manifest = read_safetensors(reader)
+        tensors = {name: _stored(reader, name, slot) for name, slot in header.tensors.items()}
+        tensors |= {alias: tensors[name] for alias, name in aliases_in(manifest, tensors).items()}
+        info = {} if manifest is None else manifest.info
+        tree: Any = {"state": {"model": OrderedDict(tensors)}} if info.get("layout") == "composer" else tensors
+        source = TensorSource("safetensors", tree, reader.size_bytes, manifest)
+        source.on_close(opened.pop_all())
     return source
 
 
 def open_index_source(path: str) -> TensorSource:
     """Open the files of an index. Tensors that the index lists and no file has are reported as missing."""
     index = read_index(path)
-    weight_map = {name: shard for shard, names in index.shards.items() for name in names}
-    source = TensorSource("safetensors", {}, 0, index.manifest)
-    tensors: dict[str, StoredTensor] = {}
-    files: dict[str, int] = {}
-    try:
-        for shard, names in index.shards.items():
-            file = Path(path).parent / shard
-            if not file.exists():
-                raise CorruptCheckpointError(
-                    f"{file.parent} lacks the shard {shard}, in which {index.path.name} has {len(names)} tensors. "
-                    f"Bring the file back, or use another checkpoint."
-                )
-            reader = FileReader(file)
-            source.on_close(reader)
-            found, _ = _tensors_of(reader)
-            files[shard] = reader.size_bytes
-            tensors |= meant_of(path, shard, found, tensors, weight_map)
-    # Also on KeyboardInterrupt: no one else would close the files opened so far.
-    except BaseException:
-        source.close()
-        raise
-    source.tree, source.tensors = tensors, tensors
-    source.size_bytes, source.files = sum(files.values()), files
-    source.missing = tuple(sorted(weight_map.keys() - tensors.keys()))
+    listed = {name: shard for shard, names in index.shards.items() for name in names}
+    source = merge_files(index.path, listed, open_safetensors_source)
+    source.manifest = index.manifest
     return source
 
 
-def meant_of(
-    index: str | os.PathLike[str],
-    shard: str,
-    found: Mapping[str, StoredTensor],
-    earlier: Container[str],
-    weight_map: Mapping[str, str],
-) -> dict[str, StoredTensor]:
-    """Return the tensors of a file without those that the index assigns to another file.
+def merge_files(index: Path, listed: Mapping[str, str], open_file: Callable[[str], TensorSource]) -> TensorSource:
+    """Open the files of an index as one source. Tensors that the index lists and no file has are reported as missing.
 
     Args:
         index: Path of the index.
-        shard: Name of the file.
-        found: Tensors in the file, by name.
-        earlier: Names of tensors in the files before.
-        weight_map: File of each tensor that the index lists.
+        listed: File of each tensor that the index lists.
+        open_file: Function that opens a file.
     """
+    tensors: dict[str, StoredTensor] = {}
+    files: dict[str, int] = {}
+    with ExitStack() as opened:
+        for shard in dict.fromkeys(listed.values()):
+            path = index.parent / shard
+            if not path.exists():
+                raise CorruptCheckpointError(
+                    f"{index.parent} lacks the shard {shard}, in which {index.name} has "
+                    f"{list(listed.values()).count(shard)} tensors. Bring the file back, or use another checkpoint."
+                )
+            source = opened.enter_context(open_file(os.fspath(path)))
+            tensors |= _meant(index, source.tensors, tensors, shard, listed)
+            files[shard] = source.size_bytes
+        missing = tuple(sorted(listed.keys() - tensors.keys()))
+        whole = TensorSource("safetensors", tensors, sum(files.values()), missing=missing, files=files)
+        whole.on_close(opened.pop_all())
+    return whole
+
+
+def _meant(
+    index: Path, found: Mapping[str, StoredTensor], earlier: Container[str], shard: str, listed: Mapping[str, str]
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a file without those that the index assigns to another file."""
     for name in found:
-        if name in earlier and name not in weight_map:
+        if name in earlier and name not in listed:
             raise CorruptCheckpointError(
-                f"{os.fspath(index)} names {shard}, which has a tensor {name!r:.200} that a file before it has, too, "
-                f"and does not say which of them is meant. Add it to the weight_map, or use another checkpoint."
+                f"{index} names {shard}, which has a tensor {name!r:.200} that a file before it has, too, and does not "
+                f"say which of them is meant. Add it to the weight_map, or use another checkpoint."
             )
-    return {name: tensor for name, tensor in found.items() if weight_map.get(name, shard) == shard}
-
-
-def _tensors_of(reader: FileReader) -> tuple[dict[str, StoredTensor], Manifest | None]:
-    header, manifest = read_safetensors(reader)
-    tensors = {name: _stored(reader, name, slot) for name, slot in header.tensors.items()}
-    tensors |= {alias: tensors[name] for alias, name in aliases_in(manifest, tensors).items()}
-    return tensors, manifest
+    return {name: tensor for name, tensor in found.items() if listed.get(name, shard) == shard}
 
 
 def _stored(reader: FileReader, name: str, slot: TensorSlot) -> StoredTensor:

@@ -25,7 +25,7 @@ from composer_checkpoint.file_io import FileReader, hash_bytes, hash_file, hash_
 from composer_checkpoint.files import Specs, chosen_validation, validate_file
 from composer_checkpoint.formats._zip import read_zip_layout
 from composer_checkpoint.formats.pt import load_checked, open_pt
-from composer_checkpoint.manifest import MANIFEST_NAME, Manifest, TensorEntry, check_sharded_seal
+from composer_checkpoint.manifest import MANIFEST_NAME, Manifest, check_sharded_seal
 from composer_checkpoint.sharded._metadata import parse_metadata, part_name
 from composer_checkpoint.sharded._storage import METADATA_NAME, Source, open_source
 
@@ -146,6 +146,21 @@ class Part:
     shape: torch.Size
 
 
+def _check_checksums(archive: FileSlice) -> None:
+    for member in read_zip_layout(archive).members.values():
+        if member.crc32 == 0:  # torch has an option to leave checksums out
+            continue
+        found = 0
+        for start in range(0, member.size_bytes, BLOCK_BYTES):
+            piece = archive.read(member.offset + start, min(BLOCK_BYTES, member.size_bytes - start))
+            found = zlib.crc32(piece, found)
+        if found != member.crc32:
+            raise CorruptCheckpointError(
+                f"the bytes of {member.name!r} do not have their checksum: the shard was damaged. Load another "
+                f"checkpoint."
+            )
+
+
 def list_parts(metadata: Metadata) -> dict[MetadataIndex, Part]:
     """Return all parts that a validated `.metadata` lists."""
     parts: dict[MetadataIndex, Part] = {}
@@ -175,10 +190,6 @@ class OpenShards:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the files."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -192,10 +203,10 @@ class OpenShards:
             checksums: Whether to compare the checksums in the archives, for folders without hashes.
         """
         if manifest is not None:
-            self._check_hash(part, manifest.tensors.get(part.name), manifest.hash_name)
+            self._check_bytes(part, manifest)
         try:
             if checksums:
-                self._check_checksums(self._slice(part))
+                _check_checksums(self._slice(part))
             if part.dtype is None:
                 return decode_object(self._slice(part).read(0, part.length))
             if self._elements(part) is None:
@@ -220,33 +231,20 @@ class OpenShards:
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="shards") as pool:
             return list(pool.map(work, items))
 
-    def _check_hash(self, part: Part, entry: TensorEntry | None, hash_name: str) -> None:
+    def _check_bytes(self, part: Part, manifest: Manifest) -> None:
+        entry = manifest.tensors.get(part.name)
         if entry is None:
             raise CorruptCheckpointError(
                 f"{self._path(part)}: the manifest does not list {part.name!r}, so the manifest is of another save. "
                 f"Load another checkpoint."
             )
-        (found,) = hash_ranges(self._file(part), [(part.offset, part.length)], hash_name)
+        (found,) = hash_ranges(self._file(part), [(part.offset, part.length)], manifest.hash_name)
         if found != entry.hash:
             raise CorruptCheckpointError(
                 f"{self._path(part)}: the bytes of {part.name!r} at offset {part.offset} are not those that were "
-                f"written: their hash is {found[:16]}... and the manifest has {entry.hash[:16]}.... The "
-                f"shard was damaged or is of another save. Load another checkpoint."
+                f"written: their hash is {found[:16]}... and the manifest has {entry.hash[:16]}.... The shard was "
+                f"damaged or is of another save. Load another checkpoint."
             )
-
-    def _check_checksums(self, archive: FileSlice) -> None:
-        for member in read_zip_layout(archive).members.values():
-            if member.crc32 == 0:  # torch has an option to leave checksums out
-                continue
-            found = 0
-            for start in range(0, member.size_bytes, BLOCK_BYTES):
-                piece = archive.read(member.offset + start, min(BLOCK_BYTES, member.size_bytes - start))
-                found = zlib.crc32(piece, found)
-            if found != member.crc32:
-                raise CorruptCheckpointError(
-                    f"the bytes of {member.name!r} do not have their checksum: the shard was damaged. Load another "
-                    f"checkpoint."
-                )
 
     def _elements(self, part: Part) -> StoredElements | None:
         assert part.dtype is not None

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint.files import Specs
 from composer_checkpoint.manifest import Manifest
-from composer_checkpoint.sharded._storage import Source, only_one_process
+from composer_checkpoint.sharded._storage import FetchedFolder, Source, StoreSource
 from composer_checkpoint.sharded.load import (
     ComparingLoadPlanner,
     WholeSavePlanner,
@@ -27,7 +27,7 @@ from composer_checkpoint.sharded.load import (
 )
 from composer_checkpoint.sharded.reader import VerifyingReader
 from composer_checkpoint.sharded.writer import VerifiedWriter
-from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, retry
+from composer_checkpoint.stores.base import ObjectStore
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -267,32 +267,7 @@ class DistCPObjectStoreReader(FileSystemReaderWithValidation):
 
     def open_source(self) -> Source:
         """Return the folder of the store."""
-        return _StoreSource(self.object_store, self.source_path, Path(self.destination_path))
-
-
-class _StoreSource:
-    """Folder of a store whose files are downloaded on demand, by one process at a time."""
-
-    def __init__(self, store: ObjectStore, name: str, place: Path) -> None:
+        place = Path(self.destination_path)
         place.mkdir(parents=True, exist_ok=True)
-        self.folder = store.get_uri(name)
-        self._store, self._name, self._place = store, name, place
-
-    def size_bytes(self, name: str) -> int | None:
-        """Return the size of an object; `None` if it does not exist."""
-        try:
-            return _again(self._store.get_object_size)(f"{self._name}/{name}")
-        except FileNotFoundError:
-            return None
-
-    def local_path(self, name: str) -> Path:
-        """Return the local path of an object, after downloading it if necessary."""
-        path = self._place / name
-        with only_one_process(path):
-            # A download that was interrupted has left a shorter file.
-            if not path.exists() or path.stat().st_size != self.size_bytes(name):
-                _again(self._store.download_object)(f"{self._name}/{name}", path, overwrite=True)
-        return path
-
-
-_again = retry(ObjectStoreTransientError, num_attempts=5)
+        fetched = FetchedFolder(self.object_store, self.source_path, place)
+        return StoreSource(self.object_store.get_uri(self.source_path), fetched, is_temporary=False)

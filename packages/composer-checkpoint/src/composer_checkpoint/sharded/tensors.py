@@ -171,15 +171,11 @@ def open_sharded_source(folder: str | os.PathLike[str]) -> TensorSource:
     reader = VerifyingReader(folder, verify=False)
     metadata = reader.read_metadata()
     parts = list_parts(metadata)
-    shards = OpenShards(reader.source)
     sizes = {file: Path(folder, file).stat().st_size for file in sorted({part.file for part in parts.values()})}
-    try:
-        tree = _tree(metadata, parts, shards)
-    except BaseException:
-        shards.close()
-        raise
-    source = TensorSource("dcp", tree, sum(sizes.values()), reader.manifest, files=sizes)
-    source.on_close(shards)
+    with ExitStack() as opened:
+        tree = _tree(metadata, parts, opened.enter_context(OpenShards(reader.source)))
+        source = TensorSource("dcp", tree, sum(sizes.values()), reader.manifest, files=sizes)
+        source.on_close(opened.pop_all())
     return source
 
 
