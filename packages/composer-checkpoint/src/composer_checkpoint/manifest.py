@@ -1,9 +1,10 @@
 """Manifest of a checkpoint: its content with a hash of each part, in JSON, and the seal that protects it."""
 
 import json
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard, TypeVar
 
@@ -244,3 +245,38 @@ def check_sharded_seal(manifest: Manifest, where: str) -> None:
 def _hash(manifest: Manifest) -> str:
     info = {key: value for key, value in manifest.info.items() if key != _KEY}
     return hash_bytes(replace(manifest, info=info).to_json().encode(), manifest.hash_name)
+
+
+LAYOUT_KEY = "local_layout"
+"""In the content of a per-rank file: the sharding of its tensors."""
+
+SAVE_ID_KEY = "save_id"
+"""In that entry and in the manifest: the id that the files of one save have in common."""
+
+
+def layout_in(content: Any, path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Return how the tensors of a per-rank file are sharded."""
+    match content.get(LAYOUT_KEY) if isinstance(content, dict) else None:
+        case {"world_size": int(), "rank": int(), "tensors": dict()} as layout:
+            return layout
+        case _:
+            raise CorruptCheckpointError(
+                f"{os.fspath(path)} has no {LAYOUT_KEY!r}, so it is not a per-rank file. Load it as a single file, "
+                f"with load_file()."
+            )
+
+
+def refuse_mixed_saves(save_ids: Sequence[Any], path: str | os.PathLike[str]) -> None:
+    """Raise if the ranks' files come from several saves, as after a run that was killed while it replaced them.
+
+    Args:
+        save_ids: The save id of each rank's file; `None` where it has none.
+        path: Path with `{rank}`, as passed to `save_local`.
+    """
+    if len(set(save_ids)) > 1:
+        kinds = {save_id: rank for rank, save_id in reversed(list(enumerate(save_ids)))}
+        raise CorruptCheckpointError(
+            f"{os.fspath(path)}: the files of ranks {sorted(kinds.values())} are of different saves, which were mixed "
+            f"when the run was killed while it replaced them. If no run saves there, remove_leftovers(folder, "
+            f"locked=True) gives the rest of the later ones their names. Otherwise load another checkpoint."
+        )

@@ -22,10 +22,10 @@ from composer_checkpoint._durability import describe_set
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint._tree import Names, map_tree, noted_names, refuse_doubled
 from composer_checkpoint.commit import put_in_place, write_atomically, write_beside
-from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError
+from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
 from composer_checkpoint.files import load_file, save_file, verify_file
 from composer_checkpoint.lock import complete_earlier_sets, complete_interrupted_sets, discard
-from composer_checkpoint.manifest import Manifest
+from composer_checkpoint.manifest import LAYOUT_KEY, SAVE_ID_KEY, Manifest, layout_in, refuse_mixed_saves
 from composer_checkpoint.names import sibling_name
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ __all__ = [
 ]
 
 ELASTIC_VARIABLE = "COMPOSER_LOCAL_ELASTIC"
-LAYOUT_KEY = "local_layout"
-SAVE_ID_KEY = "save_id"
 
 _RANK = "{rank}"
 _MAX_LISTED = 10
@@ -122,22 +120,6 @@ def local_content(
     save_id = ranks.exchange(propose, lambda proposed: proposed[:1] * len(proposed))
     layout = {**_layout(state_dict, ranks), SAVE_ID_KEY: save_id}
     return {**_to_local(state_dict), LAYOUT_KEY: layout}, {**(info or {}), SAVE_ID_KEY: save_id}
-
-
-def refuse_mixed_saves(save_ids: Sequence[Any], path: str | os.PathLike[str]) -> None:
-    """Raise if the ranks' files come from several saves, as after a run that was killed while it replaced them.
-
-    Args:
-        save_ids: The save id of each rank's file; `None` where it has none.
-        path: Path with `{rank}`, as passed to `save_local`.
-    """
-    if len(set(save_ids)) > 1:
-        kinds = {save_id: rank for rank, save_id in reversed(list(enumerate(save_ids)))}
-        raise CorruptCheckpointError(
-            f"{os.fspath(path)}: the files of ranks {sorted(kinds.values())} are of different saves, which were mixed "
-            f"when the run was killed while it replaced them. If no run saves there, remove_leftovers(folder, "
-            f"locked=True) gives the rest of the later ones their names. Otherwise load another checkpoint."
-        )
 
 
 def own_path(path: str | os.PathLike[str], ranks: Ranks) -> Path:
@@ -312,18 +294,6 @@ def _load(path: str | os.PathLike[str], rank: int, verify: bool) -> dict[str, An
     content = load_file(file, verify=verify)
     layout_in(content, file)
     return cast("dict[str, Any]", content)
-
-
-def layout_in(content: Any, path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Return how the tensors of a per-rank file are sharded."""
-    match content.get(LAYOUT_KEY) if isinstance(content, dict) else None:
-        case {"world_size": int(), "rank": int(), "tensors": dict()} as layout:
-            return layout
-        case _:
-            raise CorruptCheckpointError(
-                f"{os.fspath(path)} has no {LAYOUT_KEY!r}, so it is not a per-rank file. Load it as a single file, "
-                f"with load_file()."
-            )
 
 
 def _to_local(state_dict: Mapping[str, Any]) -> dict[str, Any]:

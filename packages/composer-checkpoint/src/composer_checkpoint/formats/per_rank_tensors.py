@@ -13,10 +13,10 @@ from composer_checkpoint._tree import map_tree
 from composer_checkpoint.commit import put_in_place, refuse_existing, write_beside
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from composer_checkpoint.formats._unsupported import refuse_unfit
-from composer_checkpoint.formats.per_rank import LAYOUT_KEY, SAVE_ID_KEY, layout_in, refuse_mixed_saves
 from composer_checkpoint.formats.pt_tensors import open_pt_source, stream_pt
 from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource
 from composer_checkpoint.lock import discard
+from composer_checkpoint.manifest import LAYOUT_KEY, SAVE_ID_KEY, layout_in, refuse_mixed_saves
 from composer_checkpoint.names import sibling_name
 
 __all__ = ["layout_of", "open_local_source", "stream_local"]
