@@ -15,7 +15,6 @@ import torch
 
 from composer_checkpoint import NoCheckpointError, UnsafeCheckpointError, find_newest, load_file, verify_file
 from composer_checkpoint import verify as verify_checkpoint
-from composer_checkpoint.inspection import Kind, follow_pointers
 from composer_checkpoint.remote.fetch import (
     extract_path_from_symlink,
     get_file,
@@ -25,7 +24,7 @@ from composer_checkpoint.remote.fetch import (
 )
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.stores.opening import reach
-from composer_checkpoint.tensors import TensorSource, as_stored, find_kind, open_checkpoint
+from composer_checkpoint.tensors import Kind, TensorSource, as_stored, find_kind, follow_pointers, open_checkpoint
 from composer_ckpt.options import Accept, reaching_stores
 from composer_ckpt.output import Result, UsageError
 

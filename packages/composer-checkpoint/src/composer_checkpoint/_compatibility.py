@@ -54,50 +54,46 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
         path: The checkpoint, for the message.
         strict: Whether missing and unexpected names are an error.
         leaves_out: Whether weights of another shape are left out instead of raising an error.
-
-    Raises:
-        IncompatibleCheckpointError: If the weights are not a dict.
-        UnfittingWeightsError: If no weight is the model's, or not all fit.
     """
     weights = saved.get("model")
-    if state.deepspeed_enabled:
-        return  # DeepSpeed's engine compares them itself
-    if weights and not isinstance(weights, dict):
-        raise IncompatibleCheckpointError(
-            f"{path} is not a training state: its state/model is {shown(weights)}, and should be a dict of weights. "
-            f"Load another checkpoint."
-        )
-    # Algorithms of the checkpoint may change the model before the weights are loaded, so it cannot be compared yet.
-    if not weights or saved.get("algorithms") or not isinstance(state.model, nn.Module):
+    if state.deepspeed_enabled or not weights:  # DeepSpeed's engine compares them itself
         return
-    values = unwrap_model(state.model).state_dict()
-    own = {name: values[name_here] for name, name_here in names_in_model(state.model).items()}
-    theirs = {_as_loaded(str(name), saved, state): name for name in weights}
-    apart = _loading_in_their_own_way(state.model)
-    if "" not in apart:
-        _refuse_another_prefix(own, theirs, path, type(unwrap_model(state.model)).__name__)
-    if own and {*map(_without_prefix, own)}.isdisjoint(map(_without_prefix, theirs)):
-        raise UnfittingWeightsError(
-            f"Error(s) in loading state_dict for {type(unwrap_model(state.model)).__name__}: {path} is of another "
-            f"model: not one of its {len(theirs)} weights ({', '.join(sorted(map(str, weights))[:5])}, ...) is among "
-            f"the {len(own)} of this model ({', '.join(sorted(own)[:5])}, ...). Load it into the model that it was "
-            f"saved from.{hint_for_file(path, theirs, own)}"
-        )
-    fit = _compare(
-        {name: value for name, value in own.items() if not name.startswith(apart)},
-        {plain: (str(name), weights[name]) for plain, name in theirs.items() if not plain.startswith(apart)},
-    )
+    if not isinstance(weights, dict):
+        raise _misshapen(path, "state/model", weights, "a dict of weights")
+    # Algorithms of the checkpoint may change the model before the weights are loaded, so it cannot be compared yet.
+    if saved.get("algorithms") or not isinstance(state.model, nn.Module):
+        return
+    own, theirs = _own_weights(state.model), {_as_loaded(str(name), saved, state): name for name in weights}
+    apart, model = _loading_in_their_own_way(state.model), type(unwrap_model(state.model)).__name__
+    _refuse_other_names(own, theirs, path, model, compares_prefix="" not in apart)
+    fit = _compare(own, {plain: (str(name), weights[name]) for plain, name in theirs.items()}, apart)
     if fit.differing and leaves_out:
-        log.warning(
-            "%d weights of %s have another shape in the model and are left out: %s",
-            len(fit.differing),
-            path,
-            _listed(fit.differing.values()),
-        )
         left_out = {theirs[name] for name in fit.differing}
         saved["model"] = {name: value for name, value in weights.items() if name not in left_out}
-    elif fit.differing or (strict and (fit.missing or fit.unexpected)):
-        raise UnfittingWeightsError(fit.told(path, type(unwrap_model(state.model)).__name__))
+        told = len(left_out), path, _listed(fit.differing.values())
+        log.warning("%d weights of %s have another shape in the model and are left out: %s", *told)
+    elif fit.differing or (strict and fit.has_other_names):
+        raise UnfittingWeightsError(fit.told(path, model))
+
+
+def _own_weights(model: nn.Module) -> dict[str, Any]:
+    values = unwrap_model(model).state_dict()
+    return {name: values[name_here] for name, name_here in names_in_model(model).items()}
+
+
+def _refuse_other_names(
+    own: Mapping[str, Any], theirs: Mapping[str, Any], path: str, model: str, *, compares_prefix: bool
+) -> None:
+    """Refuse weights none of which is in the model."""
+    if compares_prefix:
+        _refuse_another_prefix(own, theirs, path, model)
+    if own and {*map(_without_prefix, own)}.isdisjoint(map(_without_prefix, theirs)):
+        raise UnfittingWeightsError(
+            f"Error(s) in loading state_dict for {model}: {path} is of another model: not one of its {len(theirs)} "
+            f"weights ({', '.join(sorted(map(str, theirs.values()))[:5])}, ...) is among the {len(own)} of this model "
+            f"({', '.join(sorted(own)[:5])}, ...). Load it into the model that it was saved from."
+            f"{hint_for_file(path, theirs, own)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +101,10 @@ class _Fit:
     missing: list[str]
     unexpected: list[str]
     differing: Mapping[str, str]
+
+    @property
+    def has_other_names(self) -> bool:
+        return bool(self.missing or self.unexpected)
 
     def told(self, path: str, model: str) -> str:
         lists = (
@@ -146,8 +146,10 @@ def _refuse_another_prefix(own: Iterable[str], theirs: Mapping[str, Any], path: 
         )
 
 
-def _compare(own: Mapping[str, Any], theirs: Mapping[str, tuple[str, Any]]) -> _Fit:
-    """Compare weights by name. Values of `theirs` hold the name in the checkpoint too, for the message."""
+def _compare(own: Mapping[str, Any], theirs: Mapping[str, tuple[str, Any]], apart: tuple[str, ...]) -> _Fit:
+    """Compare weights by name, except those with a prefix in `apart`. `theirs` has the name in the checkpoint too."""
+    own = {name: value for name, value in own.items() if not name.startswith(apart)}
+    theirs = {name: value for name, value in theirs.items() if not name.startswith(apart)}
     return _Fit(
         # Torch before 0.4.1 did not save `num_batches_tracked`, and current torch does not require it.
         missing=[name for name in own if name not in theirs and not name.endswith("num_batches_tracked")],
@@ -222,11 +224,7 @@ _HUGGING_FACE_PREFIX = "model."  # put before the names of the model inside a Hu
 
 
 def refuse_hugging_face_folder(path: str) -> None:
-    """Raise if a path is the folder of a Hugging Face model instead of a sharded checkpoint.
-
-    Raises:
-        IncompatibleCheckpointError: If it is.
-    """
+    """Raise if a path is the folder of a Hugging Face model instead of a sharded checkpoint."""
     names = set(os.listdir(path)) if os.path.isdir(path) else set[str]()
     if _CONFIG in names and not names.isdisjoint(_WEIGHT_FILES) and ".metadata" not in names:
         raise IncompatibleCheckpointError(
@@ -310,24 +308,21 @@ def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) 
         state: The training state, not yet changed.
         saved: The checkpoint's `state`.
         path: The checkpoint, for the message.
-
-    Raises:
-        IncompatibleCheckpointError: If a part has the wrong type.
-        UnfittingOptimizerError: If an optimizer was saved with other parameters.
     """
     for name in _DICTS:
         if saved.get(name) and not isinstance(saved[name], Mapping):
             raise _misshapen(path, f"state/{name}", saved[name], "a dict")
     algorithms: Any = saved.get("algorithms") or []
-    if not isinstance(algorithms, Mapping) and not (_is_list(algorithms) and all(map(_is_pair, algorithms))):
+    if not isinstance(algorithms, Mapping) and not _is_list(algorithms, _is_pair):
         raise _misshapen(path, "state/algorithms", algorithms, "a list of names with their states")
     _refuse_impossible_time(saved.get("timestamp") or {}, path)
     # DeepSpeed compares its own optimizer state, and algorithms that are applied first may change the parameter groups.
-    if not state.deepspeed_enabled and not algorithms and isinstance(state.model, nn.Module):
-        for name, optimizer in named_optimizers(ensure_tuple(state.optimizers)):
-            theirs = (saved.get("optimizers") or {}).get(name)
-            if theirs is not None and isinstance(optimizer, torch.optim.Optimizer):
-                _refuse_another_optimizer(state.model, optimizer, name, theirs, path)
+    if state.deepspeed_enabled or algorithms or not isinstance(state.model, nn.Module):
+        return
+    optimizers: Mapping[str, Any] = saved.get("optimizers") or {}
+    for name, optimizer in named_optimizers(ensure_tuple(state.optimizers)):
+        if optimizers.get(name) is not None and isinstance(optimizer, torch.optim.Optimizer):
+            _refuse_another_optimizer(state.model, optimizer, name, optimizers[name], path)
 
 
 def _refuse_impossible_time(timestamps: Mapping[str, Any], path: str) -> None:
@@ -355,16 +350,22 @@ def _refuse_another_optimizer(
         return  # an optimizer with its own layout
     where = f"state/optimizers/{name}"
     groups: Any = saved.get("param_groups") if isinstance(saved, Mapping) else None
-    if not _is_list(groups) or not all(isinstance(each, Mapping) and _is_list(each.get("params")) for each in groups):
+    if not _is_list(groups, lambda group: isinstance(group, Mapping) and _is_list(group.get("params"))):
         raise _misshapen(path, f"{where}/param_groups", groups, "a list of dicts with 'params'")
     saved_names: list[Any] = [parameter for group in groups for parameter in group["params"]]
     of_parameters: Any = saved.get("state")
-    if not isinstance(of_parameters, Mapping) or not all(
-        isinstance(of_parameters.get(parameter, {}), Mapping) for parameter in saved_names
+    if not isinstance(of_parameters, Mapping) or not _is_list(
+        saved_names, lambda parameter: isinstance(of_parameters.get(parameter, {}), Mapping)
     ):
         raise _misshapen(path, f"{where}/state", of_parameters, "a dict with a dict for each parameter")
-    sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (optimizer.param_groups, groups))
+    _compare_parameters(model, optimizer, name, groups, saved_names, path)
+
+
+def _compare_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer, name: str, groups: Any, saved_names: list[Any], path: str
+) -> None:
     if any(isinstance(parameter, int) for parameter in saved_names):
+        sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (optimizer.param_groups, groups))
         if sizes != saved_sizes:
             raise _of_other_parameters(path, name, f"has groups of {saved_sizes} parameters, and now of {sizes}")
     # Torch has its own rules for loading sharded parameters.
@@ -418,8 +419,8 @@ def named_optimizers(optimizers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         yield (f"{name}#{count}" if count else name), optimizer
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+def _is_list(value: Any, is_item: Callable[[Any], bool] = lambda _: True) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(map(is_item, value))
 
 
 def _is_pair(value: Any) -> bool:

@@ -32,7 +32,7 @@ _PIECE = 1 << 16  # elements; small enough to stay in the core's cache between t
 
 def non_finite_weights(obj: Any, known_finite: Collection[str] = ()) -> list[str]:
     """Return the names of weights that hold NaN or an infinity, skipping those that are known to be finite."""
-    tensors = {name: leaf for name, leaf in named_leaves(obj) if isinstance(leaf, torch.Tensor)}
+    tensors = dict(named_leaves(obj, torch.Tensor))
     weights = {name: tensors[name].detach() for name in weight_names(tensors) if name not in known_finite}
     if not weights:
         return []

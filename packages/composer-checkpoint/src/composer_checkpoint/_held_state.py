@@ -109,12 +109,7 @@ class HeldState:
             if part.name in objects:
                 _load(part.value, **objects[part.name])
         if role != "chooses":
-            values = {part.name: part.value for part in parts}
-            for name, setting in saved.get("listened", {}).items():
-                owner, _, key = name.rpartition(".")
-                if owner in values:
-                    object.__setattr__(values[owner], key, setting)
-                    self._listened.add(name)
+            self._restore_settings(parts, saved.get("listened", {}))
         numbers = saved.get("numbers")
         if numbers and role != "loads":
             changed = numbers["changed"]
@@ -127,6 +122,15 @@ class HeldState:
             # Last, since loading a state may draw from a generator.
             if isinstance(part.value, _KINDS) and part.name in saved.get("generators", {}):
                 _set_generator_state(part.value, saved["generators"][part.name])
+
+    def _restore_settings(self, parts: Iterable[_Part], settings: Mapping[str, Any]) -> None:
+        """Restore the settings that listeners had changed."""
+        values = {part.name: part.value for part in parts}
+        for name, setting in settings.items():
+            owner, _, key = name.rpartition(".")
+            if owner in values:
+                object.__setattr__(values[owner], key, setting)
+                self._listened.add(name)
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers that samplers and their parts hold as attributes, and their orders as bytes."""

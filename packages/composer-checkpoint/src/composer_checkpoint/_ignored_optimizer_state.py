@@ -1,12 +1,15 @@
 """Optimizer state that `load_ignore_keys` leaves out of a checkpoint, of which the optimizer keeps its own."""
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from itertools import chain, count
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from composer_checkpoint._compatibility import named_optimizers
+from composer_checkpoint._tree import map_tree
 from composer_checkpoint.modular._spread import group_names
 from composer_checkpoint.state import name_of_optimizer, owner_of
 from composer_dist import dist
@@ -38,31 +41,34 @@ class KeptOptimizers:
         strategy: Any = owner_of(state)  # DeepSpeed's, which ignores missing entries
         named = named_optimizers(ensure_tuple(state.optimizers))
         if strategy is not None:
-            named = ((name_of_optimizer(state, each), each) for each in state.optimizers)
+            named = zip(map(partial(name_of_optimizer, state), state.optimizers), state.optimizers, strict=True)
         self._kept: list[tuple[Any, dict[Any, Any], list[_Path], dict[Any, dict[str, Any]]]] = []
         for name, optimizer in named:
-            theirs: Any = (before.get("optimizers") or {}).get(name)
-            mine: Any = (after.get("optimizers") or {}).get(name)
-            is_given = isinstance(theirs, dict) and isinstance(mine, dict) and "param_groups" in theirs
+            theirs: Any = _optimizer_in(before, name)
+            mine: Any = _optimizer_in(after, name)
+            is_given = isinstance(mine, dict) and isinstance(theirs, dict) and "param_groups" in theirs
             lost = _lost_state(theirs.get("state"), mine) if is_given else []
             # One rank alone may have read the file.
             lost = [path for of_rank in dist.all_gather_object(lost) for path in of_rank]
             if not is_given and not lost:
                 continue
-            keys = strategy.parameter_names(state.model) if strategy else group_names(state.model, optimizer)
-            flat_keys = [key for group in keys for key in group]
-            if strategy:
-                whole = strategy.optimizer_state_dict(state.model, optimizer)["state"] if lost else {}
-                own = {number: dict(whole.get(number, {})) for number in range(len(flat_keys))}
+            if strategy is None:
+                keys = group_names(state.model, optimizer)
+                own = self._keep(optimizer, keys, lost)
             else:
-                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                own = {number: dict(optimizer.state.get(each, {})) for number, each in enumerate(parameters)}
-                by_key = dict(enumerate(parameters)) | dict(zip(flat_keys, parameters, strict=True))
-                self._kept.append((optimizer, by_key, lost, own))
-            own |= {key: own[number] for number, key in enumerate(flat_keys)}
+                keys = strategy.parameter_names(state.model)
+                whole = strategy.optimizer_state_dict(state.model, optimizer)["state"] if lost else {}
+                own = _by_number_and_key([dict(whole.get(number, {})) for number, _ in enumerate(chain(*keys))], keys)
             if is_given:
                 _complete_groups(theirs, mine, keys, [] if strategy else optimizer.param_groups)
                 _complete_state(theirs, mine, lost, own, is_whole=strategy is not None)
+
+    def _keep(self, optimizer: Any, keys: Sequence[Sequence[str]], lost: list[_Path]) -> dict[Any, dict[str, Any]]:
+        """Record an optimizer's own state, and return it by the numbers and names of its parameters."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        own = _by_number_and_key([dict(optimizer.state.get(each, {})) for each in parameters], keys)
+        self._kept.append((optimizer, _by_number_and_key(parameters, keys), lost, own))
+        return own
 
     def put_back(self) -> None:
         """Restore the optimizers' own state where the checkpoint's was left out."""
@@ -80,33 +86,43 @@ class KeptOptimizers:
                         state.pop(parameter, None)
 
 
+def _by_number_and_key(values: Sequence[Any], keys: Sequence[Sequence[str]]) -> dict[Any, Any]:
+    return dict(enumerate(values)) | dict(zip(chain(*keys), values, strict=True))
+
+
+def _optimizer_in(saved: Mapping[str, Any], name: str) -> Any:
+    found = (saved.get("optimizers") or {}).get(name)
+    return found if isinstance(found, dict) else None
+
+
 def _complete_groups(
     theirs: Mapping[str, Any], mine: dict[str, Any], keys: Sequence[Sequence[str]], own_groups: Sequence[Any]
 ) -> None:
     """Fill in settings that were left out, from the optimizer's own groups if they are given."""
     own_settings = [{key: value for key, value in group.items() if key != "params"} for group in own_groups]
-    # Checkpoints identify parameters either by number or by name.
     if "param_groups" not in mine:
-        if any(isinstance(key, int) for key in theirs.get("state") or ()):
-            counts = iter(range(sum(map(len, keys))))
-            numbered = [[next(counts) for _ in group] for group in keys]
-        else:
-            numbered = [list(group) for group in keys]
+        # Checkpoints identify parameters either by number or by name.
+        is_numbered, numbers = any(isinstance(key, int) for key in theirs.get("state") or ()), count()
+        names = [[next(numbers) if is_numbered else key for key in group] for group in keys]
         settings = own_settings or [{} for _ in keys]
-        mine["param_groups"] = [{**own, "params": group} for own, group in zip(settings, numbered, strict=True)]
+        mine["param_groups"] = [{**own, "params": group} for own, group in zip(settings, names, strict=True)]
         return
     saved: Any = theirs["param_groups"]
     left: Any = mine["param_groups"]
-    if not isinstance(left, list) or not all(isinstance(group, Mapping) for group in [*saved, *left]):
-        return  # refused later, with an error about the group
+    if isinstance(left, list) and all(isinstance(group, Mapping) for group in [*saved, *left]):
+        _fill_groups(saved, left, keys, own_settings)
+    # Anything else is refused later, with an error about the group.
+
+
+def _fill_groups(
+    saved: Sequence[Any], left: list[Any], keys: Sequence[Sequence[str]], own_settings: Sequence[Mapping[str, Any]]
+) -> None:
     if len(left) < len(saved):
-        by_params = [next((each for each in left if each.get("params") == one.get("params")), {}) for one in saved]
-        left[:] = by_params
-    number, own_of = 0, dict[Any, Mapping[str, Any]]()
+        left[:] = [next((each for each in left if each.get("params") == one.get("params")), {}) for one in saved]
+    own_of: dict[Any, Mapping[str, Any]] = {}
+    numbers = count()
     for own, group in zip(own_settings, keys, strict=False):
-        for key in group:
-            own_of[key] = own_of[number] = own
-            number += 1
+        own_of |= dict.fromkeys(group, own) | {next(numbers): own for _ in group}
     for one, group in zip(saved, left, strict=False):
         group.setdefault("params", one.get("params"))
         own = next((own_of[_canonical(key)] for key in group["params"] or () if _canonical(key) in own_of), {})
@@ -175,18 +191,15 @@ def leave_out_their_state(state: "State", weights: Collection[Any], saved: Mappi
             if (name := _plain(names.get(key, key))) in left_out:
                 del saved_optimizer["state"][key]
                 removed.add(name)
-    pending, seen = [saved.get("algorithms")], set[int]()
-    # Algorithm states are nested freely and come from a file, so the search is iterative and remembers containers.
-    while pending:
-        container = pending.pop()
-        if not isinstance(container, dict | list | tuple) or id(container) in seen:
-            continue
-        seen.add(id(container))
-        if isinstance(container, dict):
-            for key in [key for key, value in container.items() if torch.is_tensor(value) and _plain(key) in left_out]:
-                del container[key]
-                removed.add(_plain(key))
-        pending.extend(container.values() if isinstance(container, dict) else container)
+
+    def prune(_: str, container: Any) -> Any:
+        names = container if isinstance(container, dict) else ()
+        for key in [key for key in names if torch.is_tensor(container[key]) and _plain(key) in left_out]:
+            del container[key]
+            removed.add(_plain(key))
+        return container
+
+    map_tree(saved.get("algorithms"), prune, shared=True)
     if removed:
         told = ", ".join(sorted(removed)[:_MAX_NAMES]) + (", ..." if len(removed) > _MAX_NAMES else "")
         log.warning(

@@ -40,25 +40,20 @@ from composer_checkpoint.pickles import (
 
 __all__ = [
     "LEGACY_MAGIC",
-    "read_legacy_bytes",
-    "read_legacy_pt",
-    "array_globals",
-    "plain_array",
-    "plain_dtype",
-    "safe_unpickle",
     "SPARSE_PARTS",
     "AnyTensorSpec",
     "PickleInspection",
-    "InspectingUnpickler",
     "SparseSpec",
     "StorageSpec",
     "TensorSpec",
     "inspect_pickle",
-    "rehearse_with_attributes",
+    "plain_value",
+    "read_legacy_pt",
+    "safe_unpickle",
 ]
 
 # The names by which torch wrote dtypes before it had untyped storages. It still writes most dtypes in this way.
-_STORAGE_DTYPES = {
+STORAGE_DTYPES = {
     "DoubleStorage": ("float64", 8),
     "FloatStorage": ("float32", 4),
     "HalfStorage": ("float16", 2),
@@ -186,7 +181,8 @@ class PickleInspection:
     """Result of an inspection: the tree, its tensors by name, its storages by key, and globals not on the allowlist.
 
     `tensors` are dense; the components of a sparse tensor in `sparse` are among them, as `name/indices`. `views` has
-    all tensors, even those without a name, such as one in a set.
+    all tensors, even those without a name, such as one in a set. `offsets` of the storages' bytes in the file are known
+    only for files of torch before 1.6.
     """
 
     tree: Any = None
@@ -194,56 +190,52 @@ class PickleInspection:
     sparse: dict[str, SparseSpec] = field(default_factory=dict)
     views: list[TensorSpec] = field(default_factory=list)
     storages: dict[str, StorageSpec] = field(default_factory=dict)
+    offsets: dict[str, int] = field(default_factory=dict)
     unknown_globals: set[str] = field(default_factory=set)
 
-    def name_tensors(self) -> None:
-        """Collect the tensors of the tree by name."""
-        for name, spec in named_leaves(self.tree, AnyTensorSpec):
-            if isinstance(spec, TensorSpec):
-                self.tensors[name] = spec
-            elif isinstance(spec, SparseSpec):
-                self.sparse[name] = spec
-        taken = dict.fromkeys(self.tensors, 0)
-        for name, spec in self.sparse.items():
-            self.tensors |= {unique_name(f"{name}/{part}", taken): own for part, own in spec.parts.items()}
 
-
-def inspect_pickle(data: bytes | memoryview, *, record_unknown: bool = False) -> PickleInspection:
+def inspect_pickle(
+    data: bytes | memoryview, *, record_unknown: bool = False, drop_attributes: bool = False
+) -> PickleInspection:
     """Inspect a pickle of torch, with descriptions in place of tensors.
 
     Args:
         data: The pickle.
         record_unknown: Whether to collect the globals that are not on the allowlist, with an inert object in place of
             each, rather than to refuse the first.
-
-    Raises:
-        UnsafeCheckpointError: If the pickle needs more than data.
-        CorruptCheckpointError: If it is damaged, or a tensor does not fit its storage.
+        drop_attributes: Whether to read tensors with Python attributes, without the attributes.
     """
     # Before anything is built; the restricted unpickler relies on it.
     scan(data)
-    rehearsal = PickleInspection()
-    rehearsal.tree = run_restricted(InspectingUnpickler(data, rehearsal, record_unknown))
-    rehearsal.name_tensors()
-    names = {id(tensor): name for name, tensor in rehearsal.tensors.items()}
+    inspection = PickleInspection()
+    table = {**_stand_ins(), **_WITHOUT_ATTRIBUTES} if drop_attributes else _stand_ins()
+    inspection.tree = run_restricted(_InspectingUnpickler(data, table, inspection, record_unknown))
+    for name, spec in named_leaves(inspection.tree, AnyTensorSpec):
+        if isinstance(spec, TensorSpec):
+            inspection.tensors[name] = spec
+        elif isinstance(spec, SparseSpec):
+            inspection.sparse[name] = spec
+    taken = dict.fromkeys(inspection.tensors, 0)
+    for name, spec in inspection.sparse.items():
+        inspection.tensors |= {unique_name(f"{name}/{part}", taken): own for part, own in spec.parts.items()}
+    names = {id(tensor): name for name, tensor in inspection.tensors.items()}
     # All views are checked, not only the named ones: torch would build the others as well.
-    for tensor in rehearsal.views:
-        _check_view(names.get(id(tensor), "a tensor"), tensor)
-    return rehearsal
+    for tensor in inspection.views:
+        item_bytes = tensor.dtype.item_bytes
+        numel = tensor.storage.size_bytes // item_bytes
+        name = names.get(id(tensor), "a tensor")
+        check_geometry(name, tensor.shape, tensor.stride, tensor.offset, numel, item_bytes)
+    return inspection
 
 
-def _check_view(name: str, tensor: TensorSpec) -> None:
-    item_bytes = tensor.dtype.item_bytes
-    numel = tensor.storage.size_bytes // item_bytes
-    check_geometry(name, tensor.shape, tensor.stride, tensor.offset, numel, item_bytes)
+class _InspectingUnpickler(RestrictedUnpickler):
+    """Unpickler that builds descriptions of tensors."""
 
-
-class InspectingUnpickler(RestrictedUnpickler):
-    """Unpickler that builds descriptions of tensors; subclasses may extend the allowlist."""
-
-    def __init__(self, data: bytes | memoryview, rehearsal: PickleInspection, record_unknown: bool) -> None:
-        super().__init__(data, _stand_ins())
-        self.rehearsal = rehearsal
+    def __init__(
+        self, data: bytes | memoryview, table: Mapping[str, Any], inspection: PickleInspection, record_unknown: bool
+    ) -> None:
+        super().__init__(data, table)
+        self.inspection = inspection
         self.record_unknown = record_unknown
         self.unknown: dict[str, type[Unknown]] = {}
 
@@ -257,7 +249,7 @@ class InspectingUnpickler(RestrictedUnpickler):
                     f"nothing of it was run. Load another file."
                 )
             self.unknown[name] = type("Unknown", (Unknown,), {"name": name})
-            self.rehearsal.unknown_globals.add(name)
+            self.inspection.unknown_globals.add(name)
         return self.unknown[name]
 
     def persistent_load(self, pid: Any, /) -> StorageSpec:
@@ -269,8 +261,8 @@ class InspectingUnpickler(RestrictedUnpickler):
                 f"a tensor's bytes are described as {shown(pid)}, without a dtype, a key or a size. "
                 f"Load another checkpoint."
             )
-        storage = StorageSpec(key, dtype, numel, self.rehearsal.views)
-        known = self.rehearsal.storages.setdefault(key, storage)
+        storage = StorageSpec(key, dtype, numel, self.inspection.views)
+        known = self.inspection.storages.setdefault(key, storage)
         # An empty storage may be shared by tensors of several dtypes.
         if view not in ([], [None]) or (known != storage and known.size_bytes | storage.size_bytes):
             raise CorruptCheckpointError(
@@ -307,38 +299,27 @@ class Unknown:
         """Do nothing."""
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> TensorSpec:
-    return _checked_tensor(storage, storage.dtype, offset, size, stride, *rest)
-
-
-def _tensor_v3(
-    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
+def _tensor(
+    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any = False, hooks: Any = None, *rest: Any
 ) -> TensorSpec:
-    return _checked_tensor(storage, dtype, offset, size, stride, requires_grad, hooks, metadata)
+    return _tensor_v3(storage, offset, size, stride, requires_grad, hooks, storage.dtype, *rest)
 
 
 def _quantized(
     storage: Any, offset: Any, size: Any, stride: Any, quantizer: Any, requires_grad: Any, hooks: Any
 ) -> TensorSpec:
-    return _checked_tensor(storage, storage.dtype, offset, size, stride, requires_grad, hooks)
+    return _tensor_v3(storage, offset, size, stride, requires_grad, hooks, storage.dtype)
 
 
-def _checked_tensor(
-    storage: Any,
-    dtype: Any,
-    offset: Any,
-    size: Any,
-    stride: Any,
-    requires_grad: Any = False,
-    hooks: Any = None,
-    *rest: Any,
+def _tensor_v3(
+    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
 ) -> TensorSpec:
     if not isinstance(storage, StorageSpec) or not isinstance(dtype, Dtype):
         raise ValueError("a tensor has a storage and a dtype")
+    lazily: Mapping[str, Any] = metadata or {}
     # A value of True is the flag of a lazy conjugation or negation; anything else would be a Python attribute.
-    if hooks or any(value for mapping in rest if mapping for value in mapping.values() if value is not True):
+    if hooks or any(value is not True for value in lazily.values() if value):
         raise ValueError("a tensor has no hooks")
-    lazily = {name for mapping in rest if mapping for name in mapping}
     tensor = TensorSpec(dtype, tuple(size), tuple(stride), offset, storage, "conj" in lazily, "neg" in lazily)
     storage.views.append(tensor)
     return tensor
@@ -355,14 +336,17 @@ def _sparse(layout: Any, data: Any) -> SparseSpec:
     if names is None or not isinstance(data, list | tuple) or len(data) <= len(names):
         raise ValueError("a sparse tensor has a known layout, its parts and a size")
     parts, size, rest = data[: len(names)], data[len(names)], data[len(names) + 1 :]
-    if not all(isinstance(part, TensorSpec) for part in parts) or not isinstance(size, list | tuple):
-        raise ValueError("a sparse tensor consists of dense ones and has a size")
-    if not all(type(count) is int and count >= 0 for count in size) or prod(size) >= 1 << 63:
-        raise ValueError("a size has whole numbers, and not more elements than can be counted")
+    if not all(isinstance(part, TensorSpec) for part in parts) or not _is_size(size):
+        raise ValueError("a sparse tensor consists of dense ones and has a size that can be counted")
     # After the size, torch 2.1 and later write whether a coordinate tensor is coalesced.
     if len(rest) > (layout == "sparse_coo") or any(value not in (None, True, False) for value in rest):
         raise ValueError("a sparse tensor is coalesced or not")
     return SparseSpec(layout, tuple(size), dict(zip(names, parts, strict=True)), rest[0] if rest else None)
+
+
+def _is_size(size: Any) -> bool:
+    is_counts = isinstance(size, list | tuple) and all(type(count) is int and count >= 0 for count in size)
+    return is_counts and prod(size) < 1 << 63
 
 
 def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> str:
@@ -379,8 +363,6 @@ def _layout(name: Any) -> str:
 
 @cache
 def _stand_ins() -> Mapping[str, Any]:
-    import torch  # here, so that importing this module does not load it
-
     rebuilding: dict[str, Callable[..., Any]] = {
         "_rebuild_tensor": _tensor,
         "_rebuild_tensor_v2": _tensor,
@@ -396,7 +378,7 @@ def _stand_ins() -> Mapping[str, Any]:
         **{name: value for name, value in PLAIN_GLOBALS.items() if name not in _NOT_OF_TORCH},
         **{name: value for name, value in array_globals().items() if name.startswith("numpy.")},
         **{f"torch._utils.{name}": function for name, function in rebuilding.items()},
-        **{f"torch.{name}": Dtype(*dtype) for name, dtype in _STORAGE_DTYPES.items()},
+        **{f"torch.{name}": Dtype(*dtype) for name, dtype in STORAGE_DTYPES.items()},
         **{f"torch.{name}": Dtype(name, dtype.itemsize) for name, dtype in dtypes.items()},
         **{f"torch.{name}": name for name, value in vars(torch).items() if isinstance(value, torch.qscheme)},
         "torch.storage.UntypedStorage": Dtype("uint8", 1),
@@ -411,39 +393,31 @@ LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _LEADING_PICKLES = 3  # magic number, version, and the writer's byte order and sizes
 
 
-def read_legacy_pt(reader: FileReader, *, record_unknown: bool = False) -> PickleInspection:
-    """Read and check everything but the tensors' elements."""
-    with mapping.mmap(reader.descriptor, reader.size_bytes, access=mapping.ACCESS_READ) as mapped:
-        view = memoryview(mapped)
-        try:
-            return read_legacy_bytes(view, record_unknown=record_unknown)
-        finally:
-            view.release()
+def read_legacy_pt(file: FileReader | bytes, *, record_unknown: bool = False) -> PickleInspection:
+    """Read and check everything but the tensors' elements of a file of torch before 1.6."""
+    if isinstance(file, bytes):
+        return _read_legacy(memoryview(file), record_unknown)
+    mapped = mapping.mmap(file.descriptor, file.size_bytes, access=mapping.ACCESS_READ)
+    with mapped, memoryview(mapped) as view:
+        return _read_legacy(view, record_unknown)
 
 
-def read_legacy_bytes(view: memoryview, *, record_unknown: bool = False) -> PickleInspection:
-    """Inspect a file in memory, as `read_legacy_pt` does."""
+def _read_legacy(view: memoryview, record_unknown: bool) -> PickleInspection:
+    pickles: list[PickleInspection] = []
     position = 0
-    for _ in range(_LEADING_PICKLES):
-        # Checked as well, since torch unpickles all of them.
+    # The leading pickles are checked as well, since torch unpickles all of them. The last one is the list of storages,
+    # in the order in which their bytes follow.
+    for number in range(_LEADING_PICKLES + 2):
         start, position = position, scan(view, position)
-        inspect_pickle(bytes(view[start:position]))
-    end = scan(view, position)
-    rehearsal = inspect_pickle(bytes(view[position:end]), record_unknown=record_unknown)
-    position = end
-    # The last pickle is the list of storages, in the order in which their bytes follow.
-    end = scan(view, position)
-    keys = inspect_pickle(bytes(view[position:end])).tree
-    _check_storages(view, end, keys, rehearsal)
-    return rehearsal
-
-
-def _check_storages(view: memoryview, position: int, keys: Any, rehearsal: PickleInspection) -> None:
-    if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(rehearsal.storages):
+        is_content = number == _LEADING_PICKLES
+        pickles.append(inspect_pickle(bytes(view[start:position]), record_unknown=record_unknown and is_content))
+    inspection, keys = pickles[_LEADING_PICKLES], pickles[-1].tree
+    if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(inspection.storages):
         raise CorruptCheckpointError("the file lists other storages than its tensors need. Load another checkpoint.")
     for key in keys:
-        storage = rehearsal.storages[key]
+        storage = inspection.storages[key]
         header = bytes(view[position : position + 8])
+        inspection.offsets[key] = position + 8
         position += 8 + storage.size_bytes
         if len(header) < 8 or struct.unpack("<q", header)[0] != storage.numel or position > len(view):
             raise CorruptCheckpointError(
@@ -454,6 +428,7 @@ def _check_storages(view: memoryview, position: int, keys: Any, rehearsal: Pickl
         raise CorruptCheckpointError(
             f"the file has {len(view) - position} more bytes after its last storage. Load another checkpoint."
         )
+    return inspection
 
 
 # Booleans, numbers, bytes and text. Objects are refused, and so are structures and dates, whose dtypes have a state.
@@ -537,16 +512,28 @@ class _PickledStorage(Unchangeable):
         self.storage = storage
 
 
-def plain_array(value: Any) -> Any:
-    """Return an array, tensor, storage or slice without its guard, and any other value unchanged."""
-    if type(value) is _PickledArray:
-        array = value.view(np.ndarray)
-        return array if array.dtype == value.pickled_dtype else array.view(value.pickled_dtype)
-    if type(value) is _PickledTensor:
-        return value.as_subclass(torch.Tensor)
-    if type(value) is PickledSlice:
-        return value.itself()
-    return value.storage if type(value) is _PickledStorage else value
+def plain_value(value: Any) -> Any:
+    """Return the real object in place of one that was built with checks, and any other value unchanged."""
+    match value:
+        case _PickledArray():
+            array = value.view(np.ndarray)
+            return array if array.dtype == value.pickled_dtype else array.view(value.pickled_dtype)
+        case _PickledTensor():
+            return value.as_subclass(torch.Tensor)
+        case PickledSlice():
+            return slice(*value.parts)
+        case _PickledStorage():
+            return value.storage
+        case PickledOrderedDict():
+            ordered = OrderedDict(value)
+            vars(ordered).update(vars(value))  # such as the `_metadata` of a module's state dict
+            return ordered
+        case PickledCounter():
+            return Counter(value)
+        case deque():
+            return deque(map(plain_value, value), value.maxlen)
+        case _:
+            return Call.itself(value)
 
 
 def _reconstruct(subtype: Any, shape: Any, typecode: Any) -> np.ndarray[Any, Any]:
@@ -576,8 +563,7 @@ def _scalar(dtype: Any, data: Any = b"") -> Any:
 def _load_storage(data: Any) -> Any:
     if type(data) is not bytes:
         raise ValueError("a storage is bytes")
-    # torch.load() runs only after this check.
-    read_legacy_bytes(memoryview(data))
+    read_legacy_pt(data)  # torch.load() runs only after this check
     return _PickledStorage(torch.load(io.BytesIO(data), weights_only=True))
 
 
@@ -623,46 +609,7 @@ def safe_unpickle(source: Any, allow: Mapping[str, Any] | None = None) -> Any:
     data: bytes | memoryview = memoryview(source)
     scan(data)
     table = {**PLAIN_GLOBALS, **array_globals(), **(allow or {})}
-    return map_tree(run_restricted(RestrictedUnpickler(data, table)), _itself, shared=True)
-
-
-def _itself(_: str, value: Any) -> Any:
-    """Return the real object in place of one that was built with checks, and any other value unchanged."""
-    match value:
-        case PickledOrderedDict():
-            ordered = OrderedDict(value)
-            vars(ordered).update(vars(value))
-            return ordered
-        case PickledCounter():
-            return Counter(value)
-        case deque():
-            return deque(map(plain_array, value), value.maxlen)
-        case _:
-            return Call.itself(plain_array(value))
-
-
-def rehearse_with_attributes(data: bytes) -> PickleInspection:
-    """Inspect a pickle like `inspect_pickle`, recording unknown globals and dropping Python attributes of tensors.
-
-    Raises:
-        UnsafeCheckpointError: If it has instructions that no checkpoint needs.
-        CorruptCheckpointError: If it is damaged, or a tensor does not fit its storage.
-    """
-    scan(data)
-    rehearsal = PickleInspection()
-    rehearsal.tree = run_restricted(_Unpickler(data, rehearsal, True))
-    rehearsal.name_tensors()
-    for tensor in rehearsal.views:
-        item_bytes = tensor.dtype.item_bytes
-        numel = tensor.storage.size_bytes // item_bytes
-        check_geometry("a tensor", tensor.shape, tensor.stride, tensor.offset, numel, item_bytes)
-    return rehearsal
-
-
-class _Unpickler(InspectingUnpickler):
-    def find_unknown(self, name: str) -> Any:
-        found = _EXTRA.get(name)
-        return super().find_unknown(name) if found is None else Call(found, self.budget)
+    return map_tree(run_restricted(RestrictedUnpickler(data, table)), lambda _, value: plain_value(value), shared=True)
 
 
 def _tensor_without_attributes(function: Any, kind: Any, args: Any, state: Any) -> AnyTensorSpec:
@@ -676,7 +623,7 @@ def _tensor_class(*_: Any) -> None:
     raise ValueError("tensors are rebuilt, not called for")
 
 
-_EXTRA: Mapping[str, Any] = {
+_WITHOUT_ATTRIBUTES: Mapping[str, Any] = {
     "torch._tensor._rebuild_from_type_v2": _tensor_without_attributes,
     "torch.Tensor": _tensor_class,
 }

@@ -57,9 +57,6 @@ def by_joined_names(
         where: Name of what has such names, for the message.
         is_same: Function that returns whether two objects are the same, which may have one name.
 
-    Raises:
-        IncompatibleCheckpointError: If two objects would have one name, or names are longer than in any checkpoint.
-
     Example:
         >>> by_joined_names({"a": {"c": 1}, "b": 2}, int, ".", "a model")
         {'a.c': 1, 'b': 2}
@@ -90,9 +87,6 @@ def refuse_doubled(root: Any, kinds: tuple[type, ...], separator: str, where: st
         kinds: Classes whose objects need unique names.
         separator: Separator of the keys.
         where: Name of what has such names, for the message.
-
-    Raises:
-        IncompatibleCheckpointError: If there is such an object.
     """
     if any(True for kind in kinds for _ in named_leaves(root, kind)):
 
@@ -152,11 +146,7 @@ class Names:
         self._entries_left = _MAX_ENTERED_AGAIN
 
     def join(self, name: str, key: object, depth: int) -> str:
-        """Return the name of a container's item.
-
-        Raises:
-            CorruptCheckpointError: If it is nested deeper, or names are longer, than in any checkpoint.
-        """
+        """Return the name of a container's item."""
         is_huge = isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS
         text = "" if is_huge else self._text(key)
         self._left -= len(name) + 1 + len(text)
@@ -169,11 +159,7 @@ class Names:
         return f"{name}{self._separator}{text}" if name else text
 
     def enter_again(self, name: str, num_items: int) -> None:
-        """Count a container that was entered before, under another name.
-
-        Raises:
-            CorruptCheckpointError: If there were too many.
-        """
+        """Count a container that was entered before, under another name."""
         self._entries_left -= 1 + num_items // _ITEMS_PER_ENTRY
         if self._entries_left < 0:
             raise CorruptCheckpointError(
@@ -221,9 +207,6 @@ def named_leaves(root: Any, kind: type[Any] = object) -> Iterator[tuple[str, Any
     Args:
         root: The outermost container, or a single object.
         kind: Class of the objects. Names of others are not even created.
-
-    Raises:
-        CorruptCheckpointError: If the nesting is deeper, or names are longer, than in any checkpoint.
     """
     seen: set[int] = set()
     taken: dict[str, int] = {}
@@ -235,10 +218,23 @@ def named_leaves(root: Any, kind: type[Any] = object) -> Iterator[tuple[str, Any
         if children is None:
             if isinstance(value, kind):
                 yield unique_name(names.join(parent, key, depth), taken), value
-        elif id(value) not in seen:
+        elif id(value) not in seen and (kind is object or not _has_only_numbers(value)):
             seen.add(id(value))
             name = names.join(parent, key, depth)
             pending.extend((name, key, child, depth + 1) for key, child in reversed(children))
+
+
+def _has_only_numbers(value: Any) -> bool:
+    """Return whether a list or tuple is long and has plain numbers alone, such as the state of Python's generator."""
+    return isinstance(value, list | tuple) and len(value) > _LONG and {*map(type, value)} <= _NUMBERS
+
+
+def _is_leaf(value: Any, skip_numbers: bool) -> bool:
+    return not isinstance(value, dict | list | tuple) or (skip_numbers and _has_only_numbers(value))
+
+
+_LONG = 16
+_NUMBERS = {int, float, bool, type(None)}
 
 
 def unique_name(name: str, taken: dict[str, int]) -> str:
@@ -283,6 +279,7 @@ def map_tree(
     *,
     shared: bool = False,
     inside_out: bool = False,
+    skip_numbers: bool = False,
     names: Names | None = None,
 ) -> Any:
     """Return the tree with each object replaced by the result of `change`, containers before their items.
@@ -295,35 +292,32 @@ def map_tree(
         shared: Whether a container with several names is changed once, under the first of them, and remains one object.
             Otherwise it is changed under each name.
         inside_out: Whether containers are changed after their items.
+        skip_numbers: Whether long lists of plain numbers are not entered, for functions that change no numbers.
         names: Maker of the names, in place of keys and indices joined by slashes.
-
-    Raises:
-        CorruptCheckpointError: If the nesting is deeper, or names are longer, than in any checkpoint.
     """
     # Results of containers by id, together with the container, which keeps the id from being reused during the walk.
     known: dict[int, tuple[Any, Any]] = {}
     entered: dict[int, Any] = {}
-    outside = _Open("", None, None, [("", root)])
-    opened, names = [outside], names or Names()
+    names = names or Names()
+    opened = [outside := _Open("", None, None, [("", root)])]
     while not outside.changed:
         top = opened[-1]
         if len(top.changed) == len(top.children):
             opened.pop()
             result = change(top.name, top.result()) if inside_out else top.result()
-            if shared:
-                known[id(top.original)] = top.original, result
-            else:
+            known[id(top.original)] = top.original, result
+            if not shared:
                 del known[id(top.original)]
             opened[-1].changed.append(result)
             continue
         key, child = top.children[len(top.changed)]
         name = names.join(top.name, key, len(opened))
-        if id(child) in known and (shared or inside_out):
+        is_known = id(child) in known  # also while it is open, if it contains itself
+        if is_known and (shared or inside_out):
             top.changed.append(known[id(child)][1])
             continue
-        is_deferred = inside_out and children_of(child) is not None
-        value = child if is_deferred else change(name, child)
-        children = None if id(child) in known else children_of(value)  # an open container is known: it contains itself
+        value = child if inside_out and not _is_leaf(child, skip_numbers) else change(name, child)
+        children = None if is_known or _is_leaf(value, skip_numbers) else children_of(value)
         if children is None:
             top.changed.append(value)
         else:
@@ -364,17 +358,27 @@ _FACTORIES: dict[str, Any] = {
 _FACTORY_KINDS = {factory: kind for kind, factory in _FACTORIES.items()}
 
 
-def encode(obj: Any) -> tuple[Any, dict[str, str]]:
-    """Return the object for saving, and the kinds of values that loading must convert back. `obj` is not changed."""
+def encode(obj: Any, unknown: list[Any] | None = None) -> tuple[Any, dict[str, str]]:
+    """Return the object for saving, and the kinds of values that loading must convert back. `obj` is not changed.
+
+    Leaves that may be more than data are appended to `unknown`.
+    """
     kinds: dict[str, str] = {}
 
     def change(name: str, value: Any) -> Any:
+        if type(value) in _AS_THEY_ARE:
+            return value
         kind, plain = _plain_form(value)
         if kind is not None:
             kinds[name] = kind
+        elif unknown is not None and not isinstance(plain, torch.Tensor | dict | list | tuple):
+            unknown.append(plain)
         return plain
 
-    return map_tree(obj, change, shared=True, names=noted_names()), kinds
+    return map_tree(obj, change, shared=True, skip_numbers=True, names=noted_names()), kinds
+
+
+_AS_THEY_ARE = frozenset([int, float, bool, str, bytes, type(None), dict, list, tuple])
 
 
 def notes_of(kinds: Mapping[str, str]) -> dict[str, Any]:
@@ -408,10 +412,15 @@ def _noted(key: object) -> str:
     return f"~2{escaped}" if _NUMBER.fullmatch(escaped) else escaped
 
 
+def resolve_lazy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose bytes are its elements, unlike those of a lazily conjugated or negated one."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
 def _plain_form(value: Any) -> tuple[str | None, Any]:
     """Return the kind of a value that loading must convert back, or `None`, and the value to save."""
-    if isinstance(value, torch.Tensor):  # the bytes of lazily conjugated or negated tensors are not their elements
-        return None, value.resolve_conj().resolve_neg() if value.is_conj() or value.is_neg() else value
+    if isinstance(value, torch.Tensor):
+        return None, resolve_lazy(value)
     if isinstance(value, timedelta):
         return "timedelta", value.total_seconds()  # exact to the microsecond for 285 years
     if type(value) is np.ndarray and value.dtype.name in _SHARED_DTYPES and value.dtype.isnative:
@@ -456,4 +465,4 @@ def decode(obj: Any, kinds: Mapping[str, Any], names: Callable[[], Names] = note
             case _:
                 return value
 
-    return map_tree(obj, change, shared=True, inside_out=True, names=names()) if kinds else obj
+    return map_tree(obj, change, shared=True, inside_out=True, skip_numbers=True, names=names()) if kinds else obj

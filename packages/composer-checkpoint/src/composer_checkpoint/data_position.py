@@ -3,6 +3,7 @@
 import inspect
 import sys
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import count, islice
@@ -156,8 +157,7 @@ class DataPosition:
             state: The training state.
             dataloader: The dataloader to read; the state's train dataloader when `None`.
         """
-        loader = state.train_dataloader if dataloader is None else dataloader
-        epoch, num_read = int(state.timestamp.epoch), int(state.timestamp.batch_in_epoch)
+        loader, epoch, num_read = _place_in(state, dataloader)
         self.restore_between_epochs(state)
         held, start = self.watch(loader), (self._start if self._is_resumed else None) or {}
         returns = bool(start) and (_has_place(loader) or self.spin or num_read == 0)
@@ -171,8 +171,7 @@ class DataPosition:
         parts = set_epoch_everywhere(loader, epoch)
         if num_read > 0:
             held.restore(saved)
-        is_known = can_be_seeded(loader) or reads_in_workers(loader)
-        if epoch > 0 and isinstance(loader, DataLoader) and loader.persistent_workers and not is_known:
+        if _persists(loader, epoch) and not can_be_seeded(loader) and not reads_in_workers(loader):
             held.warn_of_copies()
         self._begun = loader, epoch, parts
         self._settings = held.settings()
@@ -184,37 +183,42 @@ class DataPosition:
             state: The training state.
             dataloader: The dataloader to read; the state's train dataloader when `None`.
         """
-        loader = state.train_dataloader if dataloader is None else dataloader
-        epoch, num_read = int(state.timestamp.epoch), int(state.timestamp.batch_in_epoch)
-        if self._begun is None or self._begun[0] is not loader or self._begun[1] != epoch:
-            self.begin(state, loader)
-        (_, _, parts), self._begun = cast("tuple[Any, int, list[object]]", self._begun), None
-        self.watch(loader).note_listeners(self._settings)
-        set_epoch_everywhere(loader, epoch, parts)  # for parts that a listener has added meanwhile
+        loader, epoch, num_read = _place_in(state, dataloader)
+        self._finish_beginning(state, loader, epoch)
         rng, self._rng = self._rng, None
         is_resumed, self._is_resumed = self._is_resumed, False
         if not is_resumed:
             self._at_save = {}
         knows_place = self._hand_over(loader) or bool(state.dataset_resumption.get("train"))
         is_spun = self.spin and not knows_place
-        if is_resumed and is_spun and num_read > 0 and self._start is None:
+        is_inside = is_resumed and num_read > 0
+        if is_inside and is_spun and self._start is None:
             # Composer's checkpoints have no position; without dropout and augmentation, this draws the numbers that
             # training drew.
-            for earlier in range(epoch):
-                set_epoch_everywhere(loader, earlier)
-                next(iter(loader), None)
-            set_epoch_everywhere(loader, epoch)
-        if num_read == 0 or not is_resumed:
+            _read_earlier_epochs(loader, epoch)
+        if not is_inside:
             self._start = {SEED_KEY: state.rank_zero_seed, _HELD: self.watch(loader).capture()}
         batches = self._read(loader, epoch, num_read if knows_place else 0, num_read if is_spun else 0)
-        if is_resumed and num_read > 0 and (knows_place or is_spun):
-            # So that this process's dataset is as after loading the batches that were trained on.
-            if getattr(loader, "num_workers", None) == 0:
-                self.watch(loader).restore(self._at_save, role="loads")
-            # Last, since the reads above have drawn random numbers.
-            if rng is not None:
-                load_rng_state(rng)
+        if is_inside and (knows_place or is_spun):
+            self._restore_process(loader, rng)
         return batches
+
+    def _finish_beginning(self, state: "State", loader: Any, epoch: int) -> None:
+        """Begin the epoch if that was not done, and record what listeners have changed since."""
+        if self._begun is None or self._begun[0] is not loader or self._begun[1] != epoch:
+            self.begin(state, loader)
+        (_, _, parts), self._begun = cast("tuple[Any, int, list[object]]", self._begun), None
+        self.watch(loader).note_listeners(self._settings)
+        set_epoch_everywhere(loader, epoch, parts)  # for parts that a listener has added meanwhile
+
+    def _restore_process(self, loader: Any, rng: Sequence[Mapping[str, Any]] | None) -> None:
+        """Restore what this process held at the save, after the reads of an epoch that is resumed inside."""
+        # So that this process's dataset is as after loading the batches that were trained on.
+        if getattr(loader, "num_workers", None) == 0:
+            self.watch(loader).restore(self._at_save, role="loads")
+        # Last, since the reads have drawn random numbers.
+        if rng is not None:
+            load_rng_state(rng)
 
     def _read(self, loader: Any, epoch: int, place: int, num_left_out: int) -> Iterator[Any]:
         """Return the batches of an epoch from a position, without loading earlier ones where that is equivalent.
@@ -264,35 +268,27 @@ class DataPosition:
 
         The interrupted process had done so, and persistent workers in each epoch. In epoch 0, `open` does it.
         """
-        num_workers, batches = getattr(loader, "num_workers", 0), max(1, getattr(loader, "num_workers", 0))
-        persists = num_workers > 0 and loader.persistent_workers
-        is_map = can_be_seeded(loader)
+        num_workers, is_map = getattr(loader, "num_workers", 0), can_be_seeded(loader)
         is_own = is_map and has_own_order(loader)  # with an order that is drawn in this process
-        if (
-            epoch == 0
-            or isinstance(loader, Iterator | list | tuple)
-            or (num_workers > 0 and not persists and not is_own)
-        ):
-            return
-        if is_map and not is_own and uses_no_rng(loader.dataset, loader.collate_fn):
+        starts_again = num_workers > 0 and not _persists(loader, epoch)
+        draws_nothing = is_map and not is_own and uses_no_rng(loader.dataset, loader.collate_fn)
+        if epoch == 0 or isinstance(loader, Iterator | list | tuple) or (starts_again and not is_own) or draws_nothing:
             return
         held = self.watch(loader)
         before = held.numbers()
-        for earlier in range(1 if is_map or not persists else epoch):
+        for earlier in range(epoch if _persists(loader, epoch) and not is_map else 1):
             set_epoch_everywhere(loader, earlier)
             if is_map or reads_in_workers(loader):
                 first = self._seeded_of(loader).open(seed, earlier)
             else:
                 first = open_streamed(loader, derive_seed(seed, earlier, get_global_rank()))
-            for _ in islice(first, batches):
-                pass
+            deque(islice(first, max(1, num_workers)), maxlen=0)
         held.set_numbers(before)
 
     def _warn_of(self, loader: Any, epoch: int, missing: Sequence[str]) -> None:
         """Warn of state that neither a checkpoint nor a repeated read restores."""
         told = [f"train_dataloader.{name}, which no longer exists" for name in missing]
-        persists = epoch > 0 and isinstance(loader, DataLoader) and loader.persistent_workers
-        if persists and holds_state(loader.dataset, loader.collate_fn):
+        if _persists(loader, epoch) and holds_state(loader.dataset, loader.collate_fn):
             told.append(
                 f"what train_dataloader.dataset, a {type(loader.dataset).__name__}, or collate_fn holds in worker "
                 "processes that persist, and continues from in each epoch"
@@ -343,6 +339,24 @@ class DataPosition:
             return False
         loader.load_state_dict(loaded)
         return True
+
+
+def _place_in(state: "State", dataloader: Iterable[Any] | None) -> tuple[Any, int, int]:
+    """Return the dataloader to read, the epoch, and the number of batches that were read in it."""
+    loader = state.train_dataloader if dataloader is None else dataloader
+    return loader, int(state.timestamp.epoch), int(state.timestamp.batch_in_epoch)
+
+
+def _read_earlier_epochs(loader: Any, epoch: int) -> None:
+    for earlier in range(epoch):
+        set_epoch_everywhere(loader, earlier)
+        next(iter(loader), None)
+    set_epoch_everywhere(loader, epoch)
+
+
+def _persists(loader: Any, epoch: int) -> bool:
+    """Return whether worker processes of an earlier epoch read this one."""
+    return epoch > 0 and isinstance(loader, DataLoader) and loader.persistent_workers
 
 
 def keeps_own_state(dataloader: Any) -> bool:
@@ -470,9 +484,6 @@ def refuse_other_data(saved: Mapping[str, Any], state: "State", path: str) -> No
         saved: The checkpoint's `state`.
         state: The training state, not yet changed.
         path: The checkpoint, for the message.
-
-    Raises:
-        IncompatibleCheckpointError: On all ranks, if the dataset has another length or its order another seed.
     """
     ranks = Ranks()
     ranks.together(lambda: _compare(saved, state, path) if ranks.rank == 0 else None)

@@ -138,11 +138,7 @@ def as_storage_error(error: BaseException, path: Path, need_bytes: int | None = 
 
 
 def require_space(path: Path, need_bytes: int) -> None:
-    """Raise before anything is written if it cannot fit on the disk.
-
-    Raises:
-        StorageError: If the free space is known and less than `need_bytes`.
-    """
+    """Raise before anything is written if it cannot fit on the disk."""
     free = free_bytes(path)
     if free is not None and free < need_bytes:
         error = as_storage_error(OSError(errno.ENOSPC, "no space"), path, need_bytes)

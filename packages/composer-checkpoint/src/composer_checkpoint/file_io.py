@@ -182,6 +182,53 @@ class FlushedFile:
         os.fsync(self._file.fileno())
 
 
+class HashingFile:
+    """File for `torch.save` that hashes each piece before writing it.
+
+    torch writes each storage in one piece. A storage whose hash was not taken in this way is read back.
+    """
+
+    def __init__(self, path: str, hash_name: str) -> None:
+        self.raw = open(path, "w+b", buffering=0)  # noqa: SIM115  # closed by __exit__
+        self._disk = FlushedFile(self.raw)
+        self._hash_name = hash_name
+        self._failure: OSError | None = None
+        self.hashes: dict[tuple[int, int], str] = {}
+
+    def write(self, data: Any) -> int:
+        """Write all of the data."""
+        view = memoryview(data).cast("B")
+        start, hasher = self._disk.position, new_hasher(self._hash_name)
+        try:
+            self._disk.write(view, hasher)
+        except OSError as error:  # torch replaces an error of the file by one without its cause
+            self._failure = self._failure or error
+            raise
+        self.hashes[start, len(view)] = hasher.hexdigest()
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing: nothing is held back."""
+
+    def raise_failure(self) -> None:
+        """Raise the error of a failed write that torch has swallowed."""
+        if self._failure is not None:
+            raise self._failure
+
+    def finish(self, end: bytes) -> None:
+        """Overwrite the last bytes of the file, and wait until everything is on the disk."""
+        self._disk.rewrite(memoryview(end), self.raw.seek(0, os.SEEK_END) - len(end))
+        self._disk.finish()
+
+    def __enter__(self) -> "HashingFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        self.raw.close()
+        if kind is not None:
+            self.raise_failure()
+
+
 def _begin_flush(descriptor: int, start: int, end: int) -> None:
     # A hint only: fsync reports failed writes. POSIX_FADV_DONTNEED, which Python offers, starts writing too, but then
     # waits for all processors to flush their lists of new pages, which costs more than it gains.
@@ -233,11 +280,7 @@ class FileReader:
         return self.path
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """Return exactly `size_bytes` bytes.
-
-        Raises:
-            CorruptCheckpointError: If the file is too short.
-        """
+        """Return exactly `size_bytes` bytes."""
         if offset < 0 or size_bytes < 0 or offset + size_bytes > self.size_bytes:
             raise CorruptCheckpointError(
                 f"bytes {offset} to {offset + size_bytes} were expected, and the file has {self.size_bytes}: it was "
@@ -347,9 +390,6 @@ def hash_ranges(
         hash_name: Name of the hash.
         mapped: The same file, to hash it without copying.
         look: Function called with a range's index and each piece of it, while the piece is in the core's cache.
-
-    Raises:
-        CorruptCheckpointError: If the file is too short.
     """
 
     def hash_range(index: int) -> str:
@@ -374,7 +414,7 @@ def hash_ranges(
         for index in left:
             hashes[index] = hash_range(index)
 
-    workers = min(num_threads(), sum(size_bytes for _, size_bytes in ranges) // _READ_BYTES)
+    workers = min(num_threads(), len(ranges), sum(size_bytes for _, size_bytes in ranges) // _READ_BYTES)
     if workers < 2:
         hash_what_is_left()
         return hashes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -46,6 +46,7 @@ from composer_checkpoint.formats.safetensors import (
     load_safetensors,
     read_safetensors,
     save_safetensors,
+    tied_weights,
     verify_safetensors,
 )
 from composer_checkpoint.manifest import Manifest, TensorEntry, parse_json
@@ -75,6 +76,7 @@ __all__ = [
 log = getLogger(__name__)
 
 _PathLike = str | os.PathLike[str]
+_Item = TypeVar("_Item")
 
 _MAX_NAMES = 10
 
@@ -204,30 +206,16 @@ def load_file(
         if trusted := trusted and kind != "safetensors":  # that format has no code to trust
             digest = hash_file(reader.own_path if plain == source else source, "blake3")
             log.warning("%s is loaded as trusted and may run any code. Its BLAKE3 hash is %s.", source, digest)
-        obj, finite = _load(source, reader, kind, map_location=map_location, mmap=mmap, verify=verify, trusted=trusted)
-        if verify or require_finite:  # reads every weight, as verifying does anyway
-            _check_finite(obj, finite, source, require_finite)
-    return obj
-
-
-def load_open_weights(
-    reader: FileReader, source: str, *, map_location: Any = "cpu", verify: bool = True, require_finite: bool = False
-) -> Any:
-    """Load an open `.safetensors` file, as `load_file` does.
-
-    Args:
-        reader: The file.
-        source: Name of the file in messages.
-        map_location: As for `load_file`.
-        verify: As for `load_file`.
-        require_finite: As for `load_file`.
-    """
-    obj, finite = _load(
-        source, reader, "safetensors", map_location=map_location, mmap=True, verify=verify, trusted=False
-    )
-    if verify or require_finite:
-        _check_finite(obj, finite, source, require_finite)
-    return obj
+        return _load(
+            source,
+            reader,
+            kind,
+            map_location=map_location,
+            mmap=mmap,
+            verify=verify,
+            trusted=trusted,
+            require_finite=require_finite,
+        )
 
 
 def safe_torch_load(
@@ -292,10 +280,10 @@ def verify_file(path: _PathLike) -> Manifest | None:
     """Compare every byte of a file with the hashes of its manifest.
 
     Returns:
-            The manifest, or `None` for a file without one, of which only the structure was checked.
+        The manifest, or `None` for a file without one, of which only the structure was checked.
 
-        Raises:
-            CorruptCheckpointError: If anything differs, with the name of the tensor.
+    Raises:
+        CorruptCheckpointError: If anything differs, with the name of the tensor.
     """
     if os.fspath(path).endswith(INDEX_SUFFIX):
         return verify_shards(path)
@@ -313,9 +301,16 @@ def verify_file(path: _PathLike) -> Manifest | None:
 
 
 def _load(
-    source: str, reader: FileReader, kind: Format, *, map_location: Any, mmap: bool, verify: bool, trusted: bool
-) -> tuple[Any, Collection[str]]:
-    """Return the content of a file, and the names of weights that were seen to be finite."""
+    source: str,
+    reader: FileReader,
+    kind: Format,
+    *,
+    map_location: Any,
+    verify: bool,
+    require_finite: bool,
+    mmap: bool = True,
+    trusted: bool = False,
+) -> Any:
     manifest: Manifest | None = None
     finite: Collection[str] = ()
     match kind:
@@ -333,15 +328,17 @@ def _load(
             obj = pickle.loads(data) if trusted else safe_unpickle(data)
     if manifest is None:
         log.warning("%s is unverified: it has no manifest, so changes to its bytes cannot be detected.", source)
-    return obj, finite
+    # Reads every weight, as verifying does anyway.
+    if (verify or require_finite) and (names := non_finite_weights(obj, finite)):
+        message = f"{len(names)} tensors are NaN or infinite: {', '.join(names[:_MAX_NAMES])}"
+        if require_finite:
+            raise CorruptCheckpointError(f"{message}. Load an earlier checkpoint, or load without require_finite.")
+        log.warning("%s: %s", source, message)
+    return obj
 
 
 def refuse_what_is_elsewhere(obj: Any) -> None:
-    """Raise if a tensor has its elements, or some of them, outside the memory of this process.
-
-    Raises:
-        TypeError: With the names of such tensors.
-    """
+    """Raise if a tensor has its elements, or some of them, outside the memory of this process."""
     tensors = dict(named_leaves(obj, torch.Tensor))
     module: Any = sys.modules.get("torch.distributed.tensor")  # slow to import, and loaded if there is any DTensor
     parts = [name for name, leaf in tensors.items() if module is not None and isinstance(leaf, module.DTensor)]
@@ -356,16 +353,6 @@ def refuse_what_is_elsewhere(obj: Any) -> None:
             f"{len(empty)} tensors are on the meta device ({', '.join(empty[:_MAX_NAMES])}), where they have no "
             f"elements to save. Give the model memory and weights first, as to_empty() and load_state_dict() do."
         )
-
-
-def _check_finite(obj: Any, known_finite: Collection[str], source: str, require_finite: bool) -> None:
-    names = non_finite_weights(obj, known_finite)
-    if not names:
-        return
-    message = f"{len(names)} tensors are NaN or infinite: {', '.join(names[:_MAX_NAMES])}"
-    if require_finite:
-        raise CorruptCheckpointError(f"{message}. Load an earlier checkpoint, or load without require_finite.")
-    log.warning("%s: %s", source, message)
 
 
 def _without_weights(obj: Any) -> Any:
@@ -432,20 +419,40 @@ def save_weights_in_shards(
         >>> load_file(path)["a"]
         tensor([1., 1., 1., 1.])
     """
-    if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes!r} must be 1 or more, such as 5_000_000_000.")
-    groups = list(_groups(by_text_names(weights), max_shard_bytes))
-    names = [f"{name}-{number:05d}-of-{len(groups):05d}{_SUFFIX}" for number in range(1, len(groups) + 1)]
-    if len(groups) == 1:
-        names = [name + _SUFFIX]
+    parts = ((same, next(iter(same.values())).nbytes) for same in tied_weights(by_text_names(weights)))
+    shards = plan_files(parts, max_shard_bytes, name)
     with write_atomically(folder, overwrite=overwrite, folder=True) as unfinished:
         manifests = {
-            shard: save_file(dict(group), unfinished / shard, info=info, hash_name=hash_name)
-            for shard, group in zip(names, groups, strict=True)
+            shard: save_file(group, unfinished / shard, info=info, hash_name=hash_name)
+            for shard, group in shards.items()
         }
-        if len(groups) > 1:
-            (unfinished / (name + INDEX_SUFFIX)).write_text(index_text(manifests))
-    return Path(folder) / (name + INDEX_SUFFIX if len(groups) > 1 else names[0])
+        write_index(manifests, unfinished, name)
+    return Path(folder) / (name + INDEX_SUFFIX if len(shards) > 1 else next(iter(shards)))
+
+
+def plan_files(
+    parts: Iterable[tuple[Mapping[str, _Item], int]], max_shard_bytes: int, name: str
+) -> dict[str, dict[str, _Item]]:
+    """Assign parts to files in order, as many as fit in each, and return the content of each file by its name.
+
+    Args:
+        parts: Tensors that stay together, by name, and their size.
+        max_shard_bytes: Maximum size of the parts in one file. A larger part gets a file of its own.
+        name: Prefix of the files' names.
+    """
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes!r} must be 1 or more, such as 5_000_000_000.")
+    groups: list[dict[str, _Item]] = [{}]
+    filled = 0
+    for part, size_bytes in parts:
+        if groups[-1] and filled + size_bytes > max_shard_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1].update(part)
+        filled += size_bytes
+    if len(groups) == 1:
+        return {name + _SUFFIX: groups[0]}
+    return {f"{name}-{number:05d}-of-{len(groups):05d}{_SUFFIX}": group for number, group in enumerate(groups, 1)}
 
 
 def read_index(path: str | os.PathLike[str]) -> ShardIndex:
@@ -478,8 +485,10 @@ def read_index(path: str | os.PathLike[str]) -> ShardIndex:
     return ShardIndex(index, {shard: frozenset(names) for shard, names in shards.items()}, _manifest_of(raw))
 
 
-def load_shards(path: str | os.PathLike[str], **options: Any) -> "dict[str, Tensor]":
-    """Load all files of an index, after comparing their headers with it. `options` are those of `load_file`.
+def load_shards(
+    path: str | os.PathLike[str], *, map_location: Any = "cpu", verify: bool = True, require_finite: bool = False
+) -> "dict[str, Tensor]":
+    """Load all files of an index, after comparing their headers with it. The arguments are those of `load_file`.
 
     Raises:
         CheckpointError: If the index or a file is damaged or unsafe, with the name of the file.
@@ -490,7 +499,14 @@ def load_shards(path: str | os.PathLike[str], **options: Any) -> "dict[str, Tens
     for shard in _checked_shards(index):
         validate_file(index.path.parent / shard)
         with _opened(index, shard) as reader:
-            loaded = load_open_weights(reader, reader.path, **options)
+            loaded = _load(
+                reader.path,
+                reader,
+                "safetensors",
+                map_location=map_location,
+                verify=verify,
+                require_finite=require_finite,
+            )
         _refuse_in_two_shards(index, shard, loaded)  # again, now with the aliases of tensors
         weights.update(loaded)
     return weights
@@ -512,29 +528,10 @@ def verify_shards(path: str | os.PathLike[str]) -> Manifest | None:
     return index.manifest
 
 
-def _groups(weights: "Mapping[str, Tensor]", max_shard_bytes: int) -> "Iterator[dict[str, Tensor]]":
-    """Yield the weights of each file. Several names of one tensor stay together."""
-    tied: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for name, tensor in weights.items():
-        if not hasattr(tensor, "data_ptr"):
-            raise TypeError(f"{name} is a {type(tensor).__name__}, and safetensors holds tensors only.")
-        # Empty tensors may all have the address 0, which does not make them one tensor.
-        own = (name,) if not tensor.numel() else (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
-        tied.setdefault((*own, tensor.dtype, tensor.is_conj(), tensor.is_neg()), {})[name] = tensor
-    group: dict[str, Any] = {}
-    size_bytes = 0
-    for same in tied.values():
-        own_bytes = next(iter(same.values())).nbytes
-        if group and size_bytes + own_bytes > max_shard_bytes:
-            yield group
-            group, size_bytes = {}, 0
-        group |= same
-        size_bytes += own_bytes
-    yield group
-
-
-def index_text(manifests: Mapping[str, Manifest]) -> str:
-    """Return the text of the index of several files."""
+def write_index(manifests: Mapping[str, Manifest], folder: Path, name: str) -> None:
+    """Write the index of files that are complete, if there are several."""
+    if len(manifests) < 2:
+        return
     tensors: dict[str, TensorEntry] = {}
     for manifest in manifests.values():
         tensors |= manifest.tensors
@@ -543,7 +540,8 @@ def index_text(manifests: Mapping[str, Manifest]) -> str:
     total = sum(entry.size_bytes for entry in tensors.values())
     weight_map = {name: shard for shard, manifest in manifests.items() for name in manifest.tensors}
     metadata = {"total_size": total, _MANIFEST_KEY: whole.to_json()}
-    return json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
+    text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
+    (folder / (name + INDEX_SUFFIX)).write_text(text)
 
 
 def _manifest_of(raw: Mapping[str, Any]) -> Manifest | None:

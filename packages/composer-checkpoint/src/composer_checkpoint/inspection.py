@@ -2,9 +2,7 @@
 
 import math
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,32 +11,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from composer_checkpoint._pickle_inspection import PickleInspection, inspect_pickle, read_legacy_pt
 from composer_checkpoint._tree import text_of
-from composer_checkpoint.commit import read_pointer
-from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError, UnsafeCheckpointError
 from composer_checkpoint.file_io import FileReader
-from composer_checkpoint.formats.archives import INDEX_SUFFIX, Format, format_of, plain_file
-from composer_checkpoint.formats.deepspeed import Weights, find_zero_folder, open_zero_source
-from composer_checkpoint.formats.per_rank_tensors import layout_of, open_local_source
+from composer_checkpoint.formats.archives import Format, format_of, plain_file
 from composer_checkpoint.formats.pt import open_pt
-from composer_checkpoint.formats.pt_tensors import open_pt_source
 from composer_checkpoint.formats.safetensors import read_safetensors
-from composer_checkpoint.formats.safetensors_tensors import meant_of, open_index_source, open_safetensors_source
-from composer_checkpoint.formats.tensor_source import TensorSource
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.sharded._storage import LocalSource
 from composer_checkpoint.sharded.reader import read_folder_metadata, read_manifest
-from composer_checkpoint.sharded.tensors import open_sharded_source
 
-__all__ = [
-    "FileDescription",
-    "TensorDescription",
-    "inspect_file",
-    "describe_folder",
-    "Kind",
-    "find_kind",
-    "follow_pointers",
-    "open_checkpoint",
-]
+__all__ = ["FileDescription", "TensorDescription", "describe_folder", "inspect_file"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,208 +129,3 @@ def _keys_of_paths(paths: Iterable[tuple[object, ...]]) -> tuple[str, ...]:
     paths = list(paths)
     below = [f"state/{path[1]}" for path in paths if path[0] == "state" and len(path) > 1]
     return tuple(dict.fromkeys([*(str(path[0]) for path in paths), *below]))
-
-
-Kind = Literal["composer", "pt", "safetensors", "dcp", "local", "deepspeed", "hf", "modular"]
-"""Kinds of checkpoints: `'composer'` is a `.pt` file with the key `state`, `'pt'` any other one, and `'modular'` the
-folder with `model/`, `optim/` and `composer_metadata.json`."""
-
-_SYMLINK = ".symlink"
-_MOST_LINKS = 8
-_BIN_INDEX = "pytorch_model.bin.index.json"
-_WEIGHTS = ("model.safetensors.index.json", "model.safetensors", _BIN_INDEX, "pytorch_model.bin")
-_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
-
-
-def open_checkpoint(
-    path: str | os.PathLike[str],
-    *,
-    kind: Kind | None = None,
-    record_unknown: bool = False,
-    zero_weights: Weights = "fp32",
-) -> TensorSource:
-    """Open a checkpoint of any kind to read it tensor by tensor. Nothing in it is run.
-
-    Args:
-        path: Path of a file, a folder, a link or a pointer such as `latest-rank0.pt`, or the name of per-rank files
-            with `{rank}` in it.
-        kind: Kind of the checkpoint. Detected when `None`.
-        record_unknown: Whether to open a `.pt` file with more than data too, for inspection; see `open_pt_source`.
-        zero_weights: Which weights of a DeepSpeed checkpoint to open.
-
-    Raises:
-        NoCheckpointError: If the path is not a checkpoint, with the files that were searched for.
-        CorruptCheckpointError: If the checkpoint is not whole.
-        UnsafeCheckpointError: If it has more than data.
-    """
-    place = follow_pointers(path)
-    kind = find_kind(place) if kind is None else kind
-    match kind:
-        case "local":
-            source = open_local_source(place)
-        case "dcp":
-            source = open_sharded_source(place)
-        case "deepspeed":
-            source = open_zero_source(place, weights=zero_weights)
-        case "hf":
-            source = _open_folder(Path(place))
-        case "modular":
-            source = _open_modular(Path(place))
-        case _:
-            source = _open_file(place, record_unknown)
-    if source.format == "pt":
-        source.format = "composer" if isinstance(source.tree, dict) and "state" in source.tree else "pt"
-    source.path = os.fspath(place)
-    return source
-
-
-def follow_pointers(path: str | os.PathLike[str]) -> str:
-    """Return the target of a link or a pointer file, and any other path unchanged.
-
-    Raises:
-        CorruptCheckpointError: If there are too many pointers, as in a circle.
-    """
-    place = os.fspath(path)
-    for _ in range(_MOST_LINKS):
-        # Where links are not supported, or in a copy of a store, a pointer is a small file with the name of its target.
-        is_pointer = place.endswith(_SYMLINK) or (os.path.islink(place) and not os.path.exists(place))
-        target = read_pointer(place) if is_pointer or _is_small_file(place) else None
-        if target is None:
-            return place
-        place = os.fspath(target)
-    raise CorruptCheckpointError(
-        f"{os.fspath(path)!r} leads over more than {_MOST_LINKS} pointers. Name the checkpoint."
-    )
-
-
-def find_kind(path: str | os.PathLike[str]) -> Kind:
-    """Return the kind of the checkpoint at a path.
-
-    Raises:
-        NoCheckpointError: If the path is not a known kind of checkpoint, with the files that were searched for.
-    """
-    place = os.fspath(path)
-    # A name with the placeholder stands for several files, and does not exist itself.
-    if "{rank}" in place:
-        return "local"
-    if os.path.isfile(place):
-        return "safetensors" if place.endswith((".safetensors", INDEX_SUFFIX)) else "pt"
-    folder = Path(place)
-    if not folder.is_dir():
-        raise NoCheckpointError(f"there is no checkpoint at {place!r}. Check the path.")
-    tests: Mapping[Kind, Callable[[], Any]] = {
-        "dcp": lambda: (folder / ".metadata").exists(),
-        "modular": lambda: (folder / "composer_metadata.json").exists() or _modular_model(folder),
-        "deepspeed": lambda: find_zero_folder(folder),
-        "hf": lambda: any((folder / name).exists() for name in (*_WEIGHTS, *_ADAPTERS)),
-    }
-    for kind, test in tests.items():
-        if test():
-            return kind
-    some = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8])
-    raise NoCheckpointError(
-        f"{place!r} is not a known kind of checkpoint: it has neither .metadata (torch.distributed.checkpoint), "
-        f"composer_metadata.json, mp_rank_00_model_states.pt or latest (DeepSpeed), nor {', '.join(_WEIGHTS)} (Hugging "
-        f"Face), but {some or 'nothing'}. Name the checkpoint's own folder or file."
-    )
-
-
-def _is_small_file(place: str) -> bool:
-    return not os.path.islink(place) and os.path.isfile(place) and os.path.getsize(place) <= 4096
-
-
-def _open_file(place: str, record_unknown: bool) -> TensorSource:
-    if place.endswith(INDEX_SUFFIX):
-        return open_index_source(place)
-    with ExitStack() as unpacked:  # an archive is unpacked once, and its content deleted when the source is closed
-        plain = unpacked.enter_context(plain_file(place))
-        if place.endswith(".safetensors"):
-            source = open_safetensors_source(plain)
-        else:
-            source = open_pt_source(plain, record_unknown=record_unknown)
-            if layout_of(source.tree) is not None:
-                source.format = "local"
-        source.size_bytes = os.path.getsize(place)
-        source.on_close(unpacked.pop_all())
-    return source
-
-
-def _open_folder(folder: Path) -> TensorSource:
-    """Open the weights in a Hugging Face folder."""
-    for name in (*_WEIGHTS, *_ADAPTERS):
-        path = folder / name
-        if not path.exists():
-            continue
-        if name == _BIN_INDEX:
-            source = _open_bin_shards(path)
-        elif name.endswith(".bin"):
-            source = _open_file(os.fspath(path), False)
-        else:
-            source = (
-                open_index_source(os.fspath(path)) if name.endswith(".json") else _open_file(os.fspath(path), False)
-            )
-        source.format = "hf"
-        if not source.files:
-            source.files = {name: path.stat().st_size}
-        return source
-    raise NoCheckpointError(f"{folder} has none of {', '.join((*_WEIGHTS, *_ADAPTERS))}. Name a Hugging Face folder.")
-
-
-def _open_bin_shards(index: Path) -> TensorSource:
-    import json  # here, since only this function needs it
-
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        listed = {str(name): str(shard) for name, shard in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{index} is not an index with a weight_map: {error!s:.200}.") from error
-    tensors: dict[str, Any] = {}
-    files: dict[str, int] = {}
-    with ExitStack() as opened:
-        for shard in dict.fromkeys(listed.values()):
-            if not re.fullmatch(r"[^/\\\0]+\.bin", shard):
-                raise UnsafeCheckpointError(f"{index} names {shard!r:.200}, outside its folder; nothing was read.")
-            path = index.parent / shard
-            if not path.exists():
-                raise CorruptCheckpointError(f"{index.parent} lacks the shard {shard}. Bring the file back.")
-            source = opened.enter_context(open_pt_source(os.fspath(path)))
-            tensors |= meant_of(index, shard, source.tensors, tensors, listed)
-            files[shard] = source.size_bytes
-        whole = TensorSource("pt", tensors, sum(files.values()), files=files)
-        whole.missing = tuple(sorted(listed.keys() - tensors.keys()))
-        whole.on_close(opened.pop_all())
-    return whole
-
-
-def _modular_model(folder: Path) -> Path | None:
-    model = folder / "model"
-    for candidate in (model / "model.pt", model / "model.safetensors", model / "model.safetensors.index.json"):
-        if candidate.exists():
-            return candidate
-    return model if (model / ".metadata").exists() else None
-
-
-def _open_modular(folder: Path) -> TensorSource:
-    import json
-
-    model = _modular_model(folder)
-    if model is None:
-        raise NoCheckpointError(f"{folder} has no model/model.pt and no model/.metadata, so it holds no weights.")
-    # The model part is a checkpoint of its own, of any format.
-    source = open_checkpoint(model)
-    weights = dict(source.weights)
-    state: dict[str, Any] = {"model": weights}
-    path = folder / "composer_metadata.json"
-    if path.exists():
-        try:
-            metadata = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            source.close()
-            raise CorruptCheckpointError(f"{path} is not JSON: {error!s:.200}.") from error
-        state["metadata"] = {"composer_env_info": metadata}
-        if isinstance(metadata, dict) and isinstance(metadata.get("huggingface"), dict):
-            state["integrations"] = {"huggingface": metadata["huggingface"]}
-    files = {p.relative_to(folder).as_posix(): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
-    whole = TensorSource("modular", {"state": state}, sum(files.values()), source.manifest, files=files)
-    whole.on_close(source)
-    return whole

@@ -142,24 +142,29 @@ def load_checkpoint(
         # together, since one rank alone may have read the file
         Ranks().together(lambda: refuse_another_model(state, saved, local_path, strict=strict, leaves_out=leaves_out))
         if not load_weights_only:
-            if restart_epoch:
-                begin_epoch_again(saved)
-            refuse_other_data(saved, state, local_path)
-            _restore_clocks(saved)
-            Ranks().together(lambda: refuse_unfitting_state(state, saved, local_path))
+            _prepare(state, saved, local_path, restart_epoch)
         _put_into(state, saved, logger, load_weights_only, strict, exclude_algorithms, algorithm_passes)
         if kept is not None:
             kept.put_back()
     state.run_name, state.load_path = run_name, path
     _check_agreement(state)
-    if not load_weights_only:
-        _leave_epoch_of_other_batches(state, saved)
     log.info("Loaded %s.", path)
-    rng: list[dict[str, Any]] | None = None if load_weights_only else content.get("rng") or None
-    position = DataPosition.of(state)
-    if position is not None and not load_weights_only:
+    if load_weights_only:
+        return None
+    _leave_epoch_of_other_batches(state, saved)
+    rng: list[dict[str, Any]] | None = content.get("rng") or None
+    if (position := DataPosition.of(state)) is not None:
         position.resume(rng, state)
     return rng
+
+
+def _prepare(state: "State", saved: dict[str, Any], path: str, restart_epoch: bool) -> None:
+    """Convert a training state for loading, and refuse one that does not fit, before anything is changed."""
+    if restart_epoch:
+        begin_epoch_again(saved)
+    refuse_other_data(saved, state, path)
+    _restore_clocks(saved)
+    Ranks().together(lambda: refuse_unfitting_state(state, saved, path))
 
 
 def load_sharded_checkpoint(
@@ -248,9 +253,6 @@ def check_local_path(path: str, state: "State") -> None:
     Args:
         path: As in `load_checkpoint`. An address is not checked.
         state: The training state.
-
-    Raises:
-        NoCheckpointError: If it does not exist.
     """
     own = path_on_this_rank(path, state)
     if not is_uri(own):

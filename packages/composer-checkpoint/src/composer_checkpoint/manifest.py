@@ -1,9 +1,10 @@
 """Manifest of a checkpoint: its content with a hash of each part, in JSON, and the seal that protects it."""
 
 import json
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard, TypeVar
 
@@ -101,7 +102,22 @@ class Manifest:
             raise CorruptCheckpointError(
                 f"the manifest is a JSON {type(raw).__name__}, not an object. Load another checkpoint."
             )
-        _check_version(raw)
+        version = raw.get("format_version")
+        if not _is_count(version) or version < 1:
+            raise CorruptCheckpointError(
+                f"the manifest's format_version is {version!r:.80}, not a whole number from 1. Load another checkpoint."
+            )
+        if version > FORMAT_VERSION:
+            writer = _object(raw, "info").get("composer_version", "a newer composer-checkpoint")
+            raise NewerCheckpointError(
+                f"the checkpoint has format version {version}, written by {writer!s:.80}; this composer-checkpoint "
+                f"reads up to version {FORMAT_VERSION}. Upgrade composer-checkpoint to load it."
+            )
+        if raw.get("hash_name") not in list(NUM_DIGITS):  # a list, since the value may be unhashable
+            raise NewerCheckpointError(
+                f"the manifest's hashes are {raw.get('hash_name')!r:.80}, and this composer-checkpoint knows "
+                f"{', '.join(NUM_DIGITS)}. Upgrade composer-checkpoint to load it."
+            )
         return cls(
             format_version=raw["format_version"],
             hash_name=raw["hash_name"],
@@ -113,25 +129,6 @@ class Manifest:
 
 def _fields(entry: TensorEntry | FileEntry) -> dict[str, Any]:
     return {name: getattr(entry, name) for name in entry.__slots__}  # much faster than asdict(), which copies deeply
-
-
-def _check_version(raw: dict[str, Any]) -> None:
-    version = raw.get("format_version")
-    if not _is_count(version) or version < 1:
-        raise CorruptCheckpointError(
-            f"the manifest's format_version is {version!r:.80}, not a whole number from 1. Load another checkpoint."
-        )
-    if version > FORMAT_VERSION:
-        writer = _object(raw, "info").get("composer_version", "a newer composer-checkpoint")
-        raise NewerCheckpointError(
-            f"the checkpoint has format version {version}, written by {writer!s:.80}; this composer-checkpoint reads "
-            f"up to version {FORMAT_VERSION}. Upgrade composer-checkpoint to load it."
-        )
-    if raw.get("hash_name") not in list(NUM_DIGITS):  # a list, since the value may be unhashable
-        raise NewerCheckpointError(
-            f"the manifest's hashes are {raw.get('hash_name')!r:.80}, and this composer-checkpoint knows "
-            f"{', '.join(NUM_DIGITS)}. Upgrade composer-checkpoint to load it."
-        )
 
 
 def _object(raw: dict[str, Any], name: str) -> dict[str, Any]:
@@ -195,18 +192,8 @@ def seal(file: Readable, layout: ZipLayout) -> bytes:
     return b"composer blake3 " + hasher.hexdigest().encode()
 
 
-def is_sealed(file: Readable) -> bool:
-    """Return whether a file ends with a seal, which may be wrong."""
-    size_bytes = min(len(EMPTY_SEAL), file.size_bytes)
-    return _SEAL.fullmatch(file.read(file.size_bytes - size_bytes, size_bytes)) is not None
-
-
 def check_seal(file: Readable, layout: ZipLayout) -> Manifest | None:
-    """Return the manifest after checking the seal; `None` for a file with neither.
-
-    Raises:
-        CorruptCheckpointError: If only one of them exists, or the seal does not match the file.
-    """
+    """Return the manifest after checking the seal; `None` for a file with neither."""
     member = layout.members.get(MANIFEST_NAME)
     is_sealed = _SEAL.fullmatch(layout.comment) is not None
     if member is None and not is_sealed:
@@ -226,13 +213,7 @@ def check_seal(file: Readable, layout: ZipLayout) -> Manifest | None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text.
-
-    Raises:
-        ValueError: If it is not JSON, or an object has a duplicate name.
-        RecursionError: If it is nested too deeply.
-        RecursionError: If it is nested too deeply.
-    """
+    """Parse a JSON text."""
     return json.loads(text, object_pairs_hook=_without_duplicates)
 
 
@@ -254,11 +235,7 @@ def sealed(manifest: Manifest) -> Manifest:
 
 
 def check_sharded_seal(manifest: Manifest, where: str) -> None:
-    """Compare a manifest with its own hash.
-
-    Raises:
-        CorruptCheckpointError: If it differs from what was written.
-    """
+    """Compare a manifest with its own hash."""
     if manifest.info.get(_KEY) != _hash(manifest):
         raise CorruptCheckpointError(
             f"{where} is not what was written: its hash, which it has in itself, differs. Load another checkpoint."
@@ -268,3 +245,38 @@ def check_sharded_seal(manifest: Manifest, where: str) -> None:
 def _hash(manifest: Manifest) -> str:
     info = {key: value for key, value in manifest.info.items() if key != _KEY}
     return hash_bytes(replace(manifest, info=info).to_json().encode(), manifest.hash_name)
+
+
+LAYOUT_KEY = "local_layout"
+"""In the content of a per-rank file: the sharding of its tensors."""
+
+SAVE_ID_KEY = "save_id"
+"""In that entry and in the manifest: the id that the files of one save have in common."""
+
+
+def layout_in(content: Any, path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Return how the tensors of a per-rank file are sharded."""
+    match content.get(LAYOUT_KEY) if isinstance(content, dict) else None:
+        case {"world_size": int(), "rank": int(), "tensors": dict()} as layout:
+            return layout
+        case _:
+            raise CorruptCheckpointError(
+                f"{os.fspath(path)} has no {LAYOUT_KEY!r}, so it is not a per-rank file. Load it as a single file, "
+                f"with load_file()."
+            )
+
+
+def refuse_mixed_saves(save_ids: Sequence[Any], path: str | os.PathLike[str]) -> None:
+    """Raise if the ranks' files come from several saves, as after a run that was killed while it replaced them.
+
+    Args:
+        save_ids: The save id of each rank's file; `None` where it has none.
+        path: Path with `{rank}`, as passed to `save_local`.
+    """
+    if len(set(save_ids)) > 1:
+        kinds = {save_id: rank for rank, save_id in reversed(list(enumerate(save_ids)))}
+        raise CorruptCheckpointError(
+            f"{os.fspath(path)}: the files of ranks {sorted(kinds.values())} are of different saves, which were mixed "
+            f"when the run was killed while it replaced them. If no run saves there, remove_leftovers(folder, "
+            f"locked=True) gives the rest of the later ones their names. Otherwise load another checkpoint."
+        )

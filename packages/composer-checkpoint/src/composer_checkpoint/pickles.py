@@ -1,9 +1,9 @@
 """Restricted unpickling, which can build plain data and nothing else.
 
 A pickle is a program that names functions and calls them. `safe_unpickle` loads one behind four locks. `scan` walks its
-instructions without executing any, and refuses those that no checkpoint needs. `check_keys` refuses keys that would
-take unbounded time to hash. Each remaining name is looked up in an allowlist, never imported. And a pickle can neither
-change the allowed objects nor make them copy much more than its own size.
+instructions without executing any, and refuses those that no checkpoint needs. Each remaining name is looked up in an
+allowlist, never imported. Keys that would take unbounded time to hash are refused before they are hashed. And a pickle
+can neither change the allowed objects nor make them copy much more than its own size.
 """
 
 import io
@@ -15,12 +15,13 @@ import re
 # Private to the standard library, but stable since 3.0. Needed because torch.save writes the names of Python 2.
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from itertools import islice
+from numbers import Number
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
-from composer_checkpoint._pickled_keys import LENGTH_BYTES, KeyBudget, check_keys
 from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError, shown
 
 __all__ = [
@@ -40,28 +41,64 @@ _COPIED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, deque)
 _TIMES = 4
 _ALWAYS_ALLOWED = 1 << 16
 
+# The hash of a text is cached and depends on a secret of the process. That of a float or a number of up to 64 bits
+# equals that of few others. The hashes of the rest are predictable, so many keys can be made to collide. And the hash
+# of a tuple is computed on each use, over everything that it unfolds to: a tuple that contains another one twice,
+# which contains a third one twice, takes 2**n steps. So their number and size have limits.
+_HARMLESS_KEYS = frozenset([str, bytes, float, bool, type(None)])
+_PREDICTABLE = (Number, tuple, frozenset, timedelta)
+_MOST_KEYS = 1 << 12
+_MOST_ELEMENTS = 1 << 6
+
 
 class Budget:
     """Budget for the copies that calls of a pickle make, a small multiple of its size, and for its keys."""
 
-    __slots__ = ("_left", "_limit", "keys")
+    __slots__ = ("_keys_left", "_left", "_limit")
 
-    def __init__(self, size_bytes: int, *, has_heavy_keys: bool) -> None:
-        self.keys = KeyBudget(has_heavy_keys=has_heavy_keys)
+    def __init__(self, size_bytes: int) -> None:
         self._left = self._limit = _TIMES * size_bytes + _ALWAYS_ALLOWED
+        self._keys_left = _MOST_KEYS
 
     def charge(self, count: int) -> None:
-        """Subtract a number of elements or bytes from the budget.
-
-        Raises:
-            CorruptCheckpointError: If the budget is exceeded.
-        """
+        """Subtract a number of copied elements or bytes, and raise if the budget is exceeded."""
         self._left -= count
         if self._left < 0:
             raise CorruptCheckpointError(
                 f"a pickle copies more than {self._limit} bytes and elements, {_TIMES} times what it has: it was made "
                 f"to use up the memory. Load another checkpoint."
             )
+
+    def charge_keys(self, keys: Iterable[Any]) -> None:
+        """Raise, before keys are hashed, if hashing and comparing them could take unbounded time."""
+        for key in keys:
+            kind = type(key)
+            if kind in _HARMLESS_KEYS or (kind is int and -_MOST_NUMBER <= key <= _MOST_NUMBER):
+                continue
+            if isinstance(key, _PREDICTABLE):
+                self._keys_left -= 1
+                if self._keys_left < 0 or not _is_small(key):
+                    raise CorruptCheckpointError(
+                        f"a pickle has keys that can be made to take endless time: tuples, sets or long numbers that "
+                        f"unfold to more than {_MOST_ELEMENTS} elements, or more than {_MOST_KEYS} of them. Use text "
+                        f"or short numbers as keys, or load another checkpoint."
+                    )
+
+
+_MOST_NUMBER = 1 << 64
+
+
+def _is_small(key: Any) -> bool:
+    """Return whether a key unfolds to few elements. The walk stops at the limit, since it may unfold to any number."""
+    left, pending = _MOST_ELEMENTS, [key]
+    while pending and left > 0:
+        inner = pending.pop()
+        left -= 1
+        if isinstance(inner, tuple | frozenset):
+            pending.extend(islice(inner, left + 1))
+        elif isinstance(inner, int):
+            left -= inner.bit_length() >> 6
+    return not pending and left >= 0
 
 
 class Unchangeable:
@@ -89,32 +126,20 @@ class Call(Unchangeable):
         """Call the function within the budget of the pickle."""
         self._budget.charge(sum(len(arg) for arg in args if isinstance(arg, _COPIED)))
         if isinstance(self._function, type):
-            _refuse_arrays(args)
-            if issubclass(self._function, dict | set | frozenset):
-                self._charge_keys(args, of_pairs=issubclass(self._function, dict))
-        made = self._function(*map(Call.itself, args))  # the argument of a defaultdict is a class
-        if isinstance(made, frozenset):
-            self._budget.keys.check_result(made)
-        return made
-
-    def _charge_keys(self, args: tuple[Any, ...], *, of_pairs: bool) -> None:
-        for arg in args:
-            if isinstance(arg, _COPIED):
-                self._budget.keys.charge_all(arg)
-                if of_pairs:  # older pickles fill dicts with pairs
-                    self._budget.keys.charge_all(item[0] for item in arg if isinstance(item, list | tuple) and item)
+            for arg in args:
+                # Each element of an array would become an object of some hundred bytes.
+                if hasattr(type(arg), "__iter__") and not isinstance(arg, _COPIED):
+                    raise ValueError(f"a container is made of other containers, and not of a {type(arg).__name__}")
+                if issubclass(self._function, dict | set | frozenset) and isinstance(arg, _COPIED):
+                    self._budget.charge_keys(arg)
+                    # Older pickles fill dicts with pairs.
+                    self._budget.charge_keys(item[0] for item in arg if isinstance(item, list | tuple) and item)
+        return self._function(*map(Call.itself, args))  # the argument of a defaultdict is a class
 
     @staticmethod
     def itself(value: Any) -> Any:
         """Return the function behind a call, and any other value unchanged."""
         return value._function if type(value) is Call else value
-
-
-def _refuse_arrays(args: tuple[Any, ...]) -> None:
-    """Refuse arrays, each element of which would become an object of some hundred bytes."""
-    for arg in args:
-        if hasattr(type(arg), "__iter__") and not isinstance(arg, _COPIED):
-            raise ValueError(f"a container is made of other containers, and not of a {type(arg).__name__}")
 
 
 # Instructions by the kind of their argument. Missing are the text instructions of protocol 0, INST, OBJ, PERSID, EXT
@@ -123,32 +148,21 @@ _BARE = re.escape(b"()]}012NQRabdelstu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x
 _FIXED_LENGTH_CODES = frozenset(b"Kqh\x80MJjG\x95r")
 _STOP, _GLOBAL = b".c"
 
-# The unpickler's memo is an array up to the largest index, so a small pickle must not name a large index.
-_SMALL_MEMO_BYTES = 1 << 18
-
-
-def _run_of_instructions(memo_limit: bytes) -> re.Pattern[bytes]:
-    """Match a run of fixed-length instructions. The upper bytes of a 4-byte memo index are limited by `memo_limit`."""
-    # The possessive *+ never backtracks, which would take memory for each instruction.
-    return re.compile(
-        rb"(?:[" + _BARE + rb"]|[Kqh\x80].|M..|[Jj].{4}|[G\x95].{8}|r..[\x00-" + memo_limit + rb"]\x00)*+", re.DOTALL
-    )
-
-
-_FIXED_LENGTH = {True: _run_of_instructions(rb"\x00"), False: _run_of_instructions(rb"\xff")}
+# The possessive *+ never backtracks, which would take memory for each instruction.
+_FIXED_LENGTH = re.compile(rb"(?:[" + _BARE + rb"]|[Kqh\x80].|M..|[Jjr].{4}|[G\x95].{8})*+", re.DOTALL)
+# Instructions with an argument of any length, and the size of the number that gives the length.
+_LENGTH_BYTES = {
+    **dict.fromkeys(b"\x8cUC\x8a", 1),
+    **dict.fromkeys(b"XTB\x8b", 4),
+    **dict.fromkeys(b"\x8d\x8e\x96", 8),
+}
 
 
 def scan(data: bytes | memoryview, start: int = 0) -> int:
-    """Walk a pickle's instructions without executing any, and return the position of its end.
-
-    Raises:
-        UnsafeCheckpointError: If there is an instruction that checkpoints do not need.
-        CorruptCheckpointError: If the pickle does not end within the data.
-    """
-    fixed_length = _FIXED_LENGTH[len(data) < _SMALL_MEMO_BYTES]
+    """Walk a pickle's instructions without executing any, and return the position of its end."""
     position = start
     while True:
-        match = fixed_length.match(data, position)
+        match = _FIXED_LENGTH.match(data, position)
         assert match is not None  # the pattern also matches an empty run
         position = match.end()
         if position >= len(data):
@@ -162,8 +176,8 @@ def scan(data: bytes | memoryview, start: int = 0) -> int:
 
 
 def _end_of_argument(data: bytes | memoryview, position: int, code: int, start: int) -> int:
-    if code in LENGTH_BYTES:
-        begin = position + 1 + LENGTH_BYTES[code]
+    if code in _LENGTH_BYTES:
+        begin = position + 1 + _LENGTH_BYTES[code]
         end = begin + int.from_bytes(data[position + 1 : begin], "little")
     elif code == _GLOBAL:
         match = _GLOBAL_NAME.match(data, position)
@@ -190,11 +204,8 @@ def _refuse_instruction(data: bytes | memoryview, position: int, start: int) -> 
             f"a pickle has {data[position]:#04x} at byte {position - start}, which is not an instruction. "
             f"Load another checkpoint."
         )
-    if data[position] in _FIXED_LENGTH_CODES:  # the pattern has matched those that are complete and within the limits
-        raise CorruptCheckpointError(
-            f"a pickle breaks off, or names a thing of too large a number, at its byte {position - start}. "
-            f"Load another checkpoint."
-        )
+    if data[position] in _FIXED_LENGTH_CODES:  # the pattern has matched those that are complete
+        raise CorruptCheckpointError(f"a pickle breaks off at its byte {position - start}. Load another checkpoint.")
     match = _INST_NAME.match(data, position)
     wanted = "" if match is None else f", to call {b'.'.join(match.groups()).decode(errors='replace')}"
     raise UnsafeCheckpointError(
@@ -254,10 +265,6 @@ class PickledSlice(Unchangeable):
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
 
-    def itself(self) -> slice:
-        """Return the slice."""
-        return slice(*self.parts)
-
 
 class PickledText(str):
     """Stand-in for `TorchVersion`, which older files have in their metadata; it becomes a plain string."""
@@ -296,21 +303,67 @@ PLAIN_GLOBALS: Mapping[str, Any] = {
 _COPYING = frozenset([*PLAIN_GLOBALS.values(), tuple])
 
 
-class RestrictedUnpickler(pickle.Unpickler):
+# Python's unpickler in Python, since the one in C hashes keys before a subclass could look at them.
+_PythonUnpickler: Any = pickle._Unpickler  # pyright: ignore[reportPrivateUsage]
+
+
+def _guarded(instruction: bytes, guard: Callable[["RestrictedUnpickler"], object]) -> dict[int, Callable[[Any], None]]:
+    """Return the entry of the table of instructions for one that is preceded by a check."""
+    (code,) = instruction
+    run = _PythonUnpickler.dispatch[code]
+
+    def run_guarded(unpickler: Any) -> None:
+        guard(unpickler)
+        run(unpickler)
+
+    return {code: run_guarded}
+
+
+def _refuse_calls(*parts: tuple[object, type]) -> None:
+    # The base class accepts any iterable as arguments, such as an array, each element of which would become an object.
+    if not all(isinstance(part, kind) for part, kind in parts):
+        raise ValueError("arguments are a tuple, and objects are made of classes")
+
+
+class RestrictedUnpickler(_PythonUnpickler):
     """Unpickler that looks names up in a table, for a pickle that has passed `scan`."""
 
+    dispatch: ClassVar[Mapping[int, Callable[[Any], None]]] = {
+        **_PythonUnpickler.dispatch,
+        pickle.FRAME[0]: lambda self: self.read(8),
+        **_guarded(pickle.SETITEM, lambda self: self.budget.charge_keys(self.stack[-2:-1])),
+        # The stack of these four has only what was pushed since the last mark.
+        **_guarded(pickle.SETITEMS, lambda self: self.budget.charge_keys(self.stack[::2])),
+        **_guarded(pickle.DICT, lambda self: self.budget.charge_keys(self.stack[::2])),
+        **_guarded(pickle.ADDITEMS, lambda self: self.budget.charge_keys(self.stack)),
+        **_guarded(pickle.FROZENSET, lambda self: self.budget.charge_keys(self.stack)),
+        **_guarded(pickle.REDUCE, lambda self: _refuse_calls((self.stack[-1], tuple))),
+        **_guarded(pickle.NEWOBJ, lambda self: _refuse_calls((self.stack[-1], tuple), (self.stack[-2], type))),
+        **_guarded(pickle.NEWOBJ_EX, lambda self: _refuse_calls((self.stack[-2], tuple), (self.stack[-3], type))),
+    }
+
     def __init__(self, data: bytes | memoryview, table: Mapping[str, Any]) -> None:
-        has_heavy_keys = check_keys(data)
-        super().__init__(io.BytesIO(data))
+        self._file = io.BytesIO(data)
+        super().__init__(self._file)
         self.table = table
-        self.budget = Budget(len(data), has_heavy_keys=has_heavy_keys)
+        self.budget = Budget(len(data))
+
+    def load(self) -> Any:
+        """Return the object. Unlike in the base class, reads go straight to the file, without regard to frames."""
+        self.read, self.readinto, self.readline = self._file.read, self._file.readinto, self._file.readline
+        self.metastack: list[list[Any]] = []
+        self.stack: list[Any] = []
+        self.append = self.stack.append
+        self.proto = 0
+        read, dispatch = self.read, self.dispatch
+        try:
+            while True:
+                dispatch[read(1)[0]](self)
+        except pickle._Stop as stop:  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+            return stop.value
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Return the object that the table has for a name.
-
-        Raises:
-            UnsafeCheckpointError: If the table lacks it.
-        """
+        """Return the object that the table has for a name."""
         name = canonical_name(module_name, global_name)
         if name not in self.table:
             return self.find_unknown(name)
@@ -337,7 +390,7 @@ def canonical_name(module: str, name: str) -> str:
     return f"{module}.{name}"
 
 
-def run_restricted(unpickler: pickle.Unpickler) -> Any:
+def run_restricted(unpickler: RestrictedUnpickler) -> Any:
     """Run an unpickler, and raise any error of a damaged pickle as a `CorruptCheckpointError`."""
     try:
         return unpickler.load()
@@ -355,11 +408,7 @@ _MAX_DIMS = 64
 
 
 def check_geometry(name: str, size: Any, stride: Any, offset: Any, storage_numel: int, item_bytes: int) -> None:
-    """Refuse a tensor that exceeds its storage, or expands a few bytes to a huge view.
-
-    Raises:
-        CorruptCheckpointError: With the name, the declared geometry and the available elements.
-    """
+    """Refuse a tensor that exceeds its storage, or expands a few bytes to a huge view."""
     numbers = (*size, *stride, offset)
     if (
         len(size) != len(stride)

@@ -42,7 +42,7 @@ from composer_checkpoint.save_folder import (
     numbers_in_name,
     told_abandoned,
 )
-from composer_checkpoint.sharded._storage import RemoteSource, fetch_once_per_node
+from composer_checkpoint.sharded._storage import fetch_once_per_node, open_source
 from composer_checkpoint.sharded.reader import read_manifest as read_sharded_manifest
 from composer_checkpoint.state import Layout, check_spread, layout_of
 from composer_checkpoint.stores.base import ObjectStore
@@ -272,7 +272,7 @@ def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> 
         _raise_if_whole(error)
         return None
     if layout is Layout.SHARDED:
-        own = read_sharded_manifest(RemoteSource(path, {}))
+        own = read_sharded_manifest(open_source(path, {}))
     else:
         own = read_manifest(_of_this_rank(path))
     if latest is None:
@@ -367,7 +367,7 @@ def _fetch_folder(store: Any, name: str, state: "State", attempt: ExitStack) -> 
     try:
         # In steps that fail on all ranks alike, so that all ranks take part in the next comparison.
         Ranks().together(
-            lambda: refuse_what_does_not_resume(read_sharded_manifest(RemoteSource(address, {})), address, name)
+            lambda: refuse_what_does_not_resume(read_sharded_manifest(open_source(address, {})), address, name)
         )
         check_spread(address, state)
     except CheckpointError as error:

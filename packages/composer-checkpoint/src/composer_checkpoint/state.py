@@ -205,6 +205,8 @@ def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKe
 
 def _whole(part: Any) -> Any:
     """Return the state of algorithms and callbacks with full tensors in place of shards. Every rank must call this."""
+    if next(named_leaves(part, DTensor), None) is None:
+        return part
     return map_tree(part, lambda _, leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf)
 
 

@@ -11,7 +11,7 @@ from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.formats.pt import refuse_unsafe_objects
 from composer_checkpoint.formats.safetensors import FORMAT_NAMES, check_names
 from composer_checkpoint.formats.tensor_source import StoredTensor, as_stored, refuse_sparse
-from composer_checkpoint.sharded._entries import refuse_unfit_entries, refuse_unmeasured
+from composer_checkpoint.sharded.load import refuse_bits, refuse_unfit_entries
 
 __all__ = ["refuse_doubled_names", "Target", "refuse_quantized", "refuse_unfit"]
 
@@ -69,8 +69,8 @@ def refuse_unfit(
                 )
         return
     if target == "dcp":
-        # Each of these checks is cheap: they look at names and dtypes, never at elements.
-        refuse_unmeasured((name, tensor.dtype) for name, tensor in tensors.items())
+        for name, tensor in tensors.items():
+            refuse_bits(name, tensor.dtype)
     if target != "pt":
         refuse_doubled_names(tree, target)
     # Tensors are known to be data, so they are left out of the search for other objects.

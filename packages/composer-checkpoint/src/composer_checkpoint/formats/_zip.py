@@ -11,16 +11,7 @@ from typing import NoReturn, Protocol
 
 from composer_checkpoint.errors import CorruptCheckpointError
 
-__all__ = [
-    "LOCAL_MAGIC",
-    "Entry",
-    "Member",
-    "Readable",
-    "ZipLayout",
-    "offset_of_data",
-    "read_entries",
-    "read_zip_layout",
-]
+__all__ = ["LOCAL_MAGIC", "Member", "Readable", "ZipLayout", "read_zip_layout"]
 
 LOCAL_MAGIC = b"PK\x03\x04"
 _CENTRAL_MAGIC = b"PK\x01\x02"
@@ -38,8 +29,7 @@ _LOCATOR = struct.Struct("<4sIQI")
 # A 16-bit or 32-bit field with all bits set means that the number is in a 64-bit field instead.
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED_FLAG = 1
-# Kinds of extra field: 64-bit numbers (zip64), and "FB", which torch uses for alignment padding.
-_WIDE_NUMBERS, _PADDING = 1, 0x4246
+_WIDE_NUMBERS = 1  # kind of the extra field with 64-bit numbers (zip64)
 MAX_DIRECTORY_BYTES = 1 << 29  # a directory is read into memory, so its size has a limit
 
 
@@ -51,20 +41,6 @@ class Readable(Protocol):
     def read(self, offset: int, size_bytes: int) -> bytes:
         """Return exactly that many bytes."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Directory entry of one member. The member's own header, which comes before its bytes, should agree with it.
-
-    `fields` are the version, flags, method, time and date.
-    """
-
-    name: str
-    header_offset: int
-    size_bytes: int
-    crc32: int
-    fields: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,51 +70,27 @@ class ZipLayout:
 
 
 def read_zip_layout(file: Readable) -> ZipLayout:
-    """Read the layout of a torch archive.
-
-    Raises:
-        CorruptCheckpointError: If the file has anything that torch does not write.
-    """
-    directory = _read_directory(file)
-    members = {
-        entry.name: Member(entry.name, entry.header_offset, offset_of_data(file, entry), entry.size_bytes, entry.crc32)
-        for entry in directory.entries
-    }
-    _check_no_overlap(members, directory.offset)
-    folders = {name.partition("/")[0] for name in members}
-    if len(folders) != 1 or not all("/" in name for name in members):
+    """Read the layout of a torch archive."""
+    end_offset, comment = _find_end(file)
+    count, size_bytes, directory_offset, end = _read_end(file, end_offset)
+    if directory_offset + size_bytes != end or size_bytes > MAX_DIRECTORY_BYTES:
+        _refuse(f"its directory of {size_bytes} bytes does not lie before its end record at {end_offset}")
+    members = _parse_directory(file, file.read(directory_offset, size_bytes), count)
+    end = 0
+    for member in sorted(members, key=lambda member: member.header_offset):
+        if member.header_offset < end:
+            _refuse(f"its member {member.name!r:.200} overlaps the one before it")
+        end = member.end
+    if end > directory_offset:
+        _refuse("its last member reaches into its directory")
+    folders = {member.name.partition("/")[0] for member in members}
+    if len(folders) != 1 or not all("/" in member.name for member in members):
         _refuse(f"its members are in the folders {sorted(folders)!r:.200} rather than in one")
     folder = folders.pop()
-    inside = {name.removeprefix(f"{folder}/"): member for name, member in members.items()}
-    if len({name.casefold() for name in inside}) < len(
-        directory.entries
-    ):  # torch looks names up without regard to case
+    inside = {member.name.removeprefix(f"{folder}/"): member for member in members}
+    if len({name.casefold() for name in inside}) < len(members):  # torch looks names up without regard to case
         _refuse("two of its members have one name")
-    return ZipLayout(folder, inside, directory.offset, directory.comment)
-
-
-def read_entries(file: Readable) -> list[Entry]:
-    """Read the entries of the directory without comparing them with the members' own headers.
-
-    Raises:
-        CorruptCheckpointError: If the directory is not one that torch writes.
-    """
-    return _read_directory(file).entries
-
-
-@dataclass(frozen=True, slots=True)
-class _Directory:
-    entries: list[Entry]
-    offset: int
-    comment: bytes
-
-
-def _read_directory(file: Readable) -> _Directory:
-    end_offset, comment = _find_end(file)
-    count, size_bytes, offset, end = _read_end(file, end_offset)
-    if offset + size_bytes != end or size_bytes > MAX_DIRECTORY_BYTES:
-        _refuse(f"its directory of {size_bytes} bytes does not lie before its end record at {end_offset}")
-    return _Directory(_parse_directory(file.read(offset, size_bytes), count), offset, comment)
+    return ZipLayout(folder, inside, directory_offset, comment)
 
 
 def _find_end(file: Readable) -> tuple[int, bytes]:
@@ -172,43 +124,41 @@ def _read_end(file: Readable, end_offset: int) -> tuple[int, int, int, int]:
     return count, size_bytes, offset, end_offset
 
 
-def _parse_directory(directory: bytes, count: int) -> list[Entry]:
-    entries: list[Entry] = []
+def _parse_directory(file: Readable, directory: bytes, count: int) -> list[Member]:
+    members: list[Member] = []
     position = 0
     for _ in range(count):
         if position + _CENTRAL.size > len(directory):
             _refuse(f"its directory ends before the {count} members that it announces")
         fields = _CENTRAL.unpack_from(directory, position)
-        magic, _, version, flags, method, time, date = fields[:7]
+        magic, flags, method, header_offset = fields[0], fields[3], fields[4], fields[16]
         crc32, stored, size, name_bytes, extra_bytes, comment_bytes = fields[7:13]
-        header_offset = fields[16]
         position += _CENTRAL.size
-        name = _member_name(directory[position : position + name_bytes])
+        raw_name = directory[position : position + name_bytes]
+        name = raw_name.decode(errors="replace")
         extra = directory[position + name_bytes : position + name_bytes + extra_bytes]
         position += name_bytes + extra_bytes + comment_bytes
-        if magic != _CENTRAL_MAGIC or position > len(directory):
+        if magic != _CENTRAL_MAGIC or position > len(directory) or name.encode() != raw_name:
             _refuse("its directory is damaged")
         # Members are stored uncompressed, so the two sizes must be equal.
-        size, stored, header_offset = _wide_numbers(name, extra, size, stored, header_offset)
+        if _FULL32 in (size, stored, header_offset):
+            size, stored, header_offset = _wide_numbers(name, extra, size, stored, header_offset)
         if method or stored != size or flags & _ENCRYPTED_FLAG:
             _refuse(f"its member {name!r:.200} is compressed or encrypted, which torch's never are")
-        entries.append(Entry(name, header_offset, size, crc32, (version, flags, method, time, date)))
-    if position != len(directory) or len({entry.name for entry in entries}) != count:
-        _refuse("its directory lists a member twice, or has bytes that belong to no member")
-    return entries
-
-
-def _member_name(raw: bytes) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        _refuse(f"it has a member whose name {raw!r:.80} is not UTF-8")
+        # The member's own header, which comes before its bytes, must have the same name.
+        header = file.read(header_offset, min(_LOCAL.size + name_bytes, max(file.size_bytes - header_offset, 0)))
+        local = _LOCAL.unpack_from(header.ljust(_LOCAL.size, b"\0"))
+        if local[0] != LOCAL_MAGIC or local[-2] != name_bytes or header[_LOCAL.size :] != raw_name:
+            _refuse(f"its member {name!r:.200} has a damaged header at {header_offset}")
+        offset = header_offset + len(header) + local[-1]
+        members.append(Member(name, header_offset, offset, size, crc32))
+    if position != len(directory):
+        _refuse("its directory has bytes that belong to no member")
+    return members
 
 
 def _wide_numbers(name: str, extra: bytes, size: int, stored: int, header_offset: int) -> tuple[int, int, int]:
     """Return the numbers, replaced by those of the 64-bit field where the 32-bit ones are saturated."""
-    if _FULL32 not in (size, stored, header_offset):
-        return size, stored, header_offset
     # The 64-bit field has only the numbers that are saturated, in this order.
     wide = iter(_wide_field(extra))
     found = [next(wide, None) if number == _FULL32 else number for number in (size, stored, header_offset)]
@@ -228,55 +178,6 @@ def _wide_field(extra: bytes) -> tuple[int, ...]:
             return struct.unpack_from(f"<{count}Q", extra, position)
         position += length
     return ()
-
-
-def offset_of_data(file: Readable, entry: Entry, *, exactly: bool = False) -> int:
-    """Return the offset of a member's bytes, after its own header.
-
-    Args:
-        file: The archive.
-        entry: The member.
-        exactly: Whether the header must match the directory and have only what torch writes.
-
-    Raises:
-        CorruptCheckpointError: If the header does not belong to the member.
-    """
-    if entry.header_offset + _LOCAL.size > file.size_bytes:
-        _refuse(f"its member {entry.name!r:.200} starts at {entry.header_offset}, past the end")
-    magic, *fields, crc32, stored, size, name_bytes, extra_bytes = _LOCAL.unpack(
-        file.read(entry.header_offset, _LOCAL.size)
-    )
-    start = entry.header_offset + _LOCAL.size
-    is_whole = magic == LOCAL_MAGIC and file.read(start, name_bytes) == entry.name.encode()
-    if is_whole and exactly:
-        extra = file.read(start + name_bytes, extra_bytes)
-        sizes = (0, _FULL32, entry.size_bytes)  # 0 where the sizes follow the bytes in a data descriptor
-        is_whole = tuple(fields) == entry.fields and crc32 in (0, entry.crc32) and stored in sizes and size in sizes
-        is_whole = is_whole and _is_padding(extra)
-    if not is_whole:
-        _refuse(f"its member {entry.name!r:.200} has a damaged header at {entry.header_offset}")
-    return start + name_bytes + extra_bytes
-
-
-def _is_padding(extra: bytes) -> bool:
-    """Return whether an extra field has only 64-bit numbers and torch's alignment padding."""
-    position = 0
-    while position + 4 <= len(extra):
-        kind, length = struct.unpack_from("<2H", extra, position)
-        position += 4 + length
-        if kind != _WIDE_NUMBERS and (kind != _PADDING or extra[position - length : position].strip(b"Z")):
-            return False
-    return position == len(extra)
-
-
-def _check_no_overlap(members: dict[str, Member], directory_offset: int) -> None:
-    end = 0
-    for member in sorted(members.values(), key=lambda member: member.header_offset):
-        if member.header_offset < end:
-            _refuse(f"its member {member.name!r:.200} overlaps the one before it")
-        end = member.end
-    if end > directory_offset:
-        _refuse("its last member reaches into its directory")
 
 
 def _refuse(what: str) -> NoReturn:

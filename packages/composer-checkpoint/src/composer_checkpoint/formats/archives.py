@@ -31,7 +31,6 @@ __all__ = [
     "compressor_of",
     "pack_tar",
     "unpack",
-    "unpacked",
     "CliCompressor",
     "get_compressor",
     "is_compressed_pt",
@@ -92,21 +91,12 @@ def check_compressor(name: str | os.PathLike[str]) -> None:
     if is_tar(name):
         _tar_compression(name)
     elif (command := compressor_of(name)) is not None:
-        _program(command)
+        CliCompressor("", command).check_exists()
     elif _extension_after_pt(name):
         raise CompressorNotFound(
             f'Could not find compressor for "{Path(name).name}". After .pt may come '
             f"{', '.join(KNOWN_COMPRESSORS)}, or nothing."
         )
-
-
-def _program(command: str) -> str:
-    program = shutil.which(command)
-    if program is None:
-        raise CompressorNotFound(
-            f'Could not find command "{command}" in the PATH. Install it, or choose a file name that ends with .pt.'
-        )
-    return program
 
 
 def _tar_compression(name: str | os.PathLike[str]) -> Literal["", "gz", "bz2", "xz"]:
@@ -127,11 +117,10 @@ def pack_tar(states: Path, path: str, name: str) -> None:
 
 def compress(states: Path, path: str, command: str) -> None:
     """Write a file compressed by a program."""
-    # A file for the messages: nothing would drain a pipe, and a full one would block the program.
-    with open(states, "rb") as source, open(path, "wb") as target, tempfile.TemporaryFile() as messages:
-        status = subprocess.run([_program(command), "-c"], stdin=source, stdout=target, stderr=messages, check=False)
-        if status.returncode:
-            raise OSError(f"{command} failed to write {path!r}: {_text(messages)}")
+    program = CliCompressor("", command)
+    program.check_exists()
+    with open(states, "rb") as source, open(path, "wb") as target, program._run("-c", stdin=source, stdout=target):
+        pass  # it reads and writes the files itself
     _sync(path)
 
 
@@ -143,30 +132,20 @@ def _sync(path: str) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def unpacked(path: str, name: str, max_bytes: int | None = None) -> Iterator[Path]:
-    """Yield the path of the `.pt` file in an archive, unpacked to a temporary folder.
-
-    A file that was mapped into memory stays readable after the folder is deleted.
+def unpack(path: str, name: str, target: Path, max_bytes: int | None = None) -> None:
+    """Unpack the `.pt` file of an archive to another file.
 
     Args:
         path: Path of the archive.
         name: File name from which the kind of archive follows.
+        target: Path of the unpacked file.
         max_bytes: Size limit of the unpacked file. When `None`, a hundred times the size of the archive and at least
-            16 MiB, but no more than the free space of the temporary folder.
+            16 MiB, but no more than the free space of the target's folder.
 
     Raises:
         CorruptCheckpointError: If the archive is damaged, or exceeds the limit.
         UnsafeCheckpointError: If a tar archive has members outside of it, or members that are not files.
     """
-    with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
-        target = Path(folder) / STATES_NAME
-        unpack(path, name, target, max_bytes)
-        yield target
-
-
-def unpack(path: str, name: str, target: Path, max_bytes: int | None = None) -> None:
-    """Unpack the `.pt` file of an archive to another file; see `unpacked`."""
     budget = _budget(path, target.parent, max_bytes)
     if is_tar(name):
         _extract(path, name, target, budget)
@@ -184,29 +163,15 @@ def _budget(path: str, folder: Path, max_bytes: int | None) -> int:
 
 
 def _decompress(path: str, command: str, target: Path, budget: int) -> None:
-    arguments = [_program(command), "-dc"]
-    with open(path, "rb") as source, open(target, "wb") as out, tempfile.TemporaryFile() as messages:
-        with subprocess.Popen(arguments, stdin=source, stdout=subprocess.PIPE, stderr=messages) as process:
-            assert process.stdout is not None
-            try:
-                _copy(cast("IO[bytes]", _Budgeted(process.stdout, path, budget)), out)
-            except BaseException:
-                process.kill()
-                raise
-        if process.returncode:
-            raise CorruptCheckpointError(
-                f"{path!r} cannot be decompressed: {command} says {_text(messages)!r}. Load another checkpoint."
-            )
-
-
-def _text(messages: IO[bytes]) -> str:
-    messages.seek(0)
-    return messages.read(400).decode(errors="replace").strip()
-
-
-def _copy(source: IO[bytes], target: IO[bytes]) -> None:
-    while piece := source.read(_PIECE_BYTES):
-        target.write(piece)
+    program = CliCompressor("", command)
+    program.check_exists()
+    try:
+        with program.decompress(path) as source, open(target, "wb") as out:
+            shutil.copyfileobj(cast("IO[bytes]", _Budgeted(source, path, budget)), out, _PIECE_BYTES)
+    except OSError as error:
+        if error.errno is not None:  # a fault of the disk, not of the program
+            raise
+        raise CorruptCheckpointError(f"{path!r} cannot be decompressed: {error}. Load another checkpoint.") from error
 
 
 class _Budgeted(io.RawIOBase):
@@ -242,16 +207,10 @@ def _extract(path: str, name: str, target: Path, budget: int) -> None:
             # Read to the end: the checksum of the compressed data follows the end of the archive.
             while budgeted.read(_PIECE_BYTES):
                 pass
-    except (
-        *(tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, ValueError),
-        RecursionError,  # of extended headers that precede each other
-    ) as error:
-        raise CorruptCheckpointError(
-            f"{path!r} is not a whole tar archive: {error}. Load another checkpoint."
-        ) from error
-    except OSError as error:
-        # gzip and bz2 raise an OSError without an errno for damaged data; one with an errno is a fault of the disk.
-        if error.errno is not None:
+    # A RecursionError is one of extended headers that precede each other. gzip and bz2 raise an OSError without an
+    # errno for damaged data; one with an errno is a fault of the disk.
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, ValueError, RecursionError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
             raise
         raise CorruptCheckpointError(
             f"{path!r} is not a whole tar archive: {error}. Load another checkpoint."
@@ -307,7 +266,7 @@ def _extract_states(path: str, archive: tarfile.TarFile, target: Path) -> bool:
             source = archive.extractfile(member)
             assert source is not None  # _check_member() has refused other kinds
             with source, open(target, "wb") as out:
-                _copy(source, out)
+                shutil.copyfileobj(source, out, _PIECE_BYTES)
     return found
 
 
@@ -318,21 +277,20 @@ def _open_tar(path: str, name: str) -> IO[bytes]:
 
 def _check_member(path: str, member: tarfile.TarInfo) -> None:
     """Refuse members that no checkpoint has, even if they would not be extracted."""
-    parts = PurePosixPath(member.name).parts
+    fault = ""
     # A backslash separates folders on Windows.
-    if PurePosixPath(member.name).is_absolute() or ".." in parts or "\\" in member.name:
-        _refuse_member(path, member, "a name that leads out of the archive")
-    if not (member.isreg() or member.isdir()) or member.issparse():
+    name = PurePosixPath(member.name)
+    if name.is_absolute() or ".." in name.parts or "\\" in member.name:
+        fault = "a name that leads out of the archive"
+    elif not (member.isreg() or member.isdir()) or member.issparse():
         kinds = {tarfile.SYMTYPE: "a symbolic link", tarfile.LNKTYPE: "a hard link"}
-        _refuse_member(path, member, kinds.get(member.type, "neither file nor folder"))
-
-
-def _refuse_member(path: str, member: tarfile.TarInfo, what: str) -> NoReturn:
-    link = f" to {member.linkname!r:.200}" if member.linkname else ""
-    raise UnsafeCheckpointError(
-        f"{path!r} has a member {member.name!r:.200}, {what}{link}; nothing was extracted. Load a file that this "
-        f"package or Composer wrote."
-    )
+        fault = kinds.get(member.type, "neither file nor folder")
+    if fault:
+        link = f" to {member.linkname!r:.200}" if member.linkname else ""
+        raise UnsafeCheckpointError(
+            f"{path!r} has a member {member.name!r:.200}, {fault}{link}; nothing was extracted. Load a file that this "
+            f"package or Composer wrote."
+        )
 
 
 Format = Literal["safetensors", "pt", "legacy pt", "pickle"]
@@ -356,11 +314,7 @@ def is_packed(name: str) -> bool:
 
 
 def format_of(reader: FileReader) -> Format:
-    """Return the format of a file that is not an archive.
-
-    Raises:
-        CorruptCheckpointError: If the file has none of the formats.
-    """
+    """Return the format of a file that is not an archive."""
     start = reader.read(0, min(reader.size_bytes, len(LEGACY_MAGIC)))
     if final_name(reader.path).endswith(".safetensors"):
         return "safetensors"
@@ -383,7 +337,10 @@ def plain_file(path: str, max_expanded_bytes: int | None = None) -> Iterator[str
         name = final_name(path)
         if is_packed(name):
             FileReader(path).close()  # raises a clear error if the file is missing or empty
-            with unpacked(path, name, max_expanded_bytes) as plain:
+            # A file that was mapped into memory stays readable after the folder is deleted.
+            with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
+                plain = Path(folder) / STATES_NAME
+                unpack(path, name, plain, max_expanded_bytes)
                 yield os.fspath(plain)
         else:
             yield path

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -34,11 +35,7 @@ _INERT = re.compile(r"deepspeed\..*")
 
 
 def find_zero_folder(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the folder with DeepSpeed's files: this one or the one that `latest` names. `None` if neither has any.
-
-    Raises:
-        UnsafeCheckpointError: If `latest` names a folder outside this one.
-    """
+    """Return the folder with DeepSpeed's files: this one or the one that `latest` names. `None` if neither has any."""
     root = Path(folder)
     if any(_MODEL.fullmatch(path.name) for path in root.glob("*_model_states.pt")):
         return root
@@ -70,15 +67,12 @@ def open_zero_source(folder: str | os.PathLike[str], *, weights: Weights = "fp32
         raise NoCheckpointError(
             f"{os.fspath(folder)!r} has no files of DeepSpeed's such as mp_rank_00_model_states.pt."
         )
-    ranks = _Ranks.open(found)
-    try:
+    with ExitStack() as opened:
+        ranks = _Ranks(found, _open_all(found, _MODEL, opened), _open_all(found, _OPTIMIZER, opened))
         tree = {"module": _weights(ranks, weights), **ranks.rest()}
-    except BaseException:
-        ranks.close()
-        raise
-    files = {path.name: path.stat().st_size for path in sorted(found.iterdir()) if path.is_file()}
-    source = TensorSource("deepspeed", tree, sum(files.values()), files=files)
-    source.on_close(ranks)
+        files = {path.name: path.stat().st_size for path in sorted(found.iterdir()) if path.is_file()}
+        source = TensorSource("deepspeed", tree, sum(files.values()), files=files)
+        source.on_close(opened.pop_all())
     return source
 
 
@@ -89,21 +83,6 @@ class _Ranks:
     folder: Path
     models: Sequence[TensorSource]
     optimizers: Sequence[TensorSource]
-
-    @classmethod
-    def open(cls, folder: Path) -> "_Ranks":
-        opened: list[TensorSource] = []
-        try:
-            models = _open_all(folder, _MODEL, opened)
-            return cls(folder, models, _open_all(folder, _OPTIMIZER, opened))
-        except BaseException:
-            for source in opened:
-                source.close()
-            raise
-
-    def close(self) -> None:
-        for source in (*self.models, *self.optimizers):
-            source.close()
 
     @property
     def stage(self) -> int:
@@ -138,7 +117,7 @@ class _Ranks:
         raise CorruptCheckpointError(f"{self.folder}: {what}. Load another checkpoint.")
 
 
-def _open_all(folder: Path, pattern: re.Pattern[str], opened: list[TensorSource]) -> list[TensorSource]:
+def _open_all(folder: Path, pattern: re.Pattern[str], opened: ExitStack) -> list[TensorSource]:
     ranks: dict[int, Path] = {}
     for path in folder.iterdir():
         match = pattern.fullmatch(path.name)
@@ -155,8 +134,8 @@ def _open_all(folder: Path, pattern: re.Pattern[str], opened: list[TensorSource]
         raise NoCheckpointError(f"{folder} lacks the files of ranks {missing}. Bring all ranks' files together.")
     sources: list[TensorSource] = []
     for rank in sorted(ranks):
-        sources.append(source := open_pt_source(os.fspath(ranks[rank]), record_unknown=True, drop_attributes=True))
-        opened.append(source)
+        source = open_pt_source(os.fspath(ranks[rank]), record_unknown=True, drop_attributes=True)
+        sources.append(opened.enter_context(source))
         wanted = [name for name in source.unsafe_globals if not _INERT.fullmatch(name)]
         if wanted:
             raise UnsafeCheckpointError(
@@ -178,10 +157,14 @@ def _weights(ranks: _Ranks, weights: Weights) -> dict[str, StoredTensor]:
         )
     if ranks.stage == 0 or weights == "16bit":
         return whole
-    found: dict[str, StoredTensor] = {}
-    for name in model.get("buffer_names") or ():
-        if name in whole:
-            found[name] = _in_fp32(whole[name])
+    found = _master_weights(ranks, whole)
+    # In the module's order, as in its own state dict.
+    return {name: found[name] for name in [*(key for key in module or () if key in found), *found]}
+
+
+def _master_weights(ranks: _Ranks, whole: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    model = ranks.model()
+    found = {name: _in_fp32(whole[name]) for name in model.get("buffer_names") or () if name in whole}
     found |= _frozen(ranks)
     found |= _of_stage_3(ranks) if ranks.stage == 3 else _of_stage_1(ranks)
     for alias, name in dict(model.get("shared_params") or {}).items():
@@ -190,8 +173,7 @@ def _weights(ranks: _Ranks, weights: Weights) -> dict[str, StoredTensor]:
     # Parameters that are not trained are missing from the stage 1 partitions, and whole in the module.
     if ranks.stage < 3:
         found |= {name: _in_fp32(tensor) for name, tensor in whole.items() if name not in found}
-    # In the module's order, as in its own state dict.
-    return {name: found[name] for name in [*(key for key in module or () if key in found), *found]}
+    return found
 
 
 def _in_fp32(tensor: StoredTensor) -> StoredTensor:

@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 
 from composer_checkpoint._durability import describe_set
 from composer_checkpoint._ranks import Ranks
-from composer_checkpoint._tree import Names, map_tree, named_leaves, noted_names, refuse_doubled
+from composer_checkpoint._tree import Names, map_tree, noted_names, refuse_doubled
 from composer_checkpoint.commit import put_in_place, write_atomically, write_beside
-from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError
-from composer_checkpoint.files import load_file, save_file
+from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
+from composer_checkpoint.files import load_file, save_file, verify_file
 from composer_checkpoint.lock import complete_earlier_sets, complete_interrupted_sets, discard
-from composer_checkpoint.manifest import Manifest
+from composer_checkpoint.manifest import LAYOUT_KEY, SAVE_ID_KEY, Manifest, layout_in, refuse_mixed_saves
 from composer_checkpoint.names import sibling_name
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ __all__ = [
 ]
 
 ELASTIC_VARIABLE = "COMPOSER_LOCAL_ELASTIC"
-LAYOUT_KEY = "local_layout"
-SAVE_ID_KEY = "save_id"
 
 _RANK = "{rank}"
 _MAX_LISTED = 10
@@ -124,28 +122,8 @@ def local_content(
     return {**_to_local(state_dict), LAYOUT_KEY: layout}, {**(info or {}), SAVE_ID_KEY: save_id}
 
 
-def refuse_mixed_saves(save_ids: Sequence[Any], path: str | os.PathLike[str]) -> None:
-    """Raise if the ranks' files come from several saves, as after a run that was killed while it replaced them.
-
-    Args:
-        save_ids: The save id of each rank's file; `None` where it has none.
-        path: Path with `{rank}`, as passed to `save_local`.
-    """
-    if len(set(save_ids)) > 1:
-        kinds = {save_id: rank for rank, save_id in reversed(list(enumerate(save_ids)))}
-        raise CorruptCheckpointError(
-            f"{os.fspath(path)}: the files of ranks {sorted(kinds.values())} are of different saves, which were mixed "
-            f"when the run was killed while it replaced them. If no run saves there, remove_leftovers(folder, "
-            f"locked=True) gives the rest of the later ones their names. Otherwise load another checkpoint."
-        )
-
-
 def own_path(path: str | os.PathLike[str], ranks: Ranks) -> Path:
-    """Return the path of this rank's file.
-
-    Raises:
-        ValueError: If there are several ranks and no `{rank}` in the path.
-    """
+    """Return the path of this rank's file."""
     return _path_of(path, ranks.rank, ranks.world_size)
 
 
@@ -220,7 +198,10 @@ def load_local(
     loaded: list[Mapping[str, Any]] = []
     # All ranks have read and checked their files before any of them changes its state.
     ranks.together(lambda: loaded.append(_read(state_dict, path, ranks, verify)))
-    ranks.exchange(lambda: loaded[0].get(LAYOUT_KEY, {}).get(SAVE_ID_KEY), lambda ids: _check_ids(ids, path))
+    ranks.exchange(
+        lambda: loaded[0].get(LAYOUT_KEY, {}).get(SAVE_ID_KEY),
+        lambda ids: [refuse_mixed_saves(ids, path)] * len(ids),
+    )
     values = _own_names(loaded[0])
 
     def take(name: str, leaf: Any) -> Any:
@@ -246,54 +227,15 @@ def merge_local(path: str | os.PathLike[str], *, verify: bool = True) -> dict[st
         NoCheckpointError: If a file is missing.
         CheckpointError: If a file is damaged or unsafe, or the files are not of one save.
     """
-    first = _load(path, 0, verify)
-    world_size = first[LAYOUT_KEY]["world_size"]
-    files = [first, *(_load(path, rank, verify) for rank in range(1, world_size))]
-    refuse_mixed_saves([file[LAYOUT_KEY].get(SAVE_ID_KEY) for file in files], path)
-    for rank, file in enumerate(files):
-        if (file[LAYOUT_KEY]["world_size"], file[LAYOUT_KEY]["rank"]) != (world_size, rank):
-            raise CorruptCheckpointError(
-                f"{_path_of(path, rank, world_size)} is of rank {file[LAYOUT_KEY]['rank']} of "
-                f"{file[LAYOUT_KEY]['world_size']}, and it should be of rank {rank} of {world_size}. Bring together "
-                f"the files of one save."
-            )
-    leaves = [dict(named_leaves(file)) for file in files]
-    tensors = {name: _merged(name, files, leaves) for name in first[LAYOUT_KEY]["tensors"]}
-    merged = _map_leaves(first, lambda name, leaf: tensors.get(name, leaf))
-    if isinstance(first.get("rng"), list):
-        merged["rng"] = [state for file in files for state in file["rng"]]
-    del merged[LAYOUT_KEY]
-    return merged
+    # Here, since few loads need them.
+    from composer_checkpoint.formats.per_rank_tensors import open_local_source
+    from composer_checkpoint.formats.tensor_source import StoredTensor
 
-
-def _check_ids(save_ids: list[Any], path: str | os.PathLike[str]) -> list[None]:
-    refuse_mixed_saves(save_ids, path)
-    return [None] * len(save_ids)
-
-
-def _merged(name: str, files: list[dict[str, Any]], leaves: list[dict[str, Any]]) -> torch.Tensor:
-    first: torch.Tensor = leaves[0][name]
-    shape = files[0][LAYOUT_KEY]["tensors"][name]["global_shape"]
-    whole = torch.empty(shape, dtype=first.dtype)
-    covered = 0
-    seen: set[tuple[int, ...]] = set()
-    for file, values in zip(files, leaves, strict=True):
-        offsets = tuple(file[LAYOUT_KEY]["tensors"][name]["offsets"])
-        part: torch.Tensor = values[name]
-        if offsets in seen or not part.numel():  # a replica of another rank's shard, or an empty shard
-            continue
-        seen.add(offsets)
-        region = whole
-        for dim, (start, length) in enumerate(zip(offsets, part.shape, strict=True)):
-            region = region.narrow(dim, start, length)
-        region.copy_(part)
-        covered += part.numel()
-    if covered != whole.numel():
-        raise CorruptCheckpointError(
-            f"the files hold {covered} of the {whole.numel()} elements of {name!r}. Bring together the files of one "
-            f"save."
-        )
-    return whole
+    with open_local_source(path) as source:
+        if verify:
+            for rank in range(len(source.files)):
+                verify_file(_path_of(path, rank, len(source.files)))
+        return _map_leaves(source.tree, lambda _, leaf: leaf.read() if isinstance(leaf, StoredTensor) else leaf)
 
 
 def _read(state_dict: Mapping[str, Any], path: str | os.PathLike[str], ranks: Ranks, verify: bool) -> dict[str, Any]:
@@ -350,13 +292,7 @@ def _load(path: str | os.PathLike[str], rank: int, verify: bool) -> dict[str, An
     if not file.exists():
         raise NoCheckpointError(f"{file} does not exist. Local files are complete with one file of each rank.")
     content = load_file(file, verify=verify)
-    layout = content.get(LAYOUT_KEY) if isinstance(content, dict) else None
-    tensors = layout.get("tensors") if isinstance(layout, dict) else None
-    counts = isinstance(layout, dict) and all(type(layout.get(key)) is int for key in ("world_size", "rank"))
-    if not isinstance(tensors, dict) or not counts:
-        raise CorruptCheckpointError(
-            f"{file} has no {LAYOUT_KEY!r}, so it is not a per-rank file. Load it as a single file, with load_file()."
-        )
+    layout_in(content, file)
     return cast("dict[str, Any]", content)
 
 

@@ -13,10 +13,10 @@ from composer_checkpoint._tree import map_tree
 from composer_checkpoint.commit import put_in_place, refuse_existing, write_beside
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from composer_checkpoint.formats._unsupported import refuse_unfit
-from composer_checkpoint.formats.per_rank import LAYOUT_KEY, SAVE_ID_KEY, refuse_mixed_saves
 from composer_checkpoint.formats.pt_tensors import open_pt_source, stream_pt
 from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource
 from composer_checkpoint.lock import discard
+from composer_checkpoint.manifest import LAYOUT_KEY, SAVE_ID_KEY, layout_in, refuse_mixed_saves
 from composer_checkpoint.names import sibling_name
 
 __all__ = ["layout_of", "open_local_source", "stream_local"]
@@ -136,34 +136,30 @@ def open_local_source(path: str | os.PathLike[str]) -> TensorSource:
 
     Args:
         path: Path with `{rank}` in it.
-
-    Raises:
-        NoCheckpointError: If files are missing, with their names.
-        CorruptCheckpointError: If the files are not of one save.
     """
     template = os.fspath(path)
-    first = open_pt_source(_of_rank(template, 0))
-    sources = [first]
-    try:
-        world_size = _layout(first, template)["world_size"]
+    with ExitStack() as opened:
+        first = opened.enter_context(open_pt_source(_of_rank(template, 0)))
+        world_size = layout_in(first.tree, template)["world_size"]
         missing = [file for rank in range(world_size) if not os.path.exists(file := _of_rank(template, rank))]
         if missing:
             raise NoCheckpointError(
                 f"{len(missing)} of the files of {world_size} ranks are missing: {', '.join(missing[:8])}. Bring them "
                 f"together in one folder."
             )
-        sources += [open_pt_source(_of_rank(template, rank)) for rank in range(1, world_size)]
-        layouts = [_layout(source, template) for source in sources]
+        others = (opened.enter_context(open_pt_source(_of_rank(template, rank))) for rank in range(1, world_size))
+        sources = [first, *others]
+        layouts = [layout_in(source.tree, template) for source in sources]
         refuse_mixed_saves([layout.get(SAVE_ID_KEY) for layout in layouts], template)
-        tree = _merged(sources, layouts)
-    except BaseException:
-        for source in sources:
-            source.close()
-        raise
-    files = {Path(_of_rank(template, rank)).name: source.size_bytes for rank, source in enumerate(sources)}
-    merged = TensorSource("local", tree, sum(files.values()), first.manifest, files=files)
-    for source in sources:
-        merged.on_close(source)
+        for rank, layout in enumerate(layouts):
+            if (layout["world_size"], layout["rank"]) != (world_size, rank):
+                raise CorruptCheckpointError(
+                    f"{_of_rank(template, rank)} is of rank {layout['rank']} of {layout['world_size']}, and it should "
+                    f"be of rank {rank} of {world_size}. Bring together the files of one save."
+                )
+        files = {Path(_of_rank(template, rank)).name: source.size_bytes for rank, source in enumerate(sources)}
+        merged = TensorSource("local", _merged(sources, layouts), sum(files.values()), first.manifest, files=files)
+        merged.on_close(opened.pop_all())
     return merged
 
 
@@ -175,16 +171,6 @@ def layout_of(tree: Any) -> Mapping[str, Any] | None:
 
 def _of_rank(template: str, rank: int) -> str:
     return template.replace(_RANK, str(rank))
-
-
-def _layout(source: TensorSource, template: str) -> Mapping[str, Any]:
-    layout = layout_of(source.tree)
-    counts = layout is not None and all(type(layout.get(key)) is int for key in ("world_size", "rank"))
-    if layout is None or not counts or not isinstance(layout.get("tensors"), dict):
-        raise CorruptCheckpointError(
-            f"{template} has no {LAYOUT_KEY!r}, so it is not a per-rank file. Name it as a single file."
-        )
-    return layout
 
 
 def _merged(sources: Sequence[TensorSource], layouts: Sequence[Mapping[str, Any]]) -> Any:

@@ -5,9 +5,9 @@ import os
 import pickle
 import threading
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
 from logging import getLogger
@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from torch.torch_version import TorchVersion
 
-from composer_checkpoint._damaged_headers import naming_tensors
 from composer_checkpoint._finite import PassingWeights, weight_names
-from composer_checkpoint._pickle_inspection import PickleInspection, TensorSpec, inspect_pickle
+from composer_checkpoint._pickle_inspection import PickleInspection, inspect_pickle
 from composer_checkpoint._tree import decode, encode, named_leaves, noted_in, notes_of
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
-from composer_checkpoint.file_io import FileReader, FlushedFile, MappedFile, hash_ranges, hash_tensor, new_hasher
-from composer_checkpoint.formats._zip import Member, ZipLayout, read_zip_layout
+from composer_checkpoint.file_io import FileReader, HashingFile, MappedFile, hash_ranges, hash_tensor
+from composer_checkpoint.formats._zip import ZipLayout, read_zip_layout
 from composer_checkpoint.formats.archives import final_name
 from composer_checkpoint.manifest import (
     EMPTY_SEAL,
@@ -53,8 +52,9 @@ class PtContents:
 
 def save_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str, *, allow_untrusted: bool = False) -> Manifest:
     """Write a `.pt` file with its manifest. Refuse what needs trust to load, or log it if `allow_untrusted`."""
-    plain, kinds = encode(obj)
-    if not allow_untrusted:
+    unknown: list[Any] = []
+    plain, kinds = encode(obj, unknown)
+    if unknown and not allow_untrusted:  # another walk, which is rarely needed
         refuse_unsafe_objects(plain, path)
     manifest, rehearsal = write_pt(plain, path, {**info, **notes_of(kinds)}, hash_name)
     if rehearsal.unknown_globals:
@@ -89,15 +89,9 @@ def verify_pt(reader: FileReader) -> Manifest | None:
 
 
 def open_pt(reader: FileReader, *, record_unknown: bool = False) -> PtContents:
-    """Read and check everything but the tensors' elements.
-
-    Raises:
-        CorruptCheckpointError: If the file is not whole, or has too few bytes for a tensor that it declares.
-        UnsafeCheckpointError: If its pickle needs more than data.
-    """
-    with naming_tensors(reader):
-        layout = read_zip_layout(reader)
-        manifest = check_seal(reader, layout)
+    """Read and check everything but the tensors' elements."""
+    layout = read_zip_layout(reader)
+    manifest = check_seal(reader, layout)
     if "constants.pkl" in layout.members:
         raise UnsafeCheckpointError(
             "the file is a TorchScript program, whose code would run. Load it with torch.jit.load if you trust it."
@@ -109,20 +103,15 @@ def open_pt(reader: FileReader, *, record_unknown: bool = False) -> PtContents:
             f"{sorted(layout.members)[:_MAX_NAMES]}. Load another checkpoint."
         )
     rehearsal = inspect_pickle(reader.read(pickled.offset, pickled.size_bytes), record_unknown=record_unknown)
-    _check_storages(layout, rehearsal)
-    return PtContents(layout, manifest, rehearsal)
-
-
-def _check_storages(layout: ZipLayout, rehearsal: PickleInspection) -> None:
     for key, storage in rehearsal.storages.items():
         member = layout.members.get(f"{PAYLOAD_FOLDER}{key}")
-        found = None if member is None else member.size_bytes
+        found = "none" if member is None else member.size_bytes
         if found != storage.size_bytes:
-            names = _tensors_of(rehearsal, key)
             raise CorruptCheckpointError(
-                f"{names} needs {storage.size_bytes} bytes of {storage.dtype.name}, and the file has "
-                f"{'none' if found is None else found} for it. Load another checkpoint."
+                f"{_tensors_of(rehearsal, key)} needs {storage.size_bytes} bytes of {storage.dtype.name}, and the file "
+                f"has {found} for it. Load another checkpoint."
             )
+    return PtContents(layout, manifest, rehearsal)
 
 
 def _verify_payload(reader: FileReader, contents: PtContents, mapped: MappedFile | None = None) -> Collection[str]:
@@ -165,13 +154,9 @@ def load_checked(path: str, *, map_location: Any, mmap: bool, trusted: bool = Fa
     """Load a file that was checked before; unless trusted, torch's weights-only loader is the second lock."""
     if trusted:
         return torch.load(path, map_location=map_location, mmap=mmap, weights_only=False)
-    return _load_with(lambda: torch.load(path, map_location=map_location, mmap=mmap, weights_only=True), map_location)
-
-
-def _load_with(load: Callable[[], Any], map_location: Any) -> Any:
     try:
         with _safe_globals():
-            return load()
+            return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:
         raise UnsafeCheckpointError(
             f"torch refuses the file: {str(error).partition(chr(10))[0]:.300}. If you trust who wrote it, load it with "
@@ -224,11 +209,7 @@ _PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, torch.Ten
 
 
 def refuse_unsafe_objects(obj: Any, path: str) -> None:
-    """Raise if a checkpoint has anything other than data, and name where it is.
-
-    Raises:
-        UnsafeCheckpointError: If so; such a file loads only with trust, and no run resumes from it.
-    """
+    """Raise if a checkpoint has anything other than data, and name where it is."""
     found = [
         f"{name or 'the object'} ({told})"
         for name, leaf in named_leaves(obj)
@@ -268,117 +249,61 @@ def _fault_of(leaf: Any) -> str | None:
 
 def write_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> tuple[Manifest, PickleInspection]:
     """Write the archive of `torch.save` with manifest and seal, and flush it to the disk."""
-    with _HashingFile(path, hash_name) as file:
+    with HashingFile(path, hash_name) as file:
         torch.save(obj, cast("IO[bytes]", file))
         file.raise_failure()
+        return append_manifest(file, path, info, hash_name)
+
+
+def append_manifest(
+    file: HashingFile, path: str, info: Mapping[str, Any], hash_name: str
+) -> tuple[Manifest, PickleInspection]:
+    """Append manifest and seal to a finished archive, and flush it to the disk."""
+    with FileReader(path) as reader:
         # Offsets, and thus hashes of members, are known only from the finished archive.
-        with FileReader(path) as reader:
-            layout = read_zip_layout(reader)
-            pickled = layout.members["data.pkl"]
-            rehearsal = inspect_pickle(reader.read(pickled.offset, pickled.size_bytes), record_unknown=True)
-            manifest = make_manifest(layout, rehearsal, Hashes(reader, file.hashes, hash_name), info)
-        file.append_member(f"{layout.folder}/{MANIFEST_NAME}", manifest.to_json())
-        # The seal covers the directory, which the manifest's member has just changed, so it is written last.
-        with FileReader(path) as reader:
-            file.replace_end(seal(reader, read_zip_layout(reader)))
-        file.sync()
-    return manifest, rehearsal
+        layout = read_zip_layout(reader)
+        pickled = layout.members["data.pkl"]
+        inspection = inspect_pickle(reader.read(pickled.offset, pickled.size_bytes), record_unknown=True)
+        manifest = _make_manifest(layout, inspection, reader, file.hashes, hash_name, info)
+    with zipfile.ZipFile(file.raw, "a") as archive:
+        # Dated 1980, so that equal states make equal files.
+        archive.writestr(zipfile.ZipInfo(f"{layout.folder}/{MANIFEST_NAME}"), manifest.to_json())
+        archive.comment = EMPTY_SEAL
+    # The seal covers the directory, which the manifest's member has just changed, so it is written last.
+    with FileReader(path) as reader:
+        file.finish(seal(reader, replace(layout, comment=EMPTY_SEAL)))
+    return manifest, inspection
 
 
-class _HashingFile:
-    """File for `torch.save` that hashes each piece before writing it.
-
-    torch writes each storage in one piece. A storage whose hash was not taken in this way is read back.
-    """
-
-    def __init__(self, path: str, hash_name: str) -> None:
-        self._raw = open(path, "w+b", buffering=0)  # noqa: SIM115  # closed by __exit__
-        self._disk = FlushedFile(self._raw)
-        self._hash_name = hash_name
-        self._failure: OSError | None = None
-        self.hashes: dict[tuple[int, int], str] = {}
-
-    def write(self, data: Any) -> int:
-        """Write all of the data."""
-        view = memoryview(data).cast("B")
-        start, hasher = self._disk.position, new_hasher(self._hash_name)
-        try:
-            self._disk.write(view, hasher)
-        except OSError as error:  # torch replaces an error of the file by one without its cause
-            self._failure = self._failure or error
-            raise
-        self.hashes[start, len(view)] = hasher.hexdigest()
-        return len(view)
-
-    def flush(self) -> None:
-        """Do nothing: nothing is held back."""
-
-    def raise_failure(self) -> None:
-        """Raise the error of a failed write that torch has swallowed."""
-        if self._failure is not None:
-            raise self._failure
-
-    def append_member(self, name: str, text: str) -> None:
-        """Append a member and an empty seal to the archive."""
-        with zipfile.ZipFile(self._raw, "a") as archive:
-            archive.writestr(zipfile.ZipInfo(name), text)  # dated 1980, so that equal states make equal files
-            archive.comment = EMPTY_SEAL
-
-    def replace_end(self, end: bytes) -> None:
-        """Overwrite the last bytes of the file."""
-        size_bytes = self._raw.seek(0, os.SEEK_END)
-        self._disk.rewrite(memoryview(end), size_bytes - len(end))
-
-    def sync(self) -> None:
-        """Flush everything to the disk."""
-        self._disk.finish()
-
-    def __enter__(self) -> "_HashingFile":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        self._raw.close()
-        if kind is not None:
-            self.raise_failure()
-
-
-class Hashes:
-    """Hashes of byte ranges of the file: those taken while it was written, others computed on demand."""
-
-    def __init__(self, reader: FileReader, written: Mapping[tuple[int, int], str], hash_name: str) -> None:
-        self.reader = reader
-        self.hash_name = hash_name
-        self._known = dict(written)
-
-    def prepare(self, members: Any) -> None:
-        """Compute all missing hashes in one pass."""
-        missing = [(m.offset, m.size_bytes) for m in members if (m.offset, m.size_bytes) not in self._known]
-        self._known.update(zip(missing, hash_ranges(self.reader, missing, self.hash_name), strict=True))
-
-    def of(self, member: Member, start: int = 0, end: int | None = None) -> str:
-        """Return the hash of a member, or of a part of it."""
-        stretch = (member.offset + start, (member.size_bytes if end is None else end) - start)
-        if stretch not in self._known:
-            self._known[stretch] = hash_ranges(self.reader, [stretch], self.hash_name)[0]
-        return self._known[stretch]
-
-
-def make_manifest(layout: ZipLayout, rehearsal: PickleInspection, hashes: Hashes, info: Mapping[str, Any]) -> Manifest:
-    """Return the manifest of a file with this layout and these tensors."""
+def _make_manifest(
+    layout: ZipLayout,
+    inspection: PickleInspection,
+    reader: FileReader,
+    written: Mapping[tuple[int, int], str],
+    hash_name: str,
+    info: Mapping[str, Any],
+) -> Manifest:
+    """Return the manifest of a file, with the hashes of ranges that were taken while it was written."""
     storages = {name: member for name, member in layout.members.items() if name.startswith(PAYLOAD_FOLDER)}
-    hashes.prepare(storages.values())
-    tensors = {name: _tensor_entry(spec, storages, hashes) for name, spec in rehearsal.tensors.items()}
-    files = {name: FileEntry(member.size_bytes, hashes.of(member)) for name, member in storages.items()}
-    return Manifest(hash_name=hashes.hash_name, tensors=tensors, files=files, info=info)
-
-
-def _tensor_entry(spec: TensorSpec, storages: Mapping[str, Member], hashes: Hashes) -> TensorEntry:
-    member = storages[f"{PAYLOAD_FOLDER}{spec.storage.key}"]
+    files = {name: (member.offset, member.size_bytes) for name, member in storages.items()}
     # A tensor in one contiguous range has the hash of its bytes; others are gathered into row-major order first.
-    if spec.byte_range is not None:
-        digest = hashes.of(member, *spec.byte_range)
-    else:
-        buffer = bytearray(hashes.reader.read(member.offset, member.size_bytes))
-        whole = torch.frombuffer(buffer, dtype=getattr(torch, spec.dtype.name))
-        digest = hash_tensor(whole.as_strided(spec.shape, spec.stride, spec.offset), hashes.hash_name)
-    return TensorEntry(spec.dtype.name, spec.shape, spec.size_bytes, digest)
+    whole: dict[str, tuple[int, int]] = {}
+    hashes: dict[str, str] = {}
+    for name, spec in inspection.tensors.items():
+        member = storages[f"{PAYLOAD_FOLDER}{spec.storage.key}"]
+        if spec.byte_range is not None:
+            start, end = spec.byte_range
+            whole[name] = member.offset + start, end - start
+        else:
+            buffer = bytearray(reader.read(member.offset, member.size_bytes))
+            elements = torch.frombuffer(buffer, dtype=getattr(torch, spec.dtype.name))
+            hashes[name] = hash_tensor(elements.as_strided(spec.shape, spec.stride, spec.offset), hash_name)
+    missing = [part for part in {*files.values(), *whole.values()} if part not in written]
+    known = {**written, **dict(zip(missing, hash_ranges(reader, missing, hash_name), strict=True))}
+    hashes |= {name: known[part] for name, part in whole.items()}
+    tensors = {
+        name: TensorEntry(spec.dtype.name, spec.shape, spec.size_bytes, hashes[name])
+        for name, spec in inspection.tensors.items()
+    }
+    entries = {name: FileEntry(part[1], known[part]) for name, part in files.items()}
+    return Manifest(hash_name=hash_name, tensors=tensors, files=entries, info=info)

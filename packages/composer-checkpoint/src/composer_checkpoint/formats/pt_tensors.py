@@ -1,16 +1,14 @@
 """Tensor-by-tensor reader and writer of `.pt` files; nothing of their pickles is ever run."""
 
 import io
-import mmap
 import os
 import pickle
-import struct
 import sys
-import zipfile
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 from torch._utils import (
@@ -18,66 +16,67 @@ from torch._utils import (
     _rebuild_tensor_v2,  # pyright: ignore[reportPrivateUsage]
     _rebuild_tensor_v3,  # pyright: ignore[reportPrivateUsage]
 )
+from torch.serialization import _open_zipfile_writer_buffer  # pyright: ignore[reportPrivateUsage]
 
 from composer_checkpoint._pickle_inspection import (
+    STORAGE_DTYPES,
     Dtype,
     PickleInspection,
     SparseSpec,
     TensorSpec,
     inspect_pickle,
-    plain_array,
-    read_legacy_bytes,
-    rehearse_with_attributes,
+    plain_value,
+    read_legacy_pt,
     safe_unpickle,
 )
 from composer_checkpoint._tree import Names, decode, encode, map_tree, noted_in, notes_of
 from composer_checkpoint.errors import IncompatibleCheckpointError
-from composer_checkpoint.file_io import HASH_NAME, FileReader, new_hasher, tensor_bytes
+from composer_checkpoint.file_io import HASH_NAME, FileReader, HashingFile, tensor_bytes
 from composer_checkpoint.formats._unsupported import refuse_unfit
-from composer_checkpoint.formats._zip import read_zip_layout
-from composer_checkpoint.formats.archives import format_of
-from composer_checkpoint.formats.pt import Hashes, make_manifest, open_pt, unsafe_objects
+from composer_checkpoint.formats.archives import format_of, plain_file
+from composer_checkpoint.formats.pt import append_manifest, open_pt, unsafe_objects
 from composer_checkpoint.formats.tensor_source import SparseParts, StoredTensor, TensorSource, as_stored, sparse_stored
-from composer_checkpoint.manifest import EMPTY_SEAL, MANIFEST_NAME, PAYLOAD_FOLDER, Manifest, seal
-from composer_checkpoint.pickles import Call, PickledOrderedDict, scan
+from composer_checkpoint.manifest import PAYLOAD_FOLDER, Manifest
 
 __all__ = ["open_pt_source", "read_bytes", "stream_pt"]
-
-_LEGACY_LEADING_PICKLES = 3  # the magic number, the version, and the writer's byte order and sizes
 
 
 def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: bool = False) -> TensorSource:
     """Open a file of any version of `torch.save`, or a plain pickle of arrays.
 
     Args:
-        path: Path of the file, which is not an archive of a `.pt` file.
+        path: Path of the file, which may be a tar archive or compressed.
         record_unknown: Whether to open a file with more than data too, with inert objects in place of the unknown
             ones; `unsafe_globals` lists them.
         drop_attributes: Whether to read tensors with Python attributes, without the attributes.
-
-    Raises:
-        CorruptCheckpointError: If the file is not whole.
-        UnsafeCheckpointError: If the file has more than data.
     """
-    reader = FileReader(path)
-    try:
+    with ExitStack() as opened:  # an archive is unpacked once, and its content deleted when the source is closed
+        reader = opened.enter_context(FileReader(opened.enter_context(plain_file(path))))
         match format_of(reader):
             case "pt":
                 contents = open_pt(reader, record_unknown=record_unknown)
-                members, rehearsal = contents.layout.members, contents.rehearsal
-                _check_byteorder(reader, members.get("byteorder"))
+                members, inspection = contents.layout.members, contents.rehearsal
+                order = members.get("byteorder")
+                written = sys.byteorder.encode() if order is None else reader.read(order.offset, order.size_bytes)
+                if written != sys.byteorder.encode():
+                    raise IncompatibleCheckpointError(
+                        f"the file was written on a machine with {written.decode(errors='replace')!r:.20}-endian "
+                        f"numbers, and this one has {sys.byteorder}. Load it with torch.load and save it again."
+                    )
                 if drop_attributes:
                     pickled = members["data.pkl"]
-                    rehearsal = rehearse_with_attributes(reader.read(pickled.offset, pickled.size_bytes))
-                offsets = {key: members[f"data/{key}"].offset for key in rehearsal.storages}
-                return _source(reader, rehearsal, offsets, contents.manifest)
+                    data = reader.read(pickled.offset, pickled.size_bytes)
+                    inspection = inspect_pickle(data, record_unknown=True, drop_attributes=True)
+                offsets = {key: members[f"{PAYLOAD_FOLDER}{key}"].offset for key in inspection.storages}
+                source = _source(reader, inspection, offsets, contents.manifest)
             case "legacy pt":
-                return _source(reader, *_read_legacy(reader, record_unknown), None)
+                inspection = read_legacy_pt(reader, record_unknown=record_unknown)
+                source = _source(reader, inspection, inspection.offsets, None)
             case _:
-                return _source_of_pickle(reader, record_unknown)
-    except BaseException:
-        reader.close()
-        raise
+                source = _source_of_pickle(reader, record_unknown)
+        source.size_bytes = os.path.getsize(path)
+        source.on_close(opened.pop_all())
+        return source
 
 
 def read_bytes(reader: FileReader, offset: int, size_bytes: int) -> torch.Tensor:
@@ -94,11 +93,9 @@ def _source(
     kinds, names = noted_in(manifest)
     tree = _plain(rehearsal.tree, lambda spec: _stored(reader, offsets, spec))
     tree = decode(_arrays_back(tree, kinds, names), kinds, names)
-    source = TensorSource(
+    return TensorSource(
         "pt", tree, reader.size_bytes, manifest, unsafe_globals=tuple(sorted(rehearsal.unknown_globals))
     )
-    source.on_close(reader)
-    return source
 
 
 def _arrays_back(tree: Any, kinds: Mapping[str, Any], names: Callable[[], Names]) -> Any:
@@ -175,40 +172,10 @@ def _plain(tree: Any, stored: Callable[[TensorSpec], StoredTensor]) -> Any:
                 return sparse_stored(value.shape, SparseParts(layout, parts, value.is_coalesced))
             case Dtype():
                 return getattr(torch, value.name)
-            case PickledOrderedDict():
-                # pickle stores attributes of an OrderedDict, such as the `_metadata` of a state dict.
-                ordered = OrderedDict(value)
-                vars(ordered).update(vars(value))
-                return ordered
-            case Counter():
-                return Counter(value)
-            case deque():
-                return deque(map(plain_array, value), value.maxlen)
             case _:
-                return Call.itself(plain_array(value))
+                return plain_value(value)
 
     return map_tree(tree, change, shared=True)
-
-
-def _read_legacy(reader: FileReader, record_unknown: bool) -> tuple[PickleInspection, dict[str, int]]:
-    """Return the content of a file of torch before 1.6, and the offset of each storage's elements."""
-    with mmap.mmap(reader.descriptor, reader.size_bytes, access=mmap.ACCESS_READ) as mapped:
-        view = memoryview(mapped)
-        try:
-            rehearsal = read_legacy_bytes(view, record_unknown=record_unknown)  # checks the whole file
-            position = 0
-            for _ in range(_LEGACY_LEADING_PICKLES + 1):
-                position = scan(view, position)
-            end = scan(view, position)
-            keys = inspect_pickle(bytes(view[position:end])).tree
-        finally:
-            view.release()
-    # After the list of keys, each storage is its number of elements as an int64, followed by the elements.
-    offsets: dict[str, int] = {}
-    for key in keys:
-        offsets[key] = end + struct.calcsize("<q")
-        end = offsets[key] + rehearsal.storages[key].size_bytes
-    return rehearsal, offsets
 
 
 def _source_of_pickle(reader: FileReader, record_unknown: bool) -> TensorSource:
@@ -221,43 +188,14 @@ def _source_of_pickle(reader: FileReader, record_unknown: bool) -> TensorSource:
         tree = safe_unpickle(data)
     stored = map_tree(tree, lambda _, value: as_stored(value) if isinstance(value, torch.Tensor) else value)
     unsafe = tuple(sorted(rehearsal.unknown_globals)) if record_unknown else ()
-    source = TensorSource("pickle", stored, reader.size_bytes, unsafe_globals=unsafe)
-    source.on_close(reader)
-    return source
+    return TensorSource("pickle", stored, reader.size_bytes, unsafe_globals=unsafe)
 
-
-def _check_byteorder(reader: FileReader, member: Any) -> None:
-    written = (
-        sys.byteorder if member is None else reader.read(member.offset, member.size_bytes).decode(errors="replace")
-    )
-    if written != sys.byteorder:
-        raise IncompatibleCheckpointError(
-            f"the file was written on a machine with {written!r:.20}-endian numbers, and this one has {sys.byteorder}. "
-            f"Load it with torch.load and save it again."
-        )
-
-
-_FOLDER = "archive"
-_ALIGNMENT = 64  # torch's own, so that mapped tensors are aligned
-_LOCAL_HEADER_BYTES, _WIDE_FIELD_BYTES = 30, 20
-_PADDING_KIND = 0x4246  # kind of extra field that torch pads with
-_PIECE_BYTES = 8 << 20
-_PROTOCOL = 2
 
 # Classes that name a storage's dtype in a pickle. Newer dtypes have none, and are named next to untyped bytes.
-_STORAGES = {
-    torch.float64: torch.DoubleStorage,
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-    torch.complex128: torch.ComplexDoubleStorage,
-    torch.complex64: torch.ComplexFloatStorage,
+_STORAGES: Mapping[torch.dtype, type] = {
+    getattr(torch, dtype): getattr(torch, kind)
+    for kind, (dtype, _) in STORAGE_DTYPES.items()
+    if not dtype.startswith("q")
 }
 
 
@@ -303,31 +241,20 @@ def stream_pt(
     rehearsal = inspect_pickle(pickled, record_unknown=True)
     if rehearsal.unknown_globals:
         raise unsafe_objects(os.fspath(path), f"objects of {', '.join(sorted(rehearsal.unknown_globals)[:10])}")
-    hashes: dict[str, str] = {}
-    with open(path, "w+b") as file:
-        with zipfile.ZipFile(file, "w") as archive:
-            _write_member(archive, "data.pkl", memoryview(pickled))
-            _write_member(archive, "byteorder", memoryview(sys.byteorder.encode()))
+    with HashingFile(os.fspath(path), hash_name) as file:
+        # The writer behind `torch.save`, which itself would need all tensors in memory.
+        with _open_zipfile_writer_buffer(cast("IO[bytes]", file)) as archive:
+            writer = cast("Any", archive)
+            writer.write_record("data.pkl", pickled, len(pickled))
+            writer.write_record("byteorder", sys.byteorder, len(sys.byteorder))
             for key, tensor in storages.items():
-                name = f"{PAYLOAD_FOLDER}{key}"
-                hashes[name] = _write_member(archive, name, tensor_bytes(tensor.read()), hash_name)
+                data = tensor_bytes(tensor.read())
+                elements = torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else torch.empty(0)
+                writer.write_record(f"{PAYLOAD_FOLDER}{key}", elements.untyped_storage(), tensor.size_bytes)
                 if progress is not None:
                     progress(tensor.size_bytes)
-            _write_member(archive, "version", memoryview(b"3\n"))
-        manifest = _describe(os.fspath(path), pickled, hashes, hash_name, notes)
-        # Reopened for appending: the manifest needs the offsets, which are known from the closed archive.
-        with zipfile.ZipFile(file, "a") as archive:
-            archive.writestr(zipfile.ZipInfo(f"{_FOLDER}/{MANIFEST_NAME}"), manifest.to_json())
-            archive.comment = EMPTY_SEAL
-        file.flush()
-        # The seal covers the directory, so it is computed last, and replaces the empty one of the same length.
-        with FileReader(path) as reader:
-            end = seal(reader, read_zip_layout(reader))
-        file.seek(-len(end), os.SEEK_END)
-        file.write(end)
-        file.flush()
-        os.fsync(file.fileno())
-    return manifest
+        file.raise_failure()
+        return append_manifest(file, os.fspath(path), notes, hash_name)[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -343,7 +270,7 @@ class _Pickler(pickle.Pickler):
     """Pickler that writes descriptions of tensors as `torch.save` writes tensors."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=_PROTOCOL)
+        super().__init__(file, protocol=2)  # as torch.save
         self.storages: dict[str, StoredTensor] = {}
         self._known: dict[Hashable, _Storage] = {}
 
@@ -385,30 +312,3 @@ def _pickle(tree: Any) -> tuple[bytes, dict[str, StoredTensor]]:
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         raise unsafe_objects("the file", f"what cannot be saved ({error!s:.200})") from error
     return file.getvalue(), pickler.storages
-
-
-def _write_member(archive: zipfile.ZipFile, name: str, data: memoryview, hash_name: str = HASH_NAME) -> str:
-    """Append a member whose bytes begin at a multiple of 64, and return their hash."""
-    entry = zipfile.ZipInfo(f"{_FOLDER}/{name}")  # its date is 1980, so that equal states make equal files
-    entry.file_size = data.nbytes
-    is_wide = data.nbytes * 1.05 > zipfile.ZIP64_LIMIT  # zipfile's own rule
-    begin = archive.start_dir + _LOCAL_HEADER_BYTES + len(entry.filename.encode()) + is_wide * _WIDE_FIELD_BYTES + 4
-    padding = -begin % _ALIGNMENT
-    entry.extra = struct.pack("<2H", _PADDING_KIND, padding) + b"Z" * padding
-    hasher = new_hasher(hash_name)
-    with archive.open(entry, "w", force_zip64=is_wide) as member:
-        for start in range(0, data.nbytes, _PIECE_BYTES):
-            piece = data[start : start + _PIECE_BYTES]
-            hasher.update(piece)
-            member.write(piece)
-    return hasher.hexdigest()
-
-
-def _describe(
-    path: str, pickled: bytes, hashes: Mapping[str, str], hash_name: str, info: Mapping[str, Any]
-) -> Manifest:
-    with FileReader(path) as reader:
-        layout = read_zip_layout(reader)
-        members = {name: layout.members[name] for name in hashes}
-        known = {(member.offset, member.size_bytes): hashes[name] for name, member in members.items()}
-        return make_manifest(layout, inspect_pickle(pickled), Hashes(reader, known, hash_name), info)

@@ -2,10 +2,11 @@
 
 import json
 import math
+import os
 import re
 import struct
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any, NoReturn, TypeVar
@@ -30,13 +31,15 @@ from composer_checkpoint.manifest import Manifest, TensorEntry, parse_json
 
 __all__ = [
     "FORMAT_NAMES",
+    "aliases_in",
     "by_text_names",
-    "header_of",
+    "check_names",
     "load_safetensors",
     "read_safetensors",
-    "check_names",
     "save_safetensors",
+    "tied_weights",
     "verify_safetensors",
+    "write_safetensors",
 ]
 
 LENGTH = struct.Struct("<Q")
@@ -89,11 +92,7 @@ class Header:
 
 
 def read_header(file: Readable) -> Header:
-    """Read a header and compare it with the size of the file.
-
-    Raises:
-        CorruptCheckpointError: If the header is invalid, or its tensors do not fill the file exactly.
-    """
+    """Read a header and compare it with the size of the file."""
     if file.size_bytes < LENGTH.size:
         _refuse(f"it has {file.size_bytes} bytes, fewer than the length of a header")
     # Checked before it is read, so that a damaged length cannot allocate gigabytes.
@@ -112,7 +111,14 @@ def read_header(file: Readable) -> Header:
         _refuse("its metadata is not texts by name")
     start = LENGTH.size + length
     tensors = {name: _slot(name, value, start) for name, value in parsed.items()}
-    _check_filled(tensors, start, file.size_bytes)
+    position = start
+    # The format forbids gaps and overlaps. Empty tensors sort before the one that starts at the same byte.
+    for name, slot in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size_bytes)):
+        if slot.offset != position:
+            _refuse(f"its tensor {name!r:.200} starts at byte {slot.offset}, where {position} was expected")
+        position += slot.size_bytes
+    if position != file.size_bytes:
+        _refuse(f"its tensors end at byte {position}, and the file has {file.size_bytes}")
     return Header(tensors, metadata, raw)
 
 
@@ -126,17 +132,6 @@ def _slot(name: str, value: Any, start: int) -> TensorSlot:
     if not is_shape or not 0 <= begin <= end or math.prod(shape) * item_bytes != end - begin:
         _refuse(f"its tensor {name!r:.200} is described as {value!r:.200}, whose dtype, shape and bytes do not fit")
     return TensorSlot(torch_dtype, tuple(shape), start + begin, end - begin)
-
-
-def _check_filled(tensors: Mapping[str, TensorSlot], start: int, size_bytes: int) -> None:
-    position = start
-    # The format forbids gaps and overlaps. Empty tensors sort before the one that starts at the same byte.
-    for name, slot in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size_bytes)):
-        if slot.offset != position:
-            _refuse(f"its tensor {name!r:.200} starts at byte {slot.offset}, where {position} was expected")
-        position += slot.size_bytes
-    if position != size_bytes:
-        _refuse(f"its tensors end at byte {position}, and the file has {size_bytes}")
 
 
 def _refuse(what: str) -> NoReturn:
@@ -155,32 +150,77 @@ _MAX_NAMES = 10
 FORMAT_NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """Tensors by name, aliases of tensors, and whether they came from the model part of a state."""
-
-    tensors: dict[str, torch.Tensor]
-    aliases: dict[str, str]
-    is_state: bool
-
-
 def save_safetensors(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> Manifest:
     """Write the weights of a state, or a flat dict of tensors, and flush the file to the disk."""
-    weights = _weights_of(obj)
-    notes: dict[str, Any] = {"aliases": weights.aliases} if weights.aliases else {}
-    if weights.is_state:
-        notes["layout"] = "composer"
-    info = {**info, **notes}
-    names = sorted(weights.tensors, key=lambda name: -weights.tensors[name].element_size())  # largest first: aligned
-    tensors = {name: weights.tensors[name] for name in names}
-    no_hashes = dict.fromkeys(names, "0" * NUM_DIGITS[hash_name])
-    # The header comes first in the file and holds the hashes, so a placeholder of equal length reserves its place.
-    placeholder, _ = header_of(tensors, no_hashes, info, hash_name)
+    is_state = isinstance(obj, Mapping) and isinstance(obj.get("state"), Mapping) and "model" in obj["state"]
+    weights = obj["state"]["model"] if is_state else obj
+    if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise TypeError(
+            f"a .safetensors file holds weights only, as a dict of tensors or as {{'state': {{'model': ...}}}}; got "
+            f"{type(weights).__name__}. Save as .pt what else there is."
+        )
+    if is_state and (left_out := [*(name for name in obj["state"] if name != "model"), *(set(obj) - {"state"})]):
+        log.info("A .safetensors file holds weights only; left out were %s.", ", ".join(map(str, left_out)))
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    for same in tied_weights(by_text_names(weights)):
+        first, *others = same
+        tensor = tensors[first] = same[first]
+        aliases |= dict.fromkeys(others, first)
+        if tensor.layout != torch.strided or str(tensor.dtype).removeprefix("torch.") not in FORMAT_NAMES:
+            raise TypeError(f"{first} is {tensor.dtype} of layout {tensor.layout}, which safetensors has no form for.")
+    check_names([*tensors, *aliases])
+    notes = {**info, **({"aliases": aliases} if aliases else {}), **({"layout": "composer"} if is_state else {})}
+    return write_safetensors(tensors, path, notes, hash_name)
+
+
+def tied_weights(weights: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    """Return the names of each tensor, in the order of the first of them."""
+    tied: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, tensor in weights.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, and safetensors holds tensors only.")
+        own: tuple[Any, ...] = (name,)
+        # Sparse tensors have no address, and empty ones may all have the address 0.
+        if tensor.layout == torch.strided and tensor.numel():
+            own = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+        # A conjugated view shares its memory with the plain tensor.
+        tied.setdefault((*own, tensor.dtype, tensor.is_conj(), tensor.is_neg()), {})[name] = tensor
+    return tied.values()
+
+
+def write_safetensors(
+    tensors: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    info: Mapping[str, Any],
+    hash_name: str,
+    read: Callable[[Any], torch.Tensor] = lambda tensor: tensor,
+    progress: Callable[[int], object] | None = None,
+) -> Manifest:
+    """Write a file, and flush it to the disk.
+
+    Args:
+        tensors: Objects with a dtype and a shape by name.
+        path: Path of the file.
+        info: Entries of the manifest.
+        hash_name: As for `save_file`.
+        read: Function that returns the tensor for such an object. Each is read only when it is written.
+        progress: Called with the number of bytes after each tensor.
+    """
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # largest items first, so all are aligned
+    tensors = {name: tensors[name] for name in names}
+    hashes = dict.fromkeys(names, "0" * NUM_DIGITS[hash_name])
     with open(path, "wb", buffering=0) as file:
         disk = FlushedFile(file)
-        disk.write(memoryview(placeholder))
-        hashes = {name: _write_tensor(disk, tensor, hash_name) for name, tensor in tensors.items()}
-        header, manifest = header_of(tensors, hashes, info, hash_name)
+        # The header comes first in the file and holds the hashes, so a placeholder of equal length reserves its place.
+        disk.write(memoryview(_header_of(tensors, hashes, info, hash_name)[0]))
+        for name, tensor in tensors.items():
+            hasher, data = new_hasher(hash_name), tensor_bytes(read(tensor))
+            disk.write(data, hasher)
+            hashes[name] = hasher.hexdigest()
+            if progress is not None:
+                progress(data.nbytes)
+        header, manifest = _header_of(tensors, hashes, info, hash_name)
         disk.rewrite(memoryview(header), 0)
         disk.finish()
     return manifest
@@ -203,16 +243,21 @@ def load_safetensors(
     device = map_location if isinstance(map_location, str | int) else str(map_location or "cpu")
     tensors: dict[str, Any] = load_file(reader.own_path, device=device)
     tensors = {name: tensors[name] for name in header.tensors}
-    info = {} if manifest is None else manifest.info
-    for alias, name in dict(info.get("aliases", ())).items():
-        if name not in tensors:
+    tensors |= {alias: tensors[name] for alias, name in aliases_in(manifest, tensors).items()}
+    if manifest is None or manifest.info.get("layout") != "composer":
+        return tensors, manifest, finite
+    return {"state": {"model": OrderedDict(tensors)}}, manifest, {f"state/model/{name}" for name in finite}
+
+
+def aliases_in(manifest: Manifest | None, names: Collection[str]) -> dict[str, str]:
+    """Return the further names of tensors, with the name under which the file has each."""
+    aliases: dict[str, str] = {} if manifest is None else dict(manifest.info.get("aliases", ()))
+    for alias, name in aliases.items():
+        if name not in names:
             raise CorruptCheckpointError(
                 f"{alias!r:.200} is another name of {name!r:.200}, and the file lacks that. Load another checkpoint."
             )
-        tensors[alias] = tensors[name]
-    if info.get("layout") != "composer":
-        return tensors, manifest, finite
-    return {"state": {"model": OrderedDict(tensors)}}, manifest, {f"state/model/{name}" for name in finite}
+    return aliases
 
 
 def verify_safetensors(reader: FileReader) -> Manifest | None:
@@ -246,39 +291,8 @@ def read_safetensors(reader: FileReader) -> tuple[Header, Manifest | None]:
     return header, manifest
 
 
-def _weights_of(obj: Any) -> _Weights:
-    is_state = isinstance(obj, Mapping) and isinstance(obj.get("state"), Mapping) and "model" in obj["state"]
-    weights = obj["state"]["model"] if is_state else obj
-    if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise TypeError(
-            f"a .safetensors file holds weights only, as a dict of tensors or as {{'state': {{'model': ...}}}}; got "
-            f"{type(weights).__name__}. Save as .pt what else there is."
-        )
-    if is_state and (left_out := [*(name for name in obj["state"] if name != "model"), *(set(obj) - {"state"})]):
-        log.info("A .safetensors file holds weights only; left out were %s.", ", ".join(map(str, left_out)))
-    tensors: dict[str, torch.Tensor] = {}
-    aliases: dict[str, str] = {}
-    seen: dict[tuple[Any, ...], str] = {}
-    for name, tensor in by_text_names(weights).items():
-        if tensor.layout != torch.strided or (dtype := str(tensor.dtype).removeprefix("torch.")) not in FORMAT_NAMES:
-            raise TypeError(f"{name} is {tensor.dtype} of layout {tensor.layout}, which safetensors has no form for.")
-        lazily = (tensor.is_conj(), tensor.is_neg())  # a conjugated view shares its memory with the plain tensor
-        identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), dtype, lazily)
-        if tensor.numel() and identity in seen:
-            aliases[name] = seen[identity]
-        else:
-            seen[identity] = name
-            tensors[name] = tensor
-    check_names([*tensors, *aliases])
-    return _Weights(tensors, aliases, is_state)
-
-
 def by_text_names(weights: Mapping[Any, T]) -> dict[str, T]:
-    """Return weights by the text of their keys, since names in a file are text.
-
-    Raises:
-        IncompatibleCheckpointError: If two keys have the same text, as 1 and `'1'` do.
-    """
+    """Return weights by the text of their keys, since names in a file are text."""
     keys: dict[str, Any] = {}
     for key in weights:
         if keys.setdefault(str(key), key) is not key:
@@ -287,11 +301,7 @@ def by_text_names(weights: Mapping[Any, T]) -> dict[str, T]:
 
 
 def check_names(names: Collection[str]) -> None:
-    """Refuse the one name that the format reserves, and names that its own reader cannot decode.
-
-    Raises:
-        IncompatibleCheckpointError: If there is such a name.
-    """
+    """Refuse the one name that the format reserves, and names that its own reader cannot decode."""
     if METADATA_KEY in names:
         raise IncompatibleCheckpointError(
             f"a tensor is called {METADATA_KEY!r}, where a .safetensors file has what is said of it. Give it another "
@@ -305,15 +315,16 @@ def check_names(names: Collection[str]) -> None:
             )
 
 
-def header_of(
-    tensors: Mapping[str, torch.Tensor], hashes: Mapping[str, str], info: Mapping[str, Any], hash_name: str
+def _header_of(
+    tensors: Mapping[str, Any], hashes: Mapping[str, str], info: Mapping[str, Any], hash_name: str
 ) -> tuple[bytes, Manifest]:
     """Return the file's bytes before the tensors, whose length does not depend on the hashes, and the manifest."""
     slots: dict[str, Any] = {}
     entries: dict[str, TensorEntry] = {}
     position = 0
     for name, tensor in tensors.items():
-        dtype, shape, size_bytes = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        size_bytes = math.prod(shape) * tensor.dtype.itemsize
         end = position + size_bytes
         slots[name] = {"dtype": FORMAT_NAMES[dtype], "shape": shape, "data_offsets": (position, end)}
         entries[name] = TensorEntry(dtype, shape, size_bytes, hashes[name])
@@ -326,12 +337,6 @@ def header_of(
         f'"{_SEAL_KEY}":"{_NO_SEAL}"'.encode(), f'"{_SEAL_KEY}":"{blake3(text).hexdigest()}"'.encode(), 1
     )
     return LENGTH.pack(len(sealed)) + sealed, manifest
-
-
-def _write_tensor(file: FlushedFile, tensor: torch.Tensor, hash_name: str) -> str:
-    hasher = new_hasher(hash_name)
-    file.write(tensor_bytes(tensor), hasher)
-    return hasher.hexdigest()
 
 
 def _verify_payload(

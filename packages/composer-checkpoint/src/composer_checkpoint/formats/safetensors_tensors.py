@@ -2,23 +2,24 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from composer_checkpoint.errors import CorruptCheckpointError
-from composer_checkpoint.file_io import HASH_NAME, NUM_DIGITS, FileReader, FlushedFile, new_hasher, tensor_bytes
-from composer_checkpoint.files import INDEX_SUFFIX, index_text, read_index
+from composer_checkpoint.file_io import HASH_NAME, FileReader
+from composer_checkpoint.files import plan_files, read_index, write_index
 from composer_checkpoint.formats._unsupported import refuse_unfit
 from composer_checkpoint.formats.pt_tensors import read_bytes
-from composer_checkpoint.formats.safetensors import TensorSlot, header_of, read_safetensors
+from composer_checkpoint.formats.safetensors import TensorSlot, aliases_in, read_safetensors, write_safetensors
 from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource
 from composer_checkpoint.manifest import Manifest
 
 __all__ = [
-    "meant_of",
+    "merge_files",
     "open_index_source",
     "open_safetensors_source",
     "plan_shards",
@@ -67,27 +68,10 @@ def stream_safetensors(
         tensor([1., 1.])
     """
     refuse_unfit(tensors, "safetensors", path, aliases=aliases or ())
-    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # largest items first, so all are aligned
-    # The header comes first in the file and holds the hashes, so a placeholder of equal length reserves its place.
-    described = {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in names}
     notes: dict[str, Any] = {"torch_version": str(torch.__version__), **(info or {})}
     if aliases:
         notes["aliases"] = dict(aliases)
-    placeholder, _ = header_of(described, dict.fromkeys(names, "0" * NUM_DIGITS[hash_name]), notes, hash_name)
-    hashes: dict[str, str] = {}
-    with open(path, "wb", buffering=0) as file:
-        disk = FlushedFile(file)
-        disk.write(memoryview(placeholder))
-        for name in names:
-            hasher = new_hasher(hash_name)
-            disk.write(tensor_bytes(tensors[name].read()), hasher)
-            hashes[name] = hasher.hexdigest()
-            if progress is not None:
-                progress(tensors[name].size_bytes)
-        header, manifest = header_of(described, hashes, notes, hash_name)
-        disk.rewrite(memoryview(header), 0)
-        disk.finish()
-    return manifest
+    return write_safetensors(tensors, path, notes, hash_name, StoredTensor.read, progress)
 
 
 def plan_shards(
@@ -103,12 +87,7 @@ def plan_shards(
         >>> plan_shards({"a": as_stored(torch.ones(4)), "b": as_stored(torch.ones(4))}, 16).keys()
         dict_keys(['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors'])
     """
-    if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes!r} must be 1 or more, such as 5_000_000_000.")
-    groups = list(_groups(tensors, max_shard_bytes))
-    if len(groups) == 1:
-        return {f"{name}.safetensors": groups[0]}
-    return {f"{name}-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+    return plan_files((({key: tensor}, tensor.size_bytes) for key, tensor in tensors.items()), max_shard_bytes, name)
 
 
 def stream_shards(
@@ -140,116 +119,70 @@ def stream_shards(
         )
         for shard, tensors in shards.items()
     }
-    # Written last: an index names only files that are complete.
-    if len(manifests) > 1:
-        Path(folder, name + INDEX_SUFFIX).write_text(index_text(manifests))
-
-
-def _groups(tensors: Mapping[str, StoredTensor], max_shard_bytes: int) -> Iterator[dict[str, StoredTensor]]:
-    group: dict[str, StoredTensor] = {}
-    size_bytes = 0
-    for name, tensor in tensors.items():
-        if group and size_bytes + tensor.size_bytes > max_shard_bytes:
-            yield group
-            group, size_bytes = {}, 0
-        group[name] = tensor
-        size_bytes += tensor.size_bytes
-    yield group
+    write_index(manifests, Path(folder), name)
 
 
 def open_safetensors_source(path: str) -> TensorSource:
-    """Open one `.safetensors` file.
-
-    Raises:
-        CorruptCheckpointError: If the file is not whole.
-    """
-    reader = FileReader(path)
-    try:
-        tensors, manifest = _tensors_of(reader)
-    except BaseException:
-        reader.close()
-        raise
-    info = {} if manifest is None else manifest.info
-    tree: Any = {"state": {"model": OrderedDict(tensors)}} if info.get("layout") == "composer" else tensors
-    source = TensorSource("safetensors", tree, reader.size_bytes, manifest)
-    source.on_close(reader)
+    """Open one `.safetensors` file."""
+    with ExitStack() as opened:
+        reader = opened.enter_context(FileReader(path))
+        header, manifest = read_safetensors(reader)
+        tensors = {name: _stored(reader, name, slot) for name, slot in header.tensors.items()}
+        tensors |= {alias: tensors[name] for alias, name in aliases_in(manifest, tensors).items()}
+        info = {} if manifest is None else manifest.info
+        tree: Any = {"state": {"model": OrderedDict(tensors)}} if info.get("layout") == "composer" else tensors
+        source = TensorSource("safetensors", tree, reader.size_bytes, manifest)
+        source.on_close(opened.pop_all())
     return source
 
 
 def open_index_source(path: str) -> TensorSource:
-    """Open the files of an index. Tensors that the index lists and no file has are reported as missing.
-
-    Raises:
-        CorruptCheckpointError: If a file is missing or damaged, two have the same tensor, or the index is invalid.
-        UnsafeCheckpointError: If the index names a file outside its own folder.
-    """
+    """Open the files of an index. Tensors that the index lists and no file has are reported as missing."""
     index = read_index(path)
-    weight_map = {name: shard for shard, names in index.shards.items() for name in names}
-    source = TensorSource("safetensors", {}, 0, index.manifest)
-    tensors: dict[str, StoredTensor] = {}
-    files: dict[str, int] = {}
-    try:
-        for shard, names in index.shards.items():
-            file = Path(path).parent / shard
-            if not file.exists():
-                raise CorruptCheckpointError(
-                    f"{file.parent} lacks the shard {shard}, in which {index.path.name} has {len(names)} tensors. "
-                    f"Bring the file back, or use another checkpoint."
-                )
-            reader = FileReader(file)
-            source.on_close(reader)
-            found, _ = _tensors_of(reader)
-            files[shard] = reader.size_bytes
-            tensors |= meant_of(path, shard, found, tensors, weight_map)
-    # Also on KeyboardInterrupt: no one else would close the files opened so far.
-    except BaseException:
-        source.close()
-        raise
-    source.tree, source.tensors = tensors, tensors
-    source.size_bytes, source.files = sum(files.values()), files
-    source.missing = tuple(sorted(weight_map.keys() - tensors.keys()))
+    listed = {name: shard for shard, names in index.shards.items() for name in names}
+    source = merge_files(index.path, listed, open_safetensors_source)
+    source.manifest = index.manifest
     return source
 
 
-def meant_of(
-    index: str | os.PathLike[str],
-    shard: str,
-    found: Mapping[str, StoredTensor],
-    earlier: Container[str],
-    weight_map: Mapping[str, str],
-) -> dict[str, StoredTensor]:
-    """Return the tensors of a file without those that the index assigns to another file.
+def merge_files(index: Path, listed: Mapping[str, str], open_file: Callable[[str], TensorSource]) -> TensorSource:
+    """Open the files of an index as one source. Tensors that the index lists and no file has are reported as missing.
 
     Args:
         index: Path of the index.
-        shard: Name of the file.
-        found: Tensors in the file, by name.
-        earlier: Names of tensors in the files before.
-        weight_map: File of each tensor that the index lists.
-
-    Raises:
-        CorruptCheckpointError: If two files have the same tensor and the index does not assign it to either.
+        listed: File of each tensor that the index lists.
+        open_file: Function that opens a file.
     """
+    tensors: dict[str, StoredTensor] = {}
+    files: dict[str, int] = {}
+    with ExitStack() as opened:
+        for shard in dict.fromkeys(listed.values()):
+            path = index.parent / shard
+            if not path.exists():
+                raise CorruptCheckpointError(
+                    f"{index.parent} lacks the shard {shard}, in which {index.name} has "
+                    f"{list(listed.values()).count(shard)} tensors. Bring the file back, or use another checkpoint."
+                )
+            source = opened.enter_context(open_file(os.fspath(path)))
+            tensors |= _meant(index, source.tensors, tensors, shard, listed)
+            files[shard] = source.size_bytes
+        missing = tuple(sorted(listed.keys() - tensors.keys()))
+        whole = TensorSource("safetensors", tensors, sum(files.values()), missing=missing, files=files)
+        whole.on_close(opened.pop_all())
+    return whole
+
+
+def _meant(
+    index: Path, found: Mapping[str, StoredTensor], earlier: Container[str], shard: str, listed: Mapping[str, str]
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a file without those that the index assigns to another file."""
     for name in found:
-        if name in earlier and name not in weight_map:
+        if name in earlier and name not in listed:
             raise CorruptCheckpointError(
-                f"{os.fspath(index)} names {shard}, which has a tensor {name!r:.200} that a file before it has, too, "
-                f"and does not say which of them is meant. Add it to the weight_map, or use another checkpoint."
+                f"{index} names {shard}, which has a tensor {name!r:.200} that a file before it has, too, and does not "
+                f"say which of them is meant. Add it to the weight_map, or use another checkpoint."
             )
-    return {name: tensor for name, tensor in found.items() if weight_map.get(name, shard) == shard}
-
-
-def _tensors_of(reader: FileReader) -> tuple[dict[str, StoredTensor], Manifest | None]:
-    header, manifest = read_safetensors(reader)
-    tensors = {name: _stored(reader, name, slot) for name, slot in header.tensors.items()}
-    aliases: Mapping[str, str] = dict(manifest.info.get("aliases", ())) if manifest is not None else {}
-    for alias, name in aliases.items():
-        if name not in tensors:
-            raise CorruptCheckpointError(
-                f"{alias!r:.200} is another name of {name!r:.200}, and the file lacks that. Load another checkpoint."
-            )
-        tensors[alias] = tensors[name]
-    return tensors, manifest
+    return {name: tensor for name, tensor in found.items() if listed.get(name, shard) == shard}
 
 
 def _stored(reader: FileReader, name: str, slot: TensorSlot) -> StoredTensor:

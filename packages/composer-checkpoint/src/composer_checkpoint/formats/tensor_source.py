@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from composer_checkpoint._pickle_inspection import SPARSE_PARTS
-from composer_checkpoint._tree import Names, by_joined_names, children_of, map_tree, named_leaves
+from composer_checkpoint._tree import Names, by_joined_names, children_of, map_tree, named_leaves, resolve_lazy
 from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composer_checkpoint.manifest import Manifest
 
@@ -31,11 +31,7 @@ class SparseParts:
     is_coalesced: bool | None = None
 
     def put_together(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Read the parts and return the sparse tensor.
-
-        Raises:
-            CorruptCheckpointError: If the parts do not fit each other or the shape.
-        """
+        """Read the parts and return the sparse tensor."""
         parts = [part.read() for part in self.parts.values()]
         try:
             # Checked here: torch's kernels do not check indices, and wrong ones would access memory out of bounds.
@@ -175,9 +171,7 @@ class StoredTensor:
 
 def as_stored(tensor: torch.Tensor) -> StoredTensor:
     """Wrap a tensor in memory as a `StoredTensor`."""
-    plain = tensor.detach()
-    if plain.is_conj() or plain.is_neg():  # a lazy view: its bytes are those of another tensor
-        plain = plain.resolve_conj().resolve_neg()
+    plain = resolve_lazy(tensor.detach())
     if is_sparse(plain):
         parts = {name: as_stored(part) for name, part in parts_of(plain).items()}
         is_coalesced = plain.is_coalesced() if plain.layout == torch.sparse_coo else None

@@ -7,9 +7,8 @@
 """
 
 from composer_checkpoint.sharded.load import ComparingLoadPlanner, load_sharded
-from composer_checkpoint.sharded.reader import VerifyingReader, read_folder_metadata
+from composer_checkpoint.sharded.reader import VerifyingReader, read_folder_metadata, verify_folder
 from composer_checkpoint.sharded.save import save_sharded
-from composer_checkpoint.sharded.verify import verify_folder
 from composer_checkpoint.sharded.writer import VerifiedWriter
 
 __all__ = [

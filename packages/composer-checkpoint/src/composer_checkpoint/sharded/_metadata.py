@@ -7,7 +7,8 @@ that the files have the bytes they should have.
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from operator import lt
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -27,7 +28,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from composer_checkpoint._pickle_inspection import safe_unpickle
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, shown
-from composer_checkpoint.sharded._boxes import covers_exactly
 
 __all__ = ["MAX_NAME_CHARS", "MAX_STEPS", "StorageInfo", "parse_metadata", "part_name"]
 
@@ -45,11 +45,6 @@ def parse_metadata(data: bytes, folder: str, size_bytes: Callable[[str], int | N
         data: The file's bytes.
         folder: Path of its folder, for messages.
         size_bytes: Function that returns the size of a file in the folder, or `None` if the file does not exist.
-
-    Raises:
-        UnsafeCheckpointError: If the pickle has anything that a `.metadata` does not need.
-        CorruptCheckpointError: If the content is inconsistent, or a file is missing or too short.
-        IncompatibleCheckpointError: If the data was transformed by an extension, which reading would have to undo.
     """
     where = os.path.join(folder, ".metadata")
     try:
@@ -311,3 +306,61 @@ def _text(value: object) -> str | None:
 
 def _is_step(step: object, limit: int) -> bool:
     return _is_name(step) or (type(step) is int and 0 <= step < limit)
+
+
+# The limit of comparisons per chunk. In a grid, as meshes produce it, a chunk is compared with those of its row; in
+# an arrangement made to be slow, it would be compared with all.
+_MOST_NEIGHBOURS = 128
+
+
+def covers_exactly(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
+    """Return what is wrong with the chunks of a tensor; `None` if they cover each element once.
+
+    Example:
+        >>> covers_exactly((4,), [ChunkStorageMetadata(torch.Size([0]), torch.Size([3]))])
+        'is covered by its parts in 3 of 4 elements'
+    """
+    filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    for chunk in chunks:
+        if any(start + length > whole for start, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)):
+            return f"has a part at {tuple(chunk.offsets)} of sizes {tuple(chunk.sizes)} that leaves it"
+    try:
+        pair = _overlap(filled)
+    except _TooManyNeighboursError:
+        return f"has {len(filled)} parts in no order, such as no mesh of devices makes"
+    if pair:
+        first, second = (f"{tuple(chunk.offsets)} of sizes {tuple(chunk.sizes)}" for chunk in pair)
+        return f"has overlapping parts, at {first} and at {second}"
+    # Chunks inside the tensor that do not overlap cover it exactly if their sizes add up.
+    covered, whole = sum(math.prod(chunk.sizes) for chunk in filled), math.prod(size)
+    return None if covered == whole else f"is covered by its parts in {covered} of {whole} elements"
+
+
+class _TooManyNeighboursError(Exception):
+    """Raised when comparing all neighboring chunks would take too long."""
+
+
+def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> tuple[ChunkStorageMetadata, ChunkStorageMetadata] | None:
+    """Return two chunks that share an element, found by a sweep along the dim that separates most of them."""
+    if len(chunks) < 2:
+        return None
+    # As plain tuples, whose items are faster to access than those of torch.Size.
+    boxes = [
+        (tuple(chunk.offsets), tuple(map(sum, zip(chunk.offsets, chunk.sizes, strict=True))), chunk) for chunk in chunks
+    ]
+    num_dims = len(chunks[0].sizes)
+    if num_dims == 0:
+        return chunks[0], chunks[1]
+    dim = max(range(num_dims), key=lambda d: len({starts[d] for starts, _, _ in boxes}))
+    active: list[tuple[tuple[int, ...], tuple[int, ...], ChunkStorageMetadata]] = []
+    comparisons_left = _MOST_NEIGHBOURS * len(chunks)
+    for starts, ends, chunk in sorted(boxes, key=lambda box: box[0][dim]):
+        active = [box for box in active if box[1][dim] > starts[dim]]
+        comparisons_left -= len(active)
+        if comparisons_left < 0:
+            raise _TooManyNeighboursError
+        for other_starts, other_ends, other in active:
+            if all(map(lt, starts, other_ends)) and all(map(lt, other_starts, ends)):
+                return other, chunk
+        active.append((starts, ends, chunk))
+    return None

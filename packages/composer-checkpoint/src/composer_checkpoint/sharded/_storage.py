@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CheckpointConflictError, NoCheckpointError
@@ -22,44 +22,19 @@ from composer_checkpoint.stores.opening import maybe_create_object_store_from_ur
 from composer_dist import dist
 
 __all__ = [
+    "METADATA_NAME",
     "FetchedFolder",
+    "LocalSource",
+    "Source",
+    "StoreSource",
     "fetch_once_per_node",
     "fetched_folder",
-    "only_one_process",
-    "store_of",
-    "LocalSource",
-    "RemoteSource",
-    "Source",
     "open_source",
-    "METADATA_NAME",
-    "LocalTarget",
-    "RemoteTarget",
-    "Target",
-    "is_remote",
     "open_target",
+    "store_of",
 ]
 
 METADATA_NAME = ".metadata"
-
-
-class Target(Protocol):
-    """Folder that is being written. Rank 0 begins and ends it; every rank writes files to the place from rank 0."""
-
-    def begin(self, need_bytes: int) -> str:
-        """Raise if the folder must not be overwritten or does not fit; return the place for files until the commit."""
-        ...
-
-    def open(self, place: str, name: str) -> BinaryIO:
-        """Open a new file for writing."""
-        ...
-
-    def commit(self) -> None:
-        """Make the files visible under the folder's own name."""
-        ...
-
-    def abort(self, error: BaseException) -> None:
-        """Remove what was written."""
-        ...
 
 
 def is_remote(folder: str | os.PathLike[str]) -> bool:
@@ -67,7 +42,9 @@ def is_remote(folder: str | os.PathLike[str]) -> bool:
     return isinstance(folder, str) and "://" in folder
 
 
-def open_target(folder: str | os.PathLike[str], overwrite: bool, storage_options: dict[str, Any]) -> Target:
+def open_target(
+    folder: str | os.PathLike[str], overwrite: bool, storage_options: dict[str, Any]
+) -> "LocalTarget | RemoteTarget":
     """Return the target for a local path or a URI that fsspec supports."""
     if is_remote(folder):
         return RemoteTarget(cast(str, folder), overwrite, storage_options)
@@ -84,7 +61,13 @@ class LocalTarget:
 
     def begin(self, need_bytes: int) -> str:
         """Create a temporary folder next to the final one."""
-        _refuse_other_folder(self._folder)
+        names = sorted(os.listdir(self._folder)) if self._folder.is_dir() else []
+        is_sharded = any(name in (METADATA_NAME, MANIFEST_NAME) or name.endswith(".distcp") for name in names)
+        if names and not is_sharded:
+            raise CheckpointConflictError(
+                f"{self._folder} is a folder with {', '.join(names[:5])}, which is no sharded checkpoint, and only "
+                f"such a one is replaced. Choose another name, or remove the folder yourself."
+            )
         settings = {"overwrite": self._overwrite, "folder": True, "keep_others": True}
         unfinished = write_atomically(self._folder, need_bytes=need_bytes, **settings)
         return str(self._unfinished.enter_context(unfinished))
@@ -107,24 +90,10 @@ class LocalTarget:
                 raise
 
 
-def _refuse_other_folder(folder: Path) -> None:
-    """Raise if the folder to be replaced has files but is not a sharded checkpoint."""
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    is_sharded = any(name in (METADATA_NAME, MANIFEST_NAME) or name.endswith(".distcp") for name in names)
-    if names and not is_sharded:
-        raise CheckpointConflictError(
-            f"{folder} is a folder with {', '.join(names[:5])}, which is no sharded checkpoint, and only such a one is "
-            f"replaced. Choose another name, or remove the folder yourself."
-        )
-
-
 class RemoteTarget:
     """Folder of a remote store. Stores cannot rename, so the manifest is written last and makes it whole."""
 
     def __init__(self, folder: str, overwrite: bool, storage_options: dict[str, Any]) -> None:
-        # Imported here so that local checkpoints do not load the stores.
-        from composer_checkpoint.stores.fsspec import FsspecObjectStore
-
         store, name = store_of(folder, storage_options)
         if not isinstance(store, FsspecObjectStore):
             raise ValueError(
@@ -230,28 +199,17 @@ def only_one_process(path: Path) -> Iterator[None]:
         yield
 
 
-_ATTEMPTS = 5
-
-
-class Source(Protocol):
-    """Folder of files to read."""
-
-    folder: str
-
-    def size_bytes(self, name: str) -> int | None:
-        """Return the size of a file; `None` if it does not exist."""
-        ...
-
-    def local_path(self, name: str) -> Path:
-        """Return a local path of the file."""
-        ...
-
-
-def open_source(folder: str | os.PathLike[str], storage_options: Mapping[str, Any]) -> Source:
+def open_source(folder: str | os.PathLike[str], storage_options: Mapping[str, Any]) -> "LocalSource | StoreSource":
     """Return the source for a local path or a URI that fsspec supports."""
-    if is_remote(folder):
-        return RemoteSource(cast(str, folder), storage_options)
-    return LocalSource(Path(folder))
+    if not is_remote(folder):
+        return LocalSource(Path(folder))
+    address = os.fspath(folder).rstrip("/")
+    if (shared := fetched_folder(address)) is not None:
+        return StoreSource(address, shared, is_temporary=True)
+    place = Path(tempfile.mkdtemp(prefix="composer-checkpoint-"))
+    source = StoreSource(address, FetchedFolder(*store_of(address, storage_options), place), is_temporary=True)
+    weakref.finalize(source, shutil.rmtree, place, ignore_errors=True)
+    return source
 
 
 class LocalSource:
@@ -286,36 +244,38 @@ class LocalSource:
         return self._root / name
 
 
-class RemoteSource:
-    """Folder of a remote store. Files are downloaded on first use, and deleted together with this object.
+class StoreSource:
+    """Folder of a store. Files are downloaded on first use, each by one process of this machine.
 
-    Inside `fetch_once_per_node`, one rank of the node downloads each file, and the files are deleted at its end.
+    Args:
+        folder: Name of the folder for messages.
+        fetched: The folder in its store, and the local folder for its files.
+        is_temporary: Whether the local folder is new, so that a file in it is whole.
     """
 
-    def __init__(self, folder: str, storage_options: Mapping[str, Any]) -> None:
-        self.folder = folder.rstrip("/")
-        shared = fetched_folder(self.folder)
-        if shared is None:
-            place = Path(tempfile.mkdtemp(prefix="composer-checkpoint-"))
-            weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)
-            shared = FetchedFolder(*store_of(self.folder, storage_options), place)
-        self._fetched = shared
+    def __init__(self, folder: str, fetched: FetchedFolder, *, is_temporary: bool) -> None:
+        self.folder = folder
+        self._fetched, self._is_temporary = fetched, is_temporary
         self._lock = threading.Lock()
 
     def size_bytes(self, name: str) -> int | None:
         """Return the size of an object; `None` if it does not exist."""
-        look_up = retry(ObjectStoreTransientError, _ATTEMPTS)(self._fetched.store.get_object_size)
         try:
-            return look_up(f"{self._fetched.name}/{name}")
+            return _again(self._fetched.store.get_object_size)(f"{self._fetched.name}/{name}")
         except FileNotFoundError:
             return None
 
     def local_path(self, name: str) -> Path:
         """Return the local path of an object, after downloading it if necessary."""
-
         path = self._fetched.place / name
         with self._lock, only_one_process(path):
-            if not path.exists():
-                download = retry(ObjectStoreTransientError, _ATTEMPTS)(self._fetched.store.download_object)
-                download(f"{self._fetched.name}/{name}", path)
+            # In a folder that is kept, a download that was interrupted has left a shorter file.
+            if not path.exists() or not (self._is_temporary or path.stat().st_size == self.size_bytes(name)):
+                _again(self._fetched.store.download_object)(f"{self._fetched.name}/{name}", path, overwrite=True)
         return path
+
+
+_again = retry(ObjectStoreTransientError, num_attempts=5)
+
+Source = LocalSource | StoreSource
+"""Folder of files to read."""

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint._tree import doubled, path_text
 from composer_checkpoint.errors import IncompatibleCheckpointError
-from composer_checkpoint.sharded._entries import flatten_as_torch_2_3, refuse_sparse_entries, refuse_unfit_entries
+from composer_checkpoint.sharded._metadata import MAX_NAME_CHARS, MAX_STEPS
 from composer_checkpoint.sharded.reader import VerifyingReader, decode_object, encode_object
 
 if TYPE_CHECKING:
@@ -87,9 +87,6 @@ def check_sharded(state_dict: dict[str, Any], folder: str | os.PathLike[str]) ->
     Args:
         state_dict: As for `load_sharded`; the tensors' contents do not matter.
         folder: As for `load_sharded`. The needed files of a remote folder are downloaded.
-
-    Raises:
-        CheckpointError: On all ranks, as for `load_sharded`.
     """
     ranks = Ranks()
     _plan(state_dict, VerifyingReader(folder), ComparingLoadPlanner(strict=True), ranks)
@@ -140,12 +137,14 @@ class WholeSavePlanner(DefaultSavePlanner):
                 self.state_dict[name], self.mappings[name] = {}, path
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return the writes of each rank. Rank 0 calls this.
-
-        Raises:
-            IncompatibleCheckpointError: If ranks have entries of the same name at different paths.
-        """
-        _refuse_doubled_among_ranks(all_plans)
+        """Return the writes of each rank. Rank 0 calls this."""
+        known: dict[str, tuple[int, tuple[str | int, ...]]] = {}
+        for rank, plan in enumerate(all_plans):
+            for name, path in (plan.planner_data or {}).items():
+                first, other = known.setdefault(name, (rank, path))
+                if other != path:
+                    places = (f"{path_text(other)} on rank {first}", f"{path_text(path)} on rank {rank}")
+                    raise doubled(*places, name, "a sharded checkpoint")
         return super().create_global_plan(_first_copies(all_plans) if self._first_rank_decides else all_plans)
 
 
@@ -176,7 +175,7 @@ class ComparingLoadPlanner(DefaultLoadPlanner):
         """
         refuse_unfit_entries(state_dict)
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        refuse_sparse_entries(self.state_dict, self.mappings, "loads into")
+        refuse_unfit_tensors(self.state_dict, self.mappings, "loads into")
 
     def create_local_plan(self) -> LoadPlan:
         """Return what to read.
@@ -243,16 +242,6 @@ def _empty_dicts(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str 
             yield from _empty_dicts(child, (*path, index))
 
 
-def _refuse_doubled_among_ranks(plans: list[SavePlan]) -> None:
-    known: dict[str, tuple[int, tuple[str | int, ...]]] = {}
-    for rank, plan in enumerate(plans):
-        for name, path in (plan.planner_data or {}).items():
-            first, other = known.setdefault(name, (rank, path))
-            if other != path:
-                places = (f"{path_text(other)} on rank {first}", f"{path_text(path)} on rank {rank}")
-                raise doubled(*places, name, "a sharded checkpoint")
-
-
 def _first_copies(plans: list[SavePlan]) -> list[SavePlan]:
     """Remove the writes of tensors that an earlier rank also holds whole."""
     seen: set[MetadataIndex] = set()
@@ -301,3 +290,137 @@ def _unexpected(asked: Mapping[str, Any], paths: Mapping[str, tuple[str | int, .
         and isinstance(entry, TensorStorageMetadata)
         and saved_paths.get(name, (name,))[:-1] in parents
     ]
+
+
+Path = tuple[str | int, ...]
+
+
+def refuse_unfit_entries(state_dict: Mapping[Any, Any], tensor_kinds: tuple[type, ...] = (torch.Tensor,)) -> None:
+    """Raise if two entries have the same name, which is their path joined by dots, or a name is too long to be read.
+
+    Args:
+        state_dict: Nested dicts and lists.
+        tensor_kinds: Types that stand for tensors. A list without any of them is one entry.
+
+    Example:
+        >>> refuse_unfit_entries({"a": {"c": 1}, "a.c": 2})
+        Traceback (most recent call last):
+        composer_checkpoint.errors.IncompatibleCheckpointError: ['a']['c'] and ['a.c'] would both be called 'a.c' in ...
+    """
+    known: dict[str, Path] = {}
+    for path in _entries(state_dict, tensor_kinds):
+        name = ".".join(map(str, path))
+        if name in known:
+            raise doubled(path_text(known[name]), path_text(path), name, "a sharded checkpoint")
+        if len(name) > MAX_NAME_CHARS or len(path) > MAX_STEPS:
+            raise IncompatibleCheckpointError(
+                f"{path_text(path):.200} has a name of {len(name)} characters and {len(path)} keys, and of a sharded "
+                f"checkpoint no more than {MAX_NAME_CHARS} and {MAX_STEPS} are read. Give it shorter keys, or save one "
+                f".pt file with save_file() or state_dict_type='full'."
+            )
+        known[name] = path
+
+
+def refuse_unfit_tensors(
+    entries: Mapping[str, Any], paths: Mapping[str, Path], verb: str, *, may_be_meta: bool = True
+) -> None:
+    """Raise if there is a tensor for which torch's format has no description, or which has no elements.
+
+    Args:
+        entries: Entries by name.
+        paths: Keys of the path to each, where known.
+        verb: Verb of the message, for what happens to other tensors.
+        may_be_meta: Whether tensors may be on the meta device.
+    """
+    for name, value in entries.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        path = "/".join(map(str, paths.get(name, (name,))))
+        if value.is_quantized:
+            raise IncompatibleCheckpointError(
+                f"{path} is quantized, as {value.dtype}, and a sharded checkpoint {verb} plain ones alone. Keep its "
+                f"int_repr() and its scale, or save one .pt file, with save_file() or state_dict_type='full'."
+            )
+        if value.layout != torch.strided:
+            raise IncompatibleCheckpointError(
+                f"{path} is a tensor of layout {value.layout}, and a sharded checkpoint {verb} dense ones alone. Make "
+                f"it dense, as to_dense() does, or keep sparse ones in one .pt file, with save_file() or "
+                f"state_dict_type='full'."
+            )
+        refuse_bits(path, value.dtype)
+        if value.is_meta and not may_be_meta:
+            raise TypeError(
+                f"{path} is on the meta device, where it has no elements to save. Give the model memory and weights "
+                f"first, as to_empty() and load_state_dict() do."
+            )
+
+
+def refuse_bits(name: str, dtype: torch.dtype) -> None:
+    """Raise if a dtype is one of bits, such as `torch.bits8`, whose size torch's format does not know."""
+    if str(dtype).startswith("torch.bits"):
+        raise IncompatibleCheckpointError(
+            f"{name} is {dtype}, and a sharded checkpoint takes no dtypes of bits. Save its view(torch.uint8), "
+            f"write one .pt file, or leave it out."
+        )
+
+
+def _entries(value: Any, tensor_kinds: tuple[type, ...], path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths of entries, recursively like torch itself."""
+    if len(path) > MAX_STEPS:  # refused by the caller; the nesting may even be circular
+        yield path
+    elif isinstance(value, Mapping):
+        # An empty dict is an entry, since WholeSavePlanner saves it.
+        if not value and path:
+            yield path
+        for key, item in value.items():
+            yield from _entries(item, tensor_kinds, (*path, key))
+    elif _is_taken_apart(value, tensor_kinds):
+        for index, item in enumerate(value):
+            yield from _entries(item, tensor_kinds, (*path, index))
+    else:
+        yield path
+
+
+def _is_taken_apart(value: Any, tensor_kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, list) and any(
+        isinstance(item, (Mapping, *tensor_kinds)) or _is_taken_apart(item, tensor_kinds) for item in value
+    )
+
+
+def flatten_as_torch_2_3(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Return the entries by name and their paths, flattened as torch 2.3 and earlier did.
+
+    torch 2.4 and later flatten every dict. Earlier releases kept a dict without tensors or nested containers of
+    tensors as one entry, such as the groups of an optimizer.
+
+    Example:
+        >>> flat, paths = flatten_as_torch_2_3({"optim": {"groups": [{"lr": 0.1}]}, "w": torch.ones(1)})
+        >>> sorted(flat)
+        ['optim', 'w']
+    """
+    flat: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+    # Reversed, since the last item is popped first.
+    pending: list[tuple[Path, Any]] = [((str(key),), value) for key, value in reversed([*state_dict.items()])]
+    while pending:
+        path, value = pending.pop()
+        if _is_entry(value):
+            name = ".".join(map(str, path))
+            flat[name], paths[name] = value, path
+        elif isinstance(value, Mapping):
+            pending.extend(((*path, str(key)), item) for key, item in reversed([*value.items()]))
+        else:
+            pending.extend(((*path, i), item) for i, item in reversed(list(enumerate(value))))
+    return flat, paths
+
+
+def _is_entry(value: object) -> bool:
+    if isinstance(value, Mapping):
+        items = list(value.values())
+    elif isinstance(value, list):
+        items = value
+    else:
+        return True
+    return not any(
+        isinstance(item, torch.Tensor) or (isinstance(item, Mapping | list) and not _is_entry(item)) for item in items
+    )

@@ -1,6 +1,7 @@
 """DCP `StorageReader` that trusts no file, and checks everything before any tensor is changed."""
 
 import io
+import math
 import os
 import sys
 import threading
@@ -8,9 +9,9 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -20,44 +21,86 @@ from torch.futures import Future
 
 from composer_checkpoint._pickle_inspection import TensorSpec, inspect_pickle
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
-from composer_checkpoint.file_io import hash_bytes, new_hasher
+from composer_checkpoint.file_io import FileReader, hash_bytes, hash_file, hash_ranges
 from composer_checkpoint.files import Specs, chosen_validation, validate_file
 from composer_checkpoint.formats._zip import read_zip_layout
 from composer_checkpoint.formats.pt import load_checked, open_pt
-from composer_checkpoint.manifest import MANIFEST_NAME, Manifest, TensorEntry, check_sharded_seal
-from composer_checkpoint.sharded._boxes import BLOCK_BYTES, StoredElements, copy_region, read_exactly
+from composer_checkpoint.manifest import MANIFEST_NAME, Manifest, check_sharded_seal
 from composer_checkpoint.sharded._metadata import parse_metadata, part_name
 from composer_checkpoint.sharded._storage import METADATA_NAME, Source, open_source
 
-if TYPE_CHECKING:
-    from composer_checkpoint.file_io import FileReader
-
-__all__ = ["VerifyingReader", "read_folder_metadata", "read_manifest"]
+__all__ = ["VerifyingReader", "read_folder_metadata", "read_manifest", "verify_folder"]
 
 
 @dataclass(slots=True)
 class FileSlice:
     """Part of an open file, read by position like a file of its own."""
 
-    descriptor: int
-    path: str
+    file: FileReader
     offset: int
     size_bytes: int
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """Return exactly `size_bytes` bytes.
-
-        Raises:
-            CorruptCheckpointError: If the part is too short.
-        """
+        """Return exactly `size_bytes` bytes."""
         if offset < 0 or size_bytes < 0 or offset + size_bytes > self.size_bytes:
             raise CorruptCheckpointError(
                 f"bytes {offset} to {offset + size_bytes} were expected, and the item has {self.size_bytes}. Load "
                 f"another checkpoint."
             )
-        buffer = bytearray(size_bytes)
-        read_exactly(self.descriptor, self.path, memoryview(buffer), self.offset + offset)
-        return bytes(buffer)
+        return self.file.read(self.offset + offset, size_bytes)
+
+
+# Large enough to make the cost of a system call negligible, small enough to stay in a core's cache.
+BLOCK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class StoredElements:
+    """Tensor whose elements lie in row-major order in an open file."""
+
+    file: FileReader
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def copy_region(
+    stored: StoredElements, start: Sequence[int], lengths: Sequence[int], target: torch.Tensor, block: bytearray
+) -> None:
+    """Copy the box of sizes `lengths` that begins at `start` into `target`.
+
+    Args:
+        stored: Location of the elements.
+        start: First index of the box in each dim of the stored tensor.
+        lengths: Sizes of the box.
+        target: Tensor of shape `lengths`, on any device.
+        block: Buffer for reads, at least one element long.
+    """
+    if not math.prod(lengths):
+        return
+    if not stored.shape:  # a scalar is treated as a tensor of one element
+        one = replace(stored, shape=(1,))
+        copy_region(one, (0,), (1,), target.reshape(1), block)
+        return
+    row_shape = stored.shape[1:]
+    row_bytes = math.prod(row_shape) * stored.dtype.itemsize
+    first = stored.offset + start[0] * row_bytes
+    # A row that does not fit into the buffer is copied as a tensor with one dim less.
+    if row_bytes > len(block):
+        for i in range(lengths[0]):
+            row = replace(stored, offset=first + i * row_bytes, shape=row_shape)
+            copy_region(row, start[1:], lengths[1:], target[i], block)
+        return
+    rows_at_once = len(block) // row_bytes
+    for i in range(0, lengths[0], rows_at_once):
+        rows = min(rows_at_once, lengths[0] - i)
+        stored.file.read_into(memoryview(block)[: rows * row_bytes], first + i * row_bytes)
+        source = torch.frombuffer(block, dtype=stored.dtype, count=rows * math.prod(row_shape))
+        source = source.view(rows, *row_shape)
+        # Whole rows are read and then narrowed, which takes fewer system calls than reading each run of elements.
+        for dim, (begin, length) in enumerate(zip(start[1:], lengths[1:], strict=True), 1):
+            source = source.narrow(dim, begin, length)
+        target[i : i + rows].copy_(source)
 
 
 def find_elements(archive: FileSlice, dtype: torch.dtype, shape: torch.Size) -> int | None:
@@ -66,10 +109,6 @@ def find_elements(archive: FileSlice, dtype: torch.dtype, shape: torch.Size) -> 
     Returns:
         The offset, or `None` if the archive has anything else, such as a transposed or a sparse tensor, or another
         dtype or shape.
-
-    Raises:
-        CorruptCheckpointError: If this is not an archive of `torch.save`.
-        UnsafeCheckpointError: If its pickle has more than data.
     """
     members = read_zip_layout(archive).members
     if "data.pkl" not in members:
@@ -107,6 +146,21 @@ class Part:
     shape: torch.Size
 
 
+def _check_checksums(archive: FileSlice) -> None:
+    for member in read_zip_layout(archive).members.values():
+        if member.crc32 == 0:  # torch has an option to leave checksums out
+            continue
+        found = 0
+        for start in range(0, member.size_bytes, BLOCK_BYTES):
+            piece = archive.read(member.offset + start, min(BLOCK_BYTES, member.size_bytes - start))
+            found = zlib.crc32(piece, found)
+        if found != member.crc32:
+            raise CorruptCheckpointError(
+                f"the bytes of {member.name!r} do not have their checksum: the shard was damaged. Load another "
+                f"checkpoint."
+            )
+
+
 def list_parts(metadata: Metadata) -> dict[MetadataIndex, Part]:
     """Return all parts that a validated `.metadata` lists."""
     parts: dict[MetadataIndex, Part] = {}
@@ -128,7 +182,7 @@ class OpenShards:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._descriptors: dict[str, int] = {}
+        self._files: dict[str, FileReader] = {}
         self._lock = threading.Lock()
         self._blocks = threading.local()  # one buffer for each thread
 
@@ -136,9 +190,9 @@ class OpenShards:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
     def check(self, part: Part, manifest: Manifest | None, *, checksums: bool = False) -> Any:
         """Check one part, and return its object, or `None` for a tensor.
@@ -147,16 +201,12 @@ class OpenShards:
             part: The part.
             manifest: The manifest whose hashes are compared, if any.
             checksums: Whether to compare the checksums in the archives, for folders without hashes.
-
-        Raises:
-            CorruptCheckpointError: If it differs from what was written, or from `.metadata`.
-            UnsafeCheckpointError: If it is not a tensor and has more than plain data.
         """
         if manifest is not None:
-            self._check_hash(part, manifest.tensors.get(part.name), manifest.hash_name)
+            self._check_bytes(part, manifest)
         try:
             if checksums:
-                self._check_checksums(self._slice(part))
+                _check_checksums(self._slice(part))
             if part.dtype is None:
                 return decode_object(self._slice(part).read(0, part.length))
             if self._elements(part) is None:
@@ -181,48 +231,27 @@ class OpenShards:
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="shards") as pool:
             return list(pool.map(work, items))
 
-    def _check_hash(self, part: Part, entry: TensorEntry | None, hash_name: str) -> None:
+    def _check_bytes(self, part: Part, manifest: Manifest) -> None:
+        entry = manifest.tensors.get(part.name)
         if entry is None:
             raise CorruptCheckpointError(
                 f"{self._path(part)}: the manifest does not list {part.name!r}, so the manifest is of another save. "
                 f"Load another checkpoint."
             )
-        hasher, block, done = new_hasher(hash_name), self._block(), 0
-        while done < part.length:
-            view = memoryview(block)[: min(len(block), part.length - done)]
-            read_exactly(self._descriptor(part.file), self._path(part), view, part.offset + done)
-            hasher.update(view)
-            done += view.nbytes
-        if hasher.hexdigest() != entry.hash:
+        (found,) = hash_ranges(self._file(part), [(part.offset, part.length)], manifest.hash_name)
+        if found != entry.hash:
             raise CorruptCheckpointError(
                 f"{self._path(part)}: the bytes of {part.name!r} at offset {part.offset} are not those that were "
-                f"written: their hash is {hasher.hexdigest()[:16]}... and the manifest has {entry.hash[:16]}.... The "
-                f"shard was damaged or is of another save. Load another checkpoint."
+                f"written: their hash is {found[:16]}... and the manifest has {entry.hash[:16]}.... The shard was "
+                f"damaged or is of another save. Load another checkpoint."
             )
-
-    def _check_checksums(self, archive: FileSlice) -> None:
-        for member in read_zip_layout(archive).members.values():
-            if member.crc32 == 0:  # torch has an option to leave checksums out
-                continue
-            block, done, found = self._block(), 0, 0
-            while done < member.size_bytes:
-                view = memoryview(block)[: min(len(block), member.size_bytes - done)]
-                read_exactly(archive.descriptor, archive.path, view, archive.offset + member.offset + done)
-                found = zlib.crc32(view, found)
-                done += view.nbytes
-            if found != member.crc32:
-                raise CorruptCheckpointError(
-                    f"the bytes of {member.name!r} do not have their checksum: the shard was damaged. Load another "
-                    f"checkpoint."
-                )
 
     def _elements(self, part: Part) -> StoredElements | None:
         assert part.dtype is not None
         begin = find_elements(self._slice(part), part.dtype, part.shape)
         if begin is None:
             return None
-        descriptor, path = self._descriptor(part.file), self._path(part)
-        return StoredElements(descriptor, path, part.offset + begin, part.dtype, part.shape)
+        return StoredElements(self._file(part), part.offset + begin, part.dtype, part.shape)
 
     def _load_unusual(self, part: Part) -> torch.Tensor:
         """Load a part whose elements are not contiguous, such as a transposed tensor."""
@@ -238,17 +267,16 @@ class OpenShards:
         return tensor
 
     def _slice(self, part: Part) -> FileSlice:
-        return FileSlice(self._descriptor(part.file), self._path(part), part.offset, part.length)
+        return FileSlice(self._file(part), part.offset, part.length)
 
     def _path(self, part: Part) -> str:
         return os.path.join(self._source.folder, part.file)
 
-    def _descriptor(self, file: str) -> int:
-        # Threads share the descriptors.
-        with self._lock:
-            if file not in self._descriptors:
-                self._descriptors[file] = os.open(self._source.local_path(file), os.O_RDONLY)
-            return self._descriptors[file]
+    def _file(self, part: Part) -> FileReader:
+        with self._lock:  # threads share the files
+            if part.file not in self._files:
+                self._files[part.file] = FileReader(self._source.local_path(part.file))
+            return self._files[part.file]
 
     def _block(self) -> bytearray:
         if not hasattr(self._blocks, "block"):
@@ -388,8 +416,15 @@ class VerifyingReader(StorageReader):
             UnsafeCheckpointError: If an item other than a tensor has more than plain data.
             ValueError: If the validation function refuses a file.
         """
-        parts = {index: self._parts[index] for index in in_file_order(self._parts, plan)}
-        self._validate_files(parts.values())
+        needed = {item.storage_index for item in plan.items}
+        in_file_order = sorted(needed, key=lambda index: (self._parts[index].file, self._parts[index].offset))
+        parts = {index: self._parts[index] for index in in_file_order}
+        if (validate := self._validate or chosen_validation()) is not None:
+            specs: dict[str, list[tuple[int, int]]] = defaultdict(list)
+            for part in parts.values():
+                specs[part.file].append((part.offset, part.length))
+            for name, stretches in specs.items():
+                validate_file(self.source.local_path(name), stretches, validate)
         manifest = self.manifest if self._verify else None
         with OpenShards(self.source) as shards:
             checksums = self._verify and manifest is None
@@ -411,7 +446,12 @@ class VerifyingReader(StorageReader):
             else:
                 reads.append((item, planner.resolve_tensor(item).detach()))
         with OpenShards(self.source) as shards:
-            shards.for_each(lambda read: self._read(shards, *read), reads)
+            shards.for_each(
+                lambda read: shards.read(
+                    self._parts[read[0].storage_index], read[0].storage_offsets, read[0].lengths, read[1]
+                ),
+                reads,
+            )
         for item, target in reads:
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
@@ -423,24 +463,47 @@ class VerifyingReader(StorageReader):
         """Return true; errors are raised on reading."""
         return True
 
-    def _validate_files(self, parts: Iterable[Part]) -> None:
-        validate = self._validate or chosen_validation()
-        if validate is None:
-            return
-        specs: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        for part in parts:
-            specs[part.file].append((part.offset, part.length))
-        for name, stretches in specs.items():
-            validate_file(self.source.local_path(name), stretches, validate)
 
-    def _read(self, shards: OpenShards, item: ReadItem, target: torch.Tensor) -> None:
-        shards.read(self._parts[item.storage_index], item.storage_offsets, item.lengths, target)
+def verify_folder(
+    folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> Manifest | None:
+    """Compare all files of a sharded checkpoint with its manifest. One process suffices; no model is needed.
 
+    Args:
+        folder: A local path, or a URI that fsspec supports.
+        storage_options: Options for fsspec.
 
-def in_file_order(parts: Mapping[MetadataIndex, Part], plan: LoadPlan) -> list[MetadataIndex]:
-    """Return the indices that a plan reads, once each, in the order of their bytes on the disk."""
-    needed = {item.storage_index for item in plan.items}
-    return sorted(needed, key=lambda index: (parts[index].file, parts[index].offset))
+    Returns:
+        The manifest; `None` if the folder has none, and only the structure and the shards' own checksums could be
+        checked.
+
+    Raises:
+        NoCheckpointError: If the checkpoint does not exist.
+        UnsafeCheckpointError: If it has more than data.
+        CorruptCheckpointError: If a byte differs from what was written, with the shard and the tensor.
+    """
+    reader = VerifyingReader(folder, verify=False, storage_options=storage_options)  # the hashes are compared below
+    parts = list_parts(reader.read_metadata()).values()
+    manifest, source = reader.manifest, reader.source
+    damaged: set[str] = set()
+    if manifest is not None:
+        damaged = {
+            name
+            for name, entry in manifest.files.items()
+            if hash_file(source.local_path(name), manifest.hash_name) != entry.hash
+        }
+        # Tensors in intact files are proven by the hash of the file, so only objects are left to check.
+        parts = [part for part in parts if part.file in damaged or part.dtype is None]
+    with OpenShards(source) as shards:
+        shards.for_each(  # raises an error that names the damaged tensor
+            lambda part: shards.check(part, manifest, checksums=manifest is None), parts
+        )
+    if damaged:
+        raise CorruptCheckpointError(
+            f"{os.path.join(source.folder, min(damaged))} has bytes that are not those that were written, outside of "
+            f"any tensor. Load another checkpoint."
+        )
+    return manifest
 
 
 def read_manifest(source: Source) -> Manifest | None:
@@ -479,12 +542,7 @@ def read_manifest(source: Source) -> Manifest | None:
 
 
 def decode_object(data: bytes) -> Any:
-    """Return the object that `torch.save` wrote as these bytes, which must be plain data.
-
-    Raises:
-        UnsafeCheckpointError: If the bytes have more than plain data.
-        CorruptCheckpointError: If the bytes are not from `torch.save`.
-    """
+    """Return the object that `torch.save` wrote as these bytes, which must be plain data."""
     open_pt(cast("FileReader", _InMemory(data)))  # it uses only `size_bytes` and `read`
     return load_checked(cast(str, io.BytesIO(data)), map_location="cpu", mmap=False)  # torch.load takes files too
 
@@ -497,15 +555,11 @@ def encode_object(value: object) -> io.BytesIO:
     return encoded
 
 
-@dataclass(frozen=True, slots=True)
 class _InMemory:
     """Bytes that are read by position like a file."""
 
-    data: bytes
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.data)
+    def __init__(self, data: bytes) -> None:
+        self._data, self.size_bytes = data, len(data)
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        return self.data[offset : offset + size_bytes]
+        return self._data[offset : offset + size_bytes]

@@ -17,12 +17,17 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint.files import Specs
 from composer_checkpoint.manifest import Manifest
-from composer_checkpoint.sharded._entries import refuse_sparse_entries, refuse_unfit_entries, refuse_without_elements
-from composer_checkpoint.sharded._storage import Source, only_one_process
-from composer_checkpoint.sharded.load import ComparingLoadPlanner, WholeSavePlanner, load_with_reader
+from composer_checkpoint.sharded._storage import FetchedFolder, Source, StoreSource
+from composer_checkpoint.sharded.load import (
+    ComparingLoadPlanner,
+    WholeSavePlanner,
+    load_with_reader,
+    refuse_unfit_entries,
+    refuse_unfit_tensors,
+)
 from composer_checkpoint.sharded.reader import VerifyingReader
 from composer_checkpoint.sharded.writer import VerifiedWriter
-from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, retry
+from composer_checkpoint.stores.base import ObjectStore
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -107,7 +112,14 @@ def plan_save(
     metadata: list[Metadata] = []
 
     def plan_locally() -> SavePlan:
-        _set_up(planner, state_dict, writer, is_first)
+        # Refuse what torch would fail at without the name of the entry; another planner than torch's may support more.
+        torchs = planner if isinstance(planner, DefaultSavePlanner) else None
+        if torchs is not None and torchs.flatten_state_dict:
+            refuse_unfit_entries(state_dict)
+        planner.set_up_planner(dict(state_dict), writer.storage_meta(), is_first)
+        if torchs is not None:
+            # Only now, since the planner has flattened the state dict and recorded the paths.
+            refuse_unfit_tensors(torchs.state_dict, torchs.mappings, "saves", may_be_meta=False)
         writer.set_up_storage_writer(is_first)
         return writer.prepare_local_plan(planner.create_local_plan())
 
@@ -118,18 +130,6 @@ def plan_save(
 
     plan = planner.finish_plan(ranks.exchange(plan_locally, plan_globally))
     return PlannedSave(plan, planner, metadata[0] if is_first else None)
-
-
-def _set_up(planner: SavePlanner, state_dict: Mapping[str, Any], writer: VerifiedWriter, is_first: bool) -> None:
-    """Pass the state dict to a planner, after refusing what torch would fail at without naming the entry."""
-    is_torchs = isinstance(planner, DefaultSavePlanner)  # another planner may support more
-    if is_torchs and planner.flatten_state_dict:
-        refuse_unfit_entries(state_dict)
-    planner.set_up_planner(dict(state_dict), writer.storage_meta(), is_first)
-    if is_torchs:
-        # Only now, since the planner has flattened the state dict and recorded the paths.
-        refuse_sparse_entries(planner.state_dict, planner.mappings)
-        refuse_without_elements(planner.state_dict, planner.mappings)
 
 
 def write_planned(
@@ -267,32 +267,7 @@ class DistCPObjectStoreReader(FileSystemReaderWithValidation):
 
     def open_source(self) -> Source:
         """Return the folder of the store."""
-        return _StoreSource(self.object_store, self.source_path, Path(self.destination_path))
-
-
-class _StoreSource:
-    """Folder of a store whose files are downloaded on demand, by one process at a time."""
-
-    def __init__(self, store: ObjectStore, name: str, place: Path) -> None:
+        place = Path(self.destination_path)
         place.mkdir(parents=True, exist_ok=True)
-        self.folder = store.get_uri(name)
-        self._store, self._name, self._place = store, name, place
-
-    def size_bytes(self, name: str) -> int | None:
-        """Return the size of an object; `None` if it does not exist."""
-        try:
-            return _again(self._store.get_object_size)(f"{self._name}/{name}")
-        except FileNotFoundError:
-            return None
-
-    def local_path(self, name: str) -> Path:
-        """Return the local path of an object, after downloading it if necessary."""
-        path = self._place / name
-        with only_one_process(path):
-            # A download that was interrupted has left a shorter file.
-            if not path.exists() or path.stat().st_size != self.size_bytes(name):
-                _again(self._store.download_object)(f"{self._name}/{name}", path, overwrite=True)
-        return path
-
-
-_again = retry(ObjectStoreTransientError, num_attempts=5)
+        fetched = FetchedFolder(self.object_store, self.source_path, place)
+        return StoreSource(self.object_store.get_uri(self.source_path), fetched, is_temporary=False)

@@ -167,34 +167,16 @@ _MAX_DEPTH = 200
 
 
 def open_sharded_source(folder: str | os.PathLike[str]) -> TensorSource:
-    """Open a folder that DCP wrote. A shard is read only when one of its tensors is.
-
-    Raises:
-        NoCheckpointError: If the folder has no `.metadata`.
-        CorruptCheckpointError: If `.metadata` is inconsistent, or files are missing or cut short.
-        UnsafeCheckpointError: If `.metadata` has more than data.
-    """
+    """Open a folder that DCP wrote. A shard is read only when one of its tensors is."""
     reader = VerifyingReader(folder, verify=False)
     metadata = reader.read_metadata()
     parts = list_parts(metadata)
-    shards = OpenShards(reader.source)
     sizes = {file: Path(folder, file).stat().st_size for file in sorted({part.file for part in parts.values()})}
-    try:
-        tree = _tree(metadata, parts, shards)
-    except BaseException:
-        shards.__exit__()
-        raise
-    source = TensorSource("dcp", tree, sum(sizes.values()), reader.manifest, files=sizes)
-    source.on_close(_Closing(shards))
+    with ExitStack() as opened:
+        tree = _tree(metadata, parts, opened.enter_context(OpenShards(reader.source)))
+        source = TensorSource("dcp", tree, sum(sizes.values()), reader.manifest, files=sizes)
+        source.on_close(opened.pop_all())
     return source
-
-
-class _Closing:
-    def __init__(self, shards: OpenShards) -> None:
-        self._shards = shards
-
-    def close(self) -> None:
-        self._shards.__exit__()
 
 
 def _tree(metadata: Metadata, parts: dict[MetadataIndex, Part], shards: OpenShards) -> Any:

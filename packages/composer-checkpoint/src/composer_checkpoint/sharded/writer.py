@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -105,9 +105,7 @@ class VerifiedWriter(StorageWriter):
             StorageError: If the disk has too little space.
         """
         self._place = self._target.begin(sum(_size_bytes(item) for plan in plans for item in plan.items))
-        return [
-            replace(plan, storage_data=_Place(self._place, f"__{rank}_0.distcp")) for rank, plan in enumerate(plans)
-        ]
+        return [replace(plan, storage_data=(self._place, f"__{rank}_0.distcp")) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write and hash this rank's file.
@@ -117,9 +115,9 @@ class VerifiedWriter(StorageWriter):
         """
         results: list[WriteResult] = []
         if plan.items:
-            place: _Place = plan.storage_data
-            with self._explaining(), self._target.open(place.folder, place.name) as file:
-                results = _write_items(plan.items, planner, _HashedFile(file), place.name)
+            folder, name = plan.storage_data
+            with self._explaining(), self._target.open(folder, name) as file:
+                results = _write_items(plan.items, planner, _HashedFile(file), name)
                 _flush(file)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -131,7 +129,9 @@ class VerifiedWriter(StorageWriter):
         Raises:
             StorageError: If the disk or store fails.
         """
-        written = {result.index: _written(result) for rank_results in results for result in rank_results}
+        written: dict[MetadataIndex, _Written] = {
+            result.index: result.storage_data for of_rank in results for result in of_rank
+        }
         metadata.storage_data = {index: part.info for index, part in written.items()}
         metadata.version, metadata.storage_meta = _DCP_VERSION, self.storage_meta()
         files = {part.info.relative_path: part.file for part in written.values() if part.file is not None}
@@ -175,14 +175,6 @@ class VerifiedWriter(StorageWriter):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Location of a rank's file, assigned by rank 0."""
-
-    folder: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Written:
     """Report of a rank to rank 0 about one part; that of the last part of a file includes the file."""
 
@@ -190,10 +182,6 @@ class _Written:
     name: str
     tensor: TensorEntry
     file: FileEntry | None = None
-
-
-def _written(result: WriteResult) -> _Written:
-    return result.storage_data
 
 
 class _HashedFile:
