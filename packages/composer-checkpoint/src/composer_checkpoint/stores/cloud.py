@@ -160,7 +160,8 @@ class AzureObjectStore(FsspecObjectStore):
         super().__init__(f"az://{container}/{self.prefix}", use_listings_cache=False, **options)
 
 
-_S3_FACE = "https://storage.googleapis.com"
+# Google's S3-compatible API.
+_GOOGLE_S3: Final = {"endpoint_url": "https://storage.googleapis.com", "client_kwargs": {"region_name": "auto"}}
 
 
 class GCSObjectStore(FsspecObjectStore):
@@ -185,14 +186,8 @@ class GCSObjectStore(FsspecObjectStore):
         if self.use_gcs_sdk:
             super().__init__(f"gs://{bucket}/{self.prefix}", use_listings_cache=False, **_default_credentials())
             return
-        super().__init__(
-            f"s3://{bucket}/{self.prefix}",
-            endpoint_url=_S3_FACE,
-            key=key,
-            secret=secret,
-            client_kwargs={"region_name": "auto"},
-            use_listings_cache=False,
-        )
+        options = {**_GOOGLE_S3, "key": key, "secret": secret, "use_listings_cache": False}
+        super().__init__(f"s3://{bucket}/{self.prefix}", **options)
         # Addresses name the bucket as the user did, not by the S3-compatible API.
         self.uri = f"gs://{bucket}/{self.prefix}".rstrip("/")
 
@@ -214,9 +209,6 @@ def _default_credentials() -> dict[str, Any]:
                 f"GCS_KEY and GCS_SECRET for an HMAC key."
             ) from error
     return {"token": "google_default"}
-
-
-_GOOGLE_S3_FACE = {"endpoint_url": "https://storage.googleapis.com", "client_kwargs": {"region_name": "auto"}}
 
 
 class LibcloudObjectStore(FsspecObjectStore):
@@ -253,7 +245,7 @@ class LibcloudObjectStore(FsspecObjectStore):
             case "s3":
                 super().__init__(f"s3://{container}", key=key, secret=secret, **options)
             case "google_storage":  # the credentials are an HMAC key, for the S3-compatible API
-                super().__init__(f"s3://{container}", **{**_GOOGLE_S3_FACE, "key": key, "secret": secret, **options})
+                super().__init__(f"s3://{container}", **{**_GOOGLE_S3, "key": key, "secret": secret, **options})
             case "azure_blobs":
                 super().__init__(f"az://{container}", account_name=key, account_key=secret, **options)
             case _:

@@ -72,26 +72,17 @@ def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
         ValueError: If the address is malformed, or credentials are missing.
     """
     parsed = parse_uri(uri)
-    netloc = urlsplit(uri).netloc
-    if parsed.backend in {*_BACKENDS, "ssh"} and not netloc:
+    backend, netloc = ("sftp" if parsed.backend == "ssh" else parsed.backend), urlsplit(uri).netloc
+    if not backend:
+        return None
+    if backend in _BACKENDS and not netloc:
         raise ValueError(f"{uri!r} names no bucket or host. Write one such as '{parsed.backend}://bucket/folder'.")
-    match parsed.backend:
-        case "":
-            return None
-        case "s3":
-            return S3ObjectStore(bucket=parsed.bucket)
-        case "gs":
-            return GCSObjectStore(bucket=parsed.bucket)
-        case "oci":
-            return OCIObjectStore(bucket=netloc if "@" in netloc else parsed.bucket)
-        case "azure":
-            return AzureObjectStore(container=parsed.bucket)
-        case "sftp" | "ssh":
-            return SFTPObjectStore(host=arguments_of(uri)["host"])
-        case "dbfs":
-            return _databricks_store(parsed.path)
+    if backend == "dbfs" and not parsed.path.startswith(MLFLOW_PREFIX):
+        UCObjectStore.validate_path(parsed.path)  # a malformed path is rejected before a slow import
+    if backend in {*_BACKENDS, "dbfs"} - {"libcloud"}:
+        return build_remote_backend(backend, arguments_of(uri))
     check_scheme(uri)
-    address = f"{parsed.backend}://{netloc}{'' if netloc else '/'}"
+    address = f"{backend}://{netloc}{'' if netloc else '/'}"
     return _made(address, lambda: FsspecObjectStore(address))  # some libraries fetch credentials at once
 
 
@@ -141,7 +132,9 @@ def open_store(uri: str, backend_kwargs: Mapping[str, Any] | None = None) -> Obj
 def arguments_of(uri: str) -> dict[str, str]:
     """Return the arguments of `build_remote_backend` that an address contains."""
     match parse_uri(uri):
-        case ("s3" | "oci" | "gs", bucket, _):
+        case ("oci", _, _):
+            return {"bucket": urlsplit(uri).netloc}  # with the namespace
+        case ("s3" | "gs", bucket, _):
             return {"bucket": bucket}
         case ("azure" | "libcloud", container, _):
             return {"container": container}
@@ -298,9 +291,3 @@ def list_if_allowed(store: ObjectStore, prefix: str) -> list[str]:
             raise error from error.__cause__
         log.warning("Only what a pointer or a checkpoint names is found: %s", error)
         return []
-
-
-def _databricks_store(path: str) -> ObjectStore:
-    if not path.startswith(MLFLOW_PREFIX):  # a malformed path is rejected before a slow import
-        UCObjectStore.validate_path(path)
-    return build_remote_backend("dbfs", {"path": path})
