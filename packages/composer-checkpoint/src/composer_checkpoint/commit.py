@@ -7,10 +7,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from composer_checkpoint._durability import exchange, make_folders, rename_without_replacing, sync_path, sync_tree
-from composer_checkpoint._ranks import Ranks
 from composer_checkpoint.errors import (
     CheckpointConflictError,
     CorruptCheckpointError,
@@ -20,6 +19,9 @@ from composer_checkpoint.errors import (
 )
 from composer_checkpoint.lock import discard, find_leftovers, is_folder, remove_leftovers, remove_leftovers_of
 from composer_checkpoint.names import sibling_name
+
+if TYPE_CHECKING:
+    from composer_checkpoint._ranks import Ranks
 
 __all__ = [
     "find_leftovers",
@@ -269,7 +271,7 @@ T = TypeVar("T")
 
 
 def write_on_rank_zero(
-    path: str | os.PathLike[str], write: Callable[[Path], object], ranks: Ranks, *, overwrite: bool = True
+    path: str | os.PathLike[str], write: Callable[[Path], object], ranks: "Ranks", *, overwrite: bool = True
 ) -> None:
     """Write a file atomically on rank 0; it exists when this returns. Every rank must call this.
 

@@ -75,11 +75,14 @@ class VerifiedObjectStore(ObjectStore):
         """
         path, size = self._path(object_name), os.path.getsize(filename)
         progress = _Progress(callback, size)
-        if not overwrite and self._stored_size(object_name) is not None:
+        if not overwrite and self._has(object_name):
             raise _exists(self.get_uri(object_name))
         with self._explained(object_name, "upload"):
             self._put(os.fspath(filename), path, progress, overwrite=overwrite, **kwargs)
-        stored = self._stored_size(object_name)
+        try:
+            stored = self.get_object_size(object_name)
+        except FileNotFoundError:
+            stored = None
         if stored != size:
             found = "cannot be seen" if stored is None else f"holds {stored} bytes"
             raise ObjectStoreTransientError(
@@ -140,11 +143,12 @@ class VerifiedObjectStore(ObjectStore):
     def _remove(self, path: str) -> None:
         raise NotImplementedError
 
-    def _stored_size(self, object_name: str) -> int | None:
+    def _has(self, object_name: str) -> bool:
         try:
-            return self.get_object_size(object_name)
+            self.get_object_size(object_name)
         except FileNotFoundError:
-            return None
+            return False
+        return True
 
     @contextmanager
     def _explained(self, object_name: str, action: str) -> Iterator[None]:
