@@ -44,7 +44,7 @@ from composer_checkpoint.save_folder import (
 )
 from composer_checkpoint.sharded._storage import RemoteSource, fetch_once_per_node
 from composer_checkpoint.sharded.reader import read_manifest as read_sharded_manifest
-from composer_checkpoint.state import Layout, check_spread, layout_of
+from composer_checkpoint.state import Layout, check_spread, layout_of, own_file
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.stores.opening import list_if_allowed
 from composer_checkpoint.verify import verify
@@ -64,6 +64,8 @@ __all__ = [
     "refuse_what_does_not_resume",
     "shared_name",
 ]
+
+log = getLogger(__name__)
 
 _MAX_NAMES = 10
 _ORDER = ("batch", "sample", "token", "epoch")
@@ -125,7 +127,7 @@ def fetched_from_stores(
     # Starting from scratch would replace the checkpoints of the run, so that needs a decision of the user.
     if unusable:
         raise CheckpointConflictError(
-            f"autoresume found {len(unusable)} checkpoints, and none that this run could go on from: "
+            f"autoresume found {len(unusable)} checkpoints, and none that this run could resume from: "
             f"{'; '.join(unusable[:_MAX_NAMES])}. Name one with load_path and without autoresume, or start over, "
             f"either with save_overwrite=True, which lets them be replaced, or in another save_folder."
         )
@@ -172,41 +174,41 @@ def _store_of(place: Any) -> ObjectStore | None:
 def _candidates(stores: list[Any], saver: "CheckpointSaver", state: "State", layout: Layout) -> Iterator[_Candidate]:
     """Yield the candidates of each store, newest first; one that only a pointer names comes last."""
     assert saver.latest_remote_file_name is not None
-    pointer = saver.latest_remote_file_name.format(state)
+    pointer, template = saver.latest_remote_file_name.format(state), None
+    if saver.remote_file_name is not None:
+        template = within_folder(state, saver.remote_file_name.filename).lstrip("/")
+        template = partial_format(template, run_name=state.run_name)
+        if layout is Layout.MONOLITHIC:
+            template = partial_format(template, rank=0, local_rank=0, node_rank=0)
     for index, store in enumerate(stores):
         pointed = _pointed_to(store, pointer)
-        names, num_later = _names_in(store, pointer, pointed, saver, state, layout)
-        for number, name in enumerate(names):
-            yield _Candidate(index, name, names[num_later] if number < num_later else None)
+        if template is None:
+            yield _Candidate(index, pointed or pointer)
+            continue
+        times = _times_in(store, template, pointed, layout)
+        newest_first = sorted(times, key=times.__getitem__, reverse=True)
+        later = [name for name in newest_first if pointed in times and times[name] > times[pointed]]
+        # The target of the pointer comes right after the later names, since those are compared with it.
+        names = [*later, *([pointed] if later and pointed is not None else []), *newest_first]
+        if layout is Layout.LOCAL:
+            shared = {name: shared_name(name, template, state.run_name) for name in names}
+        else:
+            shared = {name: name for name in names}
+            names += [pointed or pointer] if pointed or layout is Layout.MONOLITHIC else []
+        is_later = {shared[name] for name in later}
+        for name in dict.fromkeys(shared.get(name, name) for name in names):
+            yield _Candidate(index, name, shared[str(pointed)] if name in is_later else None)
 
 
-def _names_in(
-    store: Any, pointer: str, pointed: str | None, saver: "CheckpointSaver", state: "State", layout: Layout
-) -> tuple[list[str], int]:
-    """Return the names in a store, newest first, and the number of names later than the target of the pointer."""
-    if saver.remote_file_name is None:
-        return [pointed or pointer], 0
-    template = within_folder(state, saver.remote_file_name.filename).lstrip("/")
-    template = partial_format(template, run_name=state.run_name)
-    if layout is Layout.MONOLITHIC:
-        template = partial_format(template, rank=0, local_rank=0, node_rank=0)
+def _times_in(store: Any, template: str, pointed: str | None, layout: Layout) -> dict[str, list[int]]:
+    """Return the times in training of the names in a store that match the template."""
     names = {name for name in (pointed,) if name is not None}  # a listing may not show it yet
     if isinstance(store, ObjectStore):
         objects = list_if_allowed(store, literal_prefix(template))
         # Folders of unfinished saves are included, so that they are logged as skipped.
         names.update(map(posixpath.dirname, objects) if layout is Layout.SHARDED else objects)
     found = {name: numbers for name in names if (numbers := numbers_in_name(name, template))}
-    times = {name: [numbers.get(unit, 0) for unit in _ORDER] for name, numbers in found.items()}
-    newest_first = sorted(times, key=times.__getitem__, reverse=True)
-    later = [] if pointed not in times else [name for name in newest_first if times[name] > times[pointed]]
-    if layout is Layout.LOCAL:
-        shared = {name: shared_name(name, template, state.run_name) for name in newest_first}
-        return list(dict.fromkeys(shared.values())), len({shared[name] for name in later})
-    # The target of the pointer comes right after the later names, since those are compared with it.
-    rest = [pointed] if later and pointed is not None else []
-    last = pointed or (pointer if layout is Layout.MONOLITHIC else None)
-    names = [*later, *rest, *newest_first, *([] if last is None else [last])]
-    return list(dict.fromkeys(names)), len(later)
+    return {name: [numbers.get(unit, 0) for unit in _ORDER] for name, numbers in found.items()}
 
 
 def _pointed_to(store: Any, pointer: str) -> str | None:
@@ -274,7 +276,7 @@ def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> 
     if layout is Layout.SHARDED:
         own = read_sharded_manifest(RemoteSource(path, {}))
     else:
-        own = read_manifest(_of_this_rank(path))
+        own = read_manifest(own_file(path))
     if latest is None:
         return None
     if own is None:
@@ -290,14 +292,10 @@ def _manifest_in(store: Any, name: str, layout: Layout) -> Manifest | None:
             store.download_object(f"{name}/{MANIFEST_NAME}", place)
             with open(place, "rb") as file:
                 return Manifest.from_json(file.read())
-        name = _of_this_rank(name)
+        name = own_file(name)
         place = os.path.join(folder, posixpath.basename(name))
         get_file(name, place, store, overwrite=True, progress_bar=False)
         return read_manifest(place)
-
-
-def _of_this_rank(name: str) -> str:
-    return name.replace("{rank}", str(dist.get_global_rank()))
 
 
 def _is_absent(error: Exception) -> bool:
@@ -340,9 +338,9 @@ def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tu
 
 
 def _fetch_and_check(store: Any, name: str, path: str) -> Manifest | None:
-    here = _of_this_rank(path)
+    here = own_file(path)
     try:
-        get_file(_of_this_rank(name), here, store, overwrite=True, progress_bar=False)
+        get_file(own_file(name), here, store, overwrite=True, progress_bar=False)
     except FileNotFoundError as error:
         if "{rank}" not in name:
             raise
@@ -374,9 +372,6 @@ def _fetch_folder(store: Any, name: str, state: "State", attempt: ExitStack) -> 
         _raise_if_whole(error)
         return address, error
     return address, None
-
-
-log = getLogger(__name__)
 
 
 @contextmanager
@@ -488,7 +483,7 @@ def _check(path: str) -> "Manifest | None":
 
 
 def _check_own(path: str) -> "Manifest | None":
-    own, of_first = _own(path), path.replace("{rank}", "0")
+    own, of_first = own_file(path), path.replace("{rank}", "0")
     if not os.path.exists(own) and os.path.exists(of_first):
         manifest = read_manifest(of_first)
         saved_by = None if manifest is None else manifest.info.get("world_size")
@@ -507,10 +502,6 @@ def _with_rank(path: Path, saver: "CheckpointSaver", state: "State") -> str:
     return "/" + shared_name(os.path.abspath(path).lstrip("/"), template.lstrip("/"), state.run_name)
 
 
-def _own(path: str) -> str:
-    return path.replace("{rank}", str(dist.get_global_rank()))
-
-
 def _as_glob(template: str, state: "State") -> str:
     parts: list[str] = []
     for literal, name, _, _ in Formatter().parse(template):
@@ -523,7 +514,7 @@ def _as_glob(template: str, state: "State") -> str:
 
 
 def _check_all_see(path: str, layout: Layout) -> None:
-    own = _own(path) if layout is Layout.LOCAL else path
+    own = own_file(path) if layout is Layout.LOCAL else path
     missing = [rank for rank, sees in enumerate(dist.all_gather_object(os.path.exists(own))) if not sees]
     if missing:
         raise RuntimeError(

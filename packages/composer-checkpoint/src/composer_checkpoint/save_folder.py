@@ -28,19 +28,15 @@ if TYPE_CHECKING:
 __all__ = [
     "ensure_folder_has_no_conflicting_files",
     "ensure_folder_is_empty",
-    "ensure_link_leads_to_no_later_one",
-    "ensure_store_has_no_conflicting_objects",
     "find_conflicts",
     "is_name_of",
     "literal_prefix",
     "numbers_in_name",
-    "whole_names",
     "LINEAGE_KEY",
     "WITHOUT_MANIFEST",
     "Found",
     "Skipped",
     "find_newest",
-    "is_later",
     "is_name_of_file",
     "is_of_other_lineage",
     "look_through",
@@ -171,13 +167,12 @@ def is_of_other_lineage(info: Mapping[str, Any], latest: Mapping[str, Any]) -> b
 
 def told_abandoned(latest: object) -> str:
     """Return the reason to skip a later checkpoint of another lineage."""
-    return f"it is of a run that somebody has gone back from: the latest one is {latest}"
+    return f"it is of a run that was abandoned: the latest one is {latest}"
 
 
-def is_later(path: Path, timestamp: Any) -> bool:
+def _is_later_checkpoint(path: Path, timestamp: Any) -> bool:
     """Return whether a checkpoint, by its manifest or else its name, is later in training than a `Timestamp`."""
-    candidate = _candidate(path)
-    counts = dict(zip(_COUNTERS, candidate.counters or (), strict=False))
+    counts = dict(zip(_COUNTERS, _candidate(path).counters or (), strict=False))
     return any(counts.get(unit, 0) > int(getattr(timestamp, unit)) for unit in ("batch", "epoch"))
 
 
@@ -201,7 +196,7 @@ def _fault_of(path: Path, verify: Callable[[Path], object]) -> str | None:
     except OSError as error:
         raise StorageError(
             error.errno,
-            f"{path} cannot be read: {error.strerror or error}. Going on with an older checkpoint would lose work. "
+            f"{path} cannot be read: {error.strerror or error}. Resuming from an older checkpoint would lose work. "
             f"Look at the disk and the permissions, or name a checkpoint with load_path",
         ) from error
     except CheckpointError as error:
@@ -309,9 +304,8 @@ def _counters(info: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
 
 
 _MAKES_WHOLE = (MANIFEST_NAME, ".metadata")
-_UNITS = ("iteration", "epoch", "batch", "sample", "token")
 _UNITS_IN_EPOCH = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")
-_NUMBERS = {*_UNITS, *_UNITS_IN_EPOCH, "rank", "local_rank", "world_size", "local_world_size", "node_rank"}
+_NUMBERS = {*_COUNTERS, *_UNITS_IN_EPOCH, "rank", "local_rank", "world_size", "local_world_size", "node_rank"}
 
 
 def find_conflicts(names: Iterable[str], filename: str, timestamp: "Timestamp") -> list[str]:
@@ -341,7 +335,7 @@ def find_conflicts(names: Iterable[str], filename: str, timestamp: "Timestamp") 
             f"cannot be told which checkpoints are later. Add {{epoch}}, or pass save_overwrite=True."
         )
     pattern = re.compile(_as_pattern(filename.lstrip("/")), re.DOTALL)
-    now = {unit: int(getattr(timestamp, unit)) for unit in (*_UNITS, *_UNITS_IN_EPOCH)}
+    now = {unit: int(getattr(timestamp, unit)) for unit in (*_COUNTERS, *_UNITS_IN_EPOCH)}
     matches = ((name, pattern.fullmatch(name)) for name in names)
     return [name for name, found in matches if found and _is_later(found.groupdict(), now)]
 
@@ -395,50 +389,15 @@ def ensure_folder_has_no_conflicting_files(
     _refuse(str(folder), find_conflicts(_names_below(folder), filename, timestamp), timestamp)
 
 
-def ensure_link_leads_to_no_later_one(link: str | os.PathLike[str], timestamp: "Timestamp") -> None:
-    """Raise if the link to the latest checkpoint leads to one that is later than the run.
-
-    So a run that starts from zero over the checkpoints of another needs an explicit flag even if its names differ.
-
-    Raises:
-        CheckpointConflictError: If it does; it is a `FileExistsError`.
-    """
-    target = read_pointer(link)
-    if target is not None and target.exists() and is_later(target, timestamp):
-        _refuse(str(Path(link).parent), [f"{target}, to which {Path(link).name} leads"], timestamp)
-
-
-def ensure_store_has_no_conflicting_objects(store: "ObjectStore", filename: str, timestamp: "Timestamp") -> None:
-    """Raise if a store holds checkpoints later than the run, which the run would replace.
+def _conflicts_in_store(store: "ObjectStore", filename: str, timestamp: "Timestamp") -> list[str]:
+    """Return the names of later checkpoints in a store.
 
     A folder counts if it is complete; what a killed writer left does not. A store that cannot be listed, at all or with
     these credentials, is not searched; each upload then checks its own name.
-
-    Args:
-        store: The store of checkpoints.
-        filename: The template of their names in the store, with the run's name filled in.
-        timestamp: The time of the run.
-
-    Raises:
-        CheckpointConflictError: If there are any, with their names; it is a `FileExistsError`.
-        StorageError: If the store cannot be reached.
-        ValueError: If the template counts inside epochs without `{epoch}`.
     """
-    names = whole_names(list_if_allowed(store, literal_prefix(filename)))
-    where = store.get_uri(posixpath.dirname(literal_prefix(filename)))
-    _refuse(where, find_conflicts(names, filename.lstrip("/"), timestamp), timestamp)
-
-
-def whole_names(objects: Iterable[str]) -> list[str]:
-    """Return the names of possible checkpoints among a store's objects: each object, and each complete folder.
-
-    Example:
-        >>> whole_names(["run/ep1/.metadata", "run/ep1/__0_0.distcp", "run/ep2/__0_0.distcp"])
-        ['run/ep1', 'run/ep1/.metadata', 'run/ep1/__0_0.distcp', 'run/ep2/__0_0.distcp']
-    """
-    objects = list(objects)
+    objects = list_if_allowed(store, literal_prefix(filename))
     folders = {posixpath.dirname(name) for name in objects if posixpath.basename(name) in _MAKES_WHOLE}
-    return sorted(folders.union(objects))
+    return find_conflicts(sorted(folders.union(objects)), filename.lstrip("/"), timestamp)
 
 
 def literal_prefix(template: str) -> str:
@@ -501,7 +460,7 @@ def _as_pattern(template: str) -> str:
 def _is_later(numbers: dict[str, str], now: dict[str, int]) -> bool:
     found = {unit: int(text) for unit, text in numbers.items() if unit in now}
     same_epoch = found.get("epoch") == now["epoch"]
-    return any(count > now[unit] for unit, count in found.items() if unit in _UNITS or same_epoch)
+    return any(count > now[unit] for unit, count in found.items() if unit in _COUNTERS or same_epoch)
 
 
 def _names_below(folder: Path) -> Iterator[str]:
@@ -528,7 +487,13 @@ class HeldFolder:
         self._lock: FolderLock | None = None
         self.is_held = False
 
-    def take(self, state: "State", refuse_later: str | None = None, link: PartialFilePath | None = None) -> None:
+    def take(
+        self,
+        state: "State",
+        refuse_later: str | None = None,
+        link: PartialFilePath | None = None,
+        in_store: "tuple[ObjectStore, str] | None" = None,
+    ) -> None:
         """Lock the folder, and remove what killed writers left in it. Every rank must call this.
 
         Args:
@@ -536,15 +501,17 @@ class HeldFolder:
             refuse_later: The template of file names. Raise if there are checkpoints with such names that are later than
                 the state. `None` allows all.
             link: The link to the latest checkpoint. With `refuse_later`, its target must not be later either.
+            in_store: A store, and the template of names in it, which must not have later checkpoints either.
 
         Raises:
             FolderInUseError: On all ranks, if another process saves there.
             CheckpointConflictError: On all ranks, if there are later checkpoints, or the link's name is that of a
                 folder.
+            StorageError: On all ranks, if the store cannot be reached.
         """
         # Only rank 0 may change the folder, and an error on it must stop every rank.
         ranks = Ranks()
-        ranks.together(lambda: self._take(state, refuse_later, link) if ranks.rank == 0 else None)
+        ranks.together(lambda: self._take(state, refuse_later, link, in_store) if ranks.rank == 0 else None)
         self.is_held = True
 
     def give_back(self) -> None:
@@ -554,7 +521,13 @@ class HeldFolder:
         if lock is not None:
             lock.release()
 
-    def _take(self, state: "State", refuse_later: str | None, link: PartialFilePath | None) -> None:
+    def _take(
+        self,
+        state: "State",
+        refuse_later: str | None,
+        link: PartialFilePath | None,
+        in_store: "tuple[ObjectStore, str] | None",
+    ) -> None:
         folder = format_name_with_dist(self.name, state.run_name)
         if self._lock is None:
             self._lock = FolderLock(folder).acquire()
@@ -565,8 +538,16 @@ class HeldFolder:
                 refuse_folder(link.format(state))
             if refuse_later is not None:
                 ensure_folder_has_no_conflicting_files(folder, refuse_later, state.timestamp)
-                if link is not None:
-                    ensure_link_leads_to_no_later_one(link.format(state), state.timestamp)
+            if refuse_later is not None and link is not None:
+                # So a run that starts from zero is refused even if its names differ.
+                target = read_pointer(path := link.format(state))
+                if target is not None and target.exists() and _is_later_checkpoint(target, state.timestamp):
+                    where, name = os.path.split(path)
+                    _refuse(where, [f"{target}, to which {name} leads"], state.timestamp)
+            if in_store is not None:
+                store, template = in_store
+                where = store.get_uri(posixpath.dirname(literal_prefix(template)))
+                _refuse(where, _conflicts_in_store(store, template, state.timestamp), state.timestamp)
         except BaseException:
             self.give_back()
             raise

@@ -225,9 +225,10 @@ class UCObjectStore(VerifiedObjectStore):
         names: list[str] = []
         pending = [f"/{self.prefix}/{os.path.dirname(prefix)}".rstrip("/")]
         while pending:
+            folder = pending.pop()
             try:
                 # A list, so that the requests of the generator happen inside the `try`.
-                entries = list(self.client.files.list_directory_contents(folder := pending.pop()))
+                entries = list(self.client.files.list_directory_contents(folder))
             except Exception as error:
                 if classify(error) is Fault.MISSING:
                     continue

@@ -80,7 +80,8 @@ def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
     if backend == "dbfs" and not parsed.path.startswith(MLFLOW_PREFIX):
         UCObjectStore.validate_path(parsed.path)  # a malformed path is rejected before a slow import
     if backend in {*_BACKENDS, "dbfs"} - {"libcloud"}:
-        return build_remote_backend(backend, arguments_of(uri))
+        namespace = {"bucket": netloc} if backend == "oci" and "@" in netloc else {}
+        return build_remote_backend(backend, {**arguments_of(uri), **namespace})
     check_scheme(uri)
     address = f"{backend}://{netloc}{'' if netloc else '/'}"
     return _made(address, lambda: FsspecObjectStore(address))  # some libraries fetch credentials at once
@@ -132,9 +133,7 @@ def open_store(uri: str, backend_kwargs: Mapping[str, Any] | None = None) -> Obj
 def arguments_of(uri: str) -> dict[str, str]:
     """Return the arguments of `build_remote_backend` that an address contains."""
     match parse_uri(uri):
-        case ("oci", _, _):
-            return {"bucket": urlsplit(uri).netloc}  # with the namespace
-        case ("s3" | "gs", bucket, _):
+        case ("s3" | "oci" | "gs", bucket, _):
             return {"bucket": bucket}
         case ("azure" | "libcloud", container, _):
             return {"container": container}
