@@ -124,13 +124,6 @@ class CheckpointUploads:
         """Begin to upload what this rank has saved, and then update the pointer.
 
         Errors are raised by `check` and `wait`.
-
-        Args:
-            job: The save. If its path is an address, it was written to the store directly.
-            logger: Holds the destinations that accept files.
-
-        Returns:
-            The upload, until the end of which the file must stay.
         """
         if job.remote_name is None:
             return None
@@ -149,9 +142,6 @@ class CheckpointUploads:
         """Raise the first error of a finished upload on any rank, on all ranks. Every rank must call this.
 
         The ranks communicate only from a save until the end of its upload.
-
-        Args:
-            more_to_come: Whether a checkpoint is being written that will be uploaded later.
         """
         if not self.are_watched:
             return
@@ -168,11 +158,7 @@ class CheckpointUploads:
             self.are_watched = False
 
     def wait(self) -> None:
-        """Wait until no rank is uploading. Every rank must call this.
-
-        Raises:
-            RuntimeError: On all ranks, if it takes too long on any.
-        """
+        """Wait until no rank is uploading. Every rank must call this."""
         if self._uploader is None and not self.are_watched:
             return
         self._wait()

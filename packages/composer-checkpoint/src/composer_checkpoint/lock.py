@@ -308,12 +308,6 @@ def remove_leftovers_of(path: str | os.PathLike[str]) -> list[Path]:
     """Delete what killed writers of one file or folder left next to it.
 
     Files of a living process stay, as do files from another machine and files of a multi-file commit.
-
-    Args:
-        path: The final name.
-
-    Returns:
-        The deleted paths.
     """
     final = Path(os.path.abspath(path))
     left: list[tuple[Path, re.Match[str]]] = []
@@ -338,15 +332,7 @@ def find_leftovers(folder: str | os.PathLike[str], *, locked: bool = False) -> l
 
 
 def complete_sets(folder: str | os.PathLike[str], *, locked: bool = False) -> None:
-    """Rename per-rank files that were completely written when their writers were killed.
-
-    Args:
-        folder: The folder of checkpoints.
-        locked: As in `remove_leftovers`.
-
-    Raises:
-        OSError: If the file system refuses.
-    """
+    """Rename per-rank files that were completely written when their writers were killed."""
     for path, found in list(_unfinished_in(folder)):
         if found["kind"] == "set" and not _may_be_writing(found["writer"], locked):
             complete_set(path)
@@ -358,15 +344,7 @@ def has_sets(folder: str | os.PathLike[str]) -> bool:
 
 
 def complete_earlier_sets(folder: Path, finals: Set[Path]) -> None:
-    """Rename files that earlier saves left under temporary names, including saves of this process.
-
-    Args:
-        folder: The folder of the records.
-        finals: The files that are about to be replaced; other records are skipped.
-
-    Raises:
-        OSError: If the file system refuses.
-    """
+    """Rename files that earlier saves left under temporary names, including saves of this process."""
     for path in sorted(folder.iterdir()):
         found = UNFINISHED.fullmatch(path.name)
         if found is None or found["kind"] != "set" or not finals & finals_of(path):

@@ -92,28 +92,9 @@ def fetched_from_stores(
     Each rank downloads what it needs of a candidate, once per node, and verifies its hashes. If they do not match on
     any rank, all ranks log the reason and try the next candidate. One that is later than the target of the pointer is
     skipped if it is of another lineage.
-
-    Args:
-        saver: Has the names.
-        state: The training state, not changed.
-        logger: Has the destinations that keep files.
-        layout: The layout of the state.
-        unusable: Local checkpoints that cannot be used, with the reasons.
-
-    Yields:
-        A local path, or the address of a sharded checkpoint of which the needed parts are local. `None` if there is
-        none.
-
-    Raises:
-        StorageError: On all ranks, if a store cannot be reached: resuming from an older checkpoint would lose work.
-        CheckpointConflictError: On all ranks, if there are checkpoints, locally or in a store, and none can be used.
     """
     stores = _stores(saver, logger)
-    ranks = Ranks()
-    candidates: list[_Candidate] = ranks.exchange(
-        lambda: list(_candidates(stores, saver, state, layout)) if ranks.rank == 0 else [],
-        lambda found: [found[0]] * ranks.world_size,
-    )
+    candidates = Ranks().from_first(lambda: list(_candidates(stores, saver, state, layout)))
     unusable = list(unusable)
     for candidate in candidates:
         store = stores[candidate.store]
@@ -135,13 +116,7 @@ def fetched_from_stores(
 
 
 def refuse_what_does_not_resume(manifest: Manifest | None, path: str, name: str) -> None:
-    """Raise if a complete checkpoint cannot be resumed from.
-
-    Args:
-        manifest: Its manifest, if it has one.
-        path: Its local path.
-        name: The name for the error.
-    """
+    """Raise if a complete checkpoint cannot be resumed from."""
     if manifest is not None and manifest.info.get("weights_only"):
         raise IncompatibleCheckpointError(f"{name} holds the weights only, from which a run cannot resume.")
     if manifest is None and os.path.isfile(path) and "state" not in inspect_file(path).keys:
@@ -251,11 +226,7 @@ def _fetch(
 
 def _is_abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> bool:
     """Return whether a downloaded checkpoint was abandoned, and log the reason. Every rank must call this."""
-    ranks = Ranks()
-    reason: str | None = ranks.exchange(
-        lambda: _abandoned(candidate, path, store, layout) if ranks.rank == 0 else None,
-        lambda found: [found[0]] * ranks.world_size,
-    )
+    reason = Ranks().from_first(lambda: _abandoned(candidate, path, store, layout))
     if reason is not None:
         log.warning("Skipped %s: %s", candidate.name, reason)
     return reason is not None

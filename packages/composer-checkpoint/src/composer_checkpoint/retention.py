@@ -372,17 +372,7 @@ def _run_of(path: Path) -> str | None:
 
 
 def remote_policy(num_to_keep: int, keep: Any, local: RetentionPolicy) -> tuple[RetentionPolicy | None, str]:
-    """Return the policy for a store, `None` to keep all, and the argument that sets it.
-
-    Args:
-        num_to_keep: `remote_num_checkpoints_to_keep`.
-        keep: `save_keep`, whose key `remote` is `True` for the local rules, or has rules of its own.
-        local: The rules for this machine's disk.
-
-    Raises:
-        ValueError: If local rules are missing, no checkpoint would be kept, or both arguments are set.
-        TypeError: If a length of training is invalid.
-    """
+    """Return the policy for a store, `None` to keep all, and the argument that sets it."""
     setting = keep.get("remote") if isinstance(keep, Mapping) else None
     if setting is not None and num_to_keep != -1:
         raise ValueError(
@@ -547,13 +537,6 @@ def delete_checkpoint(store: ObjectStore, name: str) -> None:
     In a folder, only files that its manifest lists and files named like shards are deleted. An interrupted deletion is
     finished by the next one.
 
-    Args:
-        store: The store.
-        name: The name of a file or folder.
-
-    Raises:
-        StorageError: If the store refuses, or still fails at the last attempt.
-
     Example:
         >>> from composer_checkpoint.stores import FsspecObjectStore
         >>> store = FsspecObjectStore("memory://docs-deletion")
@@ -594,11 +577,7 @@ class MetricHistory:
         self._values: dict[str, Any] = {}
 
     def note(self, state: "State", metrics: set[str]) -> None:
-        """Record the metrics of an evaluation that has ended.
-
-        Raises:
-            ValueError: If one of `metrics` was not measured, and no other evaluation can measure it.
-        """
+        """Record the metrics of an evaluation that has ended."""
         label = state.dataloader_label
         for name in () if label is None else state.eval_metrics.get(label, ()):
             if name in state.eval_metric_values:
@@ -629,11 +608,7 @@ class MetricHistory:
 
 
 def metric_of(state: "State", logged_name: str | None) -> object:
-    """Return the metric that is logged as `metrics/<label>/<name>`, or has an entry of this name, or `None`.
-
-    Raises:
-        ValueError: If it has several numbers and the name selects none of them.
-    """
+    """Return the metric that is logged as `metrics/<label>/<name>`, or has an entry of this name, or `None`."""
     metrics = {"train": state.train_metrics or {}, **state.eval_metrics}
     logged = {f"metrics/{label}/{name}": one for label, of_label in metrics.items() for name, one in of_label.items()}
     if logged_name is None or (name := metric_with(logged, logged_name)) is None:

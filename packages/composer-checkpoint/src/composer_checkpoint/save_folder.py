@@ -132,11 +132,8 @@ def look_through(
 ) -> tuple[Found | None, tuple[Skipped, ...]]:
     """Find the newest checkpoint as `find_newest` does, and also return what was skipped.
 
-    Args:
-        folder_or_pattern: As in `find_newest`.
-        verify: As in `find_newest`.
-        latest: The target of the pointer. Later checkpoints of another lineage are skipped: they belong to a run that
-            was abandoned.
+    Checkpoints that are later than `latest`, the target of the pointer, and of another lineage are skipped: they belong
+    to a run that was abandoned.
     """
     if verify is None:
         from composer_checkpoint.verify import verify  # imported late, since it imports torch
@@ -182,11 +179,7 @@ def is_name_of_file(name: str) -> bool:
 
 
 def _fault_of(path: Path, verify: Callable[[Path], object]) -> str | None:
-    """Return what is wrong with a checkpoint, or `None` if it is complete.
-
-    Raises:
-        NewerCheckpointError, StorageError: If the checkpoint may be valid but cannot be read here or now.
-    """
+    """Return what is wrong with a checkpoint, or `None` if it is complete."""
     try:
         verify(path)
     except NewerCheckpointError:
@@ -342,10 +335,6 @@ def find_conflicts(names: Iterable[str], filename: str, timestamp: "Timestamp") 
 
 def numbers_in_name(name: str, filename: str) -> dict[str, int]:
     """Return the numbers in a name at the placeholders of a template; an empty dict if the name does not match.
-
-    Args:
-        name: A path relative to the folder of checkpoints.
-        filename: The template.
 
     Example:
         >>> numbers_in_name("ep3-ba0030.pt", "ep{epoch}-ba{batch:04d}.pt")
@@ -510,8 +499,7 @@ class HeldFolder:
             StorageError: On all ranks, if the store cannot be reached.
         """
         # Only rank 0 may change the folder, and an error on it must stop every rank.
-        ranks = Ranks()
-        ranks.together(lambda: self._take(state, refuse_later, link, in_store) if ranks.rank == 0 else None)
+        Ranks().from_first(lambda: self._take(state, refuse_later, link, in_store))
         self.is_held = True
 
     def give_back(self) -> None:

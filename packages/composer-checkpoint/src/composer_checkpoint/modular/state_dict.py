@@ -18,7 +18,6 @@ from composer_checkpoint.modular._spread import (
     gather,
     map_tensors,
     named_optimizer_state,
-    offload,
     weights_of,
 )
 from composer_checkpoint.modular.options import both_key_filters
@@ -75,8 +74,7 @@ def get_model_state_dict(
     """
     dtype = as_dtype(precision)
     weights = select_keys(weights_of(model), include_keys, ignore_keys)
-    collected = _collected(weights, sharded_state_dict, cpu_offload)
-    return cast_state(collected, dtype)
+    return cast_state(_collected(weights, sharded_state_dict, cpu_offload), dtype)
 
 
 def get_optim_state_dict(
@@ -199,11 +197,7 @@ def named_by_class(objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def select_keys(weights: Mapping[str, Any], include_keys: Patterns, ignore_keys: Patterns) -> dict[str, Any]:
-    """Return the weights whose names match the one kind of patterns, or do not match the other.
-
-    Raises:
-        ValueError: If both kinds of patterns are passed.
-    """
+    """Return the weights whose names match the one kind of patterns, or do not match the other."""
     if include_keys is not None and ignore_keys is not None:
         raise ValueError(both_key_filters(include_keys, ignore_keys))
     patterns = include_keys if include_keys is not None else ignore_keys
@@ -215,16 +209,6 @@ def select_keys(weights: Mapping[str, Any], include_keys: Patterns, ignore_keys:
         for name, value in weights.items()
         if any(fnmatchcase(name, pattern) for pattern in patterns) == (include_keys is not None)
     }
-
-
-def _collected(state: dict[str, Any], sharded: bool, cpu_offload: bool | None) -> dict[str, Any]:
-    if sharded:
-        return offload(state) if cpu_offload else state
-    # All ranks take part in the gathering, but only rank 0 keeps the result.
-    # The other ranks take part in gathering, but do not keep the result.
-    keep = get_global_rank() == 0
-    gathered = gather(state, keep=keep, cpu_offload=True if cpu_offload is None else cpu_offload)
-    return gathered if keep else {}
 
 
 def _class_name(model: nn.Module) -> str:
@@ -241,15 +225,17 @@ def _precision_name(precision: str | torch.dtype) -> str:
     return str(getattr(precision, "value", precision))
 
 
+def _collected(state: dict[str, Any], sharded: bool, cpu_offload: bool | None) -> dict[str, Any]:
+    if sharded:
+        return map_tensors(state, lambda tensor: tensor.cpu()) if cpu_offload else state
+    return gather(state, keep=get_global_rank() == 0, cpu_offload=True if cpu_offload is None else cpu_offload)
+
+
 _TYPES = ("full", "sharded", "local")
 
 
 def check_type(state_dict_type: object) -> None:
-    """Raise if a state dict type is unknown.
-
-    Raises:
-        ValueError: If so, with the known types.
-    """
+    """Raise if a state dict type is unknown."""
     if state_dict_type not in _TYPES:
         raise ValueError(
             f"state_dict_type={state_dict_type!r} is not a type. Use 'full' for whole tensors on rank 0, "
@@ -268,24 +254,13 @@ def of_type(state: dict[str, Any], state_dict_type: str, *, rank0_only: bool = T
     if state_dict_type == "sharded":
         return state
     if state_dict_type == "local":
-        return map_tensors(state, _local)
-    keep = not rank0_only or get_global_rank() == 0
-    gathered = gather(state, keep=keep, cpu_offload=True)
-    return gathered if keep else {}
+        return map_tensors(state, lambda tensor: tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    return gather(state, keep=not rank0_only or get_global_rank() == 0, cpu_offload=True)
 
 
 @torch.no_grad()
 def own_part(name: str, own: object, value: torch.Tensor) -> torch.Tensor:
-    """Shard a tensor like the one it replaces.
-
-    Args:
-        name: Name for the error.
-        own: The tensor to be replaced.
-        value: This rank's shard, or the whole tensor; a `DTensor` is returned unchanged.
-
-    Raises:
-        ValueError: If the shape is that of neither.
-    """
+    """Shard a tensor like the one it replaces."""
     if not isinstance(own, DTensor) or isinstance(value, DTensor):
         return value
     target = room_for(own, value.dtype)
@@ -308,7 +283,3 @@ def room_for(own: torch.Tensor, dtype: torch.dtype) -> Any:
     """Return an uninitialized tensor, sharded like another one, on a device with memory."""
     on_host = own.device_mesh.device_type if isinstance(own, DTensor) else "cpu"
     return torch.empty_like(own, dtype=dtype, device=on_host if own.is_meta else None, requires_grad=False)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -9,9 +9,9 @@
 Tensors that need not be gathered or moved share the memory of the model or the optimizer.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,8 +37,6 @@ __all__ = [
     "get_fsdp_full_optim_state_dict",
     "get_fsdp_sharded_optim_state_dict",
 ]
-
-T = TypeVar("T")
 
 _MAX_LISTED = 10
 
@@ -151,8 +149,8 @@ def get_fsdp_sharded_optim_state_dict(
         saved = receive_state(TensorSender(given), model, cpu_offload=False)
         _check_names(saved, parameters)
     else:
-        _on_all_ranks(lambda: _check_names(given, parameters))
-        saved = _on_all_ranks(lambda: _spread_state(given, parameters))
+        Ranks().together(lambda: _check_names(given, parameters))
+        saved = Ranks().together(lambda: _spread_state(given, parameters))
     return _with_numbers(saved)
 
 
@@ -189,13 +187,13 @@ def _take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -
     if _types.get(module) == "full":
         loads = _received(given, own, names)
     else:
-        loads = _on_all_ranks(lambda: _parts(given, own, names))
+        loads = Ranks().together(lambda: _parts(given, own, names))
     state_dict.update({prefix + names.get(name, name): value for name, value in loads.items()})
 
 
 def _received(given: Mapping[str, Any], own: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return this rank's part of the state that rank 0 passed."""
-    _on_all_ranks(lambda: _refuse_shards(given))
+    Ranks().together(lambda: _refuse_shards(given))
     sender = TensorSender(dict(given))
 
     def take(name: str, slot: Slot) -> torch.Tensor:
@@ -226,13 +224,6 @@ def _parts(given: Mapping[str, Any], own: Mapping[str, Any], names: Mapping[str,
         name: own_part(name, own.get(names.get(name, name)), value) if isinstance(value, torch.Tensor) else value
         for name, value in given.items()
     }
-
-
-def _on_all_ranks(work: Callable[[], T]) -> T:
-    """Return the result of a function; if it fails on any rank, raise the error on all of them."""
-    done: list[T] = []
-    Ranks().together(lambda: done.append(work()))
-    return done[0]
 
 
 def _prefix_of_wrappers(module: nn.Module) -> str:

@@ -159,7 +159,7 @@ class RemoteUploaderDownloader(LoggerDestination):
                 f"RemoteUploaderDownloader({self.bucket_uri!r}) is in use by the run {self._run_name!r}. Close that "
                 f"Trainer first, or give each of them one of its own."
             )
-        ranks, path = Ranks(), self.backend_kwargs.get("path", "")
+        path = self.backend_kwargs.get("path", "")
         if "{mlflow_" in path:  # first, since it decides which store is opened
             ids = self._uploader.begin_mlflow_run()
             if ids is not None:
@@ -168,7 +168,7 @@ class RemoteUploaderDownloader(LoggerDestination):
             self._opened = None  # reopened with the IDs of the run, also in upload processes
         self._run_name = state.run_name
         probe = self._object_name(CREDENTIALS_PROBE, state.run_name)
-        ranks.together(lambda: validate_credentials(self.remote_backend, probe) if ranks.rank == 0 else None)
+        Ranks().from_first(lambda: validate_credentials(self.remote_backend, probe))
 
     def upload_file(self, state: "State", remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
         """Start to upload a copy of a file in the background.

@@ -148,17 +148,7 @@ def fetch_checkpoint(
 
 
 def write_pointer(store: ObjectStore, pointer: str, target: str, *, num_attempts: int = 3) -> None:
-    """Write a pointer object and verify that it reads back.
-
-    Args:
-        store: Store of the pointer and its target.
-        pointer: Full name of the pointer, including the suffix `.symlink`.
-        target: Name that the pointer holds.
-        num_attempts: Number of attempts.
-
-    Raises:
-        StorageError: If the store refuses, the last attempt fails too, or the pointer reads back differently.
-    """
+    """Write a pointer object and verify that it reads back."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "pointer"
         text.write_text(target)
@@ -177,10 +167,6 @@ def upload_with_retries(
 
     Only the first attempt rejects an existing object: later ones may find the object of an earlier attempt, which may
     have succeeded although it raised an error.
-
-    Raises:
-        FileExistsError: If the object exists and `overwrite` is false.
-        StorageError: If the store refuses, or the last attempt fails too; the cause is attached.
     """
 
     @retry(ObjectStoreTransientError, num_attempts)

@@ -239,13 +239,11 @@ class RemoteUploader:
             return None
         from composer_checkpoint._ranks import Ranks  # imports torch, which is slow
 
-        ranks = Ranks()
-
         def begin() -> tuple[str, str] | None:
-            store = self.remote_backend if ranks.rank == 0 else None
+            store = self.remote_backend
             return (store.experiment_id, store.run_id) if isinstance(store, MLFlowObjectStore) else None
 
-        return ranks.exchange(begin, lambda found: found[:1] * len(found))
+        return Ranks().from_first(begin)
 
     def point_async(self, pointer: str, target: str, names: Sequence[str], *, timeout_s: float = 3600) -> Future[None]:
         """Start to wait in the background for objects to exist, then write a pointer to them.

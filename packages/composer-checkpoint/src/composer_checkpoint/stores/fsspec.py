@@ -312,11 +312,7 @@ class _Progress(Callback):
 
 
 def require_package(uri: str) -> None:
-    """Raise if the package that an address requires is not installed.
-
-    Raises:
-        ImportError: If it is not installed, with the command that installs it.
-    """
+    """Raise if the package that an address requires is not installed."""
     package, extra = _EXTRAS.get(uri.partition("://")[0].lower(), ("", ""))
     if package and importlib.util.find_spec(package) is None:
         raise ImportError(

@@ -88,11 +88,7 @@ def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
 
 
 def check_scheme(uri: str) -> None:
-    """Raise if no store supports this kind of address.
-
-    Raises:
-        NotImplementedError: If no store supports it.
-    """
+    """Raise if no store supports this kind of address."""
     backend = parse_uri(uri).backend
     if backend in {*_BACKENDS, "ssh", "dbfs"} - {"libcloud"}:
         return
