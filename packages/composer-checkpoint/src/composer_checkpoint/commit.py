@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from composer_checkpoint._durability import exchange, make_folders, rename_without_replacing, sync_path, sync_tree
 from composer_checkpoint.errors import (
@@ -242,9 +242,6 @@ def _size_bytes(path: Path) -> int:
     return size
 
 
-T = TypeVar("T")
-
-
 def write_on_rank_zero(
     path: str | os.PathLike[str], write: Callable[[Path], object], ranks: "Ranks", *, overwrite: bool = True
 ) -> None:
@@ -252,11 +249,7 @@ def write_on_rank_zero(
     final = Path(os.path.abspath(path))
     temporary = sibling_name(final)
 
-    def begin() -> None:
-        if ranks.rank == 0:
-            write_beside(temporary, final, write, overwrite=overwrite)
-
-    def commit(done: list[T]) -> list[T]:
+    def commit(done: list[None]) -> list[None]:
         put_in_place(temporary, final, overwrite=overwrite)
         return done
 
@@ -264,7 +257,9 @@ def write_on_rank_zero(
         if ranks.rank == 0:
             undo.callback(discard, temporary)
         # In a step of its own, so that a write that has timed out never becomes a checkpoint.
-        ranks.exchange(begin, commit)
+        ranks.exchange(
+            lambda: write_beside(temporary, final, write, overwrite=overwrite) if ranks.rank == 0 else None, commit
+        )
 
 
 _LONGEST_TEXT_BYTES = 4096

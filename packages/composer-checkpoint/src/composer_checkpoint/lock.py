@@ -1,6 +1,5 @@
 """Locks for folders of checkpoints, and removal of what killed writers left in them."""
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -77,10 +76,9 @@ class FolderLock:
             This object.
 
         Raises:
-                FolderInUseError: If another process still holds it after `timeout_s`, with that process's host and
-                    number.
+            FolderInUseError: If another process still holds it after `timeout_s`, with that process's host and number.
             StorageError: If the folder cannot be written to.
-                RuntimeError: If this object already holds it.
+            RuntimeError: If this object already holds it.
         """
         if self.held:
             raise RuntimeError(f"This lock of {self.folder} is held already. Release it first, or make a second one.")
@@ -149,7 +147,7 @@ def _give_back(hold: _Hold) -> None:
             return
         _holds.pop(hold.key, None)
         # Removed while still locked: a waiting process sees that its file has lost the name, and opens the new one.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             hold.path.unlink()
         os.close(hold.descriptor)
 
@@ -209,7 +207,7 @@ def _take_from_the_dead(path: Path, own: Path) -> None:
         raise _in_use(path, owner)
     # Renamed before the check, so that only one of several waiting processes removes it.
     stale = own.with_name(f"{own.name}.stale")
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         os.rename(path, stale)
         if _read_path(stale) != owner:  # another process was faster, and this is its file
             os.link(stale, path)
@@ -277,7 +275,7 @@ def complete_interrupted_sets(folder: str | os.PathLike[str]) -> None:
 
     Does nothing while another run saves to the folder.
     """
-    if not has_sets(folder):
+    if not any(found["kind"] == "set" for _, found in _unfinished_in(folder)):
         return
     try:
         with FolderLock(folder):
@@ -323,24 +321,13 @@ def remove_leftovers_of(path: str | os.PathLike[str]) -> list[Path]:
 
 def find_leftovers(folder: str | os.PathLike[str], *, locked: bool = False) -> list[Path]:
     """Return what `remove_leftovers` would delete, rename or restore, without changing anything."""
-    sets = [
-        path
-        for path, found in _unfinished_in(folder)
-        if found["kind"] == "set" and not _may_be_writing(found["writer"], locked)
-    ]
-    return [*sets, *(path for path, _ in _left_in(folder, locked))]
+    return [*_left_sets(folder, locked), *(path for path, _ in _left_in(folder, locked))]
 
 
 def complete_sets(folder: str | os.PathLike[str], *, locked: bool = False) -> None:
     """Rename per-rank files that were completely written when their writers were killed."""
-    for path, found in list(_unfinished_in(folder)):
-        if found["kind"] == "set" and not _may_be_writing(found["writer"], locked):
-            complete_set(path)
-
-
-def has_sets(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a writer of per-rank files has not finished renaming them."""
-    return any(found["kind"] == "set" for _, found in _unfinished_in(folder))
+    for path in _left_sets(folder, locked):
+        complete_set(path)
 
 
 def complete_earlier_sets(folder: Path, finals: Set[Path]) -> None:
@@ -386,6 +373,12 @@ def _unfinished_in(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, re.Ma
                     pending.append(Path(entry))
 
 
+def _left_sets(folder: str | os.PathLike[str], locked: bool) -> list[Path]:
+    """Return the records of multi-file commits whose writers are dead."""
+    found_sets = [(path, found) for path, found in _unfinished_in(folder) if found["kind"] == "set"]
+    return [path for path, found in found_sets if not _may_be_writing(found["writer"], locked)]
+
+
 def _left_in(folder: str | os.PathLike[str], locked: bool) -> list[tuple[Path, re.Match[str]]]:
     left = list(_unfinished_in(folder))
     # The temporary files of a record are still needed if its writer may be alive.
@@ -400,9 +393,16 @@ def _left_in(folder: str | os.PathLike[str], locked: bool) -> list[tuple[Path, r
 def _remove(left: list[tuple[Path, re.Match[str]]]) -> list[Path]:
     removed: list[Path] = []
     for path, found in left:
-        _tidy(path, found["kind"], found["name"], removed)
-    for path in removed:
-        log.warning("Removed %s, which a killed writer had left unfinished.", path)
+        home = path.with_name(found["name"])
+        # The writer had moved the old folder aside, and died before its replacement had the name.
+        if found["kind"] == "old" and not os.path.lexists(home):
+            with suppress(FileExistsError):
+                rename_without_replacing(path, home)
+                log.warning("Put %s back: its writer was killed while replacing it.", home)
+                continue
+        if discard(path):
+            removed.append(path)
+            log.warning("Removed %s, which a killed writer had left unfinished.", path)
     return removed
 
 
@@ -425,15 +425,3 @@ def _has_record(writer: str, final: Path) -> bool:
 def _may_be_writing(writer: str, locked: bool) -> bool:
     alive = is_alive(writer)
     return not locked if alive is None else alive
-
-
-def _tidy(path: Path, kind: str, name: str, removed: list[Path]) -> None:
-    home = path.with_name(name)
-    # The writer had moved the old folder aside, and died before its replacement had the name.
-    if kind == "old" and not os.path.lexists(home):
-        with suppress(FileExistsError):
-            rename_without_replacing(path, home)
-            log.warning("Put %s back: its writer was killed while replacing it.", home)
-            return
-    if discard(path):
-        removed.append(path)

@@ -248,7 +248,7 @@ def is_alive(writer: str) -> bool | None:
     except PermissionError:  # the process of another user
         pass
     now = _start_time(int(pid))
-    return now == int(started) if now is not None else not _has_proc()
+    return now == int(started) if now is not None else not Path("/proc/self/stat").exists()
 
 
 @cache
@@ -268,10 +268,6 @@ def _start_time(pid: int) -> int | None:
     except OSError:
         return None
     return None if state in "ZX" else int(fields[18])
-
-
-def _has_proc() -> bool:
-    return Path("/proc/self/stat").exists()
 
 
 # .tmp-: not finished, or already replaced; never read. .old-: a complete folder, moved aside for an instant where the
