@@ -13,18 +13,6 @@ from typing import Any
 from composer_checkpoint.errors import StorageError, as_storage_error
 from composer_checkpoint.names import UNFINISHED
 
-__all__ = [
-    "make_folders",
-    "sync_path",
-    "sync_tree",
-    "complete_set",
-    "describe_set",
-    "finals_of",
-    "temporaries_of",
-    "exchange",
-    "rename_without_replacing",
-]
-
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP}  # some network file systems cannot flush folders
 
 

@@ -21,7 +21,6 @@ from composer_dist.env import get_world_size
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["PATIENCE", "in_thread", "gather_with_timeout", "work_within", "Ranks"]
 
 A = TypeVar("A")
 

@@ -9,8 +9,6 @@ import torch
 
 from composer_checkpoint.errors import CheckpointError
 
-__all__ = ["Snapshot", "StagingArea", "storage_key"]
-
 # Two or more threads that each copy a tensor reach the memory's bandwidth. Torch's own threads, which synchronize after
 # every tensor, took four to eight times as long on two busy cores.
 _NUM_THREADS = min(4, os.cpu_count() or 1)

@@ -296,7 +296,6 @@ class AsyncSaver:
     def _stage_content(
         self, state_dict: Mapping[str, Any], info: Mapping[str, Any] | None, may_wait: Callable[[torch.Tensor], bool]
     ) -> Callable[[Path], None]:
-        """Copy the content of a file, and return a function that writes the copy."""
         refuse_what_is_elsewhere(state_dict)  # `save_file` checks this too, but only later in the background
         leaves = dict(named_leaves(state_dict, torch.Tensor))
         tensors = {name: leaf for name, leaf in leaves.items() if _has_room(leaf)}

@@ -9,7 +9,6 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint.names import PartialFilePath, partial_format, sharded_folder
@@ -17,14 +16,14 @@ from composer_checkpoint.remote.fetch import create_symlink_file
 from composer_checkpoint.remote.publish import SYMLINK_SUFFIX, write_pointer
 from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.retention import KeptRemotely
-from composer_checkpoint.state import Layout, layout_of, own_file, path_of, prefix_dir_of
-from composer_checkpoint.stores.base import is_uri, parse_uri
+from composer_checkpoint.state import Layout, layout_of, own_file, prefix_dir_of
+from composer_checkpoint.stores.base import is_uri
 from composer_time import Timestamp
 
 if TYPE_CHECKING:
     from composer_events import Logger, State
 
-__all__ = ["CheckpointUploads", "Save", "name_save", "template_of_run", "within_folder"]
+__all__ = ["CheckpointUploads", "Save", "template_of_run", "within_folder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,42 +40,6 @@ class Save:
     link: str | None
     remote_name: str | None
     remote_pointer: str | None
-
-
-def name_save(
-    state: "State",
-    filename: PartialFilePath,
-    link: PartialFilePath | None,
-    remote_name: PartialFilePath | None,
-    remote_pointer: PartialFilePath | None,
-    remote_folder: str | None,
-    metrics: dict[str, float],
-) -> Save:
-    """Fill in the names of a save at the current time."""
-    path = path_of(state, filename.filename, filename.folder)
-    remote = None if remote_name is None else _remote_name(state, remote_name.filename)
-    address = None
-    if remote_folder is not None and remote is not None:
-        place, root = urlsplit(remote_folder), "/" if parse_uri(remote_folder).path.startswith("/") else ""
-        address = f"{place.scheme}://{place.netloc}/{root}{remote}"
-        path = address if layout_of(state) is Layout.SHARDED else path  # each rank writes there directly
-    return Save(
-        path=path,
-        address=address,
-        timestamp=state.timestamp,
-        metrics=metrics,
-        link=None if link is None else link.format(state),
-        remote_name=remote,
-        remote_pointer=None if remote_pointer is None else remote_pointer.format(state),
-    )
-
-
-def _remote_name(state: "State", filename: str) -> str:
-    template = within_folder(state, filename)
-    if layout_of(state) is Layout.LOCAL:
-        # Doubled, so that formatting leaves `{rank}` in the name, which all ranks then share.
-        template = template.replace("{rank}", "{{rank}}")
-    return PartialFilePath(template).format(state)
 
 
 def within_folder(state: "State", filename: str) -> str:

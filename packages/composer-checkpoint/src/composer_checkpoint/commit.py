@@ -25,18 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "find_leftovers",
-    "is_of_checkpoint",
-    "put_in_place",
-    "refuse_existing",
+    "read_pointer",
     "remove_leftovers",
     "remove_leftovers_of",
     "replace_pointer",
-    "sync_tree",
     "write_atomically",
-    "write_beside",
-    "read_pointer",
-    "read_pointer_text",
-    "refuse_folder",
 ]
 
 _OF_CHECKPOINT = re.compile(

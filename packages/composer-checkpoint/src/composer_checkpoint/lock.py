@@ -201,7 +201,6 @@ def _take_by_name(path: Path) -> tuple[int, Path]:
 
 
 def _take_from_the_dead(path: Path, own: Path) -> None:
-    """Remove the lock file of a dead process, or raise."""
     owner = _read_path(path)
     if owner and is_alive(owner["writer"]) is not False:
         raise _in_use(path, owner)
@@ -229,7 +228,6 @@ def _record() -> bytes:
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """Return the owner's record in the file, or an empty dict."""
     try:
         record = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
@@ -361,7 +359,6 @@ def is_folder(path: Path) -> bool:
 
 
 def _unfinished_in(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, re.Match[str]]]:
-    """Yield the unfinished files and folders in a folder and below it."""
     pending = [Path(folder)]
     while pending:
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(pending.pop()) as entries:
@@ -374,7 +371,6 @@ def _unfinished_in(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, re.Ma
 
 
 def _left_sets(folder: str | os.PathLike[str], locked: bool) -> list[Path]:
-    """Return the records of multi-file commits whose writers are dead."""
     found_sets = [(path, found) for path, found in _unfinished_in(folder) if found["kind"] == "set"]
     return [path for path, found in found_sets if not _may_be_writing(found["writer"], locked)]
 

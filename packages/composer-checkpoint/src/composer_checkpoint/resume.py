@@ -54,16 +54,7 @@ if TYPE_CHECKING:
     from composer_checkpoint.saver import CheckpointSaver
     from composer_events import Logger, State
 
-__all__ = [
-    "checkpoint_to_resume",
-    "download_checkpoint",
-    "fetch_together",
-    "not_here",
-    "of_first_rank_of_node",
-    "fetched_from_stores",
-    "refuse_what_does_not_resume",
-    "shared_name",
-]
+__all__ = ["checkpoint_to_resume", "download_checkpoint"]
 
 log = getLogger(__name__)
 
@@ -146,37 +137,38 @@ def _store_of(place: Any) -> ObjectStore | None:
     return backend if isinstance(backend, ObjectStore) else None
 
 
+def _remote_template(saver: "CheckpointSaver", state: "State", layout: Layout) -> str | None:
+    if saver.remote_file_name is None:
+        return None
+    template = within_folder(state, saver.remote_file_name.filename).lstrip("/")
+    template = partial_format(template, run_name=state.run_name)
+    return partial_format(template, rank=0, local_rank=0, node_rank=0) if layout is Layout.MONOLITHIC else template
+
+
 def _candidates(stores: list[Any], saver: "CheckpointSaver", state: "State", layout: Layout) -> Iterator[_Candidate]:
     """Yield the candidates of each store, newest first; one that only a pointer names comes last."""
     assert saver.latest_remote_file_name is not None
-    pointer, template = saver.latest_remote_file_name.format(state), None
-    if saver.remote_file_name is not None:
-        template = within_folder(state, saver.remote_file_name.filename).lstrip("/")
-        template = partial_format(template, run_name=state.run_name)
-        if layout is Layout.MONOLITHIC:
-            template = partial_format(template, rank=0, local_rank=0, node_rank=0)
+    pointer, template = saver.latest_remote_file_name.format(state), _remote_template(saver, state, layout)
     for index, store in enumerate(stores):
         pointed = _pointed_to(store, pointer)
         if template is None:
             yield _Candidate(index, pointed or pointer)
             continue
         times = _times_in(store, template, pointed, layout)
-        newest_first = sorted(times, key=times.__getitem__, reverse=True)
-        later = [name for name in newest_first if pointed in times and times[name] > times[pointed]]
+        names = sorted(times, key=times.__getitem__, reverse=True)
+        num_later = sum(times[name] > times[pointed] for name in names) if pointed in times else 0
         # The target of the pointer comes right after the later names, since those are compared with it.
-        names = [*later, *([pointed] if later and pointed is not None else []), *newest_first]
+        names = [*names[:num_later], *[str(pointed)] * bool(num_later), *names[num_later:]]
         if layout is Layout.LOCAL:
-            shared = {name: shared_name(name, template, state.run_name) for name in names}
-        else:
-            shared = {name: name for name in names}
-            names += [pointed or pointer] if pointed or layout is Layout.MONOLITHIC else []
-        is_later = {shared[name] for name in later}
-        for name in dict.fromkeys(shared.get(name, name) for name in names):
-            yield _Candidate(index, name, shared[str(pointed)] if name in is_later else None)
+            names = [shared_name(name, template, state.run_name) for name in names]
+        elif pointed is not None or layout is Layout.MONOLITHIC:
+            names.append(pointed or pointer)
+        later = set(names[:num_later])
+        for name in dict.fromkeys(names):
+            yield _Candidate(index, name, names[num_later] if name in later else None)
 
 
 def _times_in(store: Any, template: str, pointed: str | None, layout: Layout) -> dict[str, list[int]]:
-    """Return the times in training of the names in a store that match the template."""
     names = {name for name in (pointed,) if name is not None}  # a listing may not show it yet
     if isinstance(store, ObjectStore):
         objects = list_if_allowed(store, literal_prefix(template))
@@ -256,7 +248,6 @@ def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> 
 
 
 def _manifest_in(store: Any, name: str, layout: Layout) -> Manifest | None:
-    """Return the manifest of a checkpoint in a store; of this rank's file for per-rank files."""
     with tempfile.TemporaryDirectory(prefix="composer-resume-") as folder:
         if layout is Layout.SHARDED:
             place = os.path.join(folder, MANIFEST_NAME)
@@ -275,7 +266,6 @@ def _is_absent(error: Exception) -> bool:
 
 
 def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tuple[str, Exception | None]:
-    """Download one file for the ranks of a node, or each rank's own file."""
     own = attempt.enter_context(tempfile.TemporaryDirectory(prefix="composer-resume-"))
     fetches = layout is Layout.LOCAL or dist.get_local_rank() == 0
     if layout is not Layout.LOCAL:  # the ranks of a node share the folder of the one that downloads
@@ -288,24 +278,26 @@ def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tu
     if layout is Layout.LOCAL and "{rank}" not in base:  # the rank may be in the name of a folder
         base = f"{{rank}}-{base}"
     path = os.path.join(own, base)
-    problems: list[Exception] = []
-    save_ids: list[Any] = []
 
-    def fetch() -> None:
+    def fetch() -> tuple[object, Exception | None]:
         try:
-            manifest = _fetch_and_check(store, name, path)
-            save_ids.append(None if manifest is None else manifest.info.get(SAVE_ID_KEY))
+            return _save_id_of(_fetch_and_check(store, name, path)) if fetches else None, None
         except (CheckpointError, FileNotFoundError, NotImplementedError) as error:
             _raise_if_whole(error)
-            problems.append(error)
+            return None, error
 
-    Ranks().together(lambda: fetch() if fetches else None)
+    save_id, problem = Ranks().together(fetch)
     if layout is Layout.LOCAL:
+        gathered = dist.all_gather_object((problem is None, save_id))
         try:
-            refuse_mixed_saves([save_id for found in dist.all_gather_object(save_ids) for save_id in found], name)
+            refuse_mixed_saves([found for is_here, found in gathered if is_here], name)
         except CorruptCheckpointError as error:
-            problems.append(error)
-    return path, next(iter(problems), None)
+            problem = problem or error
+    return path, problem
+
+
+def _save_id_of(manifest: Manifest | None) -> object:
+    return None if manifest is None else manifest.info.get(SAVE_ID_KEY)
 
 
 def _fetch_and_check(store: Any, name: str, path: str) -> Manifest | None:
@@ -317,8 +309,13 @@ def _fetch_and_check(store: Any, name: str, path: str) -> Manifest | None:
             raise
         # As unfinished instead of absent, since other ranks may have files of this save.
         raise NoCheckpointError(f"there is no file of rank {dist.get_global_rank()}: {error}") from error
-    manifest = verify(here)
-    refuse_what_does_not_resume(manifest, here, name)
+    return _verified(here, name)
+
+
+def _verified(path: str, name: str) -> Manifest | None:
+    """Return the manifest of a checkpoint, after comparing its hashes, if a run can resume from it."""
+    manifest = verify(path)
+    refuse_what_does_not_resume(manifest, path, name)
     return manifest
 
 
@@ -329,7 +326,6 @@ def _raise_if_whole(error: Exception) -> None:
 
 
 def _fetch_folder(store: Any, name: str, state: "State", attempt: ExitStack) -> tuple[str, Exception | None]:
-    """Download the parts of a folder that the ranks of this node need."""
     if not isinstance(store, ObjectStore):
         return "", NotImplementedError(f"{type(store).__name__} has no folders.")
     address = attempt.enter_context(fetch_once_per_node(store, name))
@@ -371,14 +367,19 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
         StorageError: If a disk or store fails or denies access.
     """
     layout = layout_of(state)
-    found: list[Any] = [None, []]
-    Ranks().together(lambda: _search_together(found, saver, state, layout))
-    # Only rank 0 has searched, so that all ranks use the same checkpoint.
-    dist.broadcast_object_list(found, src=0)
-    path, unusable = found
+    # Only rank 0 searches, so that all ranks use the same checkpoint.
+    path, unusable = Ranks().exchange(
+        lambda: _search_together(saver, state, layout), lambda found: found[:1] * len(found)
+    )
     saver.resumes = path is not None
     if path is not None:
-        _check_all_see(path, layout)
+        own = own_file(path) if layout is Layout.LOCAL else path
+        missing = [rank for rank, sees in enumerate(dist.all_gather_object(os.path.exists(own))) if not sees]
+        if missing:
+            raise RuntimeError(
+                f"autoresume found {path} on rank 0, and ranks {missing} do not see it. Save to a disk that all nodes "
+                f"share, or to a store."
+            )
         log.info("Resuming from %s.", path)
         yield path
         return
@@ -387,50 +388,57 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
         yield path
 
 
-def _search_together(found: list[Any], saver: "CheckpointSaver", state: "State", layout: Layout) -> None:
+def _search_together(saver: "CheckpointSaver", state: "State", layout: Layout) -> tuple[str | None, list[str]]:
     """Search the folder on rank 0. For per-rank files each rank checks its own."""
     if layout is not Layout.LOCAL:
         # Verification reads whole files, so only one rank does it.
-        if dist.get_global_rank() == 0:
-            _search(found, saver, state, layout, lambda path: [_check(path)])
-        return
+        return _search(saver, state, os.fspath, lambda path: [_verified(path, path)]) if _is_first() else (None, [])
+
+    def with_rank(path: Path) -> str:
+        template = os.path.abspath(saver.filename.format(state, keep_placeholders=True))
+        return "/" + shared_name(os.path.abspath(path).lstrip("/"), template.lstrip("/"), state.run_name)
+
     with shared_check(_check_own) as check_each:
-        if dist.get_global_rank() == 0:
-            _search(found, saver, state, layout, check_each)
+        if not _is_first():
+            return None, []
+        folder = format_name_with_dist(saver.folder, state.run_name)
+        if os.path.isdir(folder):
+            complete_interrupted_sets(folder)
+        return _search(saver, state, with_rank, check_each)
+
+
+def _is_first() -> bool:
+    return dist.get_global_rank() == 0
 
 
 def _search(
-    found: list[Any],
     saver: "CheckpointSaver",
     state: "State",
-    layout: Layout,
+    name_of: Callable[[Path], str],
     check_each: Callable[[str], "list[Manifest | None]"],
-) -> None:
-    """Search the folder for the path of the newest checkpoint, and for unusable ones with the reasons."""
-    folder = format_name_with_dist(saver.folder, state.run_name)
-    template = within_folder(state, saver.filename.filename)
-    if layout is Layout.LOCAL and os.path.isdir(folder):
-        complete_interrupted_sets(folder)
+) -> tuple[str | None, list[str]]:
+    """Return the newest checkpoint in the folder, and the unusable ones with the reasons.
 
-    def check(path: Path) -> None:
-        manifests = check_each(_with_rank(path, saver, state) if layout is Layout.LOCAL else os.fspath(path))
-        refuse_mixed_saves(
-            [None if manifest is None else manifest.info.get(SAVE_ID_KEY) for manifest in manifests], path
-        )
+    `name_of` returns the path that the ranks share, with `{rank}` in it for per-rank files.
+    """
+    folder = format_name_with_dist(saver.folder, state.run_name)
+
+    def verify_each(path: Path) -> None:
+        refuse_mixed_saves([_save_id_of(manifest) for manifest in check_each(name_of(path))], path)
 
     _refuse_unreadable(folder)  # `glob` would find no checkpoints instead of raising
     target = None if saver.latest_filename is None else read_pointer(saver.latest_filename.format(state))
     latest = target if target is not None and target.exists() else None
-    pattern = os.path.join(glob.escape(folder), _as_glob(template, state))
-    newest, skipped = look_through(pattern, verify=check, latest=latest)
+    pattern = os.path.join(glob.escape(folder), _as_glob(within_folder(state, saver.filename.filename), state))
+    newest, skipped = look_through(pattern, verify=verify_each, latest=latest)
     if newest is None and latest is not None and latest not in [skip.path for skip in skipped]:
         # The link may lead to a checkpoint that was saved under another `save_filename`.
-        newest, others = look_through(glob.escape(os.fspath(latest)), verify=lambda path: _check(os.fspath(path)))
+        newest, others = look_through(
+            glob.escape(os.fspath(latest)), verify=lambda path: _verified(os.fspath(path), os.fspath(path))
+        )
         skipped += others
-    found[1] = [f"{skip.path} ({skip.reason})" for skip in skipped if skip.path.exists()]  # dangling links are left out
-    if newest is not None:
-        path = newest.path
-        found[0] = _with_rank(path, saver, state) if layout is Layout.LOCAL else os.fspath(path)
+    unusable = [f"{skip.path} ({skip.reason})" for skip in skipped if skip.path.exists()]  # without dangling links
+    return (None if newest is None else name_of(newest.path)), unusable
 
 
 def _refuse_unreadable(folder: str) -> None:
@@ -447,12 +455,6 @@ def _refuse_unreadable(folder: str) -> None:
         ) from error
 
 
-def _check(path: str) -> "Manifest | None":
-    manifest = verify(path)
-    refuse_what_does_not_resume(manifest, path, path)
-    return manifest
-
-
 def _check_own(path: str) -> "Manifest | None":
     own, of_first = own_file(path), path.replace("{rank}", "0")
     if not os.path.exists(own) and os.path.exists(of_first):
@@ -464,13 +466,7 @@ def _check_own(path: str) -> "Manifest | None":
                 f"not elastic. Start {saved_by} ranks, or put the files together with "
                 f"composer_checkpoint.formats.per_rank.merge_local"
             )
-    return _check(own)
-
-
-def _with_rank(path: Path, saver: "CheckpointSaver", state: "State") -> str:
-    """Return the path that per-rank files share, with `{rank}` in it, perhaps in the name of the folder."""
-    template = os.path.abspath(saver.filename.format(state, keep_placeholders=True))
-    return "/" + shared_name(os.path.abspath(path).lstrip("/"), template.lstrip("/"), state.run_name)
+    return _verified(own, own)
 
 
 def _as_glob(template: str, state: "State") -> str:
@@ -482,16 +478,6 @@ def _as_glob(template: str, state: "State") -> str:
         known = partial_format(f"{{{name}}}", run_name=state.run_name, rank=0, local_rank=0, node_rank=0)
         parts.append("*" if known.startswith("{") else glob.escape(known))
     return "".join(parts)
-
-
-def _check_all_see(path: str, layout: Layout) -> None:
-    own = own_file(path) if layout is Layout.LOCAL else path
-    missing = [rank for rank, sees in enumerate(dist.all_gather_object(os.path.exists(own))) if not sees]
-    if missing:
-        raise RuntimeError(
-            f"autoresume found {path} on rank 0, and ranks {missing} do not see it. Save to a disk that all nodes "
-            f"share, or to a store."
-        )
 
 
 def download_checkpoint(

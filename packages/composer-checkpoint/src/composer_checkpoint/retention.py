@@ -27,20 +27,7 @@ from composer_time import Time, Timestamp, TimeUnit
 if TYPE_CHECKING:
     from composer_events import State
 
-__all__ = [
-    "KeptFiles",
-    "combine_policies",
-    "saved_checkpoints",
-    "KeptRemotely",
-    "delete_checkpoint",
-    "is_whole",
-    "remote_policy",
-    "RetentionPolicy",
-    "SavedCheckpoint",
-    "choose_to_delete",
-    "MetricHistory",
-    "metric_of",
-]
+__all__ = ["RetentionPolicy", "SavedCheckpoint", "choose_to_delete"]
 
 log = getLogger(__name__)
 
@@ -362,7 +349,6 @@ def _could_have_saved(name: str, folder: str, template: str) -> bool:
 
 
 def _run_of(path: Path) -> str | None:
-    """Return the run name in a checkpoint's manifest, or `None`."""
     if path.is_dir():
         beside = path / MANIFEST_NAME
         manifest = Manifest.from_json(beside.read_bytes()) if beside.is_file() else None

@@ -26,22 +26,12 @@ if TYPE_CHECKING:
     from composer_time import Timestamp
 
 __all__ = [
+    "Found",
+    "Skipped",
     "ensure_folder_has_no_conflicting_files",
     "ensure_folder_is_empty",
     "find_conflicts",
-    "is_name_of",
-    "literal_prefix",
-    "numbers_in_name",
-    "LINEAGE_KEY",
-    "WITHOUT_MANIFEST",
-    "Found",
-    "Skipped",
     "find_newest",
-    "is_name_of_file",
-    "is_of_other_lineage",
-    "look_through",
-    "told_abandoned",
-    "HeldFolder",
 ]
 
 log = logging.getLogger(__name__)
@@ -167,12 +157,6 @@ def told_abandoned(latest: object) -> str:
     return f"it is of a run that was abandoned: the latest one is {latest}"
 
 
-def _is_later_checkpoint(path: Path, timestamp: Any) -> bool:
-    """Return whether a checkpoint, by its manifest or else its name, is later in training than a `Timestamp`."""
-    counts = dict(zip(_COUNTERS, _candidate(path).counters or (), strict=False))
-    return any(counts.get(unit, 0) > int(getattr(timestamp, unit)) for unit in ("batch", "epoch"))
-
-
 def is_name_of_file(name: str) -> bool:
     """Return whether a checkpoint of this name is a single file, by a suffix such as `.pt` or `.safetensors`."""
     return _SUFFIX.search(name) is not None
@@ -224,7 +208,6 @@ def _paths(where: str, skipped: list[Skipped]) -> Iterator[Path]:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Yield the possible checkpoints in a folder, without entering folders that are checkpoints."""
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
             path = Path(entry)
@@ -284,7 +267,6 @@ def _manifest_of(path: Path) -> Manifest | None:
 
 
 def _counters(info: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
-    """Return how far training had come, as numbers that compare."""
     time = info.get("timestamp")
     if isinstance(time, Mapping):
         time = time.get("Timestamp", time)  # the form in a whole state's dict
@@ -378,15 +360,26 @@ def ensure_folder_has_no_conflicting_files(
     _refuse(str(folder), find_conflicts(_names_below(folder), filename, timestamp), timestamp)
 
 
-def _conflicts_in_store(store: "ObjectStore", filename: str, timestamp: "Timestamp") -> list[str]:
-    """Return the names of later checkpoints in a store.
+def _refuse_later(folder: str, template: str, link: str | None, timestamp: "Timestamp") -> None:
+    ensure_folder_has_no_conflicting_files(folder, template, timestamp)
+    # A run that starts from zero over the checkpoints of another is refused even if its names differ.
+    target = None if link is None else read_pointer(link)
+    if target is None or not target.exists():
+        return
+    counts = dict(zip(_COUNTERS, _candidate(target).counters or (), strict=False))
+    if any(counts.get(unit, 0) > int(getattr(timestamp, unit)) for unit in ("batch", "epoch")):
+        where, name = os.path.split(str(link))
+        _refuse(where, [f"{target}, to which {name} leads"], timestamp)
 
-    A folder counts if it is complete; what a killed writer left does not. A store that cannot be listed, at all or with
-    these credentials, is not searched; each upload then checks its own name.
-    """
+
+def _refuse_later_in_store(store: "ObjectStore", filename: str, timestamp: "Timestamp") -> None:
+    # A store that cannot be listed, at all or with these credentials, is not searched; each upload then checks its own
+    # name.
     objects = list_if_allowed(store, literal_prefix(filename))
+    # A folder counts if it is complete; what a killed writer left does not.
     folders = {posixpath.dirname(name) for name in objects if posixpath.basename(name) in _MAKES_WHOLE}
-    return find_conflicts(sorted(folders.union(objects)), filename.lstrip("/"), timestamp)
+    conflicts = find_conflicts(sorted(folders.union(objects)), filename.lstrip("/"), timestamp)
+    _refuse(store.get_uri(posixpath.dirname(literal_prefix(filename))), conflicts, timestamp)
 
 
 def literal_prefix(template: str) -> str:
@@ -479,18 +472,21 @@ class HeldFolder:
     def take(
         self,
         state: "State",
-        refuse_later: str | None = None,
+        template: str | None = None,
+        remote_template: str | None = None,
+        *,
         link: PartialFilePath | None = None,
-        in_store: "tuple[ObjectStore, str] | None" = None,
+        store: "ObjectStore | None" = None,
     ) -> None:
         """Lock the folder, and remove what killed writers left in it. Every rank must call this.
 
         Args:
             state: The training state.
-            refuse_later: The template of file names. Raise if there are checkpoints with such names that are later than
+            template: The template of file names. Raise if there are checkpoints with such names that are later than
                 the state. `None` allows all.
-            link: The link to the latest checkpoint. With `refuse_later`, its target must not be later either.
-            in_store: A store, and the template of names in it, which must not have later checkpoints either.
+            remote_template: The same for names in the store.
+            link: The link to the latest checkpoint. With `template`, its target must not be later either.
+            store: The store, if there is one.
 
         Raises:
             FolderInUseError: On all ranks, if another process saves there.
@@ -498,8 +494,26 @@ class HeldFolder:
                 folder.
             StorageError: On all ranks, if the store cannot be reached.
         """
+
         # Only rank 0 may change the folder, and an error on it must stop every rank.
-        Ranks().from_first(lambda: self._take(state, refuse_later, link, in_store))
+        def take() -> None:
+            folder = format_name_with_dist(self.name, state.run_name)
+            if self._lock is None:
+                self._lock = FolderLock(folder).acquire()
+            try:
+                # After locking: another process might still write what looks like leftovers.
+                remove_leftovers(folder, locked=True)
+                if link is not None:
+                    refuse_folder(link.format(state))
+                if template is not None:
+                    _refuse_later(folder, template, None if link is None else link.format(state), state.timestamp)
+                if store is not None and remote_template is not None:
+                    _refuse_later_in_store(store, remote_template, state.timestamp)
+            except BaseException:
+                self.give_back()
+                raise
+
+        Ranks().from_first(take)
         self.is_held = True
 
     def give_back(self) -> None:
@@ -508,34 +522,3 @@ class HeldFolder:
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
-
-    def _take(
-        self,
-        state: "State",
-        refuse_later: str | None,
-        link: PartialFilePath | None,
-        in_store: "tuple[ObjectStore, str] | None",
-    ) -> None:
-        folder = format_name_with_dist(self.name, state.run_name)
-        if self._lock is None:
-            self._lock = FolderLock(folder).acquire()
-        # After locking: another process might still write what looks like leftovers.
-        try:
-            remove_leftovers(folder, locked=True)
-            if link is not None:
-                refuse_folder(link.format(state))
-            if refuse_later is not None:
-                ensure_folder_has_no_conflicting_files(folder, refuse_later, state.timestamp)
-            if refuse_later is not None and link is not None:
-                # So a run that starts from zero is refused even if its names differ.
-                target = read_pointer(path := link.format(state))
-                if target is not None and target.exists() and _is_later_checkpoint(target, state.timestamp):
-                    where, name = os.path.split(path)
-                    _refuse(where, [f"{target}, to which {name} leads"], state.timestamp)
-            if in_store is not None:
-                store, template = in_store
-                where = store.get_uri(posixpath.dirname(literal_prefix(template)))
-                _refuse(where, _conflicts_in_store(store, template, state.timestamp), state.timestamp)
-        except BaseException:
-            self.give_back()
-            raise

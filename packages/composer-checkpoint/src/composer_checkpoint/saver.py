@@ -8,10 +8,11 @@ import weakref
 from collections.abc import Callable, Mapping
 from logging import getLogger
 from typing import Any, Final, Literal
+from urllib.parse import urlsplit
 
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint.async_save import AsyncSaver
-from composer_checkpoint.checkpoint_uploads import CheckpointUploads, Save, name_save, template_of_run
+from composer_checkpoint.checkpoint_uploads import CheckpointUploads, Save, template_of_run, within_folder
 from composer_checkpoint.commit import replace_pointer
 from composer_checkpoint.formats.archives import check_compressor
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys
@@ -229,7 +230,7 @@ class CheckpointSaver(Callback):
         self.all_saved_checkpoints_to_timestamp: dict[str, Timestamp] = {}
         self._saving: Save | None = None
         self._lineage: str | None = None
-        self._loaded: Mapping[str, Any] | None = None
+        self._loaded: Mapping[str, Any] = {}
         self.last_checkpoint_batch: Time[int] | None = None
         self._saves_at_end = isinstance(interval, Time) and interval.value > 0
         self._holds_stop = False
@@ -285,17 +286,16 @@ class CheckpointSaver(Callback):
             self.last_checkpoint_batch = None  # the time was set back, so that batch will come again
         template, remote_template = (template_of_run(state, name) for name in (self.filename, self.remote_file_name))
         folder = format_name_with_dist(self.folder, state.run_name)
-        loaded, self._loaded = self._loaded, None
-        if loaded is not None:  # only now, when the folder and the names of this run are known
-            if loaded.get("kept"):
-                self._kept.adopt(loaded["kept"], folder, template or "", state.run_name)
-            if self._kept_remotely is not None and remote_template is not None and loaded.get("kept_remotely"):
-                self._kept_remotely.adopt(loaded["kept_remotely"], remote_template)
+        # Only now, when the folder and the names of this run are known.
+        loaded, self._loaded = self._loaded, {}
+        if loaded.get("kept"):
+            self._kept.adopt(loaded["kept"], folder, template or "", state.run_name)
+        if self._kept_remotely is not None and remote_template is not None and loaded.get("kept_remotely"):
+            self._kept_remotely.adopt(loaded["kept_remotely"], remote_template)
         may_replace = self._uploads.overwrite = self.overwrite or self.resumes
-        in_store = None
-        if not may_replace and remote_template is not None and self.remote_uploader is not None:
-            in_store = self.remote_uploader.remote_backend, remote_template
-        self._folder.take(state, None if may_replace else template, self.latest_filename, in_store)
+        store = None if self.remote_uploader is None or may_replace else self.remote_uploader.remote_backend
+        later = () if may_replace else (template, remote_template)
+        self._folder.take(state, *later, link=self.latest_filename, store=store)
 
     def batch_checkpoint(self, state: "State", logger: "Logger") -> None:
         """Save if it is due."""
@@ -448,7 +448,6 @@ class CheckpointSaver(Callback):
             self.save(state, logger)
 
     def _misses_stop(self, state: "State") -> bool:
-        """Return whether training was stopped, and the latest checkpoint does not record it."""
         if state.stopped_duration is None or state.previous_timestamp is None or self._holds_stop or self.weights_only:
             return False
         return self._saves_at_end or self.last_checkpoint_batch is not None
@@ -501,18 +500,34 @@ class CheckpointSaver(Callback):
         return self.save_async_policy == "skip" and self._async.is_saving and not is_last
 
     def _name_save(self, state: "State") -> Save:
-        return name_save(
-            state,
-            self.filename,
-            None if self._kept.policy.keeps_none else self.latest_filename,  # the link would dangle after the deletion
-            self.remote_file_name,
-            self.latest_remote_file_name,
-            self._remote_folder,
-            self._measured.by_now(state, self._ranked_by()),
+        filename, remote = self.filename, self.remote_file_name
+        path, address = path_of(state, filename.filename, filename.folder), None
+        remote_name = None if remote is None else self._remote_name(state, remote.filename)
+        if self._remote_folder is not None and remote_name is not None:
+            place, root = urlsplit(self._remote_folder), "/" if parse_uri(self._remote_folder).path[:1] == "/" else ""
+            address = f"{place.scheme}://{place.netloc}/{root}{remote_name}"
+            path = address if layout_of(state) is Layout.SHARDED else path  # each rank writes there directly
+        # Without a link if no checkpoint is kept, since it would dangle after the deletion.
+        link = None if self._kept.policy.keeps_none else self.latest_filename
+        pointer = self.latest_remote_file_name
+        return Save(
+            path=path,
+            address=address,
+            timestamp=state.timestamp,
+            metrics=self._measured.by_now(state, self._ranked_by()),
+            link=None if link is None else link.format(state),
+            remote_name=remote_name,
+            remote_pointer=None if pointer is None else pointer.format(state),
         )
 
+    def _remote_name(self, state: "State", filename: str) -> str:
+        template = within_folder(state, filename)
+        if layout_of(state) is Layout.LOCAL:
+            # Doubled, so that formatting leaves `{rank}` in the name, which all ranks then share.
+            template = template.replace("{rank}", "{{rank}}")
+        return PartialFilePath(template).format(state)
+
     def _ranked_by(self) -> set[str]:
-        """Return the metrics by which the best checkpoints are kept."""
         places = (self._kept, self._kept_remotely)
         return {place.policy.metric for place in places if place is not None and place.policy.metric is not None}
 
@@ -543,7 +558,6 @@ class CheckpointSaver(Callback):
         self._committed.append(job)
 
     def _finish_committed(self, logger: "Logger") -> None:
-        """Upload committed checkpoints, and apply the retention rules."""
         while self._committed:  # the background thread may append to it
             job = self._committed.pop(0)
             upload = self._uploads.send(job, logger) if self._kept.deletes else None

@@ -50,31 +50,7 @@ if TYPE_CHECKING:
 
     from composer_events import State
 
-__all__ = [
-    "to_dtensors",
-    "check_spread",
-    "other_number_of_ranks",
-    "read_sharded",
-    "unchanged_until_step",
-    "Layout",
-    "as_sharded",
-    "as_whole",
-    "collect",
-    "describe",
-    "get_save_filename",
-    "layout_of",
-    "own_file",
-    "path_of",
-    "prefix_dir_of",
-    "save_checkpoint",
-    "save_planner_of",
-    "write",
-    "PARTS",
-    "collect_parts",
-    "load_parts",
-    "name_of_optimizer",
-    "owner_of",
-]
+__all__ = ["get_save_filename", "save_checkpoint"]
 
 log = getLogger(__name__)
 
@@ -361,7 +337,6 @@ def check_spread(path: str | os.PathLike[str], state: "State") -> None:
 
 
 def _empty_content(path: str | os.PathLike[str], state: "State", weights_only: bool) -> dict[Any, Any]:
-    """Return the structure of a folder's content, with uninitialized tensors."""
     # Together, so that a rank that cannot read it does not leave the others in a collective.
     metadata = Ranks().together(lambda: read_folder_metadata(path))
     parameters = _spread_parameters(state)

@@ -44,20 +44,6 @@ from composer_checkpoint.stores.opening import maybe_create_object_store_from_ur
 from composer_dist.reproducibility import seed_context
 from composer_dist.wrapping import unwrap_model
 
-__all__ = [
-    "Path",
-    "read_entries",
-    "load_optimizer",
-    "receive_state",
-    "follow_parameters",
-    "shard_model",
-    "Source",
-    "find_source",
-    "read_on_rank_zero",
-    "WeightsMismatchError",
-    "load_weights",
-]
-
 _SUFFIXES = ("pt", "safetensors", "safetensors.index.json")
 
 
@@ -372,7 +358,6 @@ def _is_wrapped(module: nn.Module, model: nn.Module) -> bool:
 
 
 def _without_memory(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that have tensors on the device `meta`."""
     absent = [
         module
         for module in model.modules()
@@ -421,7 +406,6 @@ def load_weights(model: nn.Module, source: Source, options: CheckpointLoadOption
 
 
 def _prepared(content: Any, source: Source, options: CheckpointLoadOptions) -> dict[str, Any]:
-    """Return the selected weights, converted to the precision of the options."""
     state = content.get("state") if isinstance(content, Mapping) else None
     weights = state["model"] if isinstance(state, Mapping) and "model" in state else content
     if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
@@ -440,7 +424,6 @@ def _load_plain(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> N
 
 
 def _receive(model: nn.Module, sender: TensorSender, strict: bool) -> None:
-    """Receive each weight from rank 0, directly into the model."""
     targets = weights_of(model)
     _compare(model, targets, sender.outline, strict)
     extra: dict[str, Any] = {}
@@ -490,7 +473,6 @@ def _readable(target: Any, entry: object, precision: torch.dtype, cpu_offload: b
 
 
 def _load_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
-    """Restore the state of modules that is not tensors."""
     if extra:
         own_names = names_in_model(model)
         unwrap_model(model).load_state_dict({own_names[name]: value for name, value in extra.items()}, strict=False)

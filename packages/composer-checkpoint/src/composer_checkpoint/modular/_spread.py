@@ -17,24 +17,6 @@ from composer_dist.collectives import cpu_group
 from composer_dist.devices import STR_TO_DTYPE
 from composer_dist.wrapping import canonical_name, unwrap_model
 
-__all__ = [
-    "group_names",
-    "is_sharded",
-    "named_optimizer_state",
-    "names_in_model",
-    "parameters_by_name",
-    "refuse_fsdp1",
-    "weights_of",
-    "Slot",
-    "TensorSender",
-    "fill",
-    "map_slots",
-    "as_dtype",
-    "cast_state",
-    "gather",
-    "map_tensors",
-]
-
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
     """Return the state dict of a model without its wrappers. The tensors are the model's own."""
@@ -156,8 +138,6 @@ class TensorSender:
 
 
 def _describe(state: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the state with a slot in place of each tensor, and append the tensors to the list."""
-
     def replace(_: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value

@@ -190,7 +190,6 @@ def _targets(
     optim: torch.optim.Optimizer | None,
     state: "State | None",
 ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-    """Return the model and the optimizer to load into."""
     for wanted, given, what in ((options.load_model, model, "Model"), (options.load_optimizer, optim, "Optimizer")):
         if wanted and given is None and state is None:
             raise ValueError(f"{what} or state must be provided if loading {what.lower()} checkpoint.")
@@ -258,7 +257,6 @@ def _refuse_other_kind(model: nn.Module, source: Source, options: CheckpointLoad
 
 
 def _as_options(options: CheckpointLoadOptions | Mapping[str, Any] | None) -> CheckpointLoadOptions:
-    """Return validated options."""
     if isinstance(options, CheckpointLoadOptions):
         return replace(options)  # repeats the checks, since attributes may have changed after construction
     return CheckpointLoadOptions(**(options or {}))

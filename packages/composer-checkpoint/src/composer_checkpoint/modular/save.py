@@ -31,6 +31,7 @@ from composer_checkpoint.names import format_name_with_dist_and_time
 from composer_checkpoint.sharded import save_sharded, verify_folder
 from composer_checkpoint.sharded._storage import METADATA_NAME
 from composer_checkpoint.stores.base import is_uri
+from composer_checkpoint.verify import first_difference
 
 if TYPE_CHECKING:
     from composer_dist.devices import Device
@@ -78,7 +79,6 @@ def _place_of_part(destination_dir: PathLike, part: str, sharded: bool, save_for
 
 
 def _local_path(path: PathLike, argument: str) -> str:
-    """Return the path as a string."""
     if is_uri(path):
         raise ValueError(
             f"{argument}={os.fspath(path)!r} is an address, and this saves to a local disk. Save to a folder, and "
@@ -88,7 +88,6 @@ def _local_path(path: PathLike, argument: str) -> str:
 
 
 def _file_in(path: PathLike, name: str) -> str:
-    """Return the path itself if it has the suffix of the name, or else the path of that name inside it."""
     text = _local_path(path, "path")
     return text if PurePath(text).suffix == PurePath(name).suffix else os.path.join(text, name)
 
@@ -435,15 +434,15 @@ def verify_modular_folder(folder: str | os.PathLike[str]) -> Manifest | None:
                 _verify_part(part)
         return None
     manifest = Manifest.from_json((root / MANIFEST_NAME).read_bytes())
-    # Files beyond those of the manifest do not matter.
-    for name, entry in manifest.files.items():
-        path = root / name
-        if not path.exists():
-            raise CorruptCheckpointError(f"{root} lacks {name}, which was saved with it. Load another checkpoint.")
-        if _entry(path) != entry:
-            _verify_part(path)  # raises an error that names the damaged tensor, if the part has hashes of its own
-            raise CorruptCheckpointError(f"{path} is not what was written. Load another checkpoint.")
-    return manifest
+    path = first_difference(root, manifest)  # files beyond those of the manifest do not matter
+    if path is None:
+        return manifest
+    if not path.exists():
+        raise CorruptCheckpointError(
+            f"{root} lacks {path.relative_to(root)}, which was saved with it. Load another checkpoint."
+        )
+    _verify_part(path)  # raises an error that names the damaged tensor, if the part has hashes of its own
+    raise CorruptCheckpointError(f"{path} is not what was written. Load another checkpoint.")
 
 
 def _verify_part(path: Path) -> None:
@@ -457,7 +456,6 @@ def _verify_part(path: Path) -> None:
 
 
 def _seal(folder: Path, info: Mapping[str, Any]) -> None:
-    """Write the hashes of all files to a manifest, taking those that the manifests of parts already have."""
     if not (folder / METADATA_FILENAME).exists():  # the file by which a modular checkpoint is recognized
         (folder / METADATA_FILENAME).write_text(json.dumps(get_metadata_state_dict(), indent=4))
     known: dict[str, FileEntry] = {}
@@ -468,9 +466,7 @@ def _seal(folder: Path, info: Mapping[str, Any]) -> None:
         if found.hash_name == HASH_NAME:
             known |= {(inside / name).as_posix(): entry for name, entry in found.files.items()}
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    entries = {name: known.get(name) or _entry(folder / name) for name in names}
+    entries = {
+        name: known.get(name) or FileEntry((folder / name).stat().st_size, hash_file(folder / name)) for name in names
+    }
     (folder / MANIFEST_NAME).write_text(Manifest(files=entries, info=info).to_json())
-
-
-def _entry(path: Path) -> FileEntry:
-    return FileEntry(path.stat().st_size, hash_file(path))

@@ -219,7 +219,6 @@ def _refuse_shards(given: Mapping[str, Any]) -> None:
 
 
 def _parts(given: Mapping[str, Any], own: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the state that this rank passed, sharded like the module's own."""
     return {
         name: own_part(name, own.get(names.get(name, name)), value) if isinstance(value, torch.Tensor) else value
         for name, value in given.items()

@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from fsspec.callbacks import TqdmCallback
 
@@ -67,22 +67,10 @@ _CHUNK_BYTES = 1 << 20
 _ATTEMPTS = 5
 
 
-class _Downloads(Protocol):
-    """Part of `ObjectStore` that downloads need."""
-
-    def download_object(self, object_name: str, filename: Any, overwrite: bool = ..., callback: Any = ...) -> None: ...
-
-
-class _DownloadsFiles(Protocol):
-    """Logger destination that can download."""
-
-    def download_file(self, remote_file_name: str, destination: str, overwrite: bool, progress_bar: bool) -> None: ...
-
-
 def get_file(
     path: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    object_store: "_Downloads | _DownloadsFiles | None" = None,
+    object_store: Any = None,
     overwrite: bool = False,
     progress_bar: bool = True,
 ) -> None:
@@ -124,9 +112,7 @@ def get_file(
             owned.close()
 
 
-def download_object_or_file(
-    object_name: str, file_destination: str | os.PathLike[str], object_store: "_Downloads | _DownloadsFiles"
-) -> None:
+def download_object_or_file(object_name: str, file_destination: str | os.PathLike[str], object_store: Any) -> None:
     """Download an object to a local file that does not exist yet.
 
     Pointers are not followed.
@@ -163,9 +149,7 @@ def create_symlink_file(existing_path: str | os.PathLike[str], destination_filen
         file.write(os.fspath(existing_path))
 
 
-def extract_path_from_symlink(
-    source_path: str | os.PathLike[str], object_store: "_Downloads | _DownloadsFiles | None" = None
-) -> str:
+def extract_path_from_symlink(source_path: str | os.PathLike[str], object_store: Any = None) -> str:
     """Return the target of a pointer: a `.symlink` object of a store, or a local symbolic link.
 
     Raises:
@@ -191,7 +175,6 @@ def _fetch_or_follow(store: Any, name: str, destination: str, overwrite: bool, p
 
 
 def _resolve(store: Any, name: str) -> str:
-    """Follow pointers until the name of an object that is not a pointer."""
     for _ in range(_MOST_LINKS):
         if not name.endswith(SYMLINK_SUFFIX):
             return name

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError, StorageError
-from composer_checkpoint.file_io import hash_file
 from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, retry
 from composer_checkpoint.stores.fsspec import FsspecObjectStore
+from composer_checkpoint.verify import first_difference
 
 __all__ = ["SYMLINK_SUFFIX", "fetch_checkpoint", "publish_checkpoint", "upload_with_retries", "write_pointer"]
 
@@ -134,7 +134,13 @@ def fetch_checkpoint(
             names = _safe_names(manifest, store.get_uri(name))
             with ThreadPoolExecutor(max(1, num_concurrent_downloads), thread_name_prefix="fetch") as pool:
                 list(pool.map(lambda part: _fetch(store, f"{name}/{part}", unfinished / part, num_attempts), names))
-            _compare(unfinished, manifest, store.get_uri(name))
+            if (path := first_difference(unfinished, manifest)) is not None:
+                part = path.relative_to(unfinished).as_posix()
+                entry = manifest.files[part]
+                raise CorruptCheckpointError(
+                    f"{store.get_uri(name)}/{part} is not what the manifest says: {entry.size_bytes} bytes with the "
+                    f"hash {entry.hash[:12]}... Load another checkpoint."
+                )
         return
     except FileExistsError:
         raise
@@ -181,7 +187,6 @@ def upload_with_retries(
 
 
 def _plan(path: Path, remote_name: str) -> tuple[list[_Piece], list[_Piece]]:
-    """Return the data files, and the files that complete the checkpoint, each in upload order."""
     if path.is_dir():
         names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         last = [name for name in (_INDEX_NAME, MANIFEST_NAME) if name in names]
@@ -288,14 +293,3 @@ def _safe_names(manifest: Manifest, uri: str) -> Sequence[str]:
                 f"one of its files. Nothing of it was fetched; do not use this checkpoint."
             )
     return list(manifest.files)
-
-
-def _compare(folder: Path, manifest: Manifest, uri: str) -> None:
-    for name, entry in manifest.files.items():
-        path = folder / name
-        # The size first: it costs no read of the file.
-        if path.stat().st_size != entry.size_bytes or hash_file(path, manifest.hash_name) != entry.hash:
-            raise CorruptCheckpointError(
-                f"{uri}/{name} is not what the manifest says: {entry.size_bytes} bytes with the hash "
-                f"{entry.hash[:12]}... Load another checkpoint."
-            )

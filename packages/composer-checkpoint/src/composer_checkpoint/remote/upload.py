@@ -342,7 +342,6 @@ class RemoteUploader:
         return answer
 
     def _submit(self, key: str, work: Callable[[], _Result]) -> Future[_Result]:
-        """Queue work to run after earlier work of the same key."""
         if self._threads is None:
             self._closing.clear()  # set if the uploader was closed before
             self._threads = ThreadPoolExecutor(self.num_concurrent_uploads, thread_name_prefix="upload")

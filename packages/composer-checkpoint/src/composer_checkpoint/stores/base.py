@@ -234,34 +234,22 @@ class Fault(StrEnum):
 
 
 # By top-level module and class name, to avoid importing client libraries.
-_CLASSES = {
-    ("aiohttp", "ClientConnectionError"): Fault.TRANSIENT,
-    ("aiohttp", "ClientPayloadError"): Fault.TRANSIENT,
-    ("azure", "ServiceRequestError"): Fault.TRANSIENT,
-    ("azure", "ServiceResponseError"): Fault.TRANSIENT,
-    ("botocore", "HTTPClientError"): Fault.TRANSIENT,
-    ("botocore", "IncompleteReadError"): Fault.TRANSIENT,
-    ("botocore", "NoCredentialsError"): Fault.FORBIDDEN,
-    ("databricks", "AlreadyExists"): Fault.EXISTS,
-    ("databricks", "InternalError"): Fault.TRANSIENT,
-    ("databricks", "NotFound"): Fault.MISSING,
-    ("databricks", "PermissionDenied"): Fault.FORBIDDEN,
-    ("databricks", "TemporarilyUnavailable"): Fault.TRANSIENT,
-    ("databricks", "TooManyRequests"): Fault.TRANSIENT,
-    ("databricks", "Unauthenticated"): Fault.FORBIDDEN,
-    ("google", "DefaultCredentialsError"): Fault.FORBIDDEN,
-    ("google", "RetryError"): Fault.TRANSIENT,
-    ("google", "TransportError"): Fault.TRANSIENT,
-    ("http", "IncompleteRead"): Fault.TRANSIENT,
-    ("httpx", "TransportError"): Fault.TRANSIENT,
-    ("paramiko", "AuthenticationException"): Fault.FORBIDDEN,
-    ("paramiko", "BadHostKeyException"): Fault.FORBIDDEN,
-    ("paramiko", "NoValidConnectionsError"): Fault.TRANSIENT,
-    ("paramiko", "SSHException"): Fault.TRANSIENT,
-    ("requests", "ConnectionError"): Fault.TRANSIENT,
-    ("requests", "Timeout"): Fault.TRANSIENT,
-    ("urllib3", "HTTPError"): Fault.TRANSIENT,
+_NAMES = {
+    Fault.TRANSIENT: (
+        "aiohttp.ClientConnectionError aiohttp.ClientPayloadError azure.ServiceRequestError "
+        "azure.ServiceResponseError botocore.HTTPClientError botocore.IncompleteReadError "
+        "databricks.InternalError databricks.TemporarilyUnavailable databricks.TooManyRequests google.RetryError "
+        "google.TransportError http.IncompleteRead httpx.TransportError paramiko.NoValidConnectionsError "
+        "paramiko.SSHException requests.ConnectionError requests.Timeout urllib3.HTTPError"
+    ),
+    Fault.FORBIDDEN: (
+        "botocore.NoCredentialsError databricks.PermissionDenied databricks.Unauthenticated "
+        "google.DefaultCredentialsError paramiko.AuthenticationException paramiko.BadHostKeyException"
+    ),
+    Fault.EXISTS: ("databricks.AlreadyExists"),
+    Fault.MISSING: ("databricks.NotFound"),
 }
+_CLASSES = {name: fault for fault, names in _NAMES.items() for name in names.split()}
 
 
 def classify(error: BaseException) -> Fault:
@@ -279,7 +267,7 @@ def _classify_one(error: BaseException) -> Fault | None:
     if status is not None:
         return _by_status(status)
     for base in type(error).__mro__:  # the most specific class first
-        known = _CLASSES.get((base.__module__.partition(".")[0], base.__name__))
+        known = _CLASSES.get(f"{base.__module__.partition('.')[0]}.{base.__name__}")
         if known is not None:
             return known
     match error:

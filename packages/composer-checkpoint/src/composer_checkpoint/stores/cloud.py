@@ -14,35 +14,15 @@ from composer_checkpoint.stores.fsspec import FsspecObjectStore, require_package
 
 __all__ = ["AzureObjectStore", "GCSObjectStore", "LibcloudObjectStore", "OCIObjectStore", "S3ObjectStore"]
 
-_EXTRA_ARGS: Final = {
-    "ACL",
-    "CacheControl",
-    "ChecksumAlgorithm",
-    "ContentDisposition",
-    "ContentEncoding",
-    "ContentLanguage",
-    "ContentType",
-    "ExpectedBucketOwner",
-    "Expires",
-    "GrantFullControl",
-    "GrantRead",
-    "GrantReadACP",
-    "GrantWriteACP",
-    "Metadata",
-    "ObjectLockLegalHoldStatus",
-    "ObjectLockMode",
-    "ObjectLockRetainUntilDate",
-    "RequestPayer",
-    "SSECustomerAlgorithm",
-    "SSECustomerKey",
-    "SSECustomerKeyMD5",
-    "SSEKMSEncryptionContext",
-    "SSEKMSKeyId",
-    "ServerSideEncryption",
-    "StorageClass",
-    "Tagging",
-    "WebsiteRedirectLocation",
-}
+# Settings of an object that S3 knows.
+_EXTRA_ARG_NAMES: Final = (
+    "ACL CacheControl ChecksumAlgorithm ContentDisposition ContentEncoding ContentLanguage ContentType "
+    "ExpectedBucketOwner Expires GrantFullControl GrantRead GrantReadACP GrantWriteACP Metadata "
+    "ObjectLockLegalHoldStatus ObjectLockMode ObjectLockRetainUntilDate RequestPayer SSECustomerAlgorithm "
+    "SSECustomerKey SSECustomerKeyMD5 SSEKMSEncryptionContext SSEKMSKeyId ServerSideEncryption StorageClass "
+    "Tagging WebsiteRedirectLocation"
+)
+_EXTRA_ARGS: Final = frozenset(_EXTRA_ARG_NAMES.split())
 
 
 class S3ObjectStore(FsspecObjectStore):

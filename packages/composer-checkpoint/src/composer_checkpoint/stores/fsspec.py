@@ -332,7 +332,6 @@ def _normalized(path: str) -> str:
 
 
 def _overwriting(filesystem: Any, overwrite: bool) -> dict[str, Any]:
-    """Return the `put_file` arguments that control overwriting, if the file system has any."""
     # The synchronous `put_file` of asynchronous file systems hides the parameters.
     method = getattr(filesystem, "_put_file", filesystem.put_file)
     parameters = inspect.signature(method).parameters
@@ -342,7 +341,6 @@ def _overwriting(filesystem: Any, overwrite: bool) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the message of the deepest cause, which is often more specific."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
