@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as tdist
 
-from composer_checkpoint.errors import CheckpointError, StorageError
+from composer_checkpoint.errors import CheckpointError, NoCheckpointError, StorageError
+from composer_dist import dist
 from composer_dist.collectives import cpu_group, is_initialized
 from composer_dist.env import get_world_size
 
@@ -248,3 +249,36 @@ def _portable(error: Exception) -> Exception:
     except Exception:  # the constructor of a foreign class may raise anything
         pass
     return CheckpointError(f"{type(error).__name__}: {error}")
+
+
+def fetch_together(fetch: Callable[[], None]) -> None:
+    """Call `fetch`, and raise on all ranks if it failed on any. Every rank must call this."""
+    mine: Exception | None = None
+    try:
+        fetch()
+    except Exception as error:  # raised after the gather, which the other ranks wait in
+        mine = error
+    failures = dist.all_gather_object(
+        None if mine is None else (isinstance(mine, FileNotFoundError), f"{type(mine).__name__}: {mine}")
+    )
+    if mine is not None:
+        raise mine
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            is_missing, text = failure
+            kind = NoCheckpointError if is_missing else CheckpointError
+            raise kind(not_here("the checkpoint", rank, text))
+
+
+def of_first_rank_of_node(folder: str) -> str:
+    """Return the path that the first rank of this node has for a folder. Every rank must call this."""
+    folders = dist.all_gather_object((dist.get_node_rank(), dist.get_local_rank(), folder))
+    return next(shared for node, local, shared in folders if node == dist.get_node_rank() and local == 0)
+
+
+def not_here(what: str, rank: int, reason: str) -> str:
+    """Return the error message for a file that another rank should have downloaded."""
+    return (
+        f"No such file or directory: {what}. This likely implies a download failed on local rank 0, which is global "
+        f"rank {rank} ({reason}). Look at the log of that rank."
+    )

@@ -159,8 +159,7 @@ class AsyncSaver:
             writer = VerifiedWriter(path, info=info, overwrite=overwrite, storage_options=storage_options)
             write = self._prepare_sharded(state_dict, writer, planner, may_wait)
         else:
-            prepare = self._prepare_local if local else self._prepare_file
-            write = prepare(state_dict, path, info, overwrite, may_wait)
+            write = self._prepare_file(state_dict, path, info, overwrite, may_wait, is_local=local)
         self._writing = self._thread.submit(_write, write, self._snapshot, then)
         return True
 
@@ -263,35 +262,24 @@ class AsyncSaver:
         info: Mapping[str, Any] | None,
         overwrite: bool,
         may_wait: Callable[[torch.Tensor], bool],
+        *,
+        is_local: bool,
     ) -> Job:
         final, ranks = Path(os.path.abspath(path)), self._background_ranks
+        if is_local:
+            final = own_path(path, self._ranks)
+            state_dict, info = local_content(state_dict, info, self._ranks)
 
-        def stage() -> Callable[[Path], object]:
-            if ranks.rank:
-                return lambda unfinished: None
+        def stage() -> Callable[[Path], object] | None:
+            if ranks.rank and not is_local:
+                return None
             refuse_existing(final, overwrite)
             return self._stage_content(state_dict, info, may_wait)
 
-        job = self._ranks.together(stage)
+        job = self._ranks.together(stage) or (lambda unfinished: None)
+        if is_local:
+            return lambda: write_together(final, job, ranks, overwrite)
         return lambda: write_on_rank_zero(final, job, ranks, overwrite=overwrite)
-
-    def _prepare_local(
-        self,
-        state_dict: Mapping[str, Any],
-        path: str | os.PathLike[str],
-        info: Mapping[str, Any] | None,
-        overwrite: bool,
-        may_wait: Callable[[torch.Tensor], bool],
-    ) -> Job:
-        own, ranks = own_path(path, self._ranks), self._background_ranks
-        content, info = local_content(state_dict, info, self._ranks)
-
-        def stage() -> Callable[[Path], object]:
-            refuse_existing(own, overwrite)
-            return self._stage_content(content, info, may_wait)
-
-        job = self._ranks.together(stage)
-        return lambda: write_together(own, job, ranks, overwrite)
 
     def _stage_content(
         self, state_dict: Mapping[str, Any], info: Mapping[str, Any] | None, may_wait: Callable[[torch.Tensor], bool]

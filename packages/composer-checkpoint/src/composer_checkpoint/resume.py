@@ -13,7 +13,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from composer_checkpoint._compatibility import shared_check
-from composer_checkpoint._ranks import Ranks
+from composer_checkpoint._ranks import Ranks, fetch_together, of_first_rank_of_node
 from composer_checkpoint.checkpoint_uploads import within_folder
 from composer_checkpoint.commit import read_pointer
 from composer_checkpoint.errors import (
@@ -269,8 +269,7 @@ def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tu
     own = attempt.enter_context(tempfile.TemporaryDirectory(prefix="composer-resume-"))
     fetches = layout is Layout.LOCAL or dist.get_local_rank() == 0
     if layout is not Layout.LOCAL:  # the ranks of a node share the folder of the one that downloads
-        places = dist.all_gather_object((dist.get_node_rank(), own))
-        own = next(place for node, place in places if node == dist.get_node_rank())
+        own = of_first_rank_of_node(own)
         # The rank that downloaded deletes the file once the others have read it; after an exception they may not get
         # here.
         attempt.push(lambda kind, *_: dist.barrier() if kind is None else None)
@@ -524,36 +523,3 @@ def download_checkpoint(
 
     fetch_together(fetch if fetches else lambda: None)
     return os.fspath(states), unpacked and os.fspath(unpacked), unpacked is not None and rank > 0
-
-
-def fetch_together(fetch: Callable[[], None]) -> None:
-    """Call `fetch`, and raise on all ranks if it failed on any. Every rank must call this."""
-    mine: Exception | None = None
-    try:
-        fetch()
-    except Exception as error:  # raised after the gather, which the other ranks wait in
-        mine = error
-    failures = dist.all_gather_object(
-        None if mine is None else (isinstance(mine, FileNotFoundError), f"{type(mine).__name__}: {mine}")
-    )
-    if mine is not None:
-        raise mine
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            is_missing, text = failure
-            kind = NoCheckpointError if is_missing else CheckpointError
-            raise kind(not_here("the checkpoint", rank, text))
-
-
-def of_first_rank_of_node(folder: str) -> str:
-    """Return the path that the first rank of this node has for a folder. Every rank must call this."""
-    folders = dist.all_gather_object((dist.get_node_rank(), dist.get_local_rank(), folder))
-    return next(shared for node, local, shared in folders if node == dist.get_node_rank() and local == 0)
-
-
-def not_here(what: str, rank: int, reason: str) -> str:
-    """Return the error message for a file that another rank should have downloaded."""
-    return (
-        f"No such file or directory: {what}. This likely implies a download failed on local rank 0, which is global "
-        f"rank {rank} ({reason}). Look at the log of that rank."
-    )

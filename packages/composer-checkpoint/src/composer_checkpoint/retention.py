@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from composer_checkpoint.errors import CheckpointError, shown
-from composer_checkpoint.files import read_manifest
 from composer_checkpoint.lock import discard
 from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
 from composer_checkpoint.remote.upload import RemoteUploader
-from composer_checkpoint.save_folder import is_name_of
+from composer_checkpoint.save_folder import is_name_of, manifest_of
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, retry
 from composer_checkpoint.stores.opening import list_if_allowed
 from composer_events.arguments import to_time
@@ -319,7 +318,8 @@ class KeptFiles(_Kept):
             return True
         run_name = self._of_run.pop(path)
         try:
-            is_own = _run_of(Path(path)) == run_name
+            manifest = manifest_of(Path(path))
+            is_own = manifest is not None and manifest.info.get("run_name") == run_name
         except (CheckpointError, OSError) as error:
             log.warning("%s is left, since its run is unknown: %s", path, error)
             return False
@@ -346,15 +346,6 @@ def _could_have_saved(name: str, folder: str, template: str) -> bool:
     path = os.path.join(os.path.realpath(head), tail)  # a link in the path would lead the deletion elsewhere
     relative = os.path.relpath(path, os.path.realpath(folder))
     return not os.path.islink(path) and is_name_of(relative, template)
-
-
-def _run_of(path: Path) -> str | None:
-    if path.is_dir():
-        beside = path / MANIFEST_NAME
-        manifest = Manifest.from_json(beside.read_bytes()) if beside.is_file() else None
-    else:
-        manifest = read_manifest(path)
-    return None if manifest is None else manifest.info.get("run_name")
 
 
 def remote_policy(num_to_keep: int, keep: Any, local: RetentionPolicy) -> tuple[RetentionPolicy | None, str]:

@@ -242,7 +242,7 @@ def _candidate(path: Path) -> _Candidate:
     is_sealed: bool | None = None
     with suppress(CheckpointError, OSError):  # `verify` reports what is wrong with it
         if _has_manifest_at_hand(path):
-            manifest = _manifest_of(path)
+            manifest = manifest_of(path)
             info, is_sealed = ({}, False) if manifest is None else (manifest.info, True)
     modified = 0.0
     with suppress(OSError):
@@ -255,7 +255,8 @@ def _has_manifest_at_hand(path: Path) -> bool:
     return path.is_dir() or not path.suffix or bool(_PLAIN.search(path.name)) or _manifest_beside(path).exists()
 
 
-def _manifest_of(path: Path) -> Manifest | None:
+def manifest_of(path: Path) -> Manifest | None:
+    """Return the manifest inside or next to a checkpoint, or `None`."""
     beside = _manifest_beside(path)
     if beside.exists():
         return Manifest.from_json(beside.read_bytes())

@@ -37,8 +37,6 @@ from composer_checkpoint.formats.per_rank import (
 )
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
 from composer_checkpoint.names import OF_SAVE, PartialFilePath, sharded_folder
-from composer_checkpoint.sharded import load_sharded, read_folder_metadata, save_sharded
-from composer_checkpoint.sharded.load import WholeSavePlanner, check_sharded
 from composer_dist import dist
 from composer_dist.reproducibility import get_rng_state
 from composer_dist.strategy import Strategy
@@ -238,11 +236,15 @@ def save_checkpoint(
     return write(content, path, layout_of(state), info, planner=save_planner_of(state))
 
 
-def save_planner_of(state: "State") -> "SavePlanner":
-    """Return the planner of sharded checkpoints: the one of the FSDP settings, or the default.
+def save_planner_of(state: "State") -> "SavePlanner | None":
+    """Return the planner if the state is saved to a sharded checkpoint: that of the FSDP settings, or the default.
 
     The default saves all buffers of rank 0: they are not sharded, may differ between ranks, and belong together.
     """
+    if layout_of(state) is not Layout.SHARDED:
+        return None
+    from composer_checkpoint.sharded.load import WholeSavePlanner  # here, so that other layouts do not load it
+
     return getattr(state.fsdp_config, "save_planner", None) or WholeSavePlanner(first_rank_decides=True)
 
 
@@ -259,6 +261,8 @@ def write(
         torch.cuda.empty_cache()  # makes room for what saving gathers, next to what training has cached
     match layout:
         case Layout.SHARDED:
+            from composer_checkpoint.sharded import save_sharded
+
             save_sharded(content, path, info=info, overwrite=True, timeout_s=timeout_s, planner=planner)
             return path
         case Layout.LOCAL:
@@ -322,6 +326,8 @@ def as_whole(state: "State") -> AbstractContextManager[None]:
 
 def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: bool, *, verify: bool) -> dict[str, Any]:
     """Return a folder's content, of which each rank reads its own part. Every rank must call this."""
+    from composer_checkpoint.sharded import load_sharded
+
     content = _empty_content(path, state, weights_only)
     load_sharded(content, path, verify=verify, planner=getattr(state.fsdp_config, "load_planner", None))
     saved = content.setdefault("state", {})
@@ -333,10 +339,14 @@ def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: boo
 
 def check_spread(path: str | os.PathLike[str], state: "State") -> None:
     """Verify the hashes of what each rank would read of a folder. Every rank must call this."""
+    from composer_checkpoint.sharded.load import check_sharded
+
     check_sharded(_empty_content(path, state, weights_only=False), path)
 
 
 def _empty_content(path: str | os.PathLike[str], state: "State", weights_only: bool) -> dict[Any, Any]:
+    from composer_checkpoint.sharded import read_folder_metadata
+
     # Together, so that a rank that cannot read it does not leave the others in a collective.
     metadata = Ranks().together(lambda: read_folder_metadata(path))
     parameters = _spread_parameters(state)

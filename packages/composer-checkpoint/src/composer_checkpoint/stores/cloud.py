@@ -91,12 +91,8 @@ class S3ObjectStore(FsspecObjectStore):
     ) -> None:
         """Copy a local file to the bucket, as in `FsspecObjectStore.upload_object`.
 
-        Args:
-            object_name: Name of the object.
-            filename: Local file.
-            callback: Called with the bytes sent and the file's size.
-            overwrite: Whether to replace an object of the same name.
-            **kwargs: Only `ExtraArgs`, a mapping with S3's settings of an object, such as `{'ACL': 'private'}`.
+        Of further arguments it takes only `ExtraArgs`, a mapping with S3's settings of an object, such as
+        `{'ACL': 'private'}`.
 
         Raises:
             ValueError: If there is another argument, or an unknown key in `ExtraArgs`.
