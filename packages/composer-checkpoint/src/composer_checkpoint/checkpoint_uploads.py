@@ -60,16 +60,10 @@ _HAS_ENDED, _UNDER_WAY, _NOTHING = range(3)
 class CheckpointUploads:
     """Upload checkpoints in the background to a remote folder, or hand them to loggers.
 
-    Not every rank has something to upload; errors are raised on all of them.
-
-    Args:
-        uploader: Uploads to the remote folder, if there is one.
-        overwrite: Whether a complete checkpoint of the same name may be replaced.
-        timeout_s: The longest time that `wait` waits for each rank.
-        kept: The checkpoints to keep in the store; `None` for all.
+    Not every rank has something to upload; errors are raised on all of them. `wait` waits for at most `timeout_s`.
 
     Attributes:
-        overwrite: As above.
+        overwrite: Whether a complete checkpoint of the same name may be replaced.
         are_watched: Whether `check` has to look, since any rank may be uploading; the same on all ranks.
     """
 

@@ -371,15 +371,8 @@ def remote_policy(num_to_keep: int, keep: Any, local: RetentionPolicy) -> tuple[
 class KeptRemotely(_Kept):
     """Checkpoints that a run has saved to its store.
 
-    Only checkpoints of this run are ever deleted, and only while a later one is complete in the store.
-
-    Args:
-        policy: The rules.
-        said: The argument that sets them, for errors.
-        uploader: Of the store, if there is one; deletes in the background.
-
-    Raises:
-        ValueError: If the store is missing or cannot delete.
+    Only checkpoints of this run are ever deleted, and only while a later one is complete in the store. Errors of the
+    rules, such as for a store that cannot delete, name `said`, the argument that set them.
     """
 
     def __init__(self, policy: RetentionPolicy, said: str, uploader: RemoteUploader | None) -> None:
@@ -410,8 +403,6 @@ class KeptRemotely(_Kept):
         Args:
             name: The name under which this rank has uploaded it, and may delete it.
             of_all_ranks: The names of the same checkpoint's files of all ranks.
-            timestamp: The time of the save.
-            metrics: The metrics of that time.
             upload: The upload in progress; `None` if it has ended.
         """
         self._add(name, timestamp, metrics)

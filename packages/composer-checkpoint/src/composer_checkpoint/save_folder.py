@@ -142,7 +142,12 @@ def look_through(
         else:
             found = Found(candidate.path, candidate.info, tuple(skipped))
             break
-    _report(folder_or_pattern, found, skipped)
+    for skip in skipped:
+        log.warning("Skipped %s: %s", skip.path, skip.reason)
+    if found is not None:
+        log.info("The newest whole checkpoint of %s is %s.", folder_or_pattern, found.path)
+    elif skipped:
+        log.warning("None of the %d checkpoints of %s is whole.", len(skipped), folder_or_pattern)
     return found, tuple(skipped)
 
 
@@ -179,15 +184,6 @@ def _fault_of(path: Path, verify: Callable[[Path], object]) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
-
-
-def _report(where: str | os.PathLike[str], found: Found | None, skipped: list[Skipped]) -> None:
-    for skip in skipped:
-        log.warning("Skipped %s: %s", skip.path, skip.reason)
-    if found is not None:
-        log.info("The newest whole checkpoint of %s is %s.", where, found.path)
-    elif skipped:
-        log.warning("None of the %d checkpoints of %s is whole.", len(skipped), where)
 
 
 def _paths(where: str, skipped: list[Skipped]) -> Iterator[Path]:
@@ -241,18 +237,14 @@ def _candidate(path: Path) -> _Candidate:
     info: Mapping[str, Any] = {}
     is_sealed: bool | None = None
     with suppress(CheckpointError, OSError):  # `verify` reports what is wrong with it
-        if _has_manifest_at_hand(path):
+        # Only if it can be read without unpacking anything.
+        if path.is_dir() or not path.suffix or _PLAIN.search(path.name) or _manifest_beside(path).exists():
             manifest = manifest_of(path)
             info, is_sealed = ({}, False) if manifest is None else (manifest.info, True)
     modified = 0.0
     with suppress(OSError):
         modified = path.stat().st_mtime
     return _Candidate(path, info, is_sealed, _counters(info, path.name), modified)
-
-
-def _has_manifest_at_hand(path: Path) -> bool:
-    """Return whether a manifest could be read without unpacking anything."""
-    return path.is_dir() or not path.suffix or bool(_PLAIN.search(path.name)) or _manifest_beside(path).exists()
 
 
 def manifest_of(path: Path) -> Manifest | None:
@@ -481,19 +473,8 @@ class HeldFolder:
     ) -> None:
         """Lock the folder, and remove what killed writers left in it. Every rank must call this.
 
-        Args:
-            state: The training state.
-            template: The template of file names. Raise if there are checkpoints with such names that are later than
-                the state. `None` allows all.
-            remote_template: The same for names in the store.
-            link: The link to the latest checkpoint. With `template`, its target must not be later either.
-            store: The store, if there is one.
-
-        Raises:
-            FolderInUseError: On all ranks, if another process saves there.
-            CheckpointConflictError: On all ranks, if there are later checkpoints, or the link's name is that of a
-                folder.
-            StorageError: On all ranks, if the store cannot be reached.
+        Raise on all ranks if there are checkpoints, named by a template, that are later than the state; `None` allows
+        all. With `template`, the target of the link must not be later either.
         """
 
         # Only rank 0 may change the folder, and an error on it must stop every rank.

@@ -22,6 +22,7 @@ from composer_checkpoint.modular._restore import (
 )
 from composer_checkpoint.modular._spread import is_sharded, parameters_by_name
 from composer_checkpoint.modular.options import CheckpointLoadOptions
+from composer_checkpoint.modular.state_dict import numbered
 from composer_dist.reproducibility import load_rng_state
 
 if TYPE_CHECKING:
@@ -275,13 +276,5 @@ def _as_state(content: Any, path: str) -> dict[str, Any]:
         # `State` keeps the two in one entry.
         saved["timestamp"] = {"Timestamp": saved["timestamp"], **stopped}
     if isinstance(saved.get("callbacks"), list):
-        saved["callbacks"] = _by_class(saved["callbacks"])
+        saved["callbacks"] = dict(numbered(saved["callbacks"]))
     return saved
-
-
-def _by_class(pairs: list[Any]) -> dict[str, Any]:
-    states: dict[str, Any] = {}
-    for name, value in pairs:
-        count = sum(1 for known in states if known.partition("#")[0] == name)
-        states[f"{name}#{count}" if count else name] = value
-    return states

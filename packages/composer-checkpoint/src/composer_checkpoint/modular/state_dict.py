@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -175,10 +175,10 @@ def get_resumption_state_dict(state: "State") -> dict[str, Any]:
         "dataset_state": {name: saved for name, saved in state._dataset_state_dict().items() if saved},
         "timestamp": state.timestamp.state_dict(),
         "stopped_duration": state.stopped_duration or {},
-        "schedulers": dict(named_by_class(state.schedulers)),
-        "callbacks": [(type(callback).__qualname__, callback.state_dict()) for callback in state.callbacks],
-        "algorithms": [(type(algorithm).__qualname__, algorithm.state_dict()) for algorithm in state.algorithms],
-        "scaler": {} if state.scaler is None else dict(named_by_class([state.scaler])),
+        "schedulers": dict(numbered(_states(state.schedulers))),
+        "callbacks": _states(state.callbacks),
+        "algorithms": _states(state.algorithms),
+        "scaler": {} if state.scaler is None else dict(_states([state.scaler])),
         "rank_zero_seed": state.rank_zero_seed,
         "run_name": state.run_name,
         "rng": get_rng_state(),
@@ -187,13 +187,16 @@ def get_resumption_state_dict(state: "State") -> dict[str, Any]:
     return {name: value for name, value in resumption.items() if value not in ({}, [])}
 
 
-def named_by_class(objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each object's state with the name of its class; further objects of a class are `Name#1` and so on."""
+def numbered(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield pairs of class and state with unique names: further objects of a class are `Name#1` and so on."""
     seen: dict[str, int] = {}
-    for item in objects:
-        name = type(item).__qualname__
+    for name, state in pairs:
         count = seen[name] = seen.get(name, -1) + 1
-        yield (f"{name}#{count}" if count else name), item.state_dict()
+        yield (f"{name}#{count}" if count else name), state
+
+
+def _states(objects: Iterable[Any]) -> list[tuple[str, Any]]:
+    return [(type(item).__qualname__, item.state_dict()) for item in objects]
 
 
 def select_keys(weights: Mapping[str, Any], include_keys: Patterns, ignore_keys: Patterns) -> dict[str, Any]:

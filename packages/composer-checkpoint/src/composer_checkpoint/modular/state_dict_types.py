@@ -234,16 +234,16 @@ def _prefix_of_wrappers(module: nn.Module) -> str:
 
 def _is_whole(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> bool:
     """Return whether an optimizer's state has no shards of a parameter's state."""
+
+    def is_part(owner: object, value: torch.Tensor) -> bool:
+        return isinstance(owner, DTensor) and value.dim() == owner.dim() and value.shape != owner.shape
+
     return not any(
-        isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and _is_part(parameters.get(name), value))
+        isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and is_part(parameters.get(name), value))
         for name, entries in state.get("state", {}).items()
         if isinstance(entries, Mapping)
         for value in entries.values()
     )
-
-
-def _is_part(owner: object, value: torch.Tensor) -> bool:
-    return isinstance(owner, DTensor) and value.dim() == owner.dim() and value.shape != owner.shape
 
 
 def _spread_state(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
