@@ -286,7 +286,12 @@ class AsyncSaver:
     ) -> Callable[[Path], None]:
         refuse_what_is_elsewhere(state_dict)  # `save_file` checks this too, but only later in the background
         leaves = dict(named_leaves(state_dict, torch.Tensor))
-        tensors = {name: leaf for name, leaf in leaves.items() if _has_room(leaf)}
+        # Those of which an ordinary tensor of the same shape and dtype can hold a copy.
+        tensors = {
+            name: leaf
+            for name, leaf in leaves.items()
+            if leaf.layout == torch.strided and not leaf.is_quantized and not leaf.is_meta
+        }
         # Tensors that share their elements, such as tied weights, are copied once and stay shared in the file.
         first_names: dict[Hashable, str] = {}
         for name, tensor in tensors.items():
@@ -318,11 +323,6 @@ class _SnapshotPlanner(DefaultSavePlanner):
         self._snapshot.complete()
         name = _name(write_item)
         return self._pickled[name] if name in self._pickled else self._snapshot.copies[name]
-
-
-def _has_room(tensor: torch.Tensor) -> bool:
-    """Return whether an ordinary tensor of the same shape and dtype can hold a copy."""
-    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def _write(write: Job, snapshot: Snapshot | None, then: Job | None) -> None:

@@ -83,7 +83,7 @@ class PartialFilePath:
             ValueError: If a value, such as a run named `..`, would lead out of the folder.
         """
         if keep_placeholders:
-            return self.filename if self.folder is None else _join(self.folder, self.filename)
+            return self.filename if self.folder is None else os.path.join(self.folder, self.filename.lstrip("/"))
         iteration = int(state.timestamp.iteration)
         name = format_name_with_dist_and_time(self.filename, state.run_name, state.timestamp, iteration=iteration)
         if ".." in PurePosixPath(name).parts:
@@ -91,7 +91,9 @@ class PartialFilePath:
                 f"filename={self.filename!r} became {name!r}, which leads out of its folder. Use a run_name (it is "
                 f"{state.run_name!r}) without '..'."
             )
-        return name if self.folder is None else _join(format_name_with_dist(self.folder, state.run_name), name)
+        if self.folder is None:
+            return name
+        return os.path.join(format_name_with_dist(self.folder, state.run_name), name.lstrip("/"))
 
 
 def sharded_folder(filename: str, prefix_dir: str | None) -> str:
@@ -212,10 +214,6 @@ def _parse(argument: str, template: str) -> "Iterator[tuple[str, str | None, str
             f"{argument}={template!r} is malformed: {error}. Close each brace, and double those that belong to the "
             f"name itself."
         ) from error
-
-
-def _join(folder: str, name: str) -> str:
-    return os.path.join(folder, name.lstrip("/"))
 
 
 # Machine, process id and start time, so that a process id that the system has reused is not mistaken for the writer.

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from logging import DEBUG, WARNING, getLogger
 from pathlib import Path
 from string import Formatter
@@ -91,7 +92,11 @@ def fetched_from_stores(
         store = stores[candidate.store]
         with ExitStack() as fetched:
             path = _fetch(store, candidate.name, state, layout, fetched, unusable)
-            if path is None or _is_abandoned(candidate, path, store, layout):
+            if path is None:
+                continue
+            reason = Ranks().from_first(partial(_abandoned, candidate, path, store, layout))
+            if reason is not None:
+                log.warning("Skipped %s: %s", candidate.name, reason)
                 continue
             log.info("Resuming from %s, which was downloaded.", candidate.name)
             yield path
@@ -200,7 +205,10 @@ def _fetch(
             path, error = _fetch_folder(store, name, state, attempt)
         else:
             path, error = _fetch_file(store, name, layout, attempt)
-        told = None if error is None else (_is_absent(error), isinstance(error, NoCheckpointError), str(error))
+        is_unfinished = isinstance(error, NoCheckpointError)
+        # Not even a part of it exists.
+        is_absent = isinstance(error, FileNotFoundError | NotImplementedError) and not is_unfinished
+        told = None if error is None else (is_absent, is_unfinished, str(error))
         problems = dist.all_gather_object(told)  # all ranks accept or skip the candidate together
         if not any(problems):
             fetched.push(attempt.pop_all())
@@ -214,14 +222,6 @@ def _fetch(
                 unusable.append(f"{name} ({reason})")
             break
     return None
-
-
-def _is_abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> bool:
-    """Return whether a downloaded checkpoint was abandoned, and log the reason. Every rank must call this."""
-    reason = Ranks().from_first(lambda: _abandoned(candidate, path, store, layout))
-    if reason is not None:
-        log.warning("Skipped %s: %s", candidate.name, reason)
-    return reason is not None
 
 
 def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> str | None:
@@ -258,11 +258,6 @@ def _manifest_in(store: Any, name: str, layout: Layout) -> Manifest | None:
         place = os.path.join(folder, posixpath.basename(name))
         get_file(name, place, store, overwrite=True, progress_bar=False)
         return read_manifest(place)
-
-
-def _is_absent(error: Exception) -> bool:
-    """Return whether the checkpoint does not exist at all, not even in part."""
-    return isinstance(error, FileNotFoundError | NotImplementedError) and not isinstance(error, NoCheckpointError)
 
 
 def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tuple[str, Exception | None]:

@@ -177,7 +177,11 @@ def load_optimizer(
             saved = receive_state(TensorSender(own), model, cpu_offload=options.cpu_offload)
     if "state" in saved:
         converted = cast_state(saved["state"], as_dtype(options.precision), keep_counts=True)
-        saved = {**saved, "state": _with_whole_counts(converted)}
+        # Step counts of low precision become float32, in which optimizers count without rounding.
+        whole = map_tensors(
+            converted, lambda value: value.float() if not value.dim() and value.dtype in _NARROW else value
+        )
+        saved = {**saved, "state": whole}
     if "param_groups" not in saved:
         optimizer.load_state_dict(saved)  # not a torch optimizer: the layout is its own
         return
@@ -247,12 +251,6 @@ def _state_of(content: Any, source: Source, class_name: str) -> dict[str, Any]:
     return content
 
 
-def _with_whole_counts(state: Any) -> Any:
-    """Convert step counts of low precision to float32, in which optimizers count without rounding."""
-
-    return map_tensors(state, lambda value: value.float() if not value.dim() and value.dtype in _NARROW else value)
-
-
 def _with_numbers(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, strict: bool
 ) -> dict[str, Any]:
@@ -316,12 +314,20 @@ def shard_model(model: nn.Module, options: CheckpointLoadOptions, seed: int) -> 
         )
     keywords, absent = _keywords(options), _without_memory(model)
     # Inner modules first: fully_shard() leaves out parameters that are sharded already.
+    ask: Any = getattr(model, "fsdp_wrap_fn", lambda module: False)
     for module in reversed(list(model.modules())):
-        if module is not model and _is_wrapped(module, model):
+        wanted = getattr(module, "_fsdp_wrap", None)
+        if module is not model and (ask(module) if wanted is None else wanted):
             fully_shard(module, **keywords)
     fully_shard(model, **keywords)
-    if absent:
-        _initialize(absent, model, seed)
+    if not absent:
+        return
+    device = next(weight.device_mesh.device_type for weight in model.parameters() if isinstance(weight, DTensor))
+    with seed_context(seed):
+        for module in absent:
+            module.to_empty(device=device, recurse=False)
+            reset: Any = module.reset_parameters
+            reset()
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
@@ -335,26 +341,12 @@ def follow_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, before
 def _keywords(options: CheckpointLoadOptions) -> dict[str, Any]:
     config = options.fsdp_config
     if isinstance(config, Mapping):
-        unknown = sorted(set(config) - {*_KEYWORDS, "mesh", "device_mesh"})
-        if unknown:
-            raise ValueError(
-                f"fsdp_config has the keys {', '.join(map(repr, unknown))}, which torch's fully_shard does not take. "
-                f"It takes {', '.join(_KEYWORDS)} and device_mesh."
-            )
-        given = dict(config)
+        given = dict(config)  # fully_shard raises if it does not take one
     else:
         given = {name: getattr(config, name) for name in (*_KEYWORDS, "device_mesh") if hasattr(config, name)}
     mesh = options.device_mesh or given.pop("device_mesh", None) or given.pop("mesh", None)
-    keywords = {name: given[name] for name in _KEYWORDS if given.get(name) is not None}
+    keywords = {name: value for name, value in given.items() if value is not None}
     return keywords if mesh is None else {**keywords, "mesh": mesh}
-
-
-def _is_wrapped(module: nn.Module, model: nn.Module) -> bool:
-    wanted = getattr(module, "_fsdp_wrap", None)
-    if wanted is not None:
-        return bool(wanted)
-    ask: Any = getattr(model, "fsdp_wrap_fn", None)
-    return ask is not None and bool(ask(module))
 
 
 def _without_memory(model: nn.Module) -> list[nn.Module]:
@@ -371,15 +363,6 @@ def _without_memory(model: nn.Module) -> list[nn.Module]:
             f"device."
         )
     return absent
-
-
-def _initialize(modules: list[nn.Module], model: nn.Module, seed: int) -> None:
-    device = next(weight.device_mesh.device_type for weight in model.parameters() if isinstance(weight, DTensor))
-    with seed_context(seed):
-        for module in modules:
-            module.to_empty(device=device, recurse=False)
-            reset: Any = module.reset_parameters
-            reset()
 
 
 log = getLogger(__name__)
@@ -400,7 +383,11 @@ def load_weights(model: nn.Module, source: Source, options: CheckpointLoadOption
     prepare = partial(_prepared, source=source, options=options)
     with read_on_rank_zero(source.path, prepare, trusted=trusted) as own:
         if Ranks().world_size == 1 and not is_sharded(model):
-            _load_plain(model, own, options.strict)
+            # Compared first, since torch raises only after copying what fits.
+            _compare(model, weights_of(model), own, options.strict)
+            weights: dict[str, Any] = own
+            names = names_in_model(model)
+            unwrap_model(model).load_state_dict({names.get(name, name): w for name, w in weights.items()}, strict=False)
         else:
             _receive(model, TensorSender(own), options.strict)
 
@@ -415,12 +402,6 @@ def _prepared(content: Any, source: Source, options: CheckpointLoadOptions) -> d
         )
     wanted = select_keys(weights, options.include_keys, options.ignore_keys)
     return cast_state(wanted, as_dtype(options.precision))
-
-
-def _load_plain(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
-    _compare(model, weights_of(model), weights, strict)  # first, since torch raises only after copying what fits
-    own_names = names_in_model(model)
-    unwrap_model(model).load_state_dict({own_names.get(name, name): w for name, w in weights.items()}, strict=False)
 
 
 def _receive(model: nn.Module, sender: TensorSender, strict: bool) -> None:

@@ -265,7 +265,9 @@ def classify(error: BaseException) -> Fault:
 def _classify_one(error: BaseException) -> Fault | None:
     status = _status(error)
     if status is not None:
-        return _by_status(status)
+        # 412: a conditional write has found an object.
+        known = {401: Fault.FORBIDDEN, 403: Fault.FORBIDDEN, 404: Fault.MISSING, 412: Fault.EXISTS}
+        return Fault.TRANSIENT if status in _TRANSIENT_STATUS else known.get(status)
     for base in type(error).__mro__:  # the most specific class first
         known = _CLASSES.get(f"{base.__module__.partition('.')[0]}.{base.__name__}")
         if known is not None:
@@ -282,13 +284,6 @@ def _classify_one(error: BaseException) -> Fault | None:
         case OSError(errno=code) if code in _TRANSIENT_ERRNO:
             return Fault.TRANSIENT
     return None
-
-
-def _by_status(status: int) -> Fault | None:
-    if status in _TRANSIENT_STATUS:
-        return Fault.TRANSIENT
-    # 412: a conditional write has found an object.
-    return {401: Fault.FORBIDDEN, 403: Fault.FORBIDDEN, 404: Fault.MISSING, 412: Fault.EXISTS}.get(status)
 
 
 def _status(error: BaseException) -> int | None:

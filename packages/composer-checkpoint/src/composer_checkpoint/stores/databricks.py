@@ -47,7 +47,11 @@ class MLFlowObjectStore(VerifiedObjectStore):
                 f"to 'databricks', or save to the address at which that server keeps its artifacts."
             )
         self.multipart_upload_chunk_size = multipart_upload_chunk_size
-        self.client = _make_client() if client is None else client
+        if client is None:
+            from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  # not among the extras
+
+            client = MlflowClient("databricks")
+        self.client = client
         if self.run_id == RUN_PLACEHOLDER:
             self._create_run()
         elif self.experiment_id != self.client.get_run(self.run_id).info.experiment_id:
@@ -161,17 +165,6 @@ def _parse(path: str) -> tuple[str, str]:
     return parts[0], parts[1]
 
 
-def _make_client() -> Any:
-    try:
-        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  # not among the extras
-    except ImportError as error:
-        raise ImportError(
-            "Storing checkpoints as MLflow artifacts needs the package 'mlflow', which is not installed. Install it "
-            "with: pip install mlflow"
-        ) from error
-    return MlflowClient("databricks")
-
-
 _CHUNK_BYTES = 8 << 20
 
 
@@ -190,13 +183,8 @@ class UCObjectStore(VerifiedObjectStore):
     def __init__(self, path: str, client: Any = None) -> None:
         self.prefix = self.validate_path(path)
         if client is None:
-            try:
-                from databricks.sdk import WorkspaceClient  # pyright: ignore[reportMissingImports]  # not among the extras
-            except ImportError as error:
-                raise ImportError(
-                    f"'dbfs:/{path.lstrip('/')}' needs the package 'databricks-sdk', which is not installed. Install "
-                    f"it with: pip install databricks-sdk"
-                ) from error
+            from databricks.sdk import WorkspaceClient  # pyright: ignore[reportMissingImports]  # not among the extras
+
             client = WorkspaceClient()
         self.client = client
 

@@ -157,7 +157,7 @@ def build_remote_backend(remote_backend_name: str, backend_kwargs: dict[str, Any
         if path.startswith(MLFLOW_PREFIX):
             kind, package = MLFlowObjectStore, "mlflow"
         # The import may take longer than the time limit of the first response.
-        with suppress(ImportError):  # the store raises it again, with the command that installs the package
+        with suppress(ImportError):  # the store raises it again
             import_module(package)
         return _made(f"dbfs:/{path}", lambda: kind(**backend_kwargs))
     if remote_backend_name not in _BACKENDS:
