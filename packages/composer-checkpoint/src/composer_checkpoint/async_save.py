@@ -68,7 +68,7 @@ class AsyncSaver:
         >>> with AsyncSaver() as saver:
         ...     path = tempfile.mkdtemp() + "/ep1.pt"
         ...     saved = saver.save({"w": weight}, path)
-        ...     weight += 1  # training goes on
+        ...     weight += 1  # training continues
         >>> torch.load(path)
         {'w': tensor([0., 0.])}
     """

@@ -147,8 +147,8 @@ def fetch_checkpoint(
     except FileNotFoundError as error:
         if not _is_there(store, name, num_attempts):
             raise NoCheckpointError(
-                f"{store.get_uri(name)} is no checkpoint: there is neither a file of this name nor a whole folder with "
-                f"a {MANIFEST_NAME} ({error}). Look at the name, or name an older checkpoint."
+                f"{store.get_uri(name)} is not a checkpoint: there is neither a file of this name nor a whole folder "
+                f"with a {MANIFEST_NAME} ({error}). Look at the name, or name an older checkpoint."
             ) from error
     retry(ObjectStoreTransientError, num_attempts)(store.download_object)(name, destination, overwrite=overwrite)
 

@@ -430,7 +430,7 @@ def _read_stagger() -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise ValueError(f"{_STAGGER_VARIABLE}={text!r} is no number of seconds. Set it to one from 0, or unset it.")
+        raise ValueError(f"{_STAGGER_VARIABLE}={text!r} is not a number of seconds. Set it to one from 0, or unset it.")
     return seconds * get_local_rank() if seconds else 0.0
 
 

@@ -167,10 +167,10 @@ def retry(
         return retry()(exc_class)
     errors: _Errors = exc_class
     if num_attempts < 1:
-        raise ValueError(f"num_attempts={num_attempts!r} is no number of calls: it must be 1 or more.")
+        raise ValueError(f"num_attempts={num_attempts!r} is not a number of calls: it must be 1 or more.")
     for name, seconds in (("initial_backoff", initial_backoff), ("max_jitter", max_jitter)):
         if not seconds >= 0:  # also rejects NaN
-            raise ValueError(f"{name}={seconds!r} is no number of seconds: it must be 0 or more.")
+            raise ValueError(f"{name}={seconds!r} is not a number of seconds: it must be 0 or more.")
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         counts = "retry_index" in inspect.signature(function).parameters

@@ -277,7 +277,7 @@ class OCIObjectStore(FsspecObjectStore):
         config = os.environ.get("OCI_CONFIG_FILE", os.path.expanduser("~/.oci/config"))
         if not os.path.isfile(config):
             raise ValueError(
-                f"There are no credentials for OCI: {config!r} is no file. Write one, or set OCI_CONFIG_FILE to where "
-                f"it is."
+                f"There are no credentials for OCI: {config!r} is not a file. Write one, or set OCI_CONFIG_FILE to "
+                f"where it is."
             )
         super().__init__(f"oci://{bucket}/{self.prefix}", config=config)

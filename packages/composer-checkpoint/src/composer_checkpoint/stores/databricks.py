@@ -157,7 +157,7 @@ def _parse(path: str) -> tuple[str, str]:
     parts = name.removeprefix(MLFLOW_PREFIX).split("/")
     if not name.startswith(MLFLOW_PREFIX) or len(parts) < 3 or parts[2] != "artifacts" or not all(parts[:2]):
         raise ValueError(
-            f"path={path!r} is no path of MLflow artifacts on Databricks. Give one such as "
+            f"path={path!r} is not a path of MLflow artifacts on Databricks. Give one such as "
             f"'dbfs:/{MLFLOW_PREFIX}<experiment>/<run>/artifacts/checkpoints'."
         )
     if parts[0] == EXPERIMENT_PLACEHOLDER and parts[1] != RUN_PLACEHOLDER:
@@ -198,7 +198,7 @@ class UCObjectStore(VerifiedObjectStore):
         parts = path.strip("/").split("/")
         if parts[0] != "Volumes" or len(parts) < 4 or not all(parts[:4]) or ".." in parts:
             raise ValueError(
-                f"path={path!r} is no path in a volume of Unity Catalog. Give one such as "
+                f"path={path!r} is not a path in a volume of Unity Catalog. Give one such as "
                 f"'Volumes/<catalog>/<schema>/<volume>/checkpoints'."
             )
         return "/".join(parts[:4])
