@@ -5,12 +5,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 from blake3 import blake3
 
 from composer_checkpoint.errors import CorruptCheckpointError, NewerCheckpointError
-from composer_checkpoint.file_io import HASH_NAME, NUM_DIGITS, hash_bytes
+from composer_checkpoint.file_io import HASH_NAME, NUM_DIGITS, hash_bytes, hash_file
 from composer_checkpoint.formats._zip import Readable, ZipLayout
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "FileEntry", "Manifest", "TensorEntry"]
@@ -268,3 +269,15 @@ def check_sharded_seal(manifest: Manifest, where: str) -> None:
 def _hash(manifest: Manifest) -> str:
     info = {key: value for key, value in manifest.info.items() if key != _KEY}
     return hash_bytes(replace(manifest, info=info).to_json().encode(), manifest.hash_name)
+
+
+def first_difference(folder: Path, manifest: Manifest) -> Path | None:
+    """Return the first file of a folder that is missing or differs from its entry in the manifest, or `None`."""
+    for name, entry in manifest.files.items():
+        path = folder / name
+        # The size first: it costs no read of the file.
+        if not path.is_file() or path.stat().st_size != entry.size_bytes:
+            return path
+        if hash_file(path, manifest.hash_name) != entry.hash:
+            return path
+    return None

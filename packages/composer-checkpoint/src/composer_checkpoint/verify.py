@@ -1,7 +1,6 @@
 """Verification of a checkpoint on demand."""
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,17 +34,3 @@ def verify(path: str | os.PathLike[str]) -> "Manifest | None":
     from composer_checkpoint.files import verify_file
 
     return verify_file(path)
-
-
-def first_difference(folder: Path, manifest: "Manifest") -> Path | None:
-    """Return the first file of a folder that is missing or differs from its entry in the manifest, or `None`."""
-    from composer_checkpoint.file_io import hash_file
-
-    for name, entry in manifest.files.items():
-        path = folder / name
-        # The size first: it costs no read of the file.
-        if not path.is_file() or path.stat().st_size != entry.size_bytes:
-            return path
-        if hash_file(path, manifest.hash_name) != entry.hash:
-            return path
-    return None

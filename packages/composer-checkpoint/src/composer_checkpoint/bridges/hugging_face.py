@@ -23,8 +23,7 @@ from composer_checkpoint.errors import (
 from composer_checkpoint.file_io import hash_file
 from composer_checkpoint.files import verify_file
 from composer_checkpoint.inspection import inspect_file
-from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
-from composer_checkpoint.verify import first_difference
+from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, first_difference
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError, StorageError
-from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
+from composer_checkpoint.manifest import MANIFEST_NAME, Manifest, first_difference
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, retry
 from composer_checkpoint.stores.fsspec import FsspecObjectStore
-from composer_checkpoint.verify import first_difference
 
 __all__ = ["SYMLINK_SUFFIX", "fetch_checkpoint", "publish_checkpoint", "upload_with_retries", "write_pointer"]
 
