@@ -34,7 +34,7 @@ def test_oracle_without_credentials_names_what_to_set(monkeypatch):
     with pytest.raises(ValueError, match="OCI_CONFIG_FILE"):
         maybe_create_object_store_from_uri("oci://bucket@namespace/x")
     monkeypatch.setenv("OCI_CONFIG_FILE", "/no/such/file")
-    with pytest.raises(ValueError, match="'/no/such/file' is no file"):
+    with pytest.raises(ValueError, match="'/no/such/file' is not a file"):
         OCIObjectStore("bucket")
 
 

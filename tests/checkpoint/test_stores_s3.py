@@ -211,7 +211,7 @@ def test_a_bucket_that_does_not_exist_is_an_error_of_the_first_upload(tmp_path):
 
 def test_of_two_that_create_an_object_only_one_succeeds(store, tmp_path, monkeypatch):
     (tmp_path / "x").write_text("x")
-    monkeypatch.setattr(store, "_refuse_existing", lambda name: None)  # both looked before either wrote
+    monkeypatch.setattr(store, "_has", lambda name: False)  # both looked before either wrote
     store.upload_object("x", tmp_path / "x", overwrite=False)
     with pytest.raises(FileExistsError, match="already exists"):
         store.upload_object("x", tmp_path / "x", overwrite=False)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,7 +229,7 @@ def test_what_is_not_whole_is_skipped_by_all_ranks_and_named_with_the_reason(tra
 def test_no_run_begins_anew_where_none_is_whole(resumed):
     kind, text = resumed["all-flipped"]
     assert kind == CheckpointConflictError.__name__
-    places = [text.index(f"ba{batch}") for batch in (3, 2, 1)]
+    places = [re.search(rf"\bba{batch}\b", text).start() for batch in (3, 2, 1)]  # not in the digits of a hash
     assert places == sorted(places)  # the newest first
     assert "save_overwrite=True" in text
 
@@ -278,7 +279,7 @@ def test_later_checkpoints_of_a_run_that_somebody_went_back_from_are_not_resumed
         assert (batch, found) == (2, expected)
         assert len(said) == 1
         assert "ba3" in said[0]
-        assert "somebody has gone back" in said[0]
+        assert "a run that was abandoned" in said[0]
 
 
 def fail_to_reach(kind, folder):

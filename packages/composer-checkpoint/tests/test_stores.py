@@ -124,7 +124,7 @@ def test_listing_is_by_the_beginning_of_names_and_in_order(store, file):
 
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "", "/"])
 def test_a_name_that_leads_out_of_the_store_is_refused(store, file, name):
-    with pytest.raises(ValueError, match="is no name below"):
+    with pytest.raises(ValueError, match="is not a name below"):
         store.upload_object(name, file)
 
 
@@ -140,7 +140,7 @@ def test_what_was_deleted_is_gone_and_the_rest_stays(store, file):
 
 def test_nothing_outside_the_store_is_deleted(store):
     for name in ("../x", "run/../../x", "", "/"):
-        with pytest.raises(ValueError, match="is no name below"):
+        with pytest.raises(ValueError, match="is not a name below"):
             store.delete_object(name)
 
 
@@ -248,7 +248,7 @@ def test_an_address_that_nothing_saves_to_is_refused(uri):
     "path", ["Volumes/c/s", "volumes/c/s/v/x", "tables/c/s/v/x", "Volumes/c//v/x", "Volumes/c/s/v/../x"]
 )
 def test_a_path_that_is_in_no_volume_is_refused_before_the_workspace_is_asked(path):
-    with pytest.raises(ValueError, match="is no path in a volume"):
+    with pytest.raises(ValueError, match="is not a path in a volume"):
         maybe_create_object_store_from_uri(f"dbfs:/{path}")
 
 
@@ -421,7 +421,7 @@ def test_an_address_without_a_bucket_or_host_is_refused(uri):
     ],
 )
 def test_a_path_that_is_of_no_run_is_refused(path):
-    with pytest.raises(ValueError, match=r"is no path of MLflow artifacts|without its experiment"):
+    with pytest.raises(ValueError, match=r"is not a path of MLflow artifacts|without its experiment"):
         MLFlowObjectStore(path, client=Tracking(Path()))
 
 
@@ -475,7 +475,7 @@ def test_paths_of_databricks_are_taken_apart_and_put_together(tmp_path, monkeypa
     path = "databricks/mlflow-tracking/e/r/artifacts/ck/ep1.pt"
     assert MLFlowObjectStore.parse_dbfs_path(f"dbfs:/{path}") == ("e", "r", "ck/ep1.pt")
     assert MLFlowObjectStore.parse_dbfs_path(path.removesuffix("/ck/ep1.pt")) == ("e", "r", "")
-    with pytest.raises(ValueError, match="is no path of MLflow artifacts"):
+    with pytest.raises(ValueError, match="is not a path of MLflow artifacts"):
         MLFlowObjectStore.parse_dbfs_path("dbfs:/Volumes/a/b/c")
     store = MLFlowObjectStore(path, client=Tracking(tmp_path))
     assert store.get_dbfs_path("ck/ep1.pt") == store.get_dbfs_path(path) == path

@@ -13,18 +13,6 @@ from typing import Any
 from composer_checkpoint.errors import StorageError, as_storage_error
 from composer_checkpoint.names import UNFINISHED
 
-__all__ = [
-    "make_folders",
-    "sync_path",
-    "sync_tree",
-    "complete_set",
-    "describe_set",
-    "finals_of",
-    "temporaries_of",
-    "exchange",
-    "rename_without_replacing",
-]
-
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP}  # some network file systems cannot flush folders
 
 
@@ -60,11 +48,7 @@ def sync_path(path: Path) -> None:
 
 
 def make_folders(folder: Path) -> None:
-    """Create a folder and its parents durably.
-
-    Raises:
-            StorageError: If one of them is a file, or the file system refuses.
-    """
+    """Create a folder and its parents durably."""
     existing = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not existing.is_dir():
         raise StorageError(
@@ -104,11 +88,7 @@ def temporaries_of(record: Path) -> set[Path]:
 
 
 def complete_set(record: Path) -> None:
-    """Rename the temporary files of a record to their final names, and delete the record.
-
-    Raises:
-        OSError: If the file system refuses; the record stays for the next attempt.
-    """
+    """Rename the temporary files of a record to their final names, and delete the record."""
     folder = record.parent
     for name, temporary in _read(record).items():
         final = folder / name
@@ -146,23 +126,12 @@ _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step, so that neither is ever missing.
-
-    Returns:
-        Whether they were swapped. `False` if the system or the file system does not support it.
-
-    Raises:
-        OSError: If it is supported and fails for another reason, such as a missing file.
-    """
+    """Swap two names in one step, so that neither is ever missing."""
     return _renameat2(one, other, _EXCHANGE)
 
 
 def rename_without_replacing(source: Path, target: Path) -> None:
-    """Rename a file or folder unless the target exists.
-
-    Raises:
-        FileExistsError: If it does.
-    """
+    """Rename a file or folder unless the target exists."""
     if _renameat2(source, target, _NOREPLACE):
         return
     if not source.is_dir():

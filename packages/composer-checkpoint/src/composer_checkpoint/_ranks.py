@@ -9,19 +9,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as tdist
 
-from composer_checkpoint.errors import CheckpointError, StorageError
+from composer_checkpoint.errors import CheckpointError, NoCheckpointError, StorageError
+from composer_dist import dist
 from composer_dist.collectives import cpu_group, is_initialized
 from composer_dist.env import get_world_size
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["PATIENCE", "in_thread", "gather_with_timeout", "work_within", "Ranks"]
 
 A = TypeVar("A")
 
@@ -38,14 +38,6 @@ def work_within(work: Callable[[], A], timeout_s: float, rank: int) -> A:
     """Return the result of a function, or raise if it takes too long.
 
     A call that hangs stays in its daemon thread until the process ends, since a blocked write cannot be canceled.
-
-    Args:
-        work: The function.
-        timeout_s: The longest time that it may take.
-        rank: The rank of this process, for the error.
-
-    Raises:
-        StorageError: If it takes longer.
     """
 
     def overdue() -> str:
@@ -63,15 +55,6 @@ def gather_with_timeout(talk: Callable[[], A], group: "ProcessGroup", timeout_s:
 
     A dead rank makes the collective fail at once. A rank that hangs does not, so each rank sets a key in the group's
     store when it arrives. The store's process may hang too, so the wait for it is short.
-
-    Args:
-        talk: The collective.
-        group: The ranks that take part.
-        timeout_s: The longest time that it may take.
-        rank: The rank of this process.
-
-    Raises:
-        StorageError: If a rank does not arrive in time, with the numbers of the missing ranks.
     """
     store = group.get_group_store()
     number = _meetings[group.group_name] = _meetings[group.group_name] + 1
@@ -168,15 +151,10 @@ class Ranks:
         self._group = group if self.world_size == 1 else cpu_group(group)
 
     def exchange(self, work: Callable[[], A], combine: Callable[[list[A]], Sequence[B]]) -> B:
-        """Call `work` on each rank, `combine` on rank 0, and return this rank's item. Every rank must call this.
+        """Call `work` on each rank, `combine` on rank 0 with all results, and return this rank's item of its list.
 
-        Args:
-            work: Called on each rank.
-            combine: Called on rank 0 with the results of all ranks; returns an item for each rank.
-
-        Raises:
-            Exception: The error of the first rank that failed, on every rank.
-            StorageError: If a rank is given up, with its number, on every rank that arrived.
+        Every rank must call this. The error of the first rank that failed is raised on every rank, and a `StorageError`
+        on every rank that arrived if one is given up.
         """
         if self.world_size == 1:
             return self._within_time(lambda: combine([work()]))[0]
@@ -195,13 +173,17 @@ class Ranks:
             raise self._as_raised(reply, mine)
         return reply
 
-    def together(self, work: Callable[[], object]) -> None:
-        """Call `work` on each rank and return when all are done. Every rank must call this.
+    def together(self, work: Callable[[], A]) -> A:
+        """Call `work` on each rank, and return this rank's result when all are done. Every rank must call this."""
+        done: list[A] = []
+        self.exchange(lambda: done.append(work()), lambda nothing: nothing)
+        return done[0]
 
-        Raises:
-            Exception: The error of the first rank that failed, on every rank.
-        """
-        self.exchange(lambda: (work(), None)[1], lambda done: done)
+    def from_first(self, work: Callable[[], A]) -> A:
+        """Call `work` on rank 0, and return its result, or raise its error, on all ranks. Every rank must call this."""
+        # The cast holds on rank 0, whose result is the one that is used.
+        mine = cast("Callable[[], A]", work if self.rank == 0 else lambda: None)
+        return self.exchange(mine, lambda results: results[:1] * len(results))
 
     def all(self, statement: bool) -> bool:
         """Return whether `statement` is true on every rank. Every rank must call this."""
@@ -267,3 +249,36 @@ def _portable(error: Exception) -> Exception:
     except Exception:  # the constructor of a foreign class may raise anything
         pass
     return CheckpointError(f"{type(error).__name__}: {error}")
+
+
+def fetch_together(fetch: Callable[[], None]) -> None:
+    """Call `fetch`, and raise on all ranks if it failed on any. Every rank must call this."""
+    mine: Exception | None = None
+    try:
+        fetch()
+    except Exception as error:  # raised after the gather, which the other ranks wait in
+        mine = error
+    failures = dist.all_gather_object(
+        None if mine is None else (isinstance(mine, FileNotFoundError), f"{type(mine).__name__}: {mine}")
+    )
+    if mine is not None:
+        raise mine
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            is_missing, text = failure
+            kind = NoCheckpointError if is_missing else CheckpointError
+            raise kind(not_here("the checkpoint", rank, text))
+
+
+def of_first_rank_of_node(folder: str) -> str:
+    """Return the path that the first rank of this node has for a folder. Every rank must call this."""
+    folders = dist.all_gather_object((dist.get_node_rank(), dist.get_local_rank(), folder))
+    return next(shared for node, local, shared in folders if node == dist.get_node_rank() and local == 0)
+
+
+def not_here(what: str, rank: int, reason: str) -> str:
+    """Return the error message for a file that another rank should have downloaded."""
+    return (
+        f"No such file or directory: {what}. This likely implies a download failed on local rank 0, which is global "
+        f"rank {rank} ({reason}). Look at the log of that rank."
+    )

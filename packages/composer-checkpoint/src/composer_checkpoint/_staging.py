@@ -9,8 +9,6 @@ import torch
 
 from composer_checkpoint.errors import CheckpointError
 
-__all__ = ["Snapshot", "StagingArea", "storage_key"]
-
 # Two or more threads that each copy a tensor reach the memory's bandwidth. Torch's own threads, which synchronize after
 # every tensor, took four to eight times as long on two busy cores.
 _NUM_THREADS = min(4, os.cpu_count() or 1)
@@ -28,12 +26,7 @@ class StagingArea:
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="staging")
 
     def snapshot(self, sources: Mapping[str, torch.Tensor], may_wait: Callable[[torch.Tensor], bool]) -> "Snapshot":
-        """Begin a snapshot. The previous one must no longer be in use.
-
-        Args:
-            sources: The tensors, by names that stay the same from snapshot to snapshot.
-            may_wait: Returns whether a tensor may be read later, until the snapshot is complete.
-        """
+        """Begin a snapshot. The previous one must no longer be in use."""
         self._buffers = {name: self._buffer(name, tensor) for name, tensor in sources.items()}
         return Snapshot(sources, self._buffers, may_wait, self._pool, self._streams)
 
@@ -91,9 +84,6 @@ class Snapshot:
 
         The counter rises only at the end of an operation, so one that began before the end of the copy may still be
         running. Call this as late as possible: when the copies are on disk, before the rename.
-
-        Raises:
-            CheckpointError: If a tensor was changed before `wait` had returned.
         """
         changed = [name for name, (tensor, version) in self._watched.items() if _version(tensor) != version]
         if changed and not self._may_change:

@@ -32,6 +32,7 @@ __all__ = [
     "map_tree",
     "named_leaves",
     "text_of",
+    "unflatten",
     "unique_name",
     "with_items",
 ]
@@ -466,3 +467,24 @@ def decode(obj: Any, kinds: Mapping[str, Any], names: Callable[[], Names] = note
                 return value
 
     return map_tree(obj, change, shared=True, inside_out=True, skip_numbers=True, names=names()) if kinds else obj
+
+
+def unflatten(leaves: Iterable[tuple[Sequence[Any], Any]]) -> Any:
+    """Return the nested dicts with leaves at these paths. Dicts with the keys 0 to n-1 become lists."""
+    root: dict[Any, Any] = {}
+    for (*parents, last), leaf in leaves:
+        inner = root
+        for key in parents:
+            inner = inner.setdefault(key, {})
+        inner[last] = leaf
+    return _with_lists(root)
+
+
+def _with_lists(tree: Any) -> Any:
+    if not isinstance(tree, dict) or not tree:
+        return tree
+    # DCP stores the items of a list under integer keys.
+    items = {key: _with_lists(value) for key, value in tree.items()}
+    if all(isinstance(key, int) for key in items) and sorted(items) == list(range(len(items))):
+        return [items[index] for index in range(len(items))]
+    return items

@@ -5,7 +5,6 @@ import io
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from logging import getLogger
 from pathlib import Path
 from typing import Any, Literal
@@ -48,7 +47,7 @@ class AsyncSaver:
         saver.save(state_dict, "runs/ep1", sharded=True, stable_until_step=parameters_and_optimizer_state)
         ...                         # forward and backward
         saver.wait_for_staging()    # right before the optimizer's step
-            saver.check()               # once a step: raises errors of the background thread, on all ranks
+        saver.check()               # once a step: raises errors of the background thread, on all ranks
         ...
         saver.wait()                # at the end of training, and after an exception in it
 
@@ -69,7 +68,7 @@ class AsyncSaver:
         >>> with AsyncSaver() as saver:
         ...     path = tempfile.mkdtemp() + "/ep1.pt"
         ...     saved = saver.save({"w": weight}, path)
-        ...     weight += 1  # training goes on
+        ...     weight += 1  # training continues
         >>> torch.load(path)
         {'w': tensor([0., 0.])}
     """
@@ -152,12 +151,15 @@ class AsyncSaver:
                 return False
             self.wait()
         stable = {storage_key(_local(tensor)) for tensor in stable_until_step}
-        prepare = self._prepare_sharded if sharded else self._prepare_local if local else self._prepare_file
-        write = prepare(
-            state_dict,
-            _Destination(path, info, overwrite, storage_options, planner),
-            lambda tensor: storage_key(tensor) in stable,
-        )
+
+        def may_wait(tensor: torch.Tensor) -> bool:
+            return storage_key(tensor) in stable
+
+        if sharded:
+            writer = VerifiedWriter(path, info=info, overwrite=overwrite, storage_options=storage_options)
+            write = self._prepare_sharded(state_dict, writer, planner, may_wait)
+        else:
+            write = self._prepare_file(state_dict, path, info, overwrite, may_wait, is_local=local)
         self._writing = self._thread.submit(_write, write, self._snapshot, then)
         return True
 
@@ -230,72 +232,66 @@ class AsyncSaver:
     def _prepare_sharded(
         self,
         state_dict: Mapping[str, Any],
-        destination: "_Destination",
+        writer: VerifiedWriter,
+        planner: SavePlanner | None,
         may_wait: Callable[[torch.Tensor], bool],
-        # Every rank plans in this thread, so that training cannot change the tensors before they are staged.
     ) -> Job:
-        writer = VerifiedWriter(
-            destination.path,
-            info=destination.info,
-            overwrite=destination.overwrite,
-            storage_options=destination.storage_options,
-        )
-        planned = plan_save(state_dict, writer, self._ranks, destination.planner)
+        # Every rank plans in this thread, so that training cannot change the tensors before they are staged.
+        planned = plan_save(state_dict, writer, self._ranks, planner)
         pickled: dict[str, io.BytesIO] = {}
 
-        def stage() -> None:
+        def stage() -> Snapshot:
             data = {_name(item): planned.planner.resolve_data(item) for item in planned.plan.items}
             pickled.update((name, value) for name, value in data.items() if not isinstance(value, torch.Tensor))
             tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
             self._snapshot = self._staging.snapshot(tensors, may_wait)
+            return self._snapshot
 
         try:
-            self._ranks.together(stage)
+            snapshot = self._ranks.together(stage)
         except BaseException as error:
             writer.abort(error)
             raise
-        snapshot = self._snapshot
-        assert snapshot is not None  # set by `stage`
         data = _SnapshotPlanner(snapshot, pickled)
         return lambda: write_planned(planned, data, writer, self._background_ranks, snapshot.confirm)
 
     def _prepare_file(
-        self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
+        self,
+        state_dict: Mapping[str, Any],
+        path: str | os.PathLike[str],
+        info: Mapping[str, Any] | None,
+        overwrite: bool,
+        may_wait: Callable[[torch.Tensor], bool],
+        *,
+        is_local: bool,
     ) -> Job:
-        final, ranks = Path(os.path.abspath(destination.path)), self._background_ranks
-        jobs: list[Callable[[Path], object]] = []
+        final, ranks = Path(os.path.abspath(path)), self._background_ranks
+        if is_local:
+            final = own_path(path, self._ranks)
+            state_dict, info = local_content(state_dict, info, self._ranks)
 
-        def stage() -> None:
-            if ranks.rank == 0:
-                refuse_existing(final, destination.overwrite)
-                jobs.append(self._stage_content(state_dict, destination, may_wait))
+        def stage() -> Callable[[Path], object] | None:
+            if ranks.rank and not is_local:
+                return None
+            refuse_existing(final, overwrite)
+            return self._stage_content(state_dict, info, may_wait)
 
-        self._ranks.together(stage)
-        return lambda: write_on_rank_zero(
-            final, lambda unfinished: jobs[0](unfinished), ranks, overwrite=destination.overwrite
-        )
-
-    def _prepare_local(
-        self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
-    ) -> Job:
-        own, ranks = own_path(destination.path, self._ranks), self._background_ranks
-        jobs: list[Callable[[Path], object]] = []
-
-        def stage() -> None:
-            refuse_existing(own, destination.overwrite)
-            jobs.append(self._stage_content(content, replace(destination, info=info), may_wait))
-
-        content, info = local_content(state_dict, destination.info, self._ranks)
-        self._ranks.together(stage)
-        return lambda: write_together(own, jobs[0], ranks, destination.overwrite)
+        job = self._ranks.together(stage) or (lambda unfinished: None)
+        if is_local:
+            return lambda: write_together(final, job, ranks, overwrite)
+        return lambda: write_on_rank_zero(final, job, ranks, overwrite=overwrite)
 
     def _stage_content(
-        self, state_dict: Mapping[str, Any], destination: "_Destination", may_wait: Callable[[torch.Tensor], bool]
+        self, state_dict: Mapping[str, Any], info: Mapping[str, Any] | None, may_wait: Callable[[torch.Tensor], bool]
     ) -> Callable[[Path], None]:
-        """Copy the content of a file, and return a function that writes the copy."""
         refuse_what_is_elsewhere(state_dict)  # `save_file` checks this too, but only later in the background
         leaves = dict(named_leaves(state_dict, torch.Tensor))
-        tensors = {name: leaf for name, leaf in leaves.items() if _has_room(leaf)}
+        # Those of which an ordinary tensor of the same shape and dtype can hold a copy.
+        tensors = {
+            name: leaf
+            for name, leaf in leaves.items()
+            if leaf.layout == torch.strided and not leaf.is_quantized and not leaf.is_meta
+        }
         # Tensors that share their elements, such as tied weights, are copied once and stay shared in the file.
         first_names: dict[Hashable, str] = {}
         for name, tensor in tensors.items():
@@ -309,19 +305,10 @@ class AsyncSaver:
 
         def write(path: Path) -> None:
             snapshot.complete()
-            save_file(copied, path, info=destination.info)
+            save_file(copied, path, info=info)
             snapshot.confirm()
 
         return write
-
-
-@dataclass(frozen=True, slots=True)
-class _Destination:
-    path: str | os.PathLike[str]
-    info: Mapping[str, Any] | None
-    overwrite: bool
-    storage_options: Mapping[str, Any] | None
-    planner: SavePlanner | None
 
 
 class _SnapshotPlanner(DefaultSavePlanner):
@@ -336,11 +323,6 @@ class _SnapshotPlanner(DefaultSavePlanner):
         self._snapshot.complete()
         name = _name(write_item)
         return self._pickled[name] if name in self._pickled else self._snapshot.copies[name]
-
-
-def _has_room(tensor: torch.Tensor) -> bool:
-    """Return whether an ordinary tensor of the same shape and dtype can hold a copy."""
-    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def _write(write: Job, snapshot: Snapshot | None, then: Job | None) -> None:

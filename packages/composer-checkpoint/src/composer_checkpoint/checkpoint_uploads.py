@@ -4,30 +4,26 @@ import os
 import posixpath
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
 
 from composer_checkpoint._ranks import Ranks
-from composer_checkpoint.formats.archives import check_compressor
-from composer_checkpoint.names import PartialFilePath, check_filename, partial_format, sharded_folder
+from composer_checkpoint.names import PartialFilePath, partial_format, sharded_folder
 from composer_checkpoint.remote.fetch import create_symlink_file
 from composer_checkpoint.remote.publish import SYMLINK_SUFFIX, write_pointer
 from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.retention import KeptRemotely
-from composer_checkpoint.save_folder import ensure_store_has_no_conflicting_objects
-from composer_checkpoint.state import Layout, layout_of, own_file, path_of, prefix_dir_of
-from composer_checkpoint.stores.base import is_uri, parse_uri
-from composer_checkpoint.stores.databricks import EXPERIMENT_PLACEHOLDER, RUN_PLACEHOLDER, MLFlowObjectStore
-from composer_time import Time, Timestamp
+from composer_checkpoint.state import Layout, layout_of, own_file, prefix_dir_of
+from composer_checkpoint.stores.base import is_uri
+from composer_time import Timestamp
 
 if TYPE_CHECKING:
     from composer_events import Logger, State
 
-__all__ = ["Save", "check_templates", "name_save", "template_of_run", "to_path", "within_folder", "CheckpointUploads"]
+__all__ = ["CheckpointUploads", "Save", "template_of_run", "within_folder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,69 +42,6 @@ class Save:
     remote_pointer: str | None
 
 
-def check_templates(
-    filename: str, latest_filename: str | None, interval: "Time[Any] | str | int | None", overwrite: bool
-) -> None:
-    """Refuse names that are the same for several saves of a run, or for a save and the link to the latest one.
-
-    Args:
-        filename: The template of the saves.
-        latest_filename: The template of the link, or `None` for no link.
-        interval: As in `check_filename`.
-        overwrite: Whether several saves may have the same name.
-
-    Raises:
-        ValueError: If there are such names.
-        CompressorNotFound: If the program that the file name needs is not installed.
-    """
-    check_filename(filename, interval=interval, overwrite=overwrite)
-    check_compressor(filename)
-    if latest_filename is None:
-        return
-    check_filename(str(latest_filename), argument="save_latest_filename", overwrite=True)
-    if str(latest_filename).lstrip("/") == filename:
-        raise ValueError(
-            f"save_latest_filename={latest_filename!r} is what the checkpoints are called, too, so that the link to "
-            f"the latest one would replace it. Give them two names, or pass save_latest_filename=None."
-        )
-
-
-def name_save(
-    state: "State",
-    filename: PartialFilePath,
-    link: PartialFilePath | None,
-    remote_name: PartialFilePath | None,
-    remote_pointer: PartialFilePath | None,
-    remote_folder: str | None,
-    metrics: dict[str, float],
-) -> Save:
-    """Fill in the names of a save at the current time."""
-    path = path_of(state, filename.filename, filename.folder)
-    remote = None if remote_name is None else _remote_name(state, remote_name.filename)
-    address = None
-    if remote_folder is not None and remote is not None:
-        place, root = urlsplit(remote_folder), "/" if parse_uri(remote_folder).path.startswith("/") else ""
-        address = f"{place.scheme}://{place.netloc}/{root}{remote}"
-        path = address if layout_of(state) is Layout.SHARDED else path  # each rank writes there directly
-    return Save(
-        path=path,
-        address=address,
-        timestamp=state.timestamp,
-        metrics=metrics,
-        link=None if link is None else link.format(state),
-        remote_name=remote,
-        remote_pointer=None if remote_pointer is None else remote_pointer.format(state),
-    )
-
-
-def _remote_name(state: "State", filename: str) -> str:
-    template = within_folder(state, filename)
-    if layout_of(state) is Layout.LOCAL:
-        # Doubled, so that formatting leaves `{rank}` in the name, which all ranks then share.
-        template = template.replace("{rank}", "{{rank}}")
-    return PartialFilePath(template).format(state)
-
-
 def within_folder(state: "State", filename: str) -> str:
     """Return the template of a save below the folder: a file, or the folder of a sharded checkpoint."""
     return sharded_folder(filename, prefix_dir_of(state)) if layout_of(state) is Layout.SHARDED else filename
@@ -119,11 +52,6 @@ def template_of_run(state: "State", name: PartialFilePath | None) -> str | None:
     return None if name is None else partial_format(within_folder(state, name.filename), run_name=state.run_name)
 
 
-def to_path(name: str | None, folder: str | None = None) -> PartialFilePath | None:
-    """Return a user's template as a path, or `None` for none."""
-    return None if name is None else PartialFilePath(str(name).lstrip("/"), folder)
-
-
 _POLL_S = 30.0
 # The state of a rank's uploads. All ranks act on the lowest value of any rank.
 _HAS_ENDED, _UNDER_WAY, _NOTHING = range(3)
@@ -132,17 +60,11 @@ _HAS_ENDED, _UNDER_WAY, _NOTHING = range(3)
 class CheckpointUploads:
     """Upload checkpoints in the background to a remote folder, or hand them to loggers.
 
-    Not every rank has something to upload; errors are raised on all of them.
-
-    Args:
-        uploader: Uploads to the remote folder, if there is one.
-        overwrite: Whether a complete checkpoint of the same name may be replaced.
-        timeout_s: The longest time that `wait` waits for each rank.
-        kept: The checkpoints to keep in the store; `None` for all.
+    Not every rank has something to upload; errors are raised on all of them. `wait` waits for at most `timeout_s`.
 
     Attributes:
-        overwrite: As above.
-        ranked_by: The metric by which the best are kept in the store, if any.
+        overwrite: Whether a complete checkpoint of the same name may be replaced.
+        are_watched: Whether `check` has to look, since any rank may be uploading; the same on all ranks.
     """
 
     def __init__(
@@ -152,61 +74,13 @@ class CheckpointUploads:
         self.overwrite = overwrite
         self._timeout_s = timeout_s
         self._kept = kept
-        self.ranked_by = None if kept is None else kept.policy.metric
-        self._addresses: dict[str, str] = {}
         self._failures: list[Exception] = []
-        self._are_watched = False  # the same on all ranks
-
-    @property
-    def may_have_news(self) -> bool:
-        """Return whether `check` or `rotate` may have work to do; the same on all ranks."""
-        return self._are_watched or self._kept is not None
-
-    @property
-    def addresses(self) -> list[str]:
-        """Return the addresses of this process's saves that still exist in the store, oldest first."""
-        deleted = () if self._kept is None else self._kept.deleted
-        return [address for name, address in self._addresses.items() if name not in deleted]
-
-    @addresses.setter
-    def addresses(self, addresses: list[str]) -> None:
-        self._addresses = {parse_uri(address).path: address for address in addresses}
-
-    def note(self, job: Save) -> None:
-        """Record a committed save, which replaces an earlier one of the same name."""
-        if job.address is not None and job.remote_name is not None:
-            self._addresses.pop(own_file(job.remote_name), None)  # re-inserted as the newest
-            self._addresses[own_file(job.remote_name)] = own_file(job.address)
-
-    def expect(self) -> None:
-        """Expect uploads of a save on any rank. Every rank must call this."""
-        self._are_watched = True
-
-    def refuse_later(self, template: str, timestamp: Timestamp) -> None:
-        """Raise, on all ranks, if the store has later checkpoints. Every rank must call this.
-
-        Args:
-            template: The template of their names.
-            timestamp: The time of the run.
-        """
-        if self._uploader is None:
-            return
-        ranks, store = Ranks(), self._uploader.remote_backend
-        ranks.together(
-            lambda: ensure_store_has_no_conflicting_objects(store, template, timestamp) if ranks.rank == 0 else None
-        )
+        self.are_watched = False
 
     def send(self, job: Save, logger: "Logger") -> Future[None] | None:
         """Begin to upload what this rank has saved, and then update the pointer.
 
         Errors are raised by `check` and `wait`.
-
-        Args:
-            job: The save. If its path is an address, it was written to the store directly.
-            logger: Holds the destinations that accept files.
-
-        Returns:
-            The upload, until the end of which the file must stay.
         """
         if job.remote_name is None:
             return None
@@ -221,20 +95,12 @@ class CheckpointUploads:
             self._kept.add(name, list(dict.fromkeys(of_ranks)), job.timestamp, job.metrics, upload)
         return upload
 
-    def rotate(self) -> None:
-        """Begin to delete checkpoints from the store that the policy does not keep."""
-        if self._kept is not None:
-            self._kept.rotate()
-
     def check(self, *, more_to_come: bool = False) -> None:
         """Raise the first error of a finished upload on any rank, on all ranks. Every rank must call this.
 
         The ranks communicate only from a save until the end of its upload.
-
-        Args:
-            more_to_come: Whether a checkpoint is being written that will be uploaded later.
         """
-        if not self._are_watched:
+        if not self.are_watched:
             return
         ranks, futures = Ranks(), self._futures
         if self._failures or any(future.done() for future in futures):
@@ -246,41 +112,23 @@ class CheckpointUploads:
         if anywhere == _HAS_ENDED:
             ranks.together(self._raise_first)
         elif anywhere == _NOTHING and not more_to_come:
-            self._are_watched = False
+            self.are_watched = False
 
     def wait(self) -> None:
-        """Wait until no rank is uploading. Every rank must call this.
-
-        Raises:
-            RuntimeError: On all ranks, if it takes too long on any.
-        """
-        if self._uploader is None and not self._are_watched:
+        """Wait until no rank is uploading. Every rank must call this."""
+        if self._uploader is None and not self.are_watched:
             return
         self._wait()
         if self._kept is not None:
             self._kept.rotate()  # by what all ranks have uploaded
             self._wait()
-        self._are_watched = False
+        self.are_watched = False
 
     def close(self) -> None:
         """Wait for this rank's uploads alone, since other ranks may be gone, and close connections."""
         if self._uploader is not None:
             self._uploader.wait_and_close()
         self._raise_first()
-
-    def state_dict(self, job: Save | None) -> dict[str, Any] | None:
-        """Return the checkpoints in the store, including the one that is being saved."""
-        if self._kept is None:
-            return None
-        saved = self._kept.state_dict()
-        if job is not None and job.remote_name is not None:
-            saved["saved"].append((own_file(job.remote_name), job.timestamp.state_dict(), job.metrics))
-        return saved
-
-    def load_state_dict(self, saved: Mapping[str, Any], template: str | None) -> None:
-        """Adopt the checkpoints in the store whose names match this run's template."""
-        if self._kept is not None and template is not None:
-            self._kept.load_state_dict(saved, template)
 
     def _wait(self) -> None:
         ranks, deadline = Ranks(), time.monotonic() + self._timeout_s
@@ -338,53 +186,3 @@ def _files(path: str, name: str) -> Iterator[tuple[Path, str]]:
     for file in sorted(Path(path).rglob("*")):
         if file.is_file():
             yield file, posixpath.join(name, file.relative_to(path).as_posix())
-
-
-def asks_for_run(template: str | None) -> bool:
-    """Return whether a name has a placeholder for the experiment or the run of MLflow.
-
-    Example:
-        >>> asks_for_run("runs/{mlflow_run_id}/checkpoints")
-        True
-    """
-    return template is not None and (EXPERIMENT_PLACEHOLDER in template or RUN_PLACEHOLDER in template)
-
-
-def run_of(logger: "Logger", uploader: "RemoteUploader | None") -> dict[str, str]:
-    """Return the values of MLflow's placeholders. Every rank must call this.
-
-    Args:
-        logger: Its first destination that has begun a run, such as an `MLFlowLogger`, provides them.
-        uploader: Otherwise, if it uploads to MLflow, the run that it begins on rank 0 does.
-
-    Returns:
-        The experiment and the run; an empty dict if there is neither.
-    """
-    for destination in getattr(logger, "destinations", ()):
-        experiment_id, run_id = (getattr(destination, name, None) for name in ("experiment_id", "run_id"))
-        if isinstance(experiment_id, str) and isinstance(run_id, str):
-            return {EXPERIMENT_PLACEHOLDER: experiment_id, RUN_PLACEHOLDER: run_id}
-    if uploader is None or not asks_for_run(uploader.remote_folder):
-        return {}
-    ranks = Ranks()
-
-    # Opening the store may create a run, so that only rank 0 may do it.
-    def begin() -> dict[str, str]:
-        store = uploader.remote_backend if ranks.rank == 0 else None
-        if not isinstance(store, MLFlowObjectStore):
-            return {}
-        return {EXPERIMENT_PLACEHOLDER: store.experiment_id, RUN_PLACEHOLDER: store.run_id}
-
-    return ranks.exchange(begin, lambda found: found[:1] * len(found))
-
-
-def with_run(template: str, run: dict[str, str]) -> str:
-    """Return a name with these placeholders filled in, and others unchanged."""
-    for placeholder, value in run.items():
-        template = template.replace(placeholder, value)
-    return template
-
-
-def path_with_run(path: PartialFilePath, run: dict[str, str]) -> PartialFilePath:
-    """Return a path with these placeholders filled in."""
-    return PartialFilePath(with_run(path.filename, run), None if path.folder is None else with_run(path.folder, run))

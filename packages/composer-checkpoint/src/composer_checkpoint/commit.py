@@ -7,10 +7,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 from composer_checkpoint._durability import exchange, make_folders, rename_without_replacing, sync_path, sync_tree
-from composer_checkpoint._ranks import Ranks
 from composer_checkpoint.errors import (
     CheckpointConflictError,
     CorruptCheckpointError,
@@ -21,20 +20,16 @@ from composer_checkpoint.errors import (
 from composer_checkpoint.lock import discard, find_leftovers, is_folder, remove_leftovers, remove_leftovers_of
 from composer_checkpoint.names import sibling_name
 
+if TYPE_CHECKING:
+    from composer_checkpoint._ranks import Ranks
+
 __all__ = [
     "find_leftovers",
-    "is_of_checkpoint",
-    "put_in_place",
-    "refuse_existing",
+    "read_pointer",
     "remove_leftovers",
     "remove_leftovers_of",
     "replace_pointer",
-    "sync_tree",
     "write_atomically",
-    "write_beside",
-    "read_pointer",
-    "read_pointer_text",
-    "refuse_folder",
 ]
 
 _OF_CHECKPOINT = re.compile(
@@ -111,18 +106,7 @@ def is_of_checkpoint(name: str) -> bool:
 
 
 def write_beside(temporary: Path, final: Path, write: Callable[[Path], object], *, overwrite: bool) -> None:
-    """Write a file under a temporary name and flush it, for `put_in_place` to rename. An exception deletes it.
-
-    Args:
-        temporary: From `sibling_name(final)`.
-        final: The final name. Its parent folders are created.
-        write: Writes to the path that it receives.
-        overwrite: Whether an existing file may be replaced.
-
-    Raises:
-        CheckpointConflictError: If `final` exists and `overwrite` is false.
-        StorageError: If the disk is full, read-only, not permitted or broken.
-    """
+    """Write a file under a temporary name and flush it, for `put_in_place` to rename. An exception deletes it."""
     refuse_existing(final, overwrite)
     with _whole_or_nothing(temporary, final):
         make_folders(final.parent)
@@ -132,12 +116,7 @@ def write_beside(temporary: Path, final: Path, write: Callable[[Path], object], 
 
 
 def put_in_place(temporary: Path, final: Path, *, overwrite: bool) -> None:
-    """Rename a file that `write_beside` has written to its final name. After an exception it keeps the temporary one.
-
-    Raises:
-        CheckpointConflictError: If `final` exists and `overwrite` is false.
-        StorageError: If the file system refuses.
-    """
+    """Rename a file from `write_beside` to its final name. After an exception it keeps the temporary one."""
     try:
         _put_in_place(temporary, final, overwrite)
     except CheckpointConflictError:
@@ -151,16 +130,7 @@ def put_in_place(temporary: Path, final: Path, *, overwrite: bool) -> None:
 
 
 def refuse_existing(final: Path, overwrite: bool, *, folder: bool = False) -> None:
-    """Raise if a name is taken and may not be replaced.
-
-    Args:
-        final: The name.
-        overwrite: Whether existing content may be replaced.
-        folder: Whether a folder is written. A file never replaces a folder, whose files may not be a checkpoint's.
-
-    Raises:
-        CheckpointConflictError: If the existing content may not be replaced.
-    """
+    """Raise if a name is taken and may not be replaced. A file never replaces a folder, which may hold anything."""
     if not overwrite and os.path.lexists(final):
         raise _conflict(final)
     if not folder and is_folder(final):
@@ -265,31 +235,14 @@ def _size_bytes(path: Path) -> int:
     return size
 
 
-T = TypeVar("T")
-
-
 def write_on_rank_zero(
-    path: str | os.PathLike[str], write: Callable[[Path], object], ranks: Ranks, *, overwrite: bool = True
+    path: str | os.PathLike[str], write: Callable[[Path], object], ranks: "Ranks", *, overwrite: bool = True
 ) -> None:
-    """Write a file atomically on rank 0; it exists when this returns. Every rank must call this.
-
-    Args:
-        path: The file.
-        write: Called on rank 0, with the temporary path to write to.
-            ranks: The ranks that take part.
-            overwrite: Whether an existing file may be replaced.
-
-    Raises:
-            CheckpointError: On all ranks, if rank 0 cannot write, or takes too long. The old file is untouched.
-    """
+    """Write a file atomically on rank 0; it exists when this returns. Every rank must call this."""
     final = Path(os.path.abspath(path))
     temporary = sibling_name(final)
 
-    def begin() -> None:
-        if ranks.rank == 0:
-            write_beside(temporary, final, write, overwrite=overwrite)
-
-    def commit(done: list[T]) -> list[T]:
+    def commit(done: list[None]) -> list[None]:
         put_in_place(temporary, final, overwrite=overwrite)
         return done
 
@@ -297,7 +250,9 @@ def write_on_rank_zero(
         if ranks.rank == 0:
             undo.callback(discard, temporary)
         # In a step of its own, so that a write that has timed out never becomes a checkpoint.
-        ranks.exchange(begin, commit)
+        ranks.exchange(
+            lambda: write_beside(temporary, final, write, overwrite=overwrite) if ranks.rank == 0 else None, commit
+        )
 
 
 _LONGEST_TEXT_BYTES = 4096
@@ -344,11 +299,7 @@ def replace_pointer(link: str | os.PathLike[str], target: str | os.PathLike[str]
 
 
 def refuse_folder(link: str | os.PathLike[str]) -> None:
-    """Raise if the name of a link is that of a folder.
-
-    Raises:
-        CheckpointConflictError: If it is.
-    """
+    """Raise if the name of a link is that of a folder."""
     if is_folder(Path(link)):
         raise CheckpointConflictError(
             f"{os.fspath(link)} is a folder, so that no link to the latest checkpoint can have this name. Move it "
@@ -377,13 +328,6 @@ def read_pointer(link: str | os.PathLike[str]) -> Path | None:
 
 def read_pointer_text(content: bytes, name: str) -> str:
     """Return the path in the text of a pointer, such as a `.symlink` object of a remote store.
-
-    Args:
-        content: All bytes of the pointer.
-        name: Its name, for the error.
-
-    Raises:
-        CorruptCheckpointError: If it is empty, too long, not text, or has several lines.
 
     Example:
         >>> read_pointer_text(b"run/checkpoints/ep1.pt", "latest.symlink")

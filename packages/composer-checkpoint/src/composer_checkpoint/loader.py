@@ -19,7 +19,7 @@ from composer_checkpoint._compatibility import (
     refuse_unfitting_state,
 )
 from composer_checkpoint._ignored_optimizer_state import KeptOptimizers, leave_out_their_state
-from composer_checkpoint._ranks import Ranks
+from composer_checkpoint._ranks import Ranks, fetch_together, not_here, of_first_rank_of_node
 from composer_checkpoint.commit import read_pointer
 from composer_checkpoint.data_position import DataPosition, begin_epoch_again, leave_epoch, refuse_other_data
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
@@ -28,11 +28,6 @@ from composer_checkpoint.formats.per_rank import LAYOUT_KEY
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
 from composer_checkpoint.lock import complete_interrupted_sets
 from composer_checkpoint.names import format_name_with_dist, partial_format
-from composer_checkpoint.remote.fetch import extract_path_from_symlink, get_file
-from composer_checkpoint.remote.publish import SYMLINK_SUFFIX
-from composer_checkpoint.resume import fetch_together, not_here, of_first_rank_of_node
-from composer_checkpoint.save_folder import is_name_of_file
-from composer_checkpoint.sharded._storage import store_of
 from composer_checkpoint.state import (
     PARTS,
     Layout,
@@ -225,6 +220,8 @@ def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -
             Ranks().together(lambda: complete_interrupted_sets(saved_to) if dist.get_global_rank() == 0 else None)
         yield folder or _existing(own, path, state)
         return
+    from composer_checkpoint.remote.fetch import get_file  # here, so that local checkpoints do not load the stores
+
     with tempfile.TemporaryDirectory(prefix="composer-load-") as folder:
         # The ranks of a node share what its first rank downloads.
         shared = folder if is_local_layout else of_first_rank_of_node(folder)
@@ -287,6 +284,12 @@ def _remote_folder(path: str, state: "State") -> str | None:
 
 
 def _follow_to_folder(path: str) -> str | None:
+    # Here, so that local checkpoints do not load the stores.
+    from composer_checkpoint.remote.fetch import extract_path_from_symlink
+    from composer_checkpoint.remote.publish import SYMLINK_SUFFIX
+    from composer_checkpoint.save_folder import is_name_of_file
+    from composer_checkpoint.sharded._storage import store_of
+
     store, name = store_of(path, {})
     if not name.endswith(SYMLINK_SUFFIX) and is_name_of_file(name) and _is_object(store, name):
         return None

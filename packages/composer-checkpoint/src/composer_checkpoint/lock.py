@@ -1,6 +1,5 @@
 """Locks for folders of checkpoints, and removal of what killed writers left in them."""
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -77,10 +76,9 @@ class FolderLock:
             This object.
 
         Raises:
-                FolderInUseError: If another process still holds it after `timeout_s`, with that process's host and
-                    number.
+            FolderInUseError: If another process still holds it after `timeout_s`, with that process's host and number.
             StorageError: If the folder cannot be written to.
-                RuntimeError: If this object already holds it.
+            RuntimeError: If this object already holds it.
         """
         if self.held:
             raise RuntimeError(f"This lock of {self.folder} is held already. Release it first, or make a second one.")
@@ -149,7 +147,7 @@ def _give_back(hold: _Hold) -> None:
             return
         _holds.pop(hold.key, None)
         # Removed while still locked: a waiting process sees that its file has lost the name, and opens the new one.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             hold.path.unlink()
         os.close(hold.descriptor)
 
@@ -203,13 +201,12 @@ def _take_by_name(path: Path) -> tuple[int, Path]:
 
 
 def _take_from_the_dead(path: Path, own: Path) -> None:
-    """Remove the lock file of a dead process, or raise."""
     owner = _read_path(path)
     if owner and is_alive(owner["writer"]) is not False:
         raise _in_use(path, owner)
     # Renamed before the check, so that only one of several waiting processes removes it.
     stale = own.with_name(f"{own.name}.stale")
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         os.rename(path, stale)
         if _read_path(stale) != owner:  # another process was faster, and this is its file
             os.link(stale, path)
@@ -231,7 +228,6 @@ def _record() -> bytes:
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """Return the owner's record in the file, or an empty dict."""
     try:
         record = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
@@ -277,7 +273,7 @@ def complete_interrupted_sets(folder: str | os.PathLike[str]) -> None:
 
     Does nothing while another run saves to the folder.
     """
-    if not has_sets(folder):
+    if not any(found["kind"] == "set" for _, found in _unfinished_in(folder)):
         return
     try:
         with FolderLock(folder):
@@ -308,12 +304,6 @@ def remove_leftovers_of(path: str | os.PathLike[str]) -> list[Path]:
     """Delete what killed writers of one file or folder left next to it.
 
     Files of a living process stay, as do files from another machine and files of a multi-file commit.
-
-    Args:
-        path: The final name.
-
-    Returns:
-        The deleted paths.
     """
     final = Path(os.path.abspath(path))
     left: list[tuple[Path, re.Match[str]]] = []
@@ -329,44 +319,17 @@ def remove_leftovers_of(path: str | os.PathLike[str]) -> list[Path]:
 
 def find_leftovers(folder: str | os.PathLike[str], *, locked: bool = False) -> list[Path]:
     """Return what `remove_leftovers` would delete, rename or restore, without changing anything."""
-    sets = [
-        path
-        for path, found in _unfinished_in(folder)
-        if found["kind"] == "set" and not _may_be_writing(found["writer"], locked)
-    ]
-    return [*sets, *(path for path, _ in _left_in(folder, locked))]
+    return [*_left_sets(folder, locked), *(path for path, _ in _left_in(folder, locked))]
 
 
 def complete_sets(folder: str | os.PathLike[str], *, locked: bool = False) -> None:
-    """Rename per-rank files that were completely written when their writers were killed.
-
-    Args:
-        folder: The folder of checkpoints.
-        locked: As in `remove_leftovers`.
-
-    Raises:
-        OSError: If the file system refuses.
-    """
-    for path, found in list(_unfinished_in(folder)):
-        if found["kind"] == "set" and not _may_be_writing(found["writer"], locked):
-            complete_set(path)
-
-
-def has_sets(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a writer of per-rank files has not finished renaming them."""
-    return any(found["kind"] == "set" for _, found in _unfinished_in(folder))
+    """Rename per-rank files that were completely written when their writers were killed."""
+    for path in _left_sets(folder, locked):
+        complete_set(path)
 
 
 def complete_earlier_sets(folder: Path, finals: Set[Path]) -> None:
-    """Rename files that earlier saves left under temporary names, including saves of this process.
-
-    Args:
-        folder: The folder of the records.
-        finals: The files that are about to be replaced; other records are skipped.
-
-    Raises:
-        OSError: If the file system refuses.
-    """
+    """Rename files that earlier saves left under temporary names, including saves of this process."""
     for path in sorted(folder.iterdir()):
         found = UNFINISHED.fullmatch(path.name)
         if found is None or found["kind"] != "set" or not finals & finals_of(path):
@@ -396,7 +359,6 @@ def is_folder(path: Path) -> bool:
 
 
 def _unfinished_in(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, re.Match[str]]]:
-    """Yield the unfinished files and folders in a folder and below it."""
     pending = [Path(folder)]
     while pending:
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(pending.pop()) as entries:
@@ -406,6 +368,11 @@ def _unfinished_in(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, re.Ma
                     yield Path(entry), found
                 elif entry.is_dir(follow_symlinks=False):
                     pending.append(Path(entry))
+
+
+def _left_sets(folder: str | os.PathLike[str], locked: bool) -> list[Path]:
+    found_sets = [(path, found) for path, found in _unfinished_in(folder) if found["kind"] == "set"]
+    return [path for path, found in found_sets if not _may_be_writing(found["writer"], locked)]
 
 
 def _left_in(folder: str | os.PathLike[str], locked: bool) -> list[tuple[Path, re.Match[str]]]:
@@ -422,9 +389,16 @@ def _left_in(folder: str | os.PathLike[str], locked: bool) -> list[tuple[Path, r
 def _remove(left: list[tuple[Path, re.Match[str]]]) -> list[Path]:
     removed: list[Path] = []
     for path, found in left:
-        _tidy(path, found["kind"], found["name"], removed)
-    for path in removed:
-        log.warning("Removed %s, which a killed writer had left unfinished.", path)
+        home = path.with_name(found["name"])
+        # The writer had moved the old folder aside, and died before its replacement had the name.
+        if found["kind"] == "old" and not os.path.lexists(home):
+            with suppress(FileExistsError):
+                rename_without_replacing(path, home)
+                log.warning("Put %s back: its writer was killed while replacing it.", home)
+                continue
+        if discard(path):
+            removed.append(path)
+            log.warning("Removed %s, which a killed writer had left unfinished.", path)
     return removed
 
 
@@ -447,15 +421,3 @@ def _has_record(writer: str, final: Path) -> bool:
 def _may_be_writing(writer: str, locked: bool) -> bool:
     alive = is_alive(writer)
     return not locked if alive is None else alive
-
-
-def _tidy(path: Path, kind: str, name: str, removed: list[Path]) -> None:
-    home = path.with_name(name)
-    # The writer had moved the old folder aside, and died before its replacement had the name.
-    if kind == "old" and not os.path.lexists(home):
-        with suppress(FileExistsError):
-            rename_without_replacing(path, home)
-            log.warning("Put %s back: its writer was killed while replacing it.", home)
-            return
-    if discard(path):
-        removed.append(path)

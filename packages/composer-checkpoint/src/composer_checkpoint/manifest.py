@@ -6,12 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 from blake3 import blake3
 
 from composer_checkpoint.errors import CorruptCheckpointError, NewerCheckpointError
-from composer_checkpoint.file_io import HASH_NAME, NUM_DIGITS, hash_bytes
+from composer_checkpoint.file_io import HASH_NAME, NUM_DIGITS, hash_bytes, hash_file
 from composer_checkpoint.formats._zip import Readable, ZipLayout
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "FileEntry", "Manifest", "TensorEntry"]
@@ -280,3 +281,15 @@ def refuse_mixed_saves(save_ids: Sequence[Any], path: str | os.PathLike[str]) ->
             f"when the run was killed while it replaced them. If no run saves there, remove_leftovers(folder, "
             f"locked=True) gives the rest of the later ones their names. Otherwise load another checkpoint."
         )
+
+
+def first_difference(folder: Path, manifest: Manifest) -> Path | None:
+    """Return the first file of a folder that is missing or differs from its entry in the manifest, or `None`."""
+    for name, entry in manifest.files.items():
+        path = folder / name
+        # The size first: it costs no read of the file.
+        if not path.is_file() or path.stat().st_size != entry.size_bytes:
+            return path
+        if hash_file(path, manifest.hash_name) != entry.hash:
+            return path
+    return None

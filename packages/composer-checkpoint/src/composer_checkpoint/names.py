@@ -83,7 +83,7 @@ class PartialFilePath:
             ValueError: If a value, such as a run named `..`, would lead out of the folder.
         """
         if keep_placeholders:
-            return self.filename if self.folder is None else _join(self.folder, self.filename)
+            return self.filename if self.folder is None else os.path.join(self.folder, self.filename.lstrip("/"))
         iteration = int(state.timestamp.iteration)
         name = format_name_with_dist_and_time(self.filename, state.run_name, state.timestamp, iteration=iteration)
         if ".." in PurePosixPath(name).parts:
@@ -91,7 +91,9 @@ class PartialFilePath:
                 f"filename={self.filename!r} became {name!r}, which leads out of its folder. Use a run_name (it is "
                 f"{state.run_name!r}) without '..'."
             )
-        return name if self.folder is None else _join(format_name_with_dist(self.folder, state.run_name), name)
+        if self.folder is None:
+            return name
+        return os.path.join(format_name_with_dist(self.folder, state.run_name), name.lstrip("/"))
 
 
 def sharded_folder(filename: str, prefix_dir: str | None) -> str:
@@ -214,10 +216,6 @@ def _parse(argument: str, template: str) -> "Iterator[tuple[str, str | None, str
         ) from error
 
 
-def _join(folder: str, name: str) -> str:
-    return os.path.join(folder, name.lstrip("/"))
-
-
 # Machine, process id and start time, so that a process id that the system has reused is not mistaken for the writer.
 WRITER_PATTERN = r"[0-9a-f]{8}-[0-9]+-[0-9]+"
 
@@ -248,7 +246,7 @@ def is_alive(writer: str) -> bool | None:
     except PermissionError:  # the process of another user
         pass
     now = _start_time(int(pid))
-    return now == int(started) if now is not None else not _has_proc()
+    return now == int(started) if now is not None else not Path("/proc/self/stat").exists()
 
 
 @cache
@@ -268,10 +266,6 @@ def _start_time(pid: int) -> int | None:
     except OSError:
         return None
     return None if state in "ZX" else int(fields[18])
-
-
-def _has_proc() -> bool:
-    return Path("/proc/self/stat").exists()
 
 
 # .tmp-: not finished, or already replaced; never read. .old-: a complete folder, moved aside for an instant where the

@@ -7,13 +7,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from logging import DEBUG, WARNING, getLogger
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from composer_checkpoint._compatibility import shared_check
-from composer_checkpoint._ranks import Ranks
+from composer_checkpoint._ranks import Ranks, fetch_together, of_first_rank_of_node
 from composer_checkpoint.checkpoint_uploads import within_folder
 from composer_checkpoint.commit import read_pointer
 from composer_checkpoint.errors import (
@@ -44,7 +45,7 @@ from composer_checkpoint.save_folder import (
 )
 from composer_checkpoint.sharded._storage import fetch_once_per_node, open_source
 from composer_checkpoint.sharded.reader import read_manifest as read_sharded_manifest
-from composer_checkpoint.state import Layout, check_spread, layout_of
+from composer_checkpoint.state import Layout, check_spread, layout_of, own_file
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.stores.opening import list_if_allowed
 from composer_checkpoint.verify import verify
@@ -54,16 +55,9 @@ if TYPE_CHECKING:
     from composer_checkpoint.saver import CheckpointSaver
     from composer_events import Logger, State
 
-__all__ = [
-    "checkpoint_to_resume",
-    "download_checkpoint",
-    "fetch_together",
-    "not_here",
-    "of_first_rank_of_node",
-    "fetched_from_stores",
-    "refuse_what_does_not_resume",
-    "shared_name",
-]
+__all__ = ["checkpoint_to_resume", "download_checkpoint"]
+
+log = getLogger(__name__)
 
 _MAX_NAMES = 10
 _ORDER = ("batch", "sample", "token", "epoch")
@@ -90,34 +84,19 @@ def fetched_from_stores(
     Each rank downloads what it needs of a candidate, once per node, and verifies its hashes. If they do not match on
     any rank, all ranks log the reason and try the next candidate. One that is later than the target of the pointer is
     skipped if it is of another lineage.
-
-    Args:
-        saver: Has the names.
-        state: The training state, not changed.
-        logger: Has the destinations that keep files.
-        layout: The layout of the state.
-        unusable: Local checkpoints that cannot be used, with the reasons.
-
-    Yields:
-        A local path, or the address of a sharded checkpoint of which the needed parts are local. `None` if there is
-        none.
-
-    Raises:
-        StorageError: On all ranks, if a store cannot be reached: resuming from an older checkpoint would lose work.
-        CheckpointConflictError: On all ranks, if there are checkpoints, locally or in a store, and none can be used.
     """
     stores = _stores(saver, logger)
-    ranks = Ranks()
-    candidates: list[_Candidate] = ranks.exchange(
-        lambda: list(_candidates(stores, saver, state, layout)) if ranks.rank == 0 else [],
-        lambda found: [found[0]] * ranks.world_size,
-    )
+    candidates = Ranks().from_first(lambda: list(_candidates(stores, saver, state, layout)))
     unusable = list(unusable)
     for candidate in candidates:
         store = stores[candidate.store]
         with ExitStack() as fetched:
             path = _fetch(store, candidate.name, state, layout, fetched, unusable)
-            if path is None or _is_abandoned(candidate, path, store, layout):
+            if path is None:
+                continue
+            reason = Ranks().from_first(partial(_abandoned, candidate, path, store, layout))
+            if reason is not None:
+                log.warning("Skipped %s: %s", candidate.name, reason)
                 continue
             log.info("Resuming from %s, which was downloaded.", candidate.name)
             yield path
@@ -125,7 +104,7 @@ def fetched_from_stores(
     # Starting from scratch would replace the checkpoints of the run, so that needs a decision of the user.
     if unusable:
         raise CheckpointConflictError(
-            f"autoresume found {len(unusable)} checkpoints, and none that this run could go on from: "
+            f"autoresume found {len(unusable)} checkpoints, and none that this run could resume from: "
             f"{'; '.join(unusable[:_MAX_NAMES])}. Name one with load_path and without autoresume, or start over, "
             f"either with save_overwrite=True, which lets them be replaced, or in another save_folder."
         )
@@ -133,13 +112,7 @@ def fetched_from_stores(
 
 
 def refuse_what_does_not_resume(manifest: Manifest | None, path: str, name: str) -> None:
-    """Raise if a complete checkpoint cannot be resumed from.
-
-    Args:
-        manifest: Its manifest, if it has one.
-        path: Its local path.
-        name: The name for the error.
-    """
+    """Raise if a complete checkpoint cannot be resumed from."""
     if manifest is not None and manifest.info.get("weights_only"):
         raise IncompatibleCheckpointError(f"{name} holds the weights only, from which a run cannot resume.")
     if manifest is None and os.path.isfile(path) and "state" not in inspect_file(path).keys:
@@ -169,44 +142,45 @@ def _store_of(place: Any) -> ObjectStore | None:
     return backend if isinstance(backend, ObjectStore) else None
 
 
+def _remote_template(saver: "CheckpointSaver", state: "State", layout: Layout) -> str | None:
+    if saver.remote_file_name is None:
+        return None
+    template = within_folder(state, saver.remote_file_name.filename).lstrip("/")
+    template = partial_format(template, run_name=state.run_name)
+    return partial_format(template, rank=0, local_rank=0, node_rank=0) if layout is Layout.MONOLITHIC else template
+
+
 def _candidates(stores: list[Any], saver: "CheckpointSaver", state: "State", layout: Layout) -> Iterator[_Candidate]:
     """Yield the candidates of each store, newest first; one that only a pointer names comes last."""
     assert saver.latest_remote_file_name is not None
-    pointer = saver.latest_remote_file_name.format(state)
+    pointer, template = saver.latest_remote_file_name.format(state), _remote_template(saver, state, layout)
     for index, store in enumerate(stores):
         pointed = _pointed_to(store, pointer)
-        names, num_later = _names_in(store, pointer, pointed, saver, state, layout)
-        for number, name in enumerate(names):
-            yield _Candidate(index, name, names[num_later] if number < num_later else None)
+        if template is None:
+            yield _Candidate(index, pointed or pointer)
+            continue
+        times = _times_in(store, template, pointed, layout)
+        names = sorted(times, key=times.__getitem__, reverse=True)
+        num_later = sum(times[name] > times[pointed] for name in names) if pointed in times else 0
+        # The target of the pointer comes right after the later names, since those are compared with it.
+        names = [*names[:num_later], *[str(pointed)] * bool(num_later), *names[num_later:]]
+        if layout is Layout.LOCAL:
+            names = [shared_name(name, template, state.run_name) for name in names]
+        elif pointed is not None or layout is Layout.MONOLITHIC:
+            names.append(pointed or pointer)
+        later = set(names[:num_later])
+        for name in dict.fromkeys(names):
+            yield _Candidate(index, name, names[num_later] if name in later else None)
 
 
-def _names_in(
-    store: Any, pointer: str, pointed: str | None, saver: "CheckpointSaver", state: "State", layout: Layout
-) -> tuple[list[str], int]:
-    """Return the names in a store, newest first, and the number of names later than the target of the pointer."""
-    if saver.remote_file_name is None:
-        return [pointed or pointer], 0
-    template = within_folder(state, saver.remote_file_name.filename).lstrip("/")
-    template = partial_format(template, run_name=state.run_name)
-    if layout is Layout.MONOLITHIC:
-        template = partial_format(template, rank=0, local_rank=0, node_rank=0)
+def _times_in(store: Any, template: str, pointed: str | None, layout: Layout) -> dict[str, list[int]]:
     names = {name for name in (pointed,) if name is not None}  # a listing may not show it yet
     if isinstance(store, ObjectStore):
         objects = list_if_allowed(store, literal_prefix(template))
         # Folders of unfinished saves are included, so that they are logged as skipped.
         names.update(map(posixpath.dirname, objects) if layout is Layout.SHARDED else objects)
     found = {name: numbers for name in names if (numbers := numbers_in_name(name, template))}
-    times = {name: [numbers.get(unit, 0) for unit in _ORDER] for name, numbers in found.items()}
-    newest_first = sorted(times, key=times.__getitem__, reverse=True)
-    later = [] if pointed not in times else [name for name in newest_first if times[name] > times[pointed]]
-    if layout is Layout.LOCAL:
-        shared = {name: shared_name(name, template, state.run_name) for name in newest_first}
-        return list(dict.fromkeys(shared.values())), len({shared[name] for name in later})
-    # The target of the pointer comes right after the later names, since those are compared with it.
-    rest = [pointed] if later and pointed is not None else []
-    last = pointed or (pointer if layout is Layout.MONOLITHIC else None)
-    names = [*later, *rest, *newest_first, *([] if last is None else [last])]
-    return list(dict.fromkeys(names)), len(later)
+    return {name: [numbers.get(unit, 0) for unit in _ORDER] for name, numbers in found.items()}
 
 
 def _pointed_to(store: Any, pointer: str) -> str | None:
@@ -231,7 +205,10 @@ def _fetch(
             path, error = _fetch_folder(store, name, state, attempt)
         else:
             path, error = _fetch_file(store, name, layout, attempt)
-        told = None if error is None else (_is_absent(error), isinstance(error, NoCheckpointError), str(error))
+        is_unfinished = isinstance(error, NoCheckpointError)
+        # Not even a part of it exists.
+        is_absent = isinstance(error, FileNotFoundError | NotImplementedError) and not is_unfinished
+        told = None if error is None else (is_absent, is_unfinished, str(error))
         problems = dist.all_gather_object(told)  # all ranks accept or skip the candidate together
         if not any(problems):
             fetched.push(attempt.pop_all())
@@ -245,18 +222,6 @@ def _fetch(
                 unusable.append(f"{name} ({reason})")
             break
     return None
-
-
-def _is_abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> bool:
-    """Return whether a downloaded checkpoint was abandoned, and log the reason. Every rank must call this."""
-    ranks = Ranks()
-    reason: str | None = ranks.exchange(
-        lambda: _abandoned(candidate, path, store, layout) if ranks.rank == 0 else None,
-        lambda found: [found[0]] * ranks.world_size,
-    )
-    if reason is not None:
-        log.warning("Skipped %s: %s", candidate.name, reason)
-    return reason is not None
 
 
 def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> str | None:
@@ -274,7 +239,7 @@ def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> 
     if layout is Layout.SHARDED:
         own = read_sharded_manifest(open_source(path, {}))
     else:
-        own = read_manifest(_of_this_rank(path))
+        own = read_manifest(own_file(path))
     if latest is None:
         return None
     if own is None:
@@ -283,35 +248,23 @@ def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> 
 
 
 def _manifest_in(store: Any, name: str, layout: Layout) -> Manifest | None:
-    """Return the manifest of a checkpoint in a store; of this rank's file for per-rank files."""
     with tempfile.TemporaryDirectory(prefix="composer-resume-") as folder:
         if layout is Layout.SHARDED:
             place = os.path.join(folder, MANIFEST_NAME)
             store.download_object(f"{name}/{MANIFEST_NAME}", place)
             with open(place, "rb") as file:
                 return Manifest.from_json(file.read())
-        name = _of_this_rank(name)
+        name = own_file(name)
         place = os.path.join(folder, posixpath.basename(name))
         get_file(name, place, store, overwrite=True, progress_bar=False)
         return read_manifest(place)
 
 
-def _of_this_rank(name: str) -> str:
-    return name.replace("{rank}", str(dist.get_global_rank()))
-
-
-def _is_absent(error: Exception) -> bool:
-    """Return whether the checkpoint does not exist at all, not even in part."""
-    return isinstance(error, FileNotFoundError | NotImplementedError) and not isinstance(error, NoCheckpointError)
-
-
 def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tuple[str, Exception | None]:
-    """Download one file for the ranks of a node, or each rank's own file."""
     own = attempt.enter_context(tempfile.TemporaryDirectory(prefix="composer-resume-"))
     fetches = layout is Layout.LOCAL or dist.get_local_rank() == 0
     if layout is not Layout.LOCAL:  # the ranks of a node share the folder of the one that downloads
-        places = dist.all_gather_object((dist.get_node_rank(), own))
-        own = next(place for node, place in places if node == dist.get_node_rank())
+        own = of_first_rank_of_node(own)
         # The rank that downloaded deletes the file once the others have read it; after an exception they may not get
         # here.
         attempt.push(lambda kind, *_: dist.barrier() if kind is None else None)
@@ -319,37 +272,44 @@ def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tu
     if layout is Layout.LOCAL and "{rank}" not in base:  # the rank may be in the name of a folder
         base = f"{{rank}}-{base}"
     path = os.path.join(own, base)
-    problems: list[Exception] = []
-    save_ids: list[Any] = []
 
-    def fetch() -> None:
+    def fetch() -> tuple[object, Exception | None]:
         try:
-            manifest = _fetch_and_check(store, name, path)
-            save_ids.append(None if manifest is None else manifest.info.get(SAVE_ID_KEY))
+            return _save_id_of(_fetch_and_check(store, name, path)) if fetches else None, None
         except (CheckpointError, FileNotFoundError, NotImplementedError) as error:
             _raise_if_whole(error)
-            problems.append(error)
+            return None, error
 
-    Ranks().together(lambda: fetch() if fetches else None)
+    save_id, problem = Ranks().together(fetch)
     if layout is Layout.LOCAL:
+        gathered = dist.all_gather_object((problem is None, save_id))
         try:
-            refuse_mixed_saves([save_id for found in dist.all_gather_object(save_ids) for save_id in found], name)
+            refuse_mixed_saves([found for is_here, found in gathered if is_here], name)
         except CorruptCheckpointError as error:
-            problems.append(error)
-    return path, next(iter(problems), None)
+            problem = problem or error
+    return path, problem
+
+
+def _save_id_of(manifest: Manifest | None) -> object:
+    return None if manifest is None else manifest.info.get(SAVE_ID_KEY)
 
 
 def _fetch_and_check(store: Any, name: str, path: str) -> Manifest | None:
-    here = _of_this_rank(path)
+    here = own_file(path)
     try:
-        get_file(_of_this_rank(name), here, store, overwrite=True, progress_bar=False)
+        get_file(own_file(name), here, store, overwrite=True, progress_bar=False)
     except FileNotFoundError as error:
         if "{rank}" not in name:
             raise
         # As unfinished instead of absent, since other ranks may have files of this save.
         raise NoCheckpointError(f"there is no file of rank {dist.get_global_rank()}: {error}") from error
-    manifest = verify(here)
-    refuse_what_does_not_resume(manifest, here, name)
+    return _verified(here, name)
+
+
+def _verified(path: str, name: str) -> Manifest | None:
+    """Return the manifest of a checkpoint, after comparing its hashes, if a run can resume from it."""
+    manifest = verify(path)
+    refuse_what_does_not_resume(manifest, path, name)
     return manifest
 
 
@@ -360,7 +320,6 @@ def _raise_if_whole(error: Exception) -> None:
 
 
 def _fetch_folder(store: Any, name: str, state: "State", attempt: ExitStack) -> tuple[str, Exception | None]:
-    """Download the parts of a folder that the ranks of this node need."""
     if not isinstance(store, ObjectStore):
         return "", NotImplementedError(f"{type(store).__name__} has no folders.")
     address = attempt.enter_context(fetch_once_per_node(store, name))
@@ -374,9 +333,6 @@ def _fetch_folder(store: Any, name: str, state: "State", attempt: ExitStack) -> 
         _raise_if_whole(error)
         return address, error
     return address, None
-
-
-log = getLogger(__name__)
 
 
 @contextmanager
@@ -405,14 +361,19 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
         StorageError: If a disk or store fails or denies access.
     """
     layout = layout_of(state)
-    found: list[Any] = [None, []]
-    Ranks().together(lambda: _search_together(found, saver, state, layout))
-    # Only rank 0 has searched, so that all ranks use the same checkpoint.
-    dist.broadcast_object_list(found, src=0)
-    path, unusable = found
+    # Only rank 0 searches, so that all ranks use the same checkpoint.
+    path, unusable = Ranks().exchange(
+        lambda: _search_together(saver, state, layout), lambda found: found[:1] * len(found)
+    )
     saver.resumes = path is not None
     if path is not None:
-        _check_all_see(path, layout)
+        own = own_file(path) if layout is Layout.LOCAL else path
+        missing = [rank for rank, sees in enumerate(dist.all_gather_object(os.path.exists(own))) if not sees]
+        if missing:
+            raise RuntimeError(
+                f"autoresume found {path} on rank 0, and ranks {missing} do not see it. Save to a disk that all nodes "
+                f"share, or to a store."
+            )
         log.info("Resuming from %s.", path)
         yield path
         return
@@ -421,50 +382,57 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
         yield path
 
 
-def _search_together(found: list[Any], saver: "CheckpointSaver", state: "State", layout: Layout) -> None:
+def _search_together(saver: "CheckpointSaver", state: "State", layout: Layout) -> tuple[str | None, list[str]]:
     """Search the folder on rank 0. For per-rank files each rank checks its own."""
     if layout is not Layout.LOCAL:
         # Verification reads whole files, so only one rank does it.
-        if dist.get_global_rank() == 0:
-            _search(found, saver, state, layout, lambda path: [_check(path)])
-        return
+        return _search(saver, state, os.fspath, lambda path: [_verified(path, path)]) if _is_first() else (None, [])
+
+    def with_rank(path: Path) -> str:
+        template = os.path.abspath(saver.filename.format(state, keep_placeholders=True))
+        return "/" + shared_name(os.path.abspath(path).lstrip("/"), template.lstrip("/"), state.run_name)
+
     with shared_check(_check_own) as check_each:
-        if dist.get_global_rank() == 0:
-            _search(found, saver, state, layout, check_each)
+        if not _is_first():
+            return None, []
+        folder = format_name_with_dist(saver.folder, state.run_name)
+        if os.path.isdir(folder):
+            complete_interrupted_sets(folder)
+        return _search(saver, state, with_rank, check_each)
+
+
+def _is_first() -> bool:
+    return dist.get_global_rank() == 0
 
 
 def _search(
-    found: list[Any],
     saver: "CheckpointSaver",
     state: "State",
-    layout: Layout,
+    name_of: Callable[[Path], str],
     check_each: Callable[[str], "list[Manifest | None]"],
-) -> None:
-    """Search the folder for the path of the newest checkpoint, and for unusable ones with the reasons."""
-    folder = format_name_with_dist(saver.folder, state.run_name)
-    template = within_folder(state, saver.filename.filename)
-    if layout is Layout.LOCAL and os.path.isdir(folder):
-        complete_interrupted_sets(folder)
+) -> tuple[str | None, list[str]]:
+    """Return the newest checkpoint in the folder, and the unusable ones with the reasons.
 
-    def check(path: Path) -> None:
-        manifests = check_each(_with_rank(path, saver, state) if layout is Layout.LOCAL else os.fspath(path))
-        refuse_mixed_saves(
-            [None if manifest is None else manifest.info.get(SAVE_ID_KEY) for manifest in manifests], path
-        )
+    `name_of` returns the path that the ranks share, with `{rank}` in it for per-rank files.
+    """
+    folder = format_name_with_dist(saver.folder, state.run_name)
+
+    def verify_each(path: Path) -> None:
+        refuse_mixed_saves([_save_id_of(manifest) for manifest in check_each(name_of(path))], path)
 
     _refuse_unreadable(folder)  # `glob` would find no checkpoints instead of raising
     target = None if saver.latest_filename is None else read_pointer(saver.latest_filename.format(state))
     latest = target if target is not None and target.exists() else None
-    pattern = os.path.join(glob.escape(folder), _as_glob(template, state))
-    newest, skipped = look_through(pattern, verify=check, latest=latest)
+    pattern = os.path.join(glob.escape(folder), _as_glob(within_folder(state, saver.filename.filename), state))
+    newest, skipped = look_through(pattern, verify=verify_each, latest=latest)
     if newest is None and latest is not None and latest not in [skip.path for skip in skipped]:
         # The link may lead to a checkpoint that was saved under another `save_filename`.
-        newest, others = look_through(glob.escape(os.fspath(latest)), verify=lambda path: _check(os.fspath(path)))
+        newest, others = look_through(
+            glob.escape(os.fspath(latest)), verify=lambda path: _verified(os.fspath(path), os.fspath(path))
+        )
         skipped += others
-    found[1] = [f"{skip.path} ({skip.reason})" for skip in skipped if skip.path.exists()]  # dangling links are left out
-    if newest is not None:
-        path = newest.path
-        found[0] = _with_rank(path, saver, state) if layout is Layout.LOCAL else os.fspath(path)
+    unusable = [f"{skip.path} ({skip.reason})" for skip in skipped if skip.path.exists()]  # without dangling links
+    return (None if newest is None else name_of(newest.path)), unusable
 
 
 def _refuse_unreadable(folder: str) -> None:
@@ -481,14 +449,8 @@ def _refuse_unreadable(folder: str) -> None:
         ) from error
 
 
-def _check(path: str) -> "Manifest | None":
-    manifest = verify(path)
-    refuse_what_does_not_resume(manifest, path, path)
-    return manifest
-
-
 def _check_own(path: str) -> "Manifest | None":
-    own, of_first = _own(path), path.replace("{rank}", "0")
+    own, of_first = own_file(path), path.replace("{rank}", "0")
     if not os.path.exists(own) and os.path.exists(of_first):
         manifest = read_manifest(of_first)
         saved_by = None if manifest is None else manifest.info.get("world_size")
@@ -498,17 +460,7 @@ def _check_own(path: str) -> "Manifest | None":
                 f"not elastic. Start {saved_by} ranks, or put the files together with "
                 f"composer_checkpoint.formats.per_rank.merge_local"
             )
-    return _check(own)
-
-
-def _with_rank(path: Path, saver: "CheckpointSaver", state: "State") -> str:
-    """Return the path that per-rank files share, with `{rank}` in it, perhaps in the name of the folder."""
-    template = os.path.abspath(saver.filename.format(state, keep_placeholders=True))
-    return "/" + shared_name(os.path.abspath(path).lstrip("/"), template.lstrip("/"), state.run_name)
-
-
-def _own(path: str) -> str:
-    return path.replace("{rank}", str(dist.get_global_rank()))
+    return _verified(own, own)
 
 
 def _as_glob(template: str, state: "State") -> str:
@@ -520,16 +472,6 @@ def _as_glob(template: str, state: "State") -> str:
         known = partial_format(f"{{{name}}}", run_name=state.run_name, rank=0, local_rank=0, node_rank=0)
         parts.append("*" if known.startswith("{") else glob.escape(known))
     return "".join(parts)
-
-
-def _check_all_see(path: str, layout: Layout) -> None:
-    own = _own(path) if layout is Layout.LOCAL else path
-    missing = [rank for rank, sees in enumerate(dist.all_gather_object(os.path.exists(own))) if not sees]
-    if missing:
-        raise RuntimeError(
-            f"autoresume found {path} on rank 0, and ranks {missing} do not see it. Save to a disk that all nodes "
-            f"share, or to a store."
-        )
 
 
 def download_checkpoint(
@@ -576,36 +518,3 @@ def download_checkpoint(
 
     fetch_together(fetch if fetches else lambda: None)
     return os.fspath(states), unpacked and os.fspath(unpacked), unpacked is not None and rank > 0
-
-
-def fetch_together(fetch: Callable[[], None]) -> None:
-    """Call `fetch`, and raise on all ranks if it failed on any. Every rank must call this."""
-    mine: Exception | None = None
-    try:
-        fetch()
-    except Exception as error:  # raised after the gather, which the other ranks wait in
-        mine = error
-    failures = dist.all_gather_object(
-        None if mine is None else (isinstance(mine, FileNotFoundError), f"{type(mine).__name__}: {mine}")
-    )
-    if mine is not None:
-        raise mine
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            is_missing, text = failure
-            kind = NoCheckpointError if is_missing else CheckpointError
-            raise kind(not_here("the checkpoint", rank, text))
-
-
-def of_first_rank_of_node(folder: str) -> str:
-    """Return the path that the first rank of this node has for a folder. Every rank must call this."""
-    folders = dist.all_gather_object((dist.get_node_rank(), dist.get_local_rank(), folder))
-    return next(shared for node, local, shared in folders if node == dist.get_node_rank() and local == 0)
-
-
-def not_here(what: str, rank: int, reason: str) -> str:
-    """Return the error message for a file that another rank should have downloaded."""
-    return (
-        f"No such file or directory: {what}. This likely implies a download failed on local rank 0, which is global "
-        f"rank {rank} ({reason}). Look at the log of that rank."
-    )

@@ -5,39 +5,35 @@ import os
 import posixpath
 import re
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from logging import getLogger
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from composer_checkpoint.errors import CheckpointError, shown
-from composer_checkpoint.files import read_manifest
 from composer_checkpoint.lock import discard
 from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
 from composer_checkpoint.remote.upload import RemoteUploader
-from composer_checkpoint.save_folder import is_name_of
+from composer_checkpoint.save_folder import is_name_of, manifest_of
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, retry
 from composer_checkpoint.stores.opening import list_if_allowed
 from composer_events.arguments import to_time
-from composer_events.metric_entries import higher_is_better
+from composer_events.metric_entries import by_entry, higher_is_better, metric_with, refuse_several
 from composer_time import Time, Timestamp, TimeUnit
 
-__all__ = [
-    "KeptFiles",
-    "combine_policies",
-    "saved_checkpoints",
-    "KeptRemotely",
-    "delete_checkpoint",
-    "is_whole",
-    "remote_policy",
-    "RetentionPolicy",
-    "SavedCheckpoint",
-    "choose_to_delete",
-]
+if TYPE_CHECKING:
+    from composer_events import State
 
+__all__ = ["RetentionPolicy", "SavedCheckpoint", "choose_to_delete"]
+
+log = getLogger(__name__)
+
+_INDEX_NAME = ".metadata"
+_FILE_MANIFEST_SUFFIX = ".manifest.json"
+_SHARD = re.compile(r"__\d+_\d+\.distcp")
+_ATTEMPTS = 3
 _RULES = ("last", "every", "best")
 _EXAMPLE = "{'last': 3, 'every': '10ep', 'best': ('metrics/eval/MulticlassAccuracy', 'max', 2)}"
 
@@ -141,6 +137,11 @@ class RetentionPolicy:
         """Return whether no checkpoint is ever deleted."""
         return self.last is None and self.every is None and self.metric is None
 
+    @property
+    def keeps_none(self) -> bool:
+        """Return whether each checkpoint is deleted once it has been saved."""
+        return self == RetentionPolicy(last=0)
+
 
 def choose_to_delete(
     history: Sequence[SavedCheckpoint], policy: RetentionPolicy, *, latest: str | None = None
@@ -166,7 +167,7 @@ def choose_to_delete(
         keep |= _first_of_each(history, policy.every)
     if policy.metric is not None:
         keep |= _best_by(history, policy.metric, policy.with_mode().mode, policy.num_best)
-    if policy != RetentionPolicy(last=0):
+    if not policy.keeps_none:
         keep |= {saved.name for saved in history[-1:]}
     return [saved.name for saved in history if saved.name not in keep]
 
@@ -206,9 +207,6 @@ def _best(setting: Any) -> tuple[str | None, Literal["max", "min"] | None, int]:
     )
 
 
-log = getLogger(__name__)
-
-
 def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy:
     """Return one policy for the two arguments of a user.
 
@@ -238,11 +236,27 @@ def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy
     return RetentionPolicy(num_checkpoints_to_keep, policy.every, policy.metric, policy.mode, policy.num_best)
 
 
-@dataclass(slots=True)
-class KeptFiles:
-    """Checkpoints on this rank's disk, in the order in which they were saved.
+class _Kept:
+    """Checkpoints that a run has saved to one place, in order, with the rules by which they stay."""
 
-    A file that is being uploaded is deleted only after the upload.
+    def __init__(self, policy: RetentionPolicy) -> None:
+        self.policy = policy
+        self._history: list[SavedCheckpoint] = []
+
+    def _add(self, name: str, timestamp: Timestamp, metrics: Mapping[str, float]) -> None:
+        self._forget(name)  # re-inserted as the newest
+        self._history.append(SavedCheckpoint(name, timestamp, dict(metrics)))
+
+    def _forget(self, name: str) -> None:
+        self._history = [saved for saved in self._history if saved.name != name]
+
+    def entries(self) -> list[tuple[str, dict[str, Any], dict[str, float]]]:
+        """Return the list of checkpoints, for the next checkpoint."""
+        return [(saved.name, saved.timestamp.state_dict(), dict(saved.metrics)) for saved in self._history]
+
+
+class KeptFiles(_Kept):
+    """Checkpoints on this rank's disk. A file that is being uploaded is deleted only after the upload.
 
     Attributes:
         policy: The rules.
@@ -250,27 +264,19 @@ class KeptFiles:
         names: The kept paths that were saved since this object was created.
     """
 
-    policy: RetentionPolicy
-    deletes: bool
-    names: list[str]
-    _history: list[SavedCheckpoint]
-    _uploads: dict[str, Future[None]]
-    _of_run: dict[str, str | None]  # paths that another process has saved, with the run's name
-
-    @classmethod
-    def under(cls, policy: RetentionPolicy) -> "KeptFiles":
-        """Create an empty record."""
-        return cls(policy, True, [], [], {}, {})
+    def __init__(self, policy: RetentionPolicy) -> None:
+        super().__init__(policy)
+        self.deletes = True
+        self.names: list[str] = []
+        self._uploads: dict[str, Future[None]] = {}
+        self._of_run: dict[str, str | None] = {}  # paths that another process has saved, with the run's name
 
     def add(
         self, path: str, timestamp: Timestamp, metrics: Mapping[str, float], upload: Future[None] | None = None
     ) -> None:
         """Record a committed checkpoint, which replaces an earlier one of the same name."""
-        self._history = [saved for saved in self._history if saved.name != path]
-        self._history.append(SavedCheckpoint(path, timestamp, dict(metrics)))
+        self._add(path, timestamp, metrics)
         self._of_run.pop(path, None)
-        if path in self.names:
-            self.names.remove(path)
         self.names.append(path)
         if upload is not None:
             self._uploads[path] = upload
@@ -279,48 +285,41 @@ class KeptFiles:
         """Delete what the policy does not keep. The newest, the target of the pointer, stays unless none is kept."""
         if self.policy.keeps_all or not self._history:
             return
-        keeps_none = self.policy == RetentionPolicy(last=0)
-        latest = None if keeps_none else self._history[-1].name
+        latest = None if self.policy.keeps_none else self._history[-1].name
         for path in choose_to_delete(self._history, self.policy, latest=latest):
             upload = self._uploads.get(path)
             if upload is not None and not upload.done():  # its file is being read; a later call deletes it
                 continue
-            self._uploads.pop(path, None)
-            self._history = [saved for saved in self._history if saved.name != path]
-            if path in self.names:
-                self.names.remove(path)
+            self._forget(path)
             if self.deletes and self._may_delete(path) and discard(Path(path)):
                 log.info("Deleted %s, which save_num_checkpoints_to_keep and save_keep do not keep.", path)
 
-    def state_dict(self) -> list[tuple[str, dict[str, Any], dict[str, float]]]:
-        """Return the list of checkpoints, for the next checkpoint."""
-        return [(saved.name, saved.timestamp.state_dict(), dict(saved.metrics)) for saved in self._history]
-
-    def load_state_dict(self, saved: Sequence[Any], folder: str, template: str, run_name: str | None) -> None:
-        """Adopt the checkpoints of the resumed run that this run could have saved.
+    def adopt(self, saved: Any, folder: str, template: str, run_name: str | None) -> None:
+        """Take over the checkpoints of the resumed run that this run could have saved.
 
         A checkpoint may come from an untrusted source, and what it lists may be deleted later. So only files in the
-        save folder with names of this run's template are adopted.
-
-        Args:
-            saved: The result of `state_dict`.
-            folder: The folder of checkpoints.
-            template: The template of names in it.
-            run_name: The run's name, which files must have in their manifests to be deleted.
+        save folder with names of this run's template are taken, and they are deleted only if their manifests have the
+        run's name.
         """
         self._history, self._of_run = [], {}
         for name, timestamp, metrics in saved_checkpoints(saved):
             if os.path.lexists(name) and _could_have_saved(name, folder, template):
-                self._history.append(SavedCheckpoint(name, timestamp, metrics))
+                self._add(name, timestamp, metrics)
                 self._of_run[name] = run_name
 
+    def _forget(self, name: str) -> None:
+        super()._forget(name)
+        self._uploads.pop(name, None)
+        if name in self.names:
+            self.names.remove(name)
+
     def _may_delete(self, path: str) -> bool:
-        """Return whether a checkpoint was saved by this process or, by its manifest, by this run."""
         if path not in self._of_run:  # this process saved it
             return True
         run_name = self._of_run.pop(path)
         try:
-            is_own = _run_of(Path(path)) == run_name
+            manifest = manifest_of(Path(path))
+            is_own = manifest is not None and manifest.info.get("run_name") == run_name
         except (CheckpointError, OSError) as error:
             log.warning("%s is left, since its run is unknown: %s", path, error)
             return False
@@ -349,34 +348,8 @@ def _could_have_saved(name: str, folder: str, template: str) -> bool:
     return not os.path.islink(path) and is_name_of(relative, template)
 
 
-def _run_of(path: Path) -> str | None:
-    """Return the run name in a checkpoint's manifest, or `None`."""
-    if path.is_dir():
-        beside = path / MANIFEST_NAME
-        manifest = Manifest.from_json(beside.read_bytes()) if beside.is_file() else None
-    else:
-        manifest = read_manifest(path)
-    return None if manifest is None else manifest.info.get("run_name")
-
-
-_INDEX_NAME = ".metadata"
-_FILE_MANIFEST_SUFFIX = ".manifest.json"
-_SHARD = re.compile(r"__\d+_\d+\.distcp")
-_ATTEMPTS = 3
-
-
 def remote_policy(num_to_keep: int, keep: Any, local: RetentionPolicy) -> tuple[RetentionPolicy | None, str]:
-    """Return the policy for a store, `None` to keep all, and the argument that sets it.
-
-    Args:
-        num_to_keep: `remote_num_checkpoints_to_keep`.
-        keep: `save_keep`, whose key `remote` is `True` for the local rules, or has rules of its own.
-        local: The rules for this machine's disk.
-
-    Raises:
-        ValueError: If local rules are missing, no checkpoint would be kept, or both arguments are set.
-        TypeError: If a length of training is invalid.
-    """
+    """Return the policy for a store, `None` to keep all, and the argument that sets it."""
     setting = keep.get("remote") if isinstance(keep, Mapping) else None
     if setting is not None and num_to_keep != -1:
         raise ValueError(
@@ -390,54 +363,32 @@ def remote_policy(num_to_keep: int, keep: Any, local: RetentionPolicy) -> tuple[
         raise type(error)(f"{said} cannot be used for the store: {error}") from error
     if setting is True and policy.keeps_all:
         raise ValueError(f"{said} has no rules besides. Add some, such as {{'last': 3, 'remote': True}}.")
-    if policy == RetentionPolicy(last=0):
+    if policy.keeps_none:
         raise ValueError(f"{said} would leave no checkpoint in the store. Keep 1 or more there.")
     return (None if policy.keeps_all else policy), said
 
 
-@dataclass(slots=True)
-class KeptRemotely:
-    """Checkpoints that a run has saved to its store, in order.
+class KeptRemotely(_Kept):
+    """Checkpoints that a run has saved to its store.
 
-    Only checkpoints of this run are ever deleted, and only while a later one is complete in the store.
-
-    Attributes:
-        policy: The rules.
-        uploader: Of the store; deletes in the background.
-        deleted: Names that this process has deleted and not saved again.
+    Only checkpoints of this run are ever deleted, and only while a later one is complete in the store. Errors of the
+    rules, such as for a store that cannot delete, name `said`, the argument that set them.
     """
 
-    policy: RetentionPolicy
-    uploader: RemoteUploader
-    deleted: set[str] = field(default_factory=set)
-    _history: list[SavedCheckpoint] = field(default_factory=list)
-    _awaited: dict[str, Future[None] | None] = field(default_factory=dict)
-    _names: dict[str, list[str]] = field(default_factory=dict)
-    _going: set[str] = field(default_factory=set)
-    _postponed: bool = False
-    _gone: deque[str] = field(default_factory=deque)  # filled by the threads that delete
-
-    @classmethod
-    def under(cls, policy: RetentionPolicy | None, said: str, uploader: RemoteUploader | None) -> "KeptRemotely | None":
-        """Create an empty record, or return `None` if all checkpoints are kept.
-
-        Args:
-            policy: The rules; `None` for none.
-            said: The argument that sets them, for the error.
-            uploader: Of the store, if there is one.
-
-        Raises:
-            ValueError: If the store is missing or cannot delete.
-        """
-        if policy is None:
-            return None
+    def __init__(self, policy: RetentionPolicy, said: str, uploader: RemoteUploader | None) -> None:
+        super().__init__(policy)
         if uploader is None:
             raise ValueError(f"{said} is for checkpoints in a store, and save_folder is a folder of this machine.")
         store = uploader.remote_backend
         # Found out before training, not at the first deletion.
         if type(store).delete_object is ObjectStore.delete_object:
             raise ValueError(f"{said}: {type(store).__name__} cannot delete. Leave it out, or save to another store.")
-        return cls(policy, uploader)
+        self._uploader = uploader
+        self._awaited: dict[str, Future[None] | None] = {}
+        self._files: dict[str, list[str]] = {}
+        self._deletions: dict[str, Future[bool | None]] = {}
+        self._deleted: set[str] = set()
+        self._is_postponed = False
 
     def add(
         self,
@@ -452,81 +403,86 @@ class KeptRemotely:
         Args:
             name: The name under which this rank has uploaded it, and may delete it.
             of_all_ranks: The names of the same checkpoint's files of all ranks.
-            timestamp: The time of the save.
-            metrics: The metrics of that time.
             upload: The upload in progress; `None` if it has ended.
         """
-        self._history = [saved for saved in self._history if saved.name != name]
-        self._history.append(SavedCheckpoint(name, timestamp, dict(metrics)))
-        self._names[name] = list(of_all_ranks)
-        self._going.discard(name)
-        self.deleted.discard(name)
+        self._add(name, timestamp, metrics)
+        self._files[name] = list(of_all_ranks)
+        self._deleted.discard(name)
         self._awaited[name] = upload
 
     def rotate(self) -> None:
         """Begin to delete uploaded checkpoints that the policy does not keep."""
+        self._note_deletions()
         ended = {name: upload for name, upload in self._awaited.items() if upload is None or upload.done()}
-        if not ended and not self._postponed:  # nothing has changed since the last call
+        if not ended and not self._is_postponed:  # nothing has changed since the last call
             return
-        self._postponed = False
+        self._is_postponed = False
         for name, upload in ended.items():
             del self._awaited[name]
             if upload is not None and (upload.cancelled() or upload.exception() is not None):
                 self._forget(name)
-        # Only here, since the threads that delete must not change the history.
-        while self._gone:
-            self._forget(self._gone.popleft())
         arrived = [saved for saved in self._history if saved.name not in self._awaited]
         if not arrived:
             return
         newest = arrived[-1].name
         for name in choose_to_delete(arrived, self.policy, latest=newest):
-            if name not in self._going:
-                self._going.add(name)
+            if name not in self._deletions:
                 # In the queue of the name, so that a new upload of it is not deleted.
-                self.uploader.run_async(name, self._deletion(name, self._names.get(newest, [newest])))
+                deletion = self._deletion(name, self._files.get(newest, [newest]))
+                self._deletions[name] = self._uploader.run_async(name, deletion)
+
+    def has_deleted(self, name: str) -> bool:
+        """Return whether this process has deleted a checkpoint and not saved it again."""
+        self._note_deletions()
+        return name in self._deleted
 
     def state_dict(self) -> dict[str, Any]:
         """Return the list of checkpoints, for the next checkpoint."""
-        saved = [(saved.name, saved.timestamp.state_dict(), dict(saved.metrics)) for saved in self._history]
-        return {"remote_folder": self.uploader.remote_folder, "saved": saved}
+        return {"remote_folder": self._uploader.remote_folder, "saved": self.entries()}
 
-    def load_state_dict(self, state: Mapping[str, Any], template: str) -> None:
-        """Adopt the checkpoints of the resumed run, if it saved to the same place.
+    def adopt(self, state: Mapping[str, Any], template: str) -> None:
+        """Take over the checkpoints of the resumed run, if it saved to the same place.
 
-        Args:
-            state: The result of `state_dict`. It may come from an untrusted source, so only names that this run could
-                have used are adopted.
-            template: The template of names in the store, with the run's name filled in.
+        The state may come from an untrusted source, so only names that this run could have used are taken.
         """
-        if state.get("remote_folder") != self.uploader.remote_folder:
+        if state.get("remote_folder") != self._uploader.remote_folder:
             return
         for name, timestamp, metrics in saved_checkpoints(state.get("saved")):
             if is_name_of(name, template):
                 self.add(name, [name], timestamp, metrics, None)
 
     def _forget(self, name: str) -> None:
-        self._history = [saved for saved in self._history if saved.name != name]
-        self._names.pop(name, None)
-        self._going.discard(name)
+        super()._forget(name)
+        self._files.pop(name, None)
+        self._deletions.pop(name, None)
 
-    def _deletion(self, name: str, replaced_by: list[str]) -> Callable[[], None]:
-        def delete() -> None:
-            store = self.uploader.remote_backend
+    def _note_deletions(self) -> None:
+        """Record deletions that have ended. Only here, since the threads that delete must not change the history."""
+        for name, deletion in list(self._deletions.items()):
+            if not deletion.done() or deletion.cancelled() or (has_deleted := deletion.result()) is None:
+                continue  # under way, or failed, which is not tried again
+            if has_deleted:
+                self._forget(name)
+                self._deleted.add(name)
+            else:
+                del self._deletions[name]
+                self._is_postponed = True
+
+    def _deletion(self, name: str, replaced_by: list[str]) -> Callable[[], bool | None]:
+        def delete() -> bool | None:
+            """Return whether it was deleted, `None` after an error."""
+            store = self._uploader.remote_backend
             try:
                 # The replacement may have been deleted or be incomplete, so look before each deletion.
                 if not all(is_whole(store, other) for other in replaced_by):
-                    self._going.discard(name)
-                    self._postponed = True
-                    return
+                    return False
                 delete_checkpoint(store, name)
             # Logged, not raised: a checkpoint too many must not stop training.
             except (CheckpointError, OSError, NotImplementedError) as error:
                 log.warning("%s is left in the store, and could not be deleted: %s", store.get_uri(name), error)
-                return
-            self.deleted.add(name)
-            self._gone.append(name)
+                return None
             log.info("Deleted %s, which need not be kept.", store.get_uri(name))
+            return True
 
         return delete
 
@@ -548,13 +504,6 @@ def delete_checkpoint(store: ObjectStore, name: str) -> None:
 
     In a folder, only files that its manifest lists and files named like shards are deleted. An interrupted deletion is
     finished by the next one.
-
-    Args:
-        store: The store.
-        name: The name of a file or folder.
-
-    Raises:
-        StorageError: If the store refuses, or still fails at the last attempt.
 
     Example:
         >>> from composer_checkpoint.stores import FsspecObjectStore
@@ -587,3 +536,50 @@ def _parts(store: ObjectStore, name: str) -> list[str]:
     shards = {posixpath.basename(part) for part in list_if_allowed(store, f"{name}/")}
     found = listed | {part for part in shards if _SHARD.fullmatch(part)}
     return [f"{name}/{part}" for part in sorted(found - {MANIFEST_NAME, _INDEX_NAME})]
+
+
+class MetricHistory:
+    """Latest values of metrics, by which retention keeps the best checkpoints."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def note(self, state: "State", metrics: set[str]) -> None:
+        """Record the metrics of an evaluation that has ended."""
+        label = state.dataloader_label
+        for name in () if label is None else state.eval_metrics.get(label, ()):
+            if name in state.eval_metric_values:
+                self._values |= by_entry({f"metrics/{label}/{name}": state.eval_metric_values[name]})
+        # Other evaluators, and training, may measure it later.
+        to_come = tuple(f"metrics/{other}/" for other in {*state.eval_metrics, "train"} - {label})
+        for metric in metrics - self._values.keys():
+            if metric.startswith("metrics/") and not metric.startswith(to_come):
+                raise ValueError(
+                    f"save_keep keeps the best checkpoints by {metric!r}, which no evaluation measures. Measured are "
+                    f"{', '.join(self._values) or 'no metrics'}. Name one of these, or add the metric to the model or "
+                    f"the evaluator."
+                )
+
+    def by_now(self, state: "State", metrics: set[str]) -> dict[str, float]:
+        """Return the current values of some metrics, including training metrics and losses. Missing ones are logged."""
+        if not metrics:
+            return {}
+        train = by_entry({f"metrics/train/{name}": value for name, value in state.train_metric_values.items()})
+        known = {**train, **state.total_loss_dict, **self._values}
+        for metric in metrics - known.keys():
+            log.warning(
+                "The best checkpoints by %r cannot be told yet: it has not been measured. Measured were: %s.",
+                metric,
+                ", ".join(known) or "none",
+            )
+        return {metric: float(known[metric]) for metric in metrics & known.keys()}
+
+
+def metric_of(state: "State", logged_name: str | None) -> object:
+    """Return the metric that is logged as `metrics/<label>/<name>`, or has an entry of this name, or `None`."""
+    metrics = {"train": state.train_metrics or {}, **state.eval_metrics}
+    logged = {f"metrics/{label}/{name}": one for label, of_label in metrics.items() for name, one in of_label.items()}
+    if logged_name is None or (name := metric_with(logged, logged_name)) is None:
+        return None
+    refuse_several(name, logged[name], logged_name)
+    return logged[name]

@@ -26,26 +26,12 @@ if TYPE_CHECKING:
     from composer_time import Timestamp
 
 __all__ = [
-    "ensure_folder_has_no_conflicting_files",
-    "ensure_folder_is_empty",
-    "ensure_link_leads_to_no_later_one",
-    "ensure_store_has_no_conflicting_objects",
-    "find_conflicts",
-    "is_name_of",
-    "literal_prefix",
-    "numbers_in_name",
-    "whole_names",
-    "LINEAGE_KEY",
-    "WITHOUT_MANIFEST",
     "Found",
     "Skipped",
+    "ensure_folder_has_no_conflicting_files",
+    "ensure_folder_is_empty",
+    "find_conflicts",
     "find_newest",
-    "is_later",
-    "is_name_of_file",
-    "is_of_other_lineage",
-    "look_through",
-    "told_abandoned",
-    "HeldFolder",
 ]
 
 log = logging.getLogger(__name__)
@@ -136,11 +122,8 @@ def look_through(
 ) -> tuple[Found | None, tuple[Skipped, ...]]:
     """Find the newest checkpoint as `find_newest` does, and also return what was skipped.
 
-    Args:
-        folder_or_pattern: As in `find_newest`.
-        verify: As in `find_newest`.
-        latest: The target of the pointer. Later checkpoints of another lineage are skipped: they belong to a run that
-            was abandoned.
+    Checkpoints that are later than `latest`, the target of the pointer, and of another lineage are skipped: they belong
+    to a run that was abandoned.
     """
     if verify is None:
         from composer_checkpoint.verify import verify  # imported late, since it imports torch
@@ -159,7 +142,12 @@ def look_through(
         else:
             found = Found(candidate.path, candidate.info, tuple(skipped))
             break
-    _report(folder_or_pattern, found, skipped)
+    for skip in skipped:
+        log.warning("Skipped %s: %s", skip.path, skip.reason)
+    if found is not None:
+        log.info("The newest whole checkpoint of %s is %s.", folder_or_pattern, found.path)
+    elif skipped:
+        log.warning("None of the %d checkpoints of %s is whole.", len(skipped), folder_or_pattern)
     return found, tuple(skipped)
 
 
@@ -171,14 +159,7 @@ def is_of_other_lineage(info: Mapping[str, Any], latest: Mapping[str, Any]) -> b
 
 def told_abandoned(latest: object) -> str:
     """Return the reason to skip a later checkpoint of another lineage."""
-    return f"it is of a run that somebody has gone back from: the latest one is {latest}"
-
-
-def is_later(path: Path, timestamp: Any) -> bool:
-    """Return whether a checkpoint, by its manifest or else its name, is later in training than a `Timestamp`."""
-    candidate = _candidate(path)
-    counts = dict(zip(_COUNTERS, candidate.counters or (), strict=False))
-    return any(counts.get(unit, 0) > int(getattr(timestamp, unit)) for unit in ("batch", "epoch"))
+    return f"it is of a run that was abandoned: the latest one is {latest}"
 
 
 def is_name_of_file(name: str) -> bool:
@@ -187,11 +168,7 @@ def is_name_of_file(name: str) -> bool:
 
 
 def _fault_of(path: Path, verify: Callable[[Path], object]) -> str | None:
-    """Return what is wrong with a checkpoint, or `None` if it is complete.
-
-    Raises:
-        NewerCheckpointError, StorageError: If the checkpoint may be valid but cannot be read here or now.
-    """
+    """Return what is wrong with a checkpoint, or `None` if it is complete."""
     try:
         verify(path)
     except NewerCheckpointError:
@@ -201,21 +178,12 @@ def _fault_of(path: Path, verify: Callable[[Path], object]) -> str | None:
     except OSError as error:
         raise StorageError(
             error.errno,
-            f"{path} cannot be read: {error.strerror or error}. Going on with an older checkpoint would lose work. "
+            f"{path} cannot be read: {error.strerror or error}. Resuming from an older checkpoint would lose work. "
             f"Look at the disk and the permissions, or name a checkpoint with load_path",
         ) from error
     except CheckpointError as error:
         return str(error)
     return None
-
-
-def _report(where: str | os.PathLike[str], found: Found | None, skipped: list[Skipped]) -> None:
-    for skip in skipped:
-        log.warning("Skipped %s: %s", skip.path, skip.reason)
-    if found is not None:
-        log.info("The newest whole checkpoint of %s is %s.", where, found.path)
-    elif skipped:
-        log.warning("None of the %d checkpoints of %s is whole.", len(skipped), where)
 
 
 def _paths(where: str, skipped: list[Skipped]) -> Iterator[Path]:
@@ -236,7 +204,6 @@ def _paths(where: str, skipped: list[Skipped]) -> Iterator[Path]:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Yield the possible checkpoints in a folder, without entering folders that are checkpoints."""
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
             path = Path(entry)
@@ -270,8 +237,9 @@ def _candidate(path: Path) -> _Candidate:
     info: Mapping[str, Any] = {}
     is_sealed: bool | None = None
     with suppress(CheckpointError, OSError):  # `verify` reports what is wrong with it
-        if _has_manifest_at_hand(path):
-            manifest = _manifest_of(path)
+        # Only if it can be read without unpacking anything.
+        if path.is_dir() or not path.suffix or _PLAIN.search(path.name) or _manifest_beside(path).exists():
+            manifest = manifest_of(path)
             info, is_sealed = ({}, False) if manifest is None else (manifest.info, True)
     modified = 0.0
     with suppress(OSError):
@@ -279,12 +247,8 @@ def _candidate(path: Path) -> _Candidate:
     return _Candidate(path, info, is_sealed, _counters(info, path.name), modified)
 
 
-def _has_manifest_at_hand(path: Path) -> bool:
-    """Return whether a manifest could be read without unpacking anything."""
-    return path.is_dir() or not path.suffix or bool(_PLAIN.search(path.name)) or _manifest_beside(path).exists()
-
-
-def _manifest_of(path: Path) -> Manifest | None:
+def manifest_of(path: Path) -> Manifest | None:
+    """Return the manifest inside or next to a checkpoint, or `None`."""
     beside = _manifest_beside(path)
     if beside.exists():
         return Manifest.from_json(beside.read_bytes())
@@ -296,7 +260,6 @@ def _manifest_of(path: Path) -> Manifest | None:
 
 
 def _counters(info: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
-    """Return how far training had come, as numbers that compare."""
     time = info.get("timestamp")
     if isinstance(time, Mapping):
         time = time.get("Timestamp", time)  # the form in a whole state's dict
@@ -309,9 +272,8 @@ def _counters(info: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
 
 
 _MAKES_WHOLE = (MANIFEST_NAME, ".metadata")
-_UNITS = ("iteration", "epoch", "batch", "sample", "token")
 _UNITS_IN_EPOCH = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")
-_NUMBERS = {*_UNITS, *_UNITS_IN_EPOCH, "rank", "local_rank", "world_size", "local_world_size", "node_rank"}
+_NUMBERS = {*_COUNTERS, *_UNITS_IN_EPOCH, "rank", "local_rank", "world_size", "local_world_size", "node_rank"}
 
 
 def find_conflicts(names: Iterable[str], filename: str, timestamp: "Timestamp") -> list[str]:
@@ -341,17 +303,13 @@ def find_conflicts(names: Iterable[str], filename: str, timestamp: "Timestamp") 
             f"cannot be told which checkpoints are later. Add {{epoch}}, or pass save_overwrite=True."
         )
     pattern = re.compile(_as_pattern(filename.lstrip("/")), re.DOTALL)
-    now = {unit: int(getattr(timestamp, unit)) for unit in (*_UNITS, *_UNITS_IN_EPOCH)}
+    now = {unit: int(getattr(timestamp, unit)) for unit in (*_COUNTERS, *_UNITS_IN_EPOCH)}
     matches = ((name, pattern.fullmatch(name)) for name in names)
     return [name for name, found in matches if found and _is_later(found.groupdict(), now)]
 
 
 def numbers_in_name(name: str, filename: str) -> dict[str, int]:
     """Return the numbers in a name at the placeholders of a template; an empty dict if the name does not match.
-
-    Args:
-        name: A path relative to the folder of checkpoints.
-        filename: The template.
 
     Example:
         >>> numbers_in_name("ep3-ba0030.pt", "ep{epoch}-ba{batch:04d}.pt")
@@ -395,50 +353,26 @@ def ensure_folder_has_no_conflicting_files(
     _refuse(str(folder), find_conflicts(_names_below(folder), filename, timestamp), timestamp)
 
 
-def ensure_link_leads_to_no_later_one(link: str | os.PathLike[str], timestamp: "Timestamp") -> None:
-    """Raise if the link to the latest checkpoint leads to one that is later than the run.
-
-    So a run that starts from zero over the checkpoints of another needs an explicit flag even if its names differ.
-
-    Raises:
-        CheckpointConflictError: If it does; it is a `FileExistsError`.
-    """
-    target = read_pointer(link)
-    if target is not None and target.exists() and is_later(target, timestamp):
-        _refuse(str(Path(link).parent), [f"{target}, to which {Path(link).name} leads"], timestamp)
-
-
-def ensure_store_has_no_conflicting_objects(store: "ObjectStore", filename: str, timestamp: "Timestamp") -> None:
-    """Raise if a store holds checkpoints later than the run, which the run would replace.
-
-    A folder counts if it is complete; what a killed writer left does not. A store that cannot be listed, at all or with
-    these credentials, is not searched; each upload then checks its own name.
-
-    Args:
-        store: The store of checkpoints.
-        filename: The template of their names in the store, with the run's name filled in.
-        timestamp: The time of the run.
-
-    Raises:
-        CheckpointConflictError: If there are any, with their names; it is a `FileExistsError`.
-        StorageError: If the store cannot be reached.
-        ValueError: If the template counts inside epochs without `{epoch}`.
-    """
-    names = whole_names(list_if_allowed(store, literal_prefix(filename)))
-    where = store.get_uri(posixpath.dirname(literal_prefix(filename)))
-    _refuse(where, find_conflicts(names, filename.lstrip("/"), timestamp), timestamp)
+def _refuse_later(folder: str, template: str, link: str | None, timestamp: "Timestamp") -> None:
+    ensure_folder_has_no_conflicting_files(folder, template, timestamp)
+    # A run that starts from zero over the checkpoints of another is refused even if its names differ.
+    target = None if link is None else read_pointer(link)
+    if target is None or not target.exists():
+        return
+    counts = dict(zip(_COUNTERS, _candidate(target).counters or (), strict=False))
+    if any(counts.get(unit, 0) > int(getattr(timestamp, unit)) for unit in ("batch", "epoch")):
+        where, name = os.path.split(str(link))
+        _refuse(where, [f"{target}, to which {name} leads"], timestamp)
 
 
-def whole_names(objects: Iterable[str]) -> list[str]:
-    """Return the names of possible checkpoints among a store's objects: each object, and each complete folder.
-
-    Example:
-        >>> whole_names(["run/ep1/.metadata", "run/ep1/__0_0.distcp", "run/ep2/__0_0.distcp"])
-        ['run/ep1', 'run/ep1/.metadata', 'run/ep1/__0_0.distcp', 'run/ep2/__0_0.distcp']
-    """
-    objects = list(objects)
+def _refuse_later_in_store(store: "ObjectStore", filename: str, timestamp: "Timestamp") -> None:
+    # A store that cannot be listed, at all or with these credentials, is not searched; each upload then checks its own
+    # name.
+    objects = list_if_allowed(store, literal_prefix(filename))
+    # A folder counts if it is complete; what a killed writer left does not.
     folders = {posixpath.dirname(name) for name in objects if posixpath.basename(name) in _MAKES_WHOLE}
-    return sorted(folders.union(objects))
+    conflicts = find_conflicts(sorted(folders.union(objects)), filename.lstrip("/"), timestamp)
+    _refuse(store.get_uri(posixpath.dirname(literal_prefix(filename))), conflicts, timestamp)
 
 
 def literal_prefix(template: str) -> str:
@@ -501,7 +435,7 @@ def _as_pattern(template: str) -> str:
 def _is_later(numbers: dict[str, str], now: dict[str, int]) -> bool:
     found = {unit: int(text) for unit, text in numbers.items() if unit in now}
     same_epoch = found.get("epoch") == now["epoch"]
-    return any(count > now[unit] for unit, count in found.items() if unit in _UNITS or same_epoch)
+    return any(count > now[unit] for unit, count in found.items() if unit in _COUNTERS or same_epoch)
 
 
 def _names_below(folder: Path) -> Iterator[str]:
@@ -528,23 +462,40 @@ class HeldFolder:
         self._lock: FolderLock | None = None
         self.is_held = False
 
-    def take(self, state: "State", refuse_later: str | None = None, link: PartialFilePath | None = None) -> None:
+    def take(
+        self,
+        state: "State",
+        template: str | None = None,
+        remote_template: str | None = None,
+        *,
+        link: PartialFilePath | None = None,
+        store: "ObjectStore | None" = None,
+    ) -> None:
         """Lock the folder, and remove what killed writers left in it. Every rank must call this.
 
-        Args:
-            state: The training state.
-            refuse_later: The template of file names. Raise if there are checkpoints with such names that are later than
-                the state. `None` allows all.
-            link: The link to the latest checkpoint. With `refuse_later`, its target must not be later either.
-
-        Raises:
-            FolderInUseError: On all ranks, if another process saves there.
-            CheckpointConflictError: On all ranks, if there are later checkpoints, or the link's name is that of a
-                folder.
+        Raise on all ranks if there are checkpoints, named by a template, that are later than the state; `None` allows
+        all. With `template`, the target of the link must not be later either.
         """
+
         # Only rank 0 may change the folder, and an error on it must stop every rank.
-        ranks = Ranks()
-        ranks.together(lambda: self._take(state, refuse_later, link) if ranks.rank == 0 else None)
+        def take() -> None:
+            folder = format_name_with_dist(self.name, state.run_name)
+            if self._lock is None:
+                self._lock = FolderLock(folder).acquire()
+            try:
+                # After locking: another process might still write what looks like leftovers.
+                remove_leftovers(folder, locked=True)
+                if link is not None:
+                    refuse_folder(link.format(state))
+                if template is not None:
+                    _refuse_later(folder, template, None if link is None else link.format(state), state.timestamp)
+                if store is not None and remote_template is not None:
+                    _refuse_later_in_store(store, remote_template, state.timestamp)
+            except BaseException:
+                self.give_back()
+                raise
+
+        Ranks().from_first(take)
         self.is_held = True
 
     def give_back(self) -> None:
@@ -553,20 +504,3 @@ class HeldFolder:
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
-
-    def _take(self, state: "State", refuse_later: str | None, link: PartialFilePath | None) -> None:
-        folder = format_name_with_dist(self.name, state.run_name)
-        if self._lock is None:
-            self._lock = FolderLock(folder).acquire()
-        # After locking: another process might still write what looks like leftovers.
-        try:
-            remove_leftovers(folder, locked=True)
-            if link is not None:
-                refuse_folder(link.format(state))
-            if refuse_later is not None:
-                ensure_folder_has_no_conflicting_files(folder, refuse_later, state.timestamp)
-                if link is not None:
-                    ensure_link_leads_to_no_later_one(link.format(state), state.timestamp)
-        except BaseException:
-            self.give_back()
-            raise

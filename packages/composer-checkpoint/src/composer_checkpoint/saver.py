@@ -3,32 +3,30 @@
 import os
 import shutil
 import tempfile
+import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from logging import getLogger
 from typing import Any, Final, Literal
+from urllib.parse import urlsplit
 
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint.async_save import AsyncSaver
-from composer_checkpoint.checkpoint_uploads import (
-    CheckpointUploads,
-    Save,
-    asks_for_run,
-    check_templates,
-    name_save,
-    path_with_run,
-    run_of,
-    template_of_run,
-    to_path,
-    with_run,
-)
+from composer_checkpoint.checkpoint_uploads import CheckpointUploads, Save, template_of_run, within_folder
 from composer_checkpoint.commit import replace_pointer
+from composer_checkpoint.formats.archives import check_compressor
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys
-from composer_checkpoint.names import OF_FOLDER, OF_SAVE, PartialFilePath, format_name_with_dist
+from composer_checkpoint.names import OF_FOLDER, OF_SAVE, PartialFilePath, check_filename, format_name_with_dist
 from composer_checkpoint.remote.upload import RemoteUploader
-from composer_checkpoint.retention import KeptFiles, KeptRemotely, RetentionPolicy, combine_policies, remote_policy
+from composer_checkpoint.retention import (
+    KeptFiles,
+    KeptRemotely,
+    MetricHistory,
+    combine_policies,
+    metric_of,
+    remote_policy,
+)
 from composer_checkpoint.save_folder import LINEAGE_KEY, HeldFolder
-from composer_checkpoint.save_history import MetricHistory, SaveHistory, metric_of
 from composer_checkpoint.state import (
     Layout,
     collect,
@@ -41,6 +39,8 @@ from composer_checkpoint.state import (
     write,
 )
 from composer_checkpoint.stores.base import parse_uri
+from composer_checkpoint.stores.databricks import EXPERIMENT_PLACEHOLDER, RUN_PLACEHOLDER
+from composer_dist import dist
 from composer_events.arguments import check_counts, check_flags, check_names, check_places, check_seconds, to_interval
 from composer_events.callback import Callback
 from composer_events.event import Event
@@ -77,7 +77,7 @@ class _Template:
 
     def __set__(self, saver: Any, name: str | os.PathLike[str] | PartialFilePath | None) -> None:
         if name is not None and not isinstance(name, PartialFilePath):
-            name = to_path(os.fspath(name), saver.folder if self._is_in_folder else None)
+            name = PartialFilePath(os.fspath(name).lstrip("/"), saver.folder if self._is_in_folder else None)
         setattr(saver, self._attribute, name)
 
 
@@ -183,11 +183,11 @@ class CheckpointSaver(Callback):
         save_timeout_in_seconds: float | None = 1800,
         remote_num_checkpoints_to_keep: int = -1,
     ) -> None:
-        check_saver_arguments(locals())  # first, while `locals` has only the arguments
+        _check_arguments(locals())  # first, while `locals` has only the arguments
         folder, filename = os.fspath(folder), os.fspath(filename).lstrip("/")
         interval = to_interval("save_interval", save_interval)
         self.save_timeout_in_seconds = save_timeout_in_seconds
-        self._kept = KeptFiles.under(combine_policies(num_checkpoints_to_keep, keep))
+        self._kept = KeptFiles(combine_policies(num_checkpoints_to_keep, keep))
         remote_rules, said = remote_policy(remote_num_checkpoints_to_keep, keep, self._kept.policy)
         self.save_interval: Callable[[State, Event], bool] = (
             create_interval_scheduler(interval) if isinstance(interval, Time) else interval
@@ -218,7 +218,7 @@ class CheckpointSaver(Callback):
             folder = tempfile.mkdtemp(prefix="composer-save-")
             # Also runs when the saver is deleted, or Python exits, without `post_close`.
             self._remove_temporary = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self._kept_remotely = KeptRemotely.under(remote_rules, said, self.remote_uploader)
+        self._kept_remotely = None if remote_rules is None else KeptRemotely(remote_rules, said, self.remote_uploader)
         self._uploads = CheckpointUploads(
             self.remote_uploader, self.overwrite, upload_timeout_in_seconds, self._kept_remotely
         )
@@ -226,7 +226,11 @@ class CheckpointSaver(Callback):
         self.filename, self.latest_filename = filename, latest_filename
         self.remote_file_name, self.latest_remote_file_name = remote_file_name, latest_remote_file_name
 
-        self._history = SaveHistory(self._kept, self._uploads)
+        self._addresses: dict[str, str] = {}
+        self.all_saved_checkpoints_to_timestamp: dict[str, Timestamp] = {}
+        self._saving: Save | None = None
+        self._lineage: str | None = None
+        self._loaded: Mapping[str, Any] = {}
         self.last_checkpoint_batch: Time[int] | None = None
         self._saves_at_end = isinstance(interval, Time) and interval.value > 0
         self._holds_stop = False
@@ -253,23 +257,17 @@ class CheckpointSaver(Callback):
     @property
     def saved_checkpoints(self) -> list[str]:
         """Return the paths, or the addresses in a store, that this process has saved and not deleted, oldest first."""
-        return self._kept.names if None in (self._remote_folder, self.remote_file_name) else self._uploads.addresses
+        if self._remote_folder is None or self.remote_file_name is None:
+            return self._kept.names
+        gone = self._kept_remotely
+        return [address for name, address in self._addresses.items() if gone is None or not gone.has_deleted(name)]
 
     @saved_checkpoints.setter
     def saved_checkpoints(self, paths: list[str]) -> None:
-        if self.saved_checkpoints is self._kept.names:
+        if self._remote_folder is None or self.remote_file_name is None:
             self._kept.names = paths
         else:
-            self._uploads.addresses = paths
-
-    @property
-    def all_saved_checkpoints_to_timestamp(self) -> dict[str, Timestamp]:
-        """Return the time in training of each saved path, including those of before a resume."""
-        return self._history.timestamps
-
-    @all_saved_checkpoints_to_timestamp.setter
-    def all_saved_checkpoints_to_timestamp(self, timestamps: dict[str, Timestamp]) -> None:
-        self._history.timestamps = timestamps
+            self._addresses = {parse_uri(address).path: address for address in paths}
 
     def init(self, state: "State", logger: "Logger") -> None:
         """Fill in the MLflow run in names with its placeholders, and check that the store can be written to."""
@@ -288,11 +286,16 @@ class CheckpointSaver(Callback):
             self.last_checkpoint_batch = None  # the time was set back, so that batch will come again
         template, remote_template = (template_of_run(state, name) for name in (self.filename, self.remote_file_name))
         folder = format_name_with_dist(self.folder, state.run_name)
-        self._history.take_over(folder, template, remote_template, state.run_name)
+        # Only now, when the folder and the names of this run are known.
+        loaded, self._loaded = self._loaded, {}
+        if loaded.get("kept"):
+            self._kept.adopt(loaded["kept"], folder, template or "", state.run_name)
+        if self._kept_remotely is not None and remote_template is not None and loaded.get("kept_remotely"):
+            self._kept_remotely.adopt(loaded["kept_remotely"], remote_template)
         may_replace = self._uploads.overwrite = self.overwrite or self.resumes
-        self._folder.take(state, None if may_replace else template, self.latest_filename)
-        if not may_replace and remote_template is not None:
-            self._uploads.refuse_later(remote_template, state.timestamp)
+        store = None if self.remote_uploader is None or may_replace else self.remote_uploader.remote_backend
+        later = () if may_replace else (template, remote_template)
+        self._folder.take(state, *later, link=self.latest_filename, store=store)
 
     def batch_checkpoint(self, state: "State", logger: "Logger") -> None:
         """Save if it is due."""
@@ -313,7 +316,7 @@ class CheckpointSaver(Callback):
 
     def batch_end(self, state: "State", logger: "Logger") -> None:
         """Raise errors of saves and uploads in the background."""
-        if self._async is None and not self._committed and not self._uploads.may_have_news:
+        if not (self._async or self._committed or self._uploads.are_watched or self._kept_remotely):
             return  # without communication between ranks, as after most batches
         if self._async is not None:
             self._async.check()
@@ -380,25 +383,57 @@ class CheckpointSaver(Callback):
             self._folder.give_back()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the list of checkpoints, including those of before a resume."""
-        return self._history.state_dict()
+        """Return the list of checkpoints, including those of before a resume and the one that is being saved."""
+        times = self.all_saved_checkpoints_to_timestamp
+        state = {
+            "all_saved_checkpoints_to_timestamp": [(name, time.state_dict()) for name, time in times.items()],
+            "kept": self._kept.entries(),
+            LINEAGE_KEY: self._lineage,
+        }
+        job = self._saving
+        if job is not None:
+            state["kept"].append((own_file(job.path), job.timestamp.state_dict(), job.metrics))
+        if self._kept_remotely is not None:
+            state["kept_remotely"] = self._kept_remotely.state_dict()
+            if job is not None and job.remote_name is not None:
+                entry = own_file(job.remote_name), job.timestamp.state_dict(), job.metrics
+                state["kept_remotely"]["saved"].append(entry)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the list of checkpoints."""
-        self._history.load_state_dict(state, resumes=self.resumes)
+        self.all_saved_checkpoints_to_timestamp = {}
+        for name, saved in state.get("all_saved_checkpoints_to_timestamp", ()):
+            timestamp = self.all_saved_checkpoints_to_timestamp[name] = Timestamp()
+            timestamp.load_state_dict(saved)
+        if self.resumes:  # any other load begins a new lineage
+            self._lineage = state.get(LINEAGE_KEY)
+        self._loaded = state
 
     def _name_mlflow_run(self, logger: "Logger") -> None:
+        """Fill in the experiment and the run of MLflow: those of a logger, or else those that rank 0 begins."""
         attributes = ("filename", "latest_filename", "remote_file_name", "latest_remote_file_name")
-        paths = {name: path for name in attributes if isinstance(path := getattr(self, name), PartialFilePath)}
-        templates = [self.folder, self._remote_folder, *(path.filename for path in paths.values())]
-        if not any(map(asks_for_run, templates)):
+        names = {name: path.filename for name in attributes if (path := getattr(self, name)) is not None}
+        if not any("{mlflow_" in template for template in (self.folder, self._remote_folder or "", *names.values())):
             return
-        run = run_of(logger, self.remote_uploader)
-        self.folder = with_run(self.folder, run)
-        for name, path in paths.items():
-            setattr(self, name, path_with_run(path, run))
-        if self.remote_uploader is not None and self._remote_folder is not None:
-            self.remote_uploader.remote_folder = self._remote_folder = with_run(self._remote_folder, run)
+        uploader = self.remote_uploader
+        for destination in getattr(logger, "destinations", ()):
+            ids: Any = [getattr(destination, name, None) for name in ("experiment_id", "run_id")]
+            if all(isinstance(one, str) for one in ids):
+                break
+        else:
+            ids = None if uploader is None else uploader.begin_mlflow_run()
+        if ids is None:
+            return
+
+        def fill(template: str) -> str:
+            return template.replace(EXPERIMENT_PLACEHOLDER, ids[0]).replace(RUN_PLACEHOLDER, ids[1])
+
+        self.folder = fill(self.folder)
+        for name, template in names.items():
+            setattr(self, name, fill(template))
+        if uploader is not None and self._remote_folder is not None:
+            uploader.remote_folder = self._remote_folder = fill(self._remote_folder)
 
     def is_save_due(self, state: "State", event: Event) -> bool:
         """Return whether a save is due: by the interval, or because training was stopped after the latest save."""
@@ -411,7 +446,6 @@ class CheckpointSaver(Callback):
             self.save(state, logger)
 
     def _misses_stop(self, state: "State") -> bool:
-        """Return whether training was stopped, and the latest checkpoint does not record it."""
         if state.stopped_duration is None or state.previous_timestamp is None or self._holds_stop or self.weights_only:
             return False
         return self._saves_at_end or self.last_checkpoint_batch is not None
@@ -431,19 +465,22 @@ class CheckpointSaver(Callback):
             self._uploads.overwrite = True  # the checkpoint from before the stop may have the same name
         # A checkpoint records the stop only if all ranks have stopped by now.
         self._holds_stop = Ranks().all(state.stopped_duration is not None)
-        lineage = self._history.lineage()
+        if self._lineage is None:
+            drawn = [uuid.uuid4().hex]  # each rank draws another one, so rank 0's is used
+            dist.broadcast_object_list(drawn, src=0)
+            self._lineage = drawn[0]
         job = self._name_save(state)
         self._kept.deletes = self.rank_saves_symlinks = layout is Layout.LOCAL or Ranks().rank == 0
         self.last_checkpoint_batch = state.timestamp.batch
         # Recorded before the content is collected, since the content includes this record.
-        self._history.begin(job)
-        if job.remote_name is not None:
-            self._uploads.expect()
+        self.all_saved_checkpoints_to_timestamp[own_file(job.address or job.path)] = job.timestamp
+        self._saving = job
+        self._uploads.are_watched |= job.remote_name is not None
         try:
             content = collect(state, weights_only=self.weights_only, ignore_keys=self.ignore_keys)
         finally:
-            self._history.end()
-        info = {**describe(state, weights_only=self.weights_only), LINEAGE_KEY: lineage}
+            self._saving = None
+        info = {**describe(state, weights_only=self.weights_only), LINEAGE_KEY: self._lineage}
         if self.async_save:
             self._save_in_background(state, content, job, layout, info)
             return
@@ -462,20 +499,36 @@ class CheckpointSaver(Callback):
         return self.save_async_policy == "skip" and self._async.is_saving and not is_last
 
     def _name_save(self, state: "State") -> Save:
-        keeps_none = self._kept.policy == RetentionPolicy(last=0)
-        return name_save(
-            state,
-            self.filename,
-            None if keeps_none else self.latest_filename,  # the link would dangle after the deletion
-            self.remote_file_name,
-            self.latest_remote_file_name,
-            self._remote_folder,
-            self._measured.by_now(state, self._ranked_by()),
+        filename, remote = self.filename, self.remote_file_name
+        path, address = path_of(state, filename.filename, filename.folder), None
+        remote_name = None if remote is None else self._remote_name(state, remote.filename)
+        if self._remote_folder is not None and remote_name is not None:
+            place, root = urlsplit(self._remote_folder), "/" if parse_uri(self._remote_folder).path[:1] == "/" else ""
+            address = f"{place.scheme}://{place.netloc}/{root}{remote_name}"
+            path = address if layout_of(state) is Layout.SHARDED else path  # each rank writes there directly
+        # Without a link if no checkpoint is kept, since it would dangle after the deletion.
+        link = None if self._kept.policy.keeps_none else self.latest_filename
+        pointer = self.latest_remote_file_name
+        return Save(
+            path=path,
+            address=address,
+            timestamp=state.timestamp,
+            metrics=self._measured.by_now(state, self._ranked_by()),
+            link=None if link is None else link.format(state),
+            remote_name=remote_name,
+            remote_pointer=None if pointer is None else pointer.format(state),
         )
 
+    def _remote_name(self, state: "State", filename: str) -> str:
+        template = within_folder(state, filename)
+        if layout_of(state) is Layout.LOCAL:
+            # Doubled, so that formatting leaves `{rank}` in the name, which all ranks then share.
+            template = template.replace("{rank}", "{{rank}}")
+        return PartialFilePath(template).format(state)
+
     def _ranked_by(self) -> set[str]:
-        """Return the metrics by which the best checkpoints are kept."""
-        return {metric for metric in (self._kept.policy.metric, self._uploads.ranked_by) if metric is not None}
+        places = (self._kept, self._kept_remotely)
+        return {place.policy.metric for place in places if place is not None and place.policy.metric is not None}
 
     def _save_in_background(
         self, state: "State", content: dict[str, Any], job: Save, layout: Layout, info: dict[str, Any]
@@ -504,41 +557,28 @@ class CheckpointSaver(Callback):
         self._committed.append(job)
 
     def _finish_committed(self, logger: "Logger") -> None:
-        """Upload committed checkpoints, and apply the retention rules."""
         while self._committed:  # the background thread may append to it
             job = self._committed.pop(0)
             upload = self._uploads.send(job, logger) if self._kept.deletes else None
             self._kept.add(own_file(job.path), job.timestamp, job.metrics, upload)
-            self._uploads.note(job)
+            if job.address is not None and job.remote_name is not None:
+                self._addresses.pop(own_file(job.remote_name), None)  # re-inserted as the newest
+                self._addresses[own_file(job.remote_name)] = own_file(job.address)
             self._kept.rotate()
-        self._uploads.rotate()
+        if self._kept_remotely is not None:
+            self._kept_remotely.rotate()
 
 
-_REMOTE_EXAMPLE = "{run_name}/checkpoints/ep{epoch}-ba{batch}-rank{rank}.pt"
-
-
-def check_saver_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse arguments that are invalid or contradict each other. Retention rules are checked elsewhere.
-
-    Args:
-        given: The arguments by name.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument is invalid.
-        CompressorNotFound: If the program that the file name needs is not installed.
-    """
+def _check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments that are invalid or contradict each other. Retention rules are checked elsewhere."""
 
     def some(*names: str) -> dict[str, Any]:
         return {name: given[name] for name in names}
 
     check_places(**some("folder", "filename"))
-    check_names(_REMOTE_EXAMPLE, **some("remote_file_name", "latest_remote_file_name"))
+    check_names(_REMOTE_NAME, **some("remote_file_name", "latest_remote_file_name"))
     check_placeholders(OF_FOLDER, **some("folder"))
     check_placeholders(OF_SAVE, **some("remote_file_name", "latest_remote_file_name"))
-    latest = given["latest_filename"]
-    if latest is not None:
-        check_places(latest_filename=latest)
     check_flags(may_be_none=True, **some("overwrite", "weights_only", "async_save"))
     check_counts(**some("num_concurrent_uploads"))
     check_counts(-1, **some("remote_num_checkpoints_to_keep"))
@@ -547,6 +587,16 @@ def check_saver_arguments(given: Mapping[str, Any]) -> None:
     if given["save_async_policy"] not in ("wait", "skip"):
         raise ValueError(f"save_async_policy={given['save_async_policy']!r} is not known. Use 'wait' or 'skip'.")
     check_ignore_keys("save_ignore_keys", given["ignore_keys"])
+    filename, latest = os.fspath(given["filename"]).lstrip("/"), given["latest_filename"]
     interval = to_interval("save_interval", given["save_interval"])
-    filename = os.fspath(given["filename"]).lstrip("/")
-    check_templates(filename, latest, interval if isinstance(interval, Time) else None, bool(given["overwrite"]))
+    check_filename(filename, interval=interval if isinstance(interval, Time) else None, overwrite=given["overwrite"])
+    check_compressor(filename)
+    if latest is None:
+        return
+    check_places(latest_filename=latest)
+    check_filename(str(latest), argument="save_latest_filename", overwrite=True)
+    if str(latest).lstrip("/") == filename:
+        raise ValueError(
+            f"save_latest_filename={latest!r} is what the checkpoints are called, too, so that the link to the latest "
+            f"one would replace it. Give them two names, or pass save_latest_filename=None."
+        )

@@ -4,7 +4,7 @@ import os
 import posixpath
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from functools import cache
 from importlib.metadata import version
@@ -12,11 +12,11 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from composer_checkpoint._ranks import Ranks
-from composer_checkpoint._tree import map_tree, named_leaves
+from composer_checkpoint._tree import map_tree, named_leaves, unflatten
 from composer_checkpoint.commit import write_on_rank_zero
 from composer_checkpoint.data_position import (
     EPOCH_START_KEY,
@@ -37,8 +37,6 @@ from composer_checkpoint.formats.per_rank import (
 )
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
 from composer_checkpoint.names import OF_SAVE, PartialFilePath, sharded_folder
-from composer_checkpoint.sharded import load_sharded, read_folder_metadata, save_sharded
-from composer_checkpoint.sharded.load import WholeSavePlanner, check_sharded
 from composer_dist import dist
 from composer_dist.reproducibility import get_rng_state
 from composer_dist.strategy import Strategy
@@ -50,31 +48,7 @@ if TYPE_CHECKING:
 
     from composer_events import State
 
-__all__ = [
-    "to_dtensors",
-    "check_spread",
-    "other_number_of_ranks",
-    "read_sharded",
-    "unchanged_until_step",
-    "Layout",
-    "as_sharded",
-    "as_whole",
-    "collect",
-    "describe",
-    "get_save_filename",
-    "layout_of",
-    "own_file",
-    "path_of",
-    "prefix_dir_of",
-    "save_checkpoint",
-    "save_planner_of",
-    "write",
-    "PARTS",
-    "collect_parts",
-    "load_parts",
-    "name_of_optimizer",
-    "owner_of",
-]
+__all__ = ["get_save_filename", "save_checkpoint"]
 
 log = getLogger(__name__)
 
@@ -105,14 +79,6 @@ def path_of(state: "State", filename: str, folder: str | None = None) -> str:
     """Return the path of a checkpoint at the current time: a file, or the folder of a sharded checkpoint.
 
     Per-rank files keep `{rank}` in their name.
-
-    Args:
-        state: The training state.
-        filename: The template of the file name.
-        folder: The template of the folder.
-
-    Raises:
-        ValueError: If per-rank files would all have the same name.
     """
     match layout_of(state):
         case Layout.SHARDED:
@@ -179,17 +145,13 @@ def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKe
     """Return the content of a checkpoint at the current time. Every rank must call this.
 
     Tensors that are not sharded share memory with the model and the optimizers.
-
-    Args:
-        state: The training state.
-        weights_only: Leave out everything but the model and what describes it.
-        ignore_keys: Further entries to leave out.
     """
     strategy = owner_of(state)
     attributes = ["model"] if weights_only else list(state.serialized_attributes)
     if strategy is not None:  # it collects these parts itself, below
         attributes = [name for name in attributes if name not in PARTS]
-    with as_sharded(state), _only(state, attributes):
+    # Other attributes are left out here, so that they are not gathered.
+    with as_sharded(state), _set_for_now(state, "serialized_attributes", attributes):
         content: dict[str, Any] = {"state": state.state_dict()}
     prepared = _open if layout_of(state) is Layout.SHARDED else _whole
     content["state"] = {name: part if name in PARTS else prepared(part) for name, part in content["state"].items()}
@@ -276,11 +238,15 @@ def save_checkpoint(
     return write(content, path, layout_of(state), info, planner=save_planner_of(state))
 
 
-def save_planner_of(state: "State") -> "SavePlanner":
-    """Return the planner of sharded checkpoints: the one of the FSDP settings, or the default.
+def save_planner_of(state: "State") -> "SavePlanner | None":
+    """Return the planner if the state is saved to a sharded checkpoint: that of the FSDP settings, or the default.
 
     The default saves all buffers of rank 0: they are not sharded, may differ between ranks, and belong together.
     """
+    if layout_of(state) is not Layout.SHARDED:
+        return None
+    from composer_checkpoint.sharded.load import WholeSavePlanner  # here, so that other layouts do not load it
+
     return getattr(state.fsdp_config, "save_planner", None) or WholeSavePlanner(first_rank_decides=True)
 
 
@@ -297,6 +263,8 @@ def write(
         torch.cuda.empty_cache()  # makes room for what saving gathers, next to what training has cached
     match layout:
         case Layout.SHARDED:
+            from composer_checkpoint.sharded import save_sharded
+
             save_sharded(content, path, info=info, overwrite=True, timeout_s=timeout_s, planner=planner)
             return path
         case Layout.LOCAL:
@@ -337,47 +305,31 @@ def _add_loader_state(state: "State", saved: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _only(state: "State", attributes: list[str]) -> Iterator[None]:
-    """Restrict `state.state_dict` to some attributes, so that others are not gathered."""
-    all_attributes, state.serialized_attributes = state.serialized_attributes, attributes
+def _set_for_now(target: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(target, name)
+    setattr(target, name, value)
     try:
         yield
     finally:
-        state.serialized_attributes = all_attributes
+        setattr(target, name, before)
 
 
 def as_sharded(state: "State") -> AbstractContextManager[None]:
     """Treat a state of type `'local'` as `'sharded'`, which also provides each rank's shards."""
-    return _as_type("sharded", state, Layout.LOCAL)
+    is_local = layout_of(state) is Layout.LOCAL
+    return _set_for_now(state.fsdp_config, "state_dict_type", "sharded") if is_local else nullcontext()
 
 
 def as_whole(state: "State") -> AbstractContextManager[None]:
     """Treat a state of type `'sharded'` as `'full'`, which loads full tensors and keeps each rank's part."""
-    return _as_type("full", state, Layout.SHARDED)
-
-
-@contextmanager
-def _as_type(state_dict_type: str, state: "State", instead_of: Layout) -> Iterator[None]:
-    config = state.fsdp_config
-    if layout_of(state) is not instead_of:
-        yield
-        return
-    before, config.state_dict_type = config.state_dict_type, state_dict_type
-    try:
-        yield
-    finally:
-        config.state_dict_type = before
+    is_sharded = layout_of(state) is Layout.SHARDED
+    return _set_for_now(state.fsdp_config, "state_dict_type", "full") if is_sharded else nullcontext()
 
 
 def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: bool, *, verify: bool) -> dict[str, Any]:
-    """Return a folder's content, of which each rank reads its own part. Every rank must call this.
+    """Return a folder's content, of which each rank reads its own part. Every rank must call this."""
+    from composer_checkpoint.sharded import load_sharded
 
-    Args:
-        path: The folder.
-        state: The training state, whose model determines the sharding of tensors.
-        weights_only: Read the model and the algorithms only.
-        verify: Whether hashes are compared.
-    """
     content = _empty_content(path, state, weights_only)
     load_sharded(content, path, verify=verify, planner=getattr(state.fsdp_config, "load_planner", None))
     saved = content.setdefault("state", {})
@@ -388,22 +340,19 @@ def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: boo
 
 
 def check_spread(path: str | os.PathLike[str], state: "State") -> None:
-    """Verify the hashes of what each rank would read of a folder. Every rank must call this.
+    """Verify the hashes of what each rank would read of a folder. Every rank must call this."""
+    from composer_checkpoint.sharded.load import check_sharded
 
-    Raises:
-        CheckpointError: On all ranks, if anything differs from what was written.
-    """
     check_sharded(_empty_content(path, state, weights_only=False), path)
 
 
 def _empty_content(path: str | os.PathLike[str], state: "State", weights_only: bool) -> dict[Any, Any]:
-    """Return the structure of a folder's content, with uninitialized tensors."""
-    read: list[Metadata] = []
+    from composer_checkpoint.sharded import read_folder_metadata
+
     # Together, so that a rank that cannot read it does not leave the others in a collective.
-    Ranks().together(lambda: read.append(read_folder_metadata(path)))
-    metadata = read[0]
+    metadata = Ranks().together(lambda: read_folder_metadata(path))
     parameters = _spread_parameters(state)
-    content: dict[Any, Any] = {}
+    leaves: list[tuple[tuple[Any, ...], Any]] = []
     paths: Mapping[str, Any] = metadata.planner_data or {}
     for name, described in metadata.state_dict_metadata.items():
         keys = tuple(paths.get(name, (name,)))
@@ -413,17 +362,12 @@ def _empty_content(path: str | os.PathLike[str], state: "State", weights_only: b
         # DCP loads into the tensors that it gets, so that they determine the sharding.
         if isinstance(described, TensorStorageMetadata):
             leaf = _empty(described, _parameter_of(keys, parameters))
-        _put(content, keys, leaf)
-    return _with_lists(content)
+        leaves.append((keys, leaf))
+    return unflatten(leaves)
 
 
 def to_dtensors(content: dict[str, Any], state: "State", path: str) -> dict[str, Any]:
-    """Return the content of a per-rank file with its shards as DTensors.
-
-    Raises:
-        ValueError: If another number of ranks saved it.
-        CorruptCheckpointError: On all ranks, if the files are of different saves.
-    """
+    """Return the content of a per-rank file with its shards as DTensors."""
     layout = content.pop(LAYOUT_KEY)
     if layout["world_size"] != dist.get_world_size():
         raise other_number_of_ranks(path, layout["world_size"])
@@ -479,23 +423,6 @@ def _empty(described: TensorStorageMetadata, like: DTensor | None) -> torch.Tens
     return torch.empty(described.size, dtype=dtype)
 
 
-def _put(tree: dict[Any, Any], keys: tuple[Any, ...], leaf: Any) -> None:
-    for key in keys[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[keys[-1]] = leaf
-
-
-def _with_lists(tree: Any) -> Any:
-    """Return a tree in which dicts with the keys 0 to n-1 are lists."""
-    if not isinstance(tree, dict) or not tree:
-        return tree
-    # DCP stores the items of a list under integer keys.
-    items = {key: _with_lists(value) for key, value in tree.items()}
-    if all(isinstance(key, int) for key in items) and sorted(items) == list(range(len(items))):
-        return [items[index] for index in range(len(items))]
-    return items
-
-
 def unchanged_until_step(state: "State") -> list[torch.Tensor]:
     """Return the tensors that nothing changes before the optimizer's next step; none if there are algorithms."""
     if state.algorithms:  # they may change weights at any event
@@ -513,11 +440,7 @@ PARTS = ("model", "optimizers")
 
 
 def owner_of(state: "State") -> Strategy | None:
-    """Return the strategy that collects the weights, or `None` if the state can collect them itself.
-
-    Raises:
-        RuntimeError: If an engine holds the weights and the state does not name its strategy.
-    """
+    """Return the strategy that collects the weights, or `None` if the state can collect them itself."""
     if not state.deepspeed_enabled:
         return None
     strategy = getattr(state, "strategy", None)

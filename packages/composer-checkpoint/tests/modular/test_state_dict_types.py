@@ -365,6 +365,6 @@ def test_a_copy_made_inside_a_context_loads_as_any_model_does_afterwards(monkeyp
     with fsdp_state_dict_type_context(model, "full"):
         copied = copy.deepcopy(model)
     weights = {name: torch.full_like(weight, 3.0) for name, weight in model.state_dict().items()}
-    monkeypatch.setattr("composer_checkpoint.modular.state_dict_types._on_all_ranks", fail)
+    monkeypatch.setattr("composer_checkpoint.modular.state_dict_types.Ranks", fail)
     copied.load_state_dict(weights)
     assert all(torch.equal(weight, weights[name]) for name, weight in copied.state_dict().items())

@@ -23,7 +23,7 @@ from composer_checkpoint.errors import (
 from composer_checkpoint.file_io import hash_file
 from composer_checkpoint.files import verify_file
 from composer_checkpoint.inspection import inspect_file
-from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
+from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, first_difference
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -114,13 +114,14 @@ def verify_folder(folder: str | os.PathLike[str]) -> Manifest | None:
         _check_unsealed(root)
         return None
     manifest = Manifest.from_json((root / MANIFEST_NAME).read_bytes())
-    for name, entry in manifest.files.items():
-        path = root / name
-        if not path.exists():
-            raise CorruptCheckpointError(f"{root} lacks {name}, which it had when it was sealed. Resume from another.")
-        if path.stat().st_size != entry.size_bytes or hash_file(path, manifest.hash_name) != entry.hash:
-            raise CorruptCheckpointError(f"{path} is not what was sealed. Resume from another checkpoint.")
-    return manifest
+    path = first_difference(root, manifest)
+    if path is None:
+        return manifest
+    if path.exists():
+        raise CorruptCheckpointError(f"{path} is not what was sealed. Resume from another checkpoint.")
+    raise CorruptCheckpointError(
+        f"{root} lacks {path.relative_to(root)}, which it had when it was sealed. Resume from another."
+    )
 
 
 def sealing_callback() -> "TrainerCallback":
@@ -163,12 +164,15 @@ def _check_unsealed(root: Path) -> None:
             f"{root} has {_SCHEDULER_NAME} and no optimizer: its save did not finish, or it was lost. Resume from "
             f"another checkpoint."
         )
-    for name in _file_names(root):
-        _check_by_format(root / name)
-    # Folders of DeepSpeed hold objects of its own, which DeepSpeed reads itself.
-    for path in root.iterdir():
-        if path.suffix in _PICKLED and path.name != _ARGUMENTS_NAME:
-            _check_data_only(path)
+    for path in (root / name for name in _file_names(root)):
+        _check_by_format(path)
+        # Folders of DeepSpeed hold objects of its own, which DeepSpeed reads itself.
+        is_read = path.parent == root and path.suffix in _PICKLED and path.name != _ARGUMENTS_NAME
+        if is_read and (names := inspect_file(path).unsafe_globals):
+            raise UnsafeCheckpointError(
+                f"{path} asks for {', '.join(names[:_MAX_NAMES])}, more than data; nothing of it was run. Resume from "
+                f"a checkpoint of a Trainer."
+            )
 
 
 def _check_by_format(path: Path) -> None:
@@ -208,15 +212,6 @@ def _check_bin_index(path: Path) -> None:
                 f"{shard} lacks {lacking[0]!r:.200}, which {path.name} says it has: it is of another save. Resume from "
                 f"another checkpoint."
             )
-
-
-def _check_data_only(path: Path) -> None:
-    names = inspect_file(path).unsafe_globals
-    if names:
-        raise UnsafeCheckpointError(
-            f"{path} asks for {', '.join(names[:_MAX_NAMES])}, more than data; nothing of it was run. Resume from a "
-            f"checkpoint of a Trainer."
-        )
 
 
 def _check_zip(path: Path) -> None:

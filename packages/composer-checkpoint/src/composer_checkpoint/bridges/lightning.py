@@ -1,6 +1,5 @@
 """`CheckpointIO` for Lightning with files that are whole or absent, verified and safe to open."""
 
-import errno
 import os
 import shutil
 import tempfile
@@ -10,13 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_checkpoint.commit import write_atomically
-from composer_checkpoint.errors import NoCheckpointError, StorageError
+from composer_checkpoint.errors import NoCheckpointError
 from composer_checkpoint.files import load_file, save_file
 from composer_checkpoint.sharded._storage import is_remote
-from composer_checkpoint.stores.base import retry
+from composer_checkpoint.stores.base import ObjectStoreTransientError, retry
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.io import CheckpointIO
+
+    from composer_checkpoint.stores.fsspec import FsspecObjectStore
 else:
     try:
         from lightning.pytorch.plugins.io import CheckpointIO
@@ -73,15 +74,12 @@ class VerifiedCheckpointIO(CheckpointIO):
             with write_atomically(path) as unfinished:
                 save_file(checkpoint, unfinished, info=info, allow_untrusted=self._trusted)
             return
-        from fsspec.core import url_to_fs  # imported here so that local checkpoints do not load it
-
-        store, remote = url_to_fs(path, **(storage_options or {}))
+        store, name = _store_of(path, storage_options)
         with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
             # Under the same name, from which the format follows.
-            local = os.path.join(folder, os.path.basename(remote))
+            local = os.path.join(folder, name)
             save_file(checkpoint, local, info=info, allow_untrusted=self._trusted)
-            store.makedirs(os.path.dirname(remote), exist_ok=True)
-            retry(OSError, _ATTEMPTS)(_put)(store, local, remote)
+            retry(ObjectStoreTransientError, _ATTEMPTS)(store.upload_object)(name, local)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
@@ -105,27 +103,22 @@ class VerifiedCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint, if it exists."""
         if is_remote(path):
-            from fsspec.core import url_to_fs
-
-            store, remote = url_to_fs(path)
-            if store.exists(remote):
-                store.rm(remote, recursive=True)
+            store, name = _store_of(path)
+            files, remote = store.filesystem, store.filesystem_path(name)
+            if files.exists(remote):
+                files.rm(remote, recursive=True)
         elif os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         else:
             Path(path).unlink(missing_ok=True)
 
 
-def _put(store: Any, local: str, remote: str) -> None:
-    """Copy a file to a store, and compare the size that arrived."""
-    store.put_file(local, remote)
-    store.invalidate_cache(os.path.dirname(remote))  # fsspec caches listings, sizes included
-    expected, found = os.path.getsize(local), store.size(remote)
-    if found != expected:
-        raise StorageError(
-            errno.EIO,
-            f"{remote} has {found} bytes in the store, and {expected} were sent. Look at the store, save again",
-        )
+def _store_of(path: str | Path, storage_options: Any | None = None) -> "tuple[FsspecObjectStore, str]":
+    # Imported here so that local checkpoints do not load the stores.
+    from composer_checkpoint.stores.fsspec import FsspecObjectStore
+
+    parent, _, name = os.fspath(path).rstrip("/").rpartition("/")
+    return FsspecObjectStore(parent, **(storage_options or {})), name
 
 
 @contextmanager
@@ -134,13 +127,11 @@ def _local_file(path: str | Path) -> Iterator[str]:
     if not is_remote(path):
         yield os.fspath(path)
         return
-    from fsspec.core import url_to_fs
-
-    store, remote = url_to_fs(path)
+    store, name = _store_of(path)
     with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
-        local = os.path.join(folder, os.path.basename(remote))
+        local = os.path.join(folder, name)
         try:
-            store.get_file(remote, local)
+            store.download_object(name, local)
         except FileNotFoundError as error:
             raise NoCheckpointError(f"{path} does not exist. Check the URI.") from error
         yield local

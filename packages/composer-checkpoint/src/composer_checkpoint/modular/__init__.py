@@ -11,62 +11,52 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from composer_checkpoint.modular.load import load_checkpoint as load_checkpoint
-    from composer_checkpoint.modular.load import load_model_checkpoint as load_model_checkpoint
-    from composer_checkpoint.modular.load import load_optim_checkpoint as load_optim_checkpoint
-    from composer_checkpoint.modular.load import load_resumption_checkpoint as load_resumption_checkpoint
-    from composer_checkpoint.modular.options import CheckpointLoadOptions as CheckpointLoadOptions
-    from composer_checkpoint.modular.options import CheckpointSaveOptions as CheckpointSaveOptions
-    from composer_checkpoint.modular.save import checkpoint_folder as checkpoint_folder
-    from composer_checkpoint.modular.save import save_checkpoint_to_disk as save_checkpoint_to_disk
-    from composer_checkpoint.modular.save import save_composer_metadata_to_disk as save_composer_metadata_to_disk
-    from composer_checkpoint.modular.save import save_model_to_disk as save_model_to_disk
-    from composer_checkpoint.modular.save import save_optim_to_disk as save_optim_to_disk
-    from composer_checkpoint.modular.save import save_resumption_state_to_disk as save_resumption_state_to_disk
-    from composer_checkpoint.modular.save import save_state_dict_to_disk as save_state_dict_to_disk
-    from composer_checkpoint.modular.state_dict import get_metadata_state_dict as get_metadata_state_dict
-    from composer_checkpoint.modular.state_dict import get_model_state_dict as get_model_state_dict
-    from composer_checkpoint.modular.state_dict import get_optim_state_dict as get_optim_state_dict
-    from composer_checkpoint.modular.state_dict import get_resumption_state_dict as get_resumption_state_dict
-    from composer_checkpoint.modular.state_dict_types import fsdp_get_optim_state_dict as fsdp_get_optim_state_dict
-    from composer_checkpoint.modular.state_dict_types import (
-        fsdp_state_dict_type_context as fsdp_state_dict_type_context,
+    from composer_checkpoint.modular.load import (
+        load_checkpoint,
+        load_model_checkpoint,
+        load_optim_checkpoint,
+        load_resumption_checkpoint,
+    )
+    from composer_checkpoint.modular.options import CheckpointLoadOptions, CheckpointSaveOptions
+    from composer_checkpoint.modular.save import (
+        checkpoint_folder,
+        save_checkpoint_to_disk,
+        save_composer_metadata_to_disk,
+        save_model_to_disk,
+        save_optim_to_disk,
+        save_resumption_state_to_disk,
+        save_state_dict_to_disk,
+    )
+    from composer_checkpoint.modular.state_dict import (
+        get_metadata_state_dict,
+        get_model_state_dict,
+        get_optim_state_dict,
+        get_resumption_state_dict,
     )
     from composer_checkpoint.modular.state_dict_types import (
-        get_fsdp_full_optim_state_dict as get_fsdp_full_optim_state_dict,
+        fsdp_get_optim_state_dict,
+        fsdp_state_dict_type_context,
+        get_fsdp_full_optim_state_dict,
+        get_fsdp_sharded_optim_state_dict,
     )
-    from composer_checkpoint.modular.state_dict_types import (
-        get_fsdp_sharded_optim_state_dict as get_fsdp_sharded_optim_state_dict,
-    )
-    from composer_checkpoint.remote.fetch import download_monolithic_checkpoint as download_monolithic_checkpoint
-    from composer_checkpoint.remote.fetch import upload_file as upload_file
+    from composer_checkpoint.remote.fetch import download_monolithic_checkpoint, upload_file
 
 # Home of each public name, imported on first use to keep the package cheap to import.
-_HOME = {
-    "checkpoint_folder": "composer_checkpoint.modular.save",
-    "get_model_state_dict": "composer_checkpoint.modular.state_dict",
-    "get_optim_state_dict": "composer_checkpoint.modular.state_dict",
-    "get_metadata_state_dict": "composer_checkpoint.modular.state_dict",
-    "get_resumption_state_dict": "composer_checkpoint.modular.state_dict",
-    "fsdp_get_optim_state_dict": "composer_checkpoint.modular.state_dict_types",
-    "fsdp_state_dict_type_context": "composer_checkpoint.modular.state_dict_types",
-    "get_fsdp_full_optim_state_dict": "composer_checkpoint.modular.state_dict_types",
-    "get_fsdp_sharded_optim_state_dict": "composer_checkpoint.modular.state_dict_types",
-    "CheckpointSaveOptions": "composer_checkpoint.modular.options",
-    "save_checkpoint_to_disk": "composer_checkpoint.modular.save",
-    "save_model_to_disk": "composer_checkpoint.modular.save",
-    "save_optim_to_disk": "composer_checkpoint.modular.save",
-    "save_resumption_state_to_disk": "composer_checkpoint.modular.save",
-    "save_composer_metadata_to_disk": "composer_checkpoint.modular.save",
-    "save_state_dict_to_disk": "composer_checkpoint.modular.save",
-    "CheckpointLoadOptions": "composer_checkpoint.modular.options",
-    "load_checkpoint": "composer_checkpoint.modular.load",
-    "load_model_checkpoint": "composer_checkpoint.modular.load",
-    "load_optim_checkpoint": "composer_checkpoint.modular.load",
-    "load_resumption_checkpoint": "composer_checkpoint.modular.load",
-    "download_monolithic_checkpoint": "composer_checkpoint.remote.fetch",
-    "upload_file": "composer_checkpoint.remote.fetch",
+_NAMES = {
+    "modular.load": "load_checkpoint load_model_checkpoint load_optim_checkpoint load_resumption_checkpoint",
+    "modular.options": "CheckpointLoadOptions CheckpointSaveOptions",
+    "modular.save": (
+        "checkpoint_folder save_checkpoint_to_disk save_composer_metadata_to_disk save_model_to_disk "
+        "save_optim_to_disk save_resumption_state_to_disk save_state_dict_to_disk"
+    ),
+    "modular.state_dict": "get_metadata_state_dict get_model_state_dict get_optim_state_dict get_resumption_state_dict",
+    "modular.state_dict_types": (
+        "fsdp_get_optim_state_dict fsdp_state_dict_type_context get_fsdp_full_optim_state_dict "
+        "get_fsdp_sharded_optim_state_dict"
+    ),
+    "remote.fetch": "download_monolithic_checkpoint upload_file",
 }
+_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
 __all__ = [
     "checkpoint_folder",
     "get_model_state_dict",
@@ -98,7 +88,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Cached in the module, so that the next access does not come here.
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    value = globals()[name] = getattr(import_module(f"composer_checkpoint.{_HOME[name]}"), name)
     return value
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from composer_checkpoint._ranks import Ranks
+from composer_checkpoint._tree import unflatten
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
 from composer_checkpoint.files import INDEX_SUFFIX, load_file, read_index
 from composer_checkpoint.modular._spread import (
@@ -27,6 +28,7 @@ from composer_checkpoint.modular._spread import (
     group_names,
     is_sharded,
     map_slots,
+    map_tensors,
     names_in_model,
     parameters_by_name,
     weights_of,
@@ -42,24 +44,6 @@ from composer_checkpoint.stores.opening import maybe_create_object_store_from_ur
 from composer_dist.reproducibility import seed_context
 from composer_dist.wrapping import unwrap_model
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import LoadPlanner
-
-__all__ = [
-    "Path",
-    "load_folder",
-    "read_entries",
-    "load_optimizer",
-    "receive_state",
-    "follow_parameters",
-    "shard_model",
-    "Source",
-    "find_source",
-    "read_on_rank_zero",
-    "WeightsMismatchError",
-    "load_weights",
-]
-
 _SUFFIXES = ("pt", "safetensors", "safetensors.index.json")
 
 
@@ -73,26 +57,8 @@ class Source:
 
 
 def find_source(path: str | os.PathLike[str], part: str, is_sharded: bool | None) -> Source:
-    """Find the checkpoint at a path. Every rank must call this; rank 0 searches for all.
-
-    Args:
-        path: A local path or a URI, of a file or a folder. In a folder that is not a sharded checkpoint, the file is
-            that of the part, such as `model.pt`.
-        part: `'model'` or `'optim'`.
-        is_sharded: Expected kind; `None` for either.
-
-    Raises:
-        NoCheckpointError: If there is neither a file nor a sharded checkpoint.
-        ValueError: If only the other kind exists.
-    """
-    ranks = Ranks()
-
-    def look() -> Source | None:
-        return _look(os.fspath(path), part, is_sharded) if ranks.rank == 0 else None
-
-    found = ranks.exchange(look, lambda results: results[:1] * len(results))
-    assert found is not None  # all ranks have rank 0's result
-    return found
+    """Find the checkpoint at a path. Every rank must call this; rank 0 searches for all."""
+    return Ranks().from_first(lambda: _look(os.fspath(path), part, is_sharded))
 
 
 @contextmanager
@@ -103,10 +69,9 @@ def read_on_rank_zero(path: str | os.PathLike[str], prepare: Callable[[Any], Any
     on all ranks.
     """
     ranks = Ranks()
-    contents: list[Any] = [None] * bool(ranks.rank)  # rank 0 appends its own
     with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
 
-        def read() -> None:
+        def read() -> Any:
             local = os.fspath(path)
             if is_uri(local):
                 local = os.path.join(folder, posixpath.basename(parse_uri(local).path))
@@ -115,24 +80,44 @@ def read_on_rank_zero(path: str | os.PathLike[str], prepare: Callable[[Any], Any
                 if local.endswith(INDEX_SUFFIX):
                     for shard in read_index(local).shards:
                         get_file(posixpath.join(posixpath.dirname(os.fspath(path)), shard), os.path.join(folder, shard))
-            contents.append(prepare(load_file(local, trusted=trusted)))
+            return prepare(load_file(local, trusted=trusted))
 
-        ranks.together(read if ranks.rank == 0 else lambda: None)
-        yield contents[0]
+        # Not sent to the other ranks: it may be larger than their memory.
+        yield ranks.together(read if ranks.rank == 0 else lambda: None)
 
 
 def _look(path: str, part: str, wanted: bool | None) -> Source:
-    exists, join, source = _local_place() if not is_uri(path) else _remote_place(path)
-    files = [path, *(join(path, f"{part}.{suffix}") for suffix in _SUFFIXES)]
-    if exists(join(path, METADATA_NAME)) and wanted is not False:
-        return source(path)
-    file = next((file for file in files if exists(file)), None)
-    if file is None:
-        if exists(join(path, METADATA_NAME)):
+    store = maybe_create_object_store_from_uri(path)
+    if store is not None:
+        reach(store, path)
+
+    def exists(file: str) -> bool:
+        if store is None:
+            return os.path.isfile(file)
+        try:
+            store.get_object_size(parse_uri(file).path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    is_folder = exists(posixpath.join(path, METADATA_NAME))
+    if is_folder and wanted is not False:
+        if store is None:
+            return Source(path, is_sharded=True)
+        if not isinstance(store, FsspecObjectStore):
             raise ValueError(
-                f"{path} is a sharded checkpoint, and sharded_checkpoint=False. Pass sharded_checkpoint=True, or None "
-                f"to load either kind."
+                f"{path} is a sharded checkpoint in a store whose files cannot be read in parts. Download the folder "
+                f"with composer_checkpoint.remote.publish.fetch_checkpoint(), and load it from there."
             )
+        return Source(store.get_uri(parse_uri(path).path), True, store.filesystem.storage_options)
+    files = [path, *(posixpath.join(path, f"{part}.{suffix}") for suffix in _SUFFIXES)]
+    file = next(filter(exists, files), None)
+    if file is None and is_folder:
+        raise ValueError(
+            f"{path} is a sharded checkpoint, and sharded_checkpoint=False. Pass sharded_checkpoint=True, or None to "
+            f"load either kind."
+        )
+    if file is None:
         raise NoCheckpointError(
             f"there is no checkpoint at {path!r}: neither this file nor a folder with {METADATA_NAME} or {part}.pt in "
             f"it. Check the path."
@@ -145,33 +130,6 @@ def _look(path: str, part: str, wanted: bool | None) -> Source:
     return Source(file, is_sharded=False)
 
 
-def _local_place() -> tuple[Callable[[str], bool], Callable[..., str], Callable[[str], Source]]:
-    return os.path.isfile, os.path.join, lambda folder: Source(folder, is_sharded=True)
-
-
-def _remote_place(uri: str) -> tuple[Callable[[str], bool], Callable[..., str], Callable[[str], Source]]:
-    store = maybe_create_object_store_from_uri(uri)
-    assert store is not None  # only local paths have no store
-    reach(store, uri)
-
-    def exists(address: str) -> bool:
-        try:
-            store.get_object_size(parse_uri(address).path)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def source(folder: str) -> Source:
-        if not isinstance(store, FsspecObjectStore):
-            raise ValueError(
-                f"{folder} is a sharded checkpoint in a store whose files cannot be read in parts. Download the folder "
-                f"with composer_checkpoint.remote.publish.fetch_checkpoint(), and load it from there."
-            )
-        return Source(store.get_uri(parse_uri(folder).path), True, store.filesystem.storage_options)
-
-    return exists, posixpath.join, source
-
-
 Path = tuple[str | int, ...]
 
 
@@ -180,25 +138,18 @@ def read_entries(source: Source) -> dict[Path, Any]:
 
     Every rank must call this; rank 0 reads.
     """
-    ranks = Ranks()
 
     def read() -> dict[Path, Any]:
-        if ranks.rank:
-            return {}
         metadata = read_folder_metadata(source.path, storage_options=source.storage_options)
         paths = metadata.planner_data or {}
         return {paths.get(name, (name,)): entry for name, entry in metadata.state_dict_metadata.items()}
 
-    return ranks.exchange(read, lambda results: results[:1] * len(results))
+    return Ranks().from_first(read)
 
 
-def load_folder(state_dict: dict[str, Any], source: Source, *, strict: bool, planner: "LoadPlanner | None") -> None:
-    """Load into a state dict, in place. Every rank must call this.
-
-    Raises:
-        CheckpointError: If the checkpoint is damaged or of another model.
-    """
-    load_sharded(state_dict, source.path, strict=strict, storage_options=source.storage_options, planner=planner)
+def _load_folder_into(state_dict: dict[str, Any], source: Source, options: CheckpointLoadOptions) -> None:
+    storage, planner = source.storage_options, options.load_planner
+    load_sharded(state_dict, source.path, strict=options.strict, storage_options=storage, planner=planner)
 
 
 _MAX_LISTED = 10
@@ -226,7 +177,11 @@ def load_optimizer(
             saved = receive_state(TensorSender(own), model, cpu_offload=options.cpu_offload)
     if "state" in saved:
         converted = cast_state(saved["state"], as_dtype(options.precision), keep_counts=True)
-        saved = {**saved, "state": _with_whole_counts(converted)}
+        # Step counts of low precision become float32, in which optimizers count without rounding.
+        whole = map_tensors(
+            converted, lambda value: value.float() if not value.dim() and value.dtype in _NARROW else value
+        )
+        saved = {**saved, "state": whole}
     if "param_groups" not in saved:
         optimizer.load_state_dict(saved)  # not a torch optimizer: the layout is its own
         return
@@ -252,13 +207,7 @@ def _maker(model: nn.Module, cpu_offload: bool) -> Maker:
 
 
 def receive_state(sender: TensorSender, model: nn.Module, *, cpu_offload: bool) -> dict[str, Any]:
-    """Return rank 0's state, with tensors sharded like the parameters they belong to. Every rank must call this.
-
-    Args:
-        sender: Sender of a state with parameters by name.
-        model: The model with the parameters.
-        cpu_offload: Whether tensors that are not sharded stay on the CPU.
-    """
+    """Return rank 0's state, with tensors sharded like the parameters they belong to. Every rank must call this."""
     make = _maker(model, cpu_offload)
 
     def take(name: str, slot: Slot) -> torch.Tensor:
@@ -274,7 +223,7 @@ def _read_folder(source: Source, class_name: str, make: Maker, options: Checkpoi
     entries = read_entries(source)
     whole_state: Path = ("state", "optimizers", class_name)  # path in a whole training state
     prefix = whole_state if any(path[:3] == whole_state for path in entries) else ()
-    nested: Any = {}
+    leaves: list[tuple[Path, Any]] = []
     for path, entry in entries.items():
         if path[: len(prefix)] != prefix:
             continue
@@ -282,23 +231,12 @@ def _read_folder(source: Source, class_name: str, make: Maker, options: Checkpoi
         value = None
         if isinstance(entry, TensorStorageMetadata):
             value = make(str(inner[1]) if inner[0] == "state" else "", entry.size, entry.properties.dtype)
-        _put(nested, path, value)
-    load_folder(nested, source, strict=options.strict, planner=options.load_planner)
+        leaves.append((path, value))
+    nested = unflatten(leaves)
+    _load_folder_into(nested, source, options)
     for key in prefix:
         nested = nested[key]
     return {"state": {}, **nested} if "param_groups" in nested else nested  # a sharded checkpoint may lack empty dicts
-
-
-def _put(nested: Any, path: Path, value: Any) -> None:
-    """Put a value at a path of nested dicts and lists, creating those that are missing."""
-    for key, following in zip(path, (*path[1:], None), strict=True):
-        child = value if following is None else ([] if isinstance(following, int) else {})
-        if isinstance(key, int):
-            nested.extend([None] * (key + 1 - len(nested)))
-            nested[key] = child if nested[key] is None else nested[key]
-            nested = nested[key]
-        else:
-            nested = nested.setdefault(key, child)
 
 
 def _state_of(content: Any, source: Source, class_name: str) -> dict[str, Any]:
@@ -313,19 +251,6 @@ def _state_of(content: Any, source: Source, class_name: str) -> dict[str, Any]:
     return content
 
 
-def _with_whole_counts(state: Any) -> Any:
-    """Convert step counts of low precision to float32, in which optimizers count without rounding."""
-
-    def widen(value: Any) -> Any:
-        is_count = isinstance(value, torch.Tensor) and not value.dim() and value.dtype in _NARROW
-        return value.float() if is_count else value
-
-    return {
-        name: {key: widen(value) for key, value in entries.items()} if isinstance(entries, dict) else entries
-        for name, entries in state.items()
-    }
-
-
 def _with_numbers(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, strict: bool
 ) -> dict[str, Any]:
@@ -333,6 +258,7 @@ def _with_numbers(
     own: dict[str, Any] = optimizer.state_dict()
     if any(isinstance(parameter, int) for group in saved["param_groups"] for parameter in group["params"]):
         return dict(saved)  # numbered already
+    own_state: dict[Any, Any] = own["state"]
     group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
     names = _as_saved(model, optimizer, group_of)
     if strict:
@@ -343,10 +269,10 @@ def _with_numbers(
         settings = next((group_of[name] for name in group if name in group_of), own_group)
         groups.append({**settings, "params": own_group["params"]})
         for number, name in zip(own_group["params"], group, strict=True):
-            if name in saved["state"]:
-                state[number] = saved["state"][name]
-            elif name not in group_of and number in own["state"]:
-                state[number] = own["state"][number]  # not in the checkpoint, so it is left unchanged
+            # One that is not in the checkpoint is left unchanged.
+            found = saved["state"].get(name, None if name in group_of else own_state.get(number))
+            if found is not None:
+                state[number] = found
     return {**saved, "state": state, "param_groups": groups}
 
 
@@ -380,15 +306,6 @@ def shard_model(model: nn.Module, options: CheckpointLoadOptions, seed: int) -> 
     A module is sharded on its own if its attribute `_fsdp_wrap` is true or the model's `fsdp_wrap_fn` returns true for
     it; the rest is sharded together with the model. For weights on the device `meta`, memory is allocated for the
     shards, and `reset_parameters` of their modules initializes them.
-
-    Args:
-        model: A model without wrappers.
-        options: Settings, of which `fsdp_config` and `device_mesh` apply.
-        seed: Seed for the initialization.
-
-    Raises:
-        ValueError: If the model is wrapped, `fsdp_config` has an unknown keyword, or a module with tensors on `meta`
-            has no `reset_parameters`.
     """
     if unwrap_model(model) is not model:
         raise ValueError(
@@ -397,22 +314,24 @@ def shard_model(model: nn.Module, options: CheckpointLoadOptions, seed: int) -> 
         )
     keywords, absent = _keywords(options), _without_memory(model)
     # Inner modules first: fully_shard() leaves out parameters that are sharded already.
+    ask: Any = getattr(model, "fsdp_wrap_fn", lambda module: False)
     for module in reversed(list(model.modules())):
-        if module is not model and _is_wrapped(module, model):
+        wanted = getattr(module, "_fsdp_wrap", None)
+        if module is not model and (ask(module) if wanted is None else wanted):
             fully_shard(module, **keywords)
     fully_shard(model, **keywords)
-    if absent:
-        _initialize(absent, model, seed)
+    if not absent:
+        return
+    device = next(weight.device_mesh.device_type for weight in model.parameters() if isinstance(weight, DTensor))
+    with seed_context(seed):
+        for module in absent:
+            module.to_empty(device=device, recurse=False)
+            reset: Any = module.reset_parameters
+            reset()
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """Replace the parameters of an optimizer by those of a model that was sharded after the optimizer was built.
-
-    Args:
-        optimizer: An optimizer without state.
-        model: Model with the new parameters.
-        before: Old parameters by name.
-    """
+    """Replace the parameters of an optimizer by those of a model that was sharded after the optimizer was built."""
     after = parameters_by_name(model)
     replaced = {id(parameter): after[name] for name, parameter in before.items()}
     for group in optimizer.param_groups:
@@ -422,30 +341,15 @@ def follow_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, before
 def _keywords(options: CheckpointLoadOptions) -> dict[str, Any]:
     config = options.fsdp_config
     if isinstance(config, Mapping):
-        unknown = sorted(set(config) - {*_KEYWORDS, "mesh", "device_mesh"})
-        if unknown:
-            raise ValueError(
-                f"fsdp_config has the keys {', '.join(map(repr, unknown))}, which torch's fully_shard does not take. "
-                f"It takes {', '.join(_KEYWORDS)} and device_mesh."
-            )
-        given = dict(config)
+        given = dict(config)  # fully_shard raises if it does not take one
     else:
         given = {name: getattr(config, name) for name in (*_KEYWORDS, "device_mesh") if hasattr(config, name)}
     mesh = options.device_mesh or given.pop("device_mesh", None) or given.pop("mesh", None)
-    keywords = {name: given[name] for name in _KEYWORDS if given.get(name) is not None}
+    keywords = {name: value for name, value in given.items() if value is not None}
     return keywords if mesh is None else {**keywords, "mesh": mesh}
 
 
-def _is_wrapped(module: nn.Module, model: nn.Module) -> bool:
-    wanted = getattr(module, "_fsdp_wrap", None)
-    if wanted is not None:
-        return bool(wanted)
-    ask: Any = getattr(model, "fsdp_wrap_fn", None)
-    return ask is not None and bool(ask(module))
-
-
 def _without_memory(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that have tensors on the device `meta`."""
     absent = [
         module
         for module in model.modules()
@@ -459,15 +363,6 @@ def _without_memory(model: nn.Module) -> list[nn.Module]:
             f"device."
         )
     return absent
-
-
-def _initialize(modules: list[nn.Module], model: nn.Module, seed: int) -> None:
-    device = next(weight.device_mesh.device_type for weight in model.parameters() if isinstance(weight, DTensor))
-    with seed_context(seed):
-        for module in modules:
-            module.to_empty(device=device, recurse=False)
-            reset: Any = module.reset_parameters
-            reset()
 
 
 log = getLogger(__name__)
@@ -488,13 +383,16 @@ def load_weights(model: nn.Module, source: Source, options: CheckpointLoadOption
     prepare = partial(_prepared, source=source, options=options)
     with read_on_rank_zero(source.path, prepare, trusted=trusted) as own:
         if Ranks().world_size == 1 and not is_sharded(model):
-            _load_plain(model, own, options.strict)
+            # Compared first, since torch raises only after copying what fits.
+            _compare(model, weights_of(model), own, options.strict)
+            weights: dict[str, Any] = own
+            names = names_in_model(model)
+            unwrap_model(model).load_state_dict({names.get(name, name): w for name, w in weights.items()}, strict=False)
         else:
             _receive(model, TensorSender(own), options.strict)
 
 
 def _prepared(content: Any, source: Source, options: CheckpointLoadOptions) -> dict[str, Any]:
-    """Return the selected weights, converted to the precision of the options."""
     state = content.get("state") if isinstance(content, Mapping) else None
     weights = state["model"] if isinstance(state, Mapping) and "model" in state else content
     if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
@@ -506,14 +404,7 @@ def _prepared(content: Any, source: Source, options: CheckpointLoadOptions) -> d
     return cast_state(wanted, as_dtype(options.precision))
 
 
-def _load_plain(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
-    _compare(model, weights_of(model), weights, strict)  # first, since torch raises only after copying what fits
-    own_names = names_in_model(model)
-    unwrap_model(model).load_state_dict({own_names.get(name, name): w for name, w in weights.items()}, strict=False)
-
-
 def _receive(model: nn.Module, sender: TensorSender, strict: bool) -> None:
-    """Receive each weight from rank 0, directly into the model."""
     targets = weights_of(model)
     _compare(model, targets, sender.outline, strict)
     extra: dict[str, Any] = {}
@@ -539,7 +430,7 @@ def _load_folder(model: nn.Module, source: Source, options: CheckpointLoadOption
     nested: dict[str, Any] = readable
     for key in reversed(prefix):
         nested = {key: nested}
-    load_folder(nested, source, strict=options.strict, planner=options.load_planner)
+    _load_folder_into(nested, source, options)
     # Only weights that were not read directly into the model.
     for name, target in targets.items():
         if isinstance(target, torch.Tensor) and readable[name] is not target:
@@ -563,7 +454,6 @@ def _readable(target: Any, entry: object, precision: torch.dtype, cpu_offload: b
 
 
 def _load_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
-    """Restore the state of modules that is not tensors."""
     if extra:
         own_names = names_in_model(model)
         unwrap_model(model).load_state_dict({own_names[name]: value for name, value in extra.items()}, strict=False)

@@ -1,9 +1,9 @@
 """State of models and optimizers under names without wrappers, and its transfer between ranks."""
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as tdist
@@ -16,25 +16,6 @@ from composer_checkpoint._tree import map_tree
 from composer_dist.collectives import cpu_group
 from composer_dist.devices import STR_TO_DTYPE
 from composer_dist.wrapping import canonical_name, unwrap_model
-
-__all__ = [
-    "group_names",
-    "is_sharded",
-    "named_optimizer_state",
-    "names_in_model",
-    "parameters_by_name",
-    "refuse_fsdp1",
-    "weights_of",
-    "Slot",
-    "TensorSender",
-    "fill",
-    "map_slots",
-    "as_dtype",
-    "cast_state",
-    "gather",
-    "map_tensors",
-    "offload",
-]
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
@@ -78,7 +59,8 @@ def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     if "param_groups" not in numbered:
         return numbered  # not a torch optimizer: the layout is its own
     groups: list[dict[str, Any]] = numbered["param_groups"]
-    name_of = dict(_pairs(groups, group_names(model, optimizer)))
+    names = [name for of_group in group_names(model, optimizer) for name in of_group]
+    name_of = dict(zip((number for group in groups for number in group["params"]), names, strict=True))
     return {
         **numbered,
         "state": {name_of.get(key, key): value for key, value in numbered["state"].items()},
@@ -116,11 +98,6 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _pairs(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> Iterator[tuple[Any, str]]:
-    for group, own in zip(groups, names, strict=True):
-        yield from zip(cast("list[Any]", group["params"]), own, strict=True)
-
-
 @dataclass(frozen=True, slots=True)
 class Slot:
     """Placeholder for a tensor of rank 0."""
@@ -142,8 +119,7 @@ class TensorSender:
     def __init__(self, state: Any) -> None:
         self._ranks = Ranks()
         self._tensors: list[torch.Tensor] = []
-        outline = _describe(state, self._tensors) if self._ranks.rank == 0 else None
-        self.outline: Any = self._ranks.exchange(lambda: outline, lambda outlines: outlines[:1] * len(outlines))
+        self.outline: Any = self._ranks.from_first(lambda: _describe(state, self._tensors))
 
     def receive(self, slot: Slot, target: torch.Tensor) -> None:
         """Copy this rank's part of a tensor into its target."""
@@ -162,8 +138,6 @@ class TensorSender:
 
 
 def _describe(state: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the state with a slot in place of each tensor, and append the tensors to the list."""
-
     def replace(_: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
@@ -194,11 +168,7 @@ def fill(target: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def as_dtype(precision: str | torch.dtype) -> torch.dtype:
-    """Return the dtype of a precision, given by name with or without `amp_`.
-
-    Raises:
-        ValueError: If the name is unknown, or the dtype is not a floating point one.
-    """
+    """Return the dtype of a precision, given by name with or without `amp_`."""
     if isinstance(precision, torch.dtype) and precision.is_floating_point:
         return precision
     name = getattr(precision, "value", precision)  # a Precision is an enumeration
@@ -228,17 +198,12 @@ def cast_state(state: Any, dtype: torch.dtype, *, keep_counts: bool = False) -> 
     return map_tensors(state, convert)
 
 
-def offload(state: Any) -> Any:
-    """Move the tensors of a state to the CPU; of sharded ones, this rank's shards."""
-    return map_tensors(state, lambda tensor: tensor.cpu())
-
-
 def gather(state: Any, *, keep: bool, cpu_offload: bool) -> Any:
     """Gather the shards of each tensor, one tensor after another. Every rank must call this.
 
     Args:
         state: State with the same structure on all ranks.
-        keep: Whether this rank keeps the result. The result of other ranks must not be used.
+        keep: Whether this rank keeps the result; the result of other ranks is empty.
         cpu_offload: Whether to move the whole tensors to the CPU.
     """
 
@@ -249,7 +214,8 @@ def gather(state: Any, *, keep: bool, cpu_offload: bool) -> Any:
             return torch.empty(0)  # now rather than at the end, so that only one whole tensor exists at a time
         return tensor.cpu() if cpu_offload else tensor
 
-    return map_tensors(state, whole)
+    gathered = map_tensors(state, whole)
+    return gathered if keep else {}
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """Loading of a model, an optimizer and the rest of a run, each from files of its own."""
 
 import os
-import posixpath
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from composer_checkpoint.modular._restore import (
 )
 from composer_checkpoint.modular._spread import is_sharded, parameters_by_name
 from composer_checkpoint.modular.options import CheckpointLoadOptions
-from composer_checkpoint.stores.base import is_uri
+from composer_checkpoint.modular.state_dict import numbered
 from composer_dist.reproducibility import load_rng_state
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def load_checkpoint(
     model, optim = _targets(options, model, optim, state)
     # Missing files must be found before anything is changed.
     sources = {
-        part: find_source(_join(load_path, child or part), part, options.sharded_checkpoint)
+        part: find_source(os.path.join(load_path, child or part), part, options.sharded_checkpoint)
         for part, child, wanted in (
             ("model", model_child_path, options.load_model),
             ("optim", optim_child_path, options.load_optimizer),
@@ -86,7 +85,7 @@ def load_checkpoint(
         if wanted
     }
     if state is not None and options.load_resumption_state:
-        load_resumption_checkpoint(state, _join(load_path, resumption_filename), trusted=trusted)
+        load_resumption_checkpoint(state, os.path.join(load_path, resumption_filename), trusted=trusted)
     if model is not None and options.load_model:
         _shard_as_needed(model, optim, options, options.seed)
         _load_model(model, sources["model"], options, trusted)
@@ -177,9 +176,9 @@ def load_resumption_checkpoint(state: "State", path: PathLike, *, trusted: bool 
         CheckpointError: If it is damaged, or has more than data.
     """
     text = os.fspath(path)
-    file = text if text.endswith(".pkl") else _join(text, "resumption.pkl")
+    file = text if text.endswith(".pkl") else os.path.join(text, "resumption.pkl")
     with read_on_rank_zero(file, lambda content: _as_state(content, file), trusted=trusted) as content:
-        saved = Ranks().exchange(lambda: content, lambda contents: contents[:1] * len(contents))
+        saved = Ranks().from_first(lambda: content)
     rng = saved.pop("rng", None)
     state.load_state_dict(saved)
     if rng is not None:
@@ -192,15 +191,9 @@ def _targets(
     optim: torch.optim.Optimizer | None,
     state: "State | None",
 ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-    """Return the model and the optimizer to load into.
-
-    Raises:
-        ValueError: If one that the options need is missing.
-    """
-    if options.load_model and model is None and state is None:
-        raise ValueError("Model or state must be provided if loading model checkpoint.")
-    if options.load_optimizer and optim is None and state is None:
-        raise ValueError("Optimizer or state must be provided if loading optimizer checkpoint.")
+    for wanted, given, what in ((options.load_model, model, "Model"), (options.load_optimizer, optim, "Optimizer")):
+        if wanted and given is None and state is None:
+            raise ValueError(f"{what} or state must be provided if loading {what.lower()} checkpoint.")
     if options.load_resumption_state and state is None:
         raise ValueError("State must be provided if loading resumption state.")
     if state is not None:
@@ -234,44 +227,37 @@ def _shard_as_needed(
 
 
 def _load_model(model: nn.Module, source: Source, options: CheckpointLoadOptions, trusted: bool) -> None:
-    sharded, wanted = is_sharded(model), options.sharded_checkpoint
-    if source.is_sharded and not sharded and wanted:
-        raise ValueError(
-            f"{source.path} is a sharded checkpoint, and the model is not sharded. Shard it first, pass "
-            f"shard_as_needed_during_load=True, or sharded_checkpoint=None to load it as it is."
-        )
-    if not source.is_sharded and sharded and wanted is False and not options.shard_as_needed_during_load:
-        raise ValueError(
-            f"{source.path} is not a sharded checkpoint, and the model is sharded. Pass "
-            f"shard_as_needed_during_load=True or sharded_checkpoint=None, and each rank gets its shards of it."
-        )
+    _refuse_other_kind(model, source, options, "the model")
     load_weights(model, source, options, trusted=trusted)
 
 
 def _load_optim(
     model: nn.Module, optim: torch.optim.Optimizer, source: Source, options: CheckpointLoadOptions, trusted: bool
 ) -> None:
-    sharded, wanted = is_sharded(model), options.sharded_checkpoint
-    if options.shard_as_needed_during_load and not sharded:
+    if options.shard_as_needed_during_load and not is_sharded(model):
         raise ValueError(
             "shard_as_needed_during_load=True, and the model is not sharded: an optimizer is not sharded by itself. "
             "Load the model at the same time, or shard it first."
         )
-    if source.is_sharded and not sharded and wanted:
-        raise ValueError(
-            f"{source.path} is a sharded checkpoint, and the model of the optimizer is not sharded. Shard it first, or "
-            f"pass sharded_checkpoint=None to load it as it is."
-        )
-    if not source.is_sharded and sharded and wanted is False and not options.shard_as_needed_during_load:
-        raise ValueError(
-            f"{source.path} is not a sharded checkpoint, and the model of the optimizer is sharded. Pass "
-            f"shard_as_needed_during_load=True or sharded_checkpoint=None, and each rank gets its shards of it."
-        )
+    _refuse_other_kind(model, source, options, "the model of the optimizer")
     load_optimizer(model, optim, source, options, trusted=trusted)
 
 
+def _refuse_other_kind(model: nn.Module, source: Source, options: CheckpointLoadOptions, what: str) -> None:
+    sharded, wanted = is_sharded(model), options.sharded_checkpoint
+    if source.is_sharded and not sharded and wanted:
+        raise ValueError(
+            f"{source.path} is a sharded checkpoint, and {what} is not sharded. Shard it first, pass "
+            f"shard_as_needed_during_load=True with the model, or sharded_checkpoint=None to load it as it is."
+        )
+    if not source.is_sharded and sharded and wanted is False and not options.shard_as_needed_during_load:
+        raise ValueError(
+            f"{source.path} is not a sharded checkpoint, and {what} is sharded. Pass shard_as_needed_during_load=True "
+            f"or sharded_checkpoint=None, and each rank gets its shards of it."
+        )
+
+
 def _as_options(options: CheckpointLoadOptions | Mapping[str, Any] | None) -> CheckpointLoadOptions:
-    """Return validated options."""
     if isinstance(options, CheckpointLoadOptions):
         return replace(options)  # repeats the checks, since attributes may have changed after construction
     return CheckpointLoadOptions(**(options or {}))
@@ -290,18 +276,5 @@ def _as_state(content: Any, path: str) -> dict[str, Any]:
         # `State` keeps the two in one entry.
         saved["timestamp"] = {"Timestamp": saved["timestamp"], **stopped}
     if isinstance(saved.get("callbacks"), list):
-        saved["callbacks"] = _by_class(saved["callbacks"])
+        saved["callbacks"] = dict(numbered(saved["callbacks"]))
     return saved
-
-
-def _by_class(pairs: list[Any]) -> dict[str, Any]:
-    states: dict[str, Any] = {}
-    for name, value in pairs:
-        count = sum(1 for known in states if known.partition("#")[0] == name)
-        states[f"{name}#{count}" if count else name] = value
-    return states
-
-
-def _join(folder: PathLike, name: str) -> str:
-    text = os.fspath(folder)
-    return posixpath.join(text, name) if is_uri(text) else os.path.join(text, name)

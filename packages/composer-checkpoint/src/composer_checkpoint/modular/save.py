@@ -3,7 +3,7 @@
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CheckpointConflictError, CorruptCheckpointError
 from composer_checkpoint.file_io import HASH_NAME, hash_file
 from composer_checkpoint.files import INDEX_SUFFIX, save_file, save_weights_in_shards, verify_file
-from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
+from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, first_difference
 from composer_checkpoint.modular.options import CheckpointSaveOptions
 from composer_checkpoint.modular.state_dict import (
     Patterns,
@@ -56,7 +56,7 @@ class AlreadyExistsError(CheckpointConflictError, ValueError):
 
 
 @contextmanager
-def as_value_error(path: str, kind: str) -> Iterator[None]:
+def _as_value_error(path: str, kind: str) -> Iterator[None]:
     """Raise a conflict as an error that is also a `ValueError`."""
     try:
         yield
@@ -64,36 +64,20 @@ def as_value_error(path: str, kind: str) -> Iterator[None]:
         raise AlreadyExistsError(_conflict(path, kind)) from error
 
 
-def place_of_part(destination_dir: PathLike, part: str, sharded: bool, save_format: str, overwrite: bool) -> str:
-    """Return the path of a part of a checkpoint. Every rank must call this.
-
-    Raises:
-        ValueError: On all ranks, before anything is gathered, if the path exists and must not be overwritten.
-    """
-    folder = os.path.join(local_path(destination_dir, "destination_dir"), part)
+def _place_of_part(destination_dir: PathLike, part: str, sharded: bool, save_format: str, overwrite: bool) -> str:
+    """Return the path of a part of a checkpoint. Every rank must call this."""
+    folder = os.path.join(_local_path(destination_dir, "destination_dir"), part)
     path = folder if sharded else os.path.join(folder, f"{part}.{save_format}")
 
     def look() -> None:
         if not overwrite and os.path.lexists(path):
             raise AlreadyExistsError(_conflict(path, "Directory" if sharded else "File"))
 
-    on_rank_zero(look, path)
+    Ranks().from_first(look)
     return path
 
 
-def on_rank_zero(work: Callable[[], None], path: str) -> str | None:
-    """Call a function on rank 0, whose error all ranks raise. Return the path there, `None` on other ranks."""
-    ranks = Ranks()
-    ranks.together(work if ranks.rank == 0 else lambda: None)
-    return path if ranks.rank == 0 else None
-
-
-def local_path(path: PathLike, argument: str) -> str:
-    """Return the path as a string.
-
-    Raises:
-        ValueError: If it is a URI.
-    """
+def _local_path(path: PathLike, argument: str) -> str:
     if is_uri(path):
         raise ValueError(
             f"{argument}={os.fspath(path)!r} is an address, and this saves to a local disk. Save to a folder, and "
@@ -102,35 +86,18 @@ def local_path(path: PathLike, argument: str) -> str:
     return os.fspath(path)
 
 
-def file_in(path: PathLike, name: str) -> str:
-    """Return the path itself if it has the suffix of the name, or else the path of that name inside it."""
-    text = local_path(path, "path")
+def _file_in(path: PathLike, name: str) -> str:
+    text = _local_path(path, "path")
     return text if PurePath(text).suffix == PurePath(name).suffix else os.path.join(text, name)
 
 
-def without_suffixes(path: str) -> str:
-    """Return the path without all that follows the first dot of its last part."""
-    name = PurePath(path)
-    return os.fspath(name.with_name(name.name.removesuffix("".join(name.suffixes))))
-
-
-def check_format(save_format: str, sharded: bool) -> None:
-    """Raise if a format is unknown or does not support shards."""
+def _check_format(save_format: str, sharded: bool) -> None:
     if save_format not in _FORMATS:
         raise NotImplementedError(f"save_format={save_format!r} is not known. Use one of {', '.join(_FORMATS)}.")
     if sharded and save_format != "pt":
         raise ValueError(
             f"save_format={save_format!r} is one file, and a sharded checkpoint is a folder of "
             f"torch.distributed.checkpoint. Use 'pt', or save without shards."
-        )
-
-
-def check_suffix(path: PathLike, save_format: str) -> None:
-    """Raise if the suffix of a path contradicts the format."""
-    if (PurePath(path).suffix == ".safetensors") != (save_format == "safetensors"):
-        raise ValueError(
-            f"path={os.fspath(path)!r} does not go with save_format={save_format!r}: names that end in .safetensors "
-            f"are of that format, and no others are. Change one of the two."
         )
 
 
@@ -163,7 +130,7 @@ def save_checkpoint_to_disk(
     """
     if not isinstance(options, CheckpointSaveOptions):
         options = CheckpointSaveOptions(**(options or {}))
-    check_format(options.save_format, options.sharded_checkpoint)
+    _check_format(options.save_format, options.sharded_checkpoint)
     # Before anything is gathered or written, which may take minutes.
     if options.save_optimizer and len(state.optimizers) != 1:
         raise ValueError(
@@ -171,10 +138,11 @@ def save_checkpoint_to_disk(
             f"CheckpointSaveOptions(save_optimizer=False), and save each one with save_optim_to_disk()."
         )
     prefix = format_name_with_dist_and_time(options.dir_prefix, state.run_name, state.timestamp)
-    folder = os.path.join(local_path(destination_dir, "destination_dir"), prefix)
-    info = {"run_name": state.run_name, "timestamp": _times(state)}
+    folder = os.path.join(_local_path(destination_dir, "destination_dir"), prefix)
+    units = ("iteration", "epoch", "batch", "sample", "token")
+    info = {"run_name": state.run_name, "timestamp": {unit: int(getattr(state.timestamp, unit)) for unit in units}}
     with (
-        as_value_error(folder, "Directory"),
+        _as_value_error(folder, "Directory"),
         checkpoint_folder(folder, overwrite=options.overwrite, info=info) as unfinished,
     ):
         _save_parts(unfinished, state, options)
@@ -221,14 +189,14 @@ def save_model_to_disk(
         >>> os.path.relpath(path, folder)
         'model/model.pt'
     """
-    check_format(save_format, sharded_checkpoint)
+    _check_format(save_format, sharded_checkpoint)
     if max_shard_bytes is not None and save_format != "safetensors":
         raise ValueError(
             f"max_shard_bytes={max_shard_bytes!r} is for save_format='safetensors', and it is {save_format!r}. Change "
             f"one of the two; sharded_checkpoint=True lets each rank write a part."
         )
     is_folder = sharded_checkpoint or max_shard_bytes is not None
-    path = place_of_part(destination_dir, "model", is_folder, save_format, overwrite)
+    path = _place_of_part(destination_dir, "model", is_folder, save_format, overwrite)
     state_dict = get_model_state_dict(model, sharded_checkpoint, precision, include_keys, ignore_keys)
     if max_shard_bytes is not None:
         return _save_in_shards(state_dict, path, overwrite, max_shard_bytes)
@@ -267,10 +235,10 @@ def save_optim_to_disk(
         ValueError: If the path exists and `overwrite` is false, or an argument is invalid.
         StorageError: If the disk fails.
     """
-    check_format(save_format, sharded_checkpoint)
+    _check_format(save_format, sharded_checkpoint)
     if save_format != "pt":
         raise ValueError(f"save_format={save_format!r} holds weights only, and no optimizer. Save it as 'pt'.")
-    path = place_of_part(destination_dir, "optim", sharded_checkpoint, save_format, overwrite)
+    path = _place_of_part(destination_dir, "optim", sharded_checkpoint, save_format, overwrite)
     state_dict = get_optim_state_dict(model, optimizer, sharded_checkpoint, precision, include_keys, ignore_keys)
     return _save(state_dict, path, overwrite, sharded=sharded_checkpoint)
 
@@ -290,8 +258,10 @@ def save_resumption_state_to_disk(state: "State", path: PathLike, overwrite: boo
     """
     # On all ranks, since it gathers their RNG states.
     resumption = get_resumption_state_dict(state)
-    file = file_in(path, RESUMPTION_FILENAME)
-    return on_rank_zero(lambda: _write_file(resumption, file, overwrite), file)
+    file = _file_in(path, RESUMPTION_FILENAME)
+    ranks = Ranks()
+    ranks.from_first(lambda: _write_file(resumption, file, overwrite))
+    return file if ranks.rank == 0 else None
 
 
 def save_composer_metadata_to_disk(
@@ -316,13 +286,15 @@ def save_composer_metadata_to_disk(
         Path of the file on rank 0, `None` on the others.
     """
     metadata = get_metadata_state_dict(model, sharded_state_dict, precision, device, device_train_microbatch_size)
-    file = file_in(path, METADATA_FILENAME)
+    file = _file_in(path, METADATA_FILENAME)
 
     def write() -> None:
         with write_atomically(file) as unfinished:
             unfinished.write_text(json.dumps(metadata, indent=4))
 
-    return on_rank_zero(write, file)
+    ranks = Ranks()
+    ranks.from_first(write)
+    return file if ranks.rank == 0 else None
 
 
 def save_state_dict_to_disk(
@@ -347,9 +319,12 @@ def save_state_dict_to_disk(
     ranks = Ranks()
     # Agreed among the ranks, since a rank without shards would take the other branch.
     sharded = not ranks.all(not any(isinstance(leaf, DTensor) for _, leaf in named_leaves(dict(state_dict))))
-    check_format(save_format, sharded)
-    if not sharded:
-        check_suffix(path, save_format)
+    _check_format(save_format, sharded)
+    if not sharded and (PurePath(path).suffix == ".safetensors") != (save_format == "safetensors"):
+        raise ValueError(
+            f"path={os.fspath(path)!r} does not go with save_format={save_format!r}: names that end in .safetensors "
+            f"are of that format, and no others are. Change one of the two."
+        )
     return _save(state_dict, path, overwrite, sharded=sharded)
 
 
@@ -367,46 +342,38 @@ def _save_parts(folder: str, state: "State", options: CheckpointSaveOptions) -> 
 
 
 def _save(state_dict: Mapping[str, Any], path: PathLike, overwrite: bool, *, sharded: bool) -> str | None:
-    target = local_path(path, "path")
+    target = _local_path(path, "path")
     if not sharded:
-
-        def write() -> None:
-            if state_dict:
-                _write_file(state_dict, target, overwrite)
-
-        written = on_rank_zero(write, target)
-        return written if state_dict else None
-    stripped = without_suffixes(target)
+        ranks = Ranks()
+        ranks.from_first(lambda: _write_file(state_dict, target, overwrite) if state_dict else None)
+        return target if state_dict and ranks.rank == 0 else None
+    name = PurePath(target)
+    stripped = os.fspath(name.with_name(name.name.removesuffix("".join(name.suffixes))))
     if stripped != target:
         warnings.warn(
             f"path={target!r} has a suffix, and a sharded checkpoint is a folder: it is saved as {stripped!r}. Pass "
             f"that name.",
             stacklevel=3,
         )
-    with as_value_error(stripped, "Directory"):
+    with _as_value_error(stripped, "Directory"):
         save_sharded(state_dict, stripped, overwrite=overwrite)
     return os.path.join(stripped, "__{rank}_0.distcp")
 
 
 def _save_in_shards(weights: Mapping[str, Any], folder: str, overwrite: bool, max_shard_bytes: int) -> str | None:
-    written: list[str] = []
-
-    def write() -> None:
-        with as_value_error(folder, "Directory"):
+    def write() -> str:
+        with _as_value_error(folder, "Directory"):
             path = save_weights_in_shards(weights, folder, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
-        written.append(os.fspath(path))
+        return os.fspath(path)
 
-    on_rank_zero(write, folder)
-    return written[0] if written else None
+    ranks = Ranks()
+    index = ranks.from_first(write)
+    return index if ranks.rank == 0 else None
 
 
 def _write_file(content: Mapping[str, Any], path: str, overwrite: bool) -> None:
-    with as_value_error(path, "File"), write_atomically(path, overwrite=overwrite) as unfinished:
+    with _as_value_error(path, "File"), write_atomically(path, overwrite=overwrite) as unfinished:
         save_file(dict(content), unfinished)
-
-
-def _times(state: "State") -> dict[str, int]:
-    return {unit: int(getattr(state.timestamp, unit)) for unit in ("iteration", "epoch", "batch", "sample", "token")}
 
 
 METADATA_FILENAME = "composer_metadata.json"
@@ -446,31 +413,19 @@ def checkpoint_folder(
     with ExitStack() as unfinished:  # used on rank 0 only
 
         def begin() -> str:
-            if ranks.rank:
-                return ""
             return str(unfinished.enter_context(write_atomically(path, overwrite=overwrite, folder=True)))
 
-        # The temporary name is random, so the other ranks get it from rank 0.
-        place = ranks.exchange(begin, lambda places: [places[0]] * len(places))
-        yield place
-
         def commit() -> None:
-            if ranks.rank == 0:
-                _seal(Path(place), info or {})
-                unfinished.pop_all().close()
+            _seal(Path(place), info or {})
+            unfinished.pop_all().close()
 
-        ranks.together(commit)
+        place = ranks.from_first(begin)  # the temporary name is random
+        yield place
+        ranks.from_first(commit)
 
 
 def verify_modular_folder(folder: str | os.PathLike[str]) -> Manifest | None:
-    """Compare all files of a modular checkpoint with its manifest, or, without one, with the manifests of its parts.
-
-    Returns:
-        The manifest, or `None` if the folder has none.
-
-    Raises:
-        CorruptCheckpointError: If a file is missing or differs from what was written.
-    """
+    """Compare all files of a modular checkpoint with its manifest, or, without one, with the manifests of its parts."""
     root = Path(folder)
     if not (root / MANIFEST_NAME).exists():
         for part in sorted(root.iterdir()):
@@ -478,15 +433,15 @@ def verify_modular_folder(folder: str | os.PathLike[str]) -> Manifest | None:
                 _verify_part(part)
         return None
     manifest = Manifest.from_json((root / MANIFEST_NAME).read_bytes())
-    # Files beyond those of the manifest do not matter.
-    for name, entry in manifest.files.items():
-        path = root / name
-        if not path.exists():
-            raise CorruptCheckpointError(f"{root} lacks {name}, which was saved with it. Load another checkpoint.")
-        if _entry(path) != entry:
-            _verify_part(path)  # raises an error that names the damaged tensor, if the part has hashes of its own
-            raise CorruptCheckpointError(f"{path} is not what was written. Load another checkpoint.")
-    return manifest
+    path = first_difference(root, manifest)  # files beyond those of the manifest do not matter
+    if path is None:
+        return manifest
+    if not path.exists():
+        raise CorruptCheckpointError(
+            f"{root} lacks {path.relative_to(root)}, which was saved with it. Load another checkpoint."
+        )
+    _verify_part(path)  # raises an error that names the damaged tensor, if the part has hashes of its own
+    raise CorruptCheckpointError(f"{path} is not what was written. Load another checkpoint.")
 
 
 def _verify_part(path: Path) -> None:
@@ -500,7 +455,6 @@ def _verify_part(path: Path) -> None:
 
 
 def _seal(folder: Path, info: Mapping[str, Any]) -> None:
-    """Write the hashes of all files to a manifest, taking those that the manifests of parts already have."""
     if not (folder / METADATA_FILENAME).exists():  # the file by which a modular checkpoint is recognized
         (folder / METADATA_FILENAME).write_text(json.dumps(get_metadata_state_dict(), indent=4))
     known: dict[str, FileEntry] = {}
@@ -511,9 +465,7 @@ def _seal(folder: Path, info: Mapping[str, Any]) -> None:
         if found.hash_name == HASH_NAME:
             known |= {(inside / name).as_posix(): entry for name, entry in found.files.items()}
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    entries = {name: known.get(name) or _entry(folder / name) for name in names}
+    entries = {
+        name: known.get(name) or FileEntry((folder / name).stat().st_size, hash_file(folder / name)) for name in names
+    }
     (folder / MANIFEST_NAME).write_text(Manifest(files=entries, info=info).to_json())
-
-
-def _entry(path: Path) -> FileEntry:
-    return FileEntry(path.stat().st_size, hash_file(path))

@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from composer_checkpoint.modular._spread import (
     gather,
     map_tensors,
     named_optimizer_state,
-    offload,
     weights_of,
 )
 from composer_checkpoint.modular.options import both_key_filters
@@ -75,8 +74,7 @@ def get_model_state_dict(
     """
     dtype = as_dtype(precision)
     weights = select_keys(weights_of(model), include_keys, ignore_keys)
-    collected = _collected(weights, sharded_state_dict, cpu_offload)
-    return cast_state(collected, dtype)
+    return cast_state(_collected(weights, sharded_state_dict, cpu_offload), dtype)
 
 
 def get_optim_state_dict(
@@ -177,10 +175,10 @@ def get_resumption_state_dict(state: "State") -> dict[str, Any]:
         "dataset_state": {name: saved for name, saved in state._dataset_state_dict().items() if saved},
         "timestamp": state.timestamp.state_dict(),
         "stopped_duration": state.stopped_duration or {},
-        "schedulers": dict(named_by_class(state.schedulers)),
-        "callbacks": [(type(callback).__qualname__, callback.state_dict()) for callback in state.callbacks],
-        "algorithms": [(type(algorithm).__qualname__, algorithm.state_dict()) for algorithm in state.algorithms],
-        "scaler": {} if state.scaler is None else dict(named_by_class([state.scaler])),
+        "schedulers": dict(numbered(_states(state.schedulers))),
+        "callbacks": _states(state.callbacks),
+        "algorithms": _states(state.algorithms),
+        "scaler": {} if state.scaler is None else dict(_states([state.scaler])),
         "rank_zero_seed": state.rank_zero_seed,
         "run_name": state.run_name,
         "rng": get_rng_state(),
@@ -189,21 +187,20 @@ def get_resumption_state_dict(state: "State") -> dict[str, Any]:
     return {name: value for name, value in resumption.items() if value not in ({}, [])}
 
 
-def named_by_class(objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each object's state with the name of its class; further objects of a class are `Name#1` and so on."""
+def numbered(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield pairs of class and state with unique names: further objects of a class are `Name#1` and so on."""
     seen: dict[str, int] = {}
-    for item in objects:
-        name = type(item).__qualname__
+    for name, state in pairs:
         count = seen[name] = seen.get(name, -1) + 1
-        yield (f"{name}#{count}" if count else name), item.state_dict()
+        yield (f"{name}#{count}" if count else name), state
+
+
+def _states(objects: Iterable[Any]) -> list[tuple[str, Any]]:
+    return [(type(item).__qualname__, item.state_dict()) for item in objects]
 
 
 def select_keys(weights: Mapping[str, Any], include_keys: Patterns, ignore_keys: Patterns) -> dict[str, Any]:
-    """Return the weights whose names match the one kind of patterns, or do not match the other.
-
-    Raises:
-        ValueError: If both kinds of patterns are passed.
-    """
+    """Return the weights whose names match the one kind of patterns, or do not match the other."""
     if include_keys is not None and ignore_keys is not None:
         raise ValueError(both_key_filters(include_keys, ignore_keys))
     patterns = include_keys if include_keys is not None else ignore_keys
@@ -215,16 +212,6 @@ def select_keys(weights: Mapping[str, Any], include_keys: Patterns, ignore_keys:
         for name, value in weights.items()
         if any(fnmatchcase(name, pattern) for pattern in patterns) == (include_keys is not None)
     }
-
-
-def _collected(state: dict[str, Any], sharded: bool, cpu_offload: bool | None) -> dict[str, Any]:
-    if sharded:
-        return offload(state) if cpu_offload else state
-    # All ranks take part in the gathering, but only rank 0 keeps the result.
-    # The other ranks take part in gathering, but do not keep the result.
-    keep = get_global_rank() == 0
-    gathered = gather(state, keep=keep, cpu_offload=True if cpu_offload is None else cpu_offload)
-    return gathered if keep else {}
 
 
 def _class_name(model: nn.Module) -> str:
@@ -241,15 +228,17 @@ def _precision_name(precision: str | torch.dtype) -> str:
     return str(getattr(precision, "value", precision))
 
 
+def _collected(state: dict[str, Any], sharded: bool, cpu_offload: bool | None) -> dict[str, Any]:
+    if sharded:
+        return map_tensors(state, lambda tensor: tensor.cpu()) if cpu_offload else state
+    return gather(state, keep=get_global_rank() == 0, cpu_offload=True if cpu_offload is None else cpu_offload)
+
+
 _TYPES = ("full", "sharded", "local")
 
 
 def check_type(state_dict_type: object) -> None:
-    """Raise if a state dict type is unknown.
-
-    Raises:
-        ValueError: If so, with the known types.
-    """
+    """Raise if a state dict type is unknown."""
     if state_dict_type not in _TYPES:
         raise ValueError(
             f"state_dict_type={state_dict_type!r} is not a type. Use 'full' for whole tensors on rank 0, "
@@ -268,24 +257,13 @@ def of_type(state: dict[str, Any], state_dict_type: str, *, rank0_only: bool = T
     if state_dict_type == "sharded":
         return state
     if state_dict_type == "local":
-        return map_tensors(state, _local)
-    keep = not rank0_only or get_global_rank() == 0
-    gathered = gather(state, keep=keep, cpu_offload=True)
-    return gathered if keep else {}
+        return map_tensors(state, lambda tensor: tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    return gather(state, keep=not rank0_only or get_global_rank() == 0, cpu_offload=True)
 
 
 @torch.no_grad()
 def own_part(name: str, own: object, value: torch.Tensor) -> torch.Tensor:
-    """Shard a tensor like the one it replaces.
-
-    Args:
-        name: Name for the error.
-        own: The tensor to be replaced.
-        value: This rank's shard, or the whole tensor; a `DTensor` is returned unchanged.
-
-    Raises:
-        ValueError: If the shape is that of neither.
-    """
+    """Shard a tensor like the one it replaces."""
     if not isinstance(own, DTensor) or isinstance(value, DTensor):
         return value
     target = room_for(own, value.dtype)
@@ -308,7 +286,3 @@ def room_for(own: torch.Tensor, dtype: torch.dtype) -> Any:
     """Return an uninitialized tensor, sharded like another one, on a device with memory."""
     on_host = own.device_mesh.device_type if isinstance(own, DTensor) else "cpu"
     return torch.empty_like(own, dtype=dtype, device=on_host if own.is_meta else None, requires_grad=False)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

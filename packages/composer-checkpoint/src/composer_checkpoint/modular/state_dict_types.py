@@ -9,9 +9,9 @@
 Tensors that need not be gathered or moved share the memory of the model or the optimizer.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,8 +37,6 @@ __all__ = [
     "get_fsdp_full_optim_state_dict",
     "get_fsdp_sharded_optim_state_dict",
 ]
-
-T = TypeVar("T")
 
 _MAX_LISTED = 10
 
@@ -151,8 +149,8 @@ def get_fsdp_sharded_optim_state_dict(
         saved = receive_state(TensorSender(given), model, cpu_offload=False)
         _check_names(saved, parameters)
     else:
-        _on_all_ranks(lambda: _check_names(given, parameters))
-        saved = _on_all_ranks(lambda: _spread_state(given, parameters))
+        Ranks().together(lambda: _check_names(given, parameters))
+        saved = Ranks().together(lambda: _spread_state(given, parameters))
     return _with_numbers(saved)
 
 
@@ -189,13 +187,13 @@ def _take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -
     if _types.get(module) == "full":
         loads = _received(given, own, names)
     else:
-        loads = _on_all_ranks(lambda: _parts(given, own, names))
+        loads = Ranks().together(lambda: _parts(given, own, names))
     state_dict.update({prefix + names.get(name, name): value for name, value in loads.items()})
 
 
 def _received(given: Mapping[str, Any], own: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return this rank's part of the state that rank 0 passed."""
-    _on_all_ranks(lambda: _refuse_shards(given))
+    Ranks().together(lambda: _refuse_shards(given))
     sender = TensorSender(dict(given))
 
     def take(name: str, slot: Slot) -> torch.Tensor:
@@ -221,18 +219,10 @@ def _refuse_shards(given: Mapping[str, Any]) -> None:
 
 
 def _parts(given: Mapping[str, Any], own: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the state that this rank passed, sharded like the module's own."""
     return {
         name: own_part(name, own.get(names.get(name, name)), value) if isinstance(value, torch.Tensor) else value
         for name, value in given.items()
     }
-
-
-def _on_all_ranks(work: Callable[[], T]) -> T:
-    """Return the result of a function; if it fails on any rank, raise the error on all of them."""
-    done: list[T] = []
-    Ranks().together(lambda: done.append(work()))
-    return done[0]
 
 
 def _prefix_of_wrappers(module: nn.Module) -> str:
@@ -244,16 +234,16 @@ def _prefix_of_wrappers(module: nn.Module) -> str:
 
 def _is_whole(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> bool:
     """Return whether an optimizer's state has no shards of a parameter's state."""
+
+    def is_part(owner: object, value: torch.Tensor) -> bool:
+        return isinstance(owner, DTensor) and value.dim() == owner.dim() and value.shape != owner.shape
+
     return not any(
-        isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and _is_part(parameters.get(name), value))
+        isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and is_part(parameters.get(name), value))
         for name, entries in state.get("state", {}).items()
         if isinstance(entries, Mapping)
         for value in entries.values()
     )
-
-
-def _is_part(owner: object, value: torch.Tensor) -> bool:
-    return isinstance(owner, DTensor) and value.dim() == owner.dim() and value.shape != owner.shape
 
 
 def _spread_state(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from fsspec.callbacks import TqdmCallback
 
@@ -60,7 +60,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_SYMLINK = ".symlink"
 _MOST_LINKS = 8  # more are taken for a cycle
 _WEB = ("http", "https")
 _SILENCE_S = 60  # longest wait for the next bytes of a web server
@@ -68,22 +67,10 @@ _CHUNK_BYTES = 1 << 20
 _ATTEMPTS = 5
 
 
-class _Downloads(Protocol):
-    """Part of `ObjectStore` that downloads need."""
-
-    def download_object(self, object_name: str, filename: Any, overwrite: bool = ..., callback: Any = ...) -> None: ...
-
-
-class _DownloadsFiles(Protocol):
-    """Logger destination that can download."""
-
-    def download_file(self, remote_file_name: str, destination: str, overwrite: bool, progress_bar: bool) -> None: ...
-
-
 def get_file(
     path: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    object_store: "_Downloads | _DownloadsFiles | None" = None,
+    object_store: Any = None,
     overwrite: bool = False,
     progress_bar: bool = True,
 ) -> None:
@@ -107,8 +94,7 @@ def get_file(
         CorruptCheckpointError: If a `.symlink` object is not a valid pointer, or pointers form a cycle.
         ObjectStoreTransientError: If the last attempt failed too; the cause is attached.
     """
-    path, destination = os.fspath(path), os.fspath(destination)
-    owned = None
+    path, destination, owned = os.fspath(path), os.fspath(destination), None
     if object_store is None:
         if parse_uri(path).backend in _WEB:
             _fetch_from_web(path, destination, overwrite, progress_bar)
@@ -119,19 +105,14 @@ def get_file(
             return
         reach(owned, path)  # fails sooner than the retries of the store's library
         object_store = owned
-        path = parse_uri(path).path
-    elif parse_uri(path).backend:  # the store is given, so only the path of the address counts
-        path = parse_uri(path).path
     try:
-        _fetch_or_follow(object_store, path, destination, overwrite, progress_bar)
+        _fetch_or_follow(object_store, parse_uri(path).path, destination, overwrite, progress_bar)
     finally:
         if owned is not None:
             owned.close()
 
 
-def download_object_or_file(
-    object_name: str, file_destination: str | os.PathLike[str], object_store: "_Downloads | _DownloadsFiles"
-) -> None:
+def download_object_or_file(object_name: str, file_destination: str | os.PathLike[str], object_store: Any) -> None:
     """Download an object to a local file that does not exist yet.
 
     Pointers are not followed.
@@ -160,15 +141,15 @@ def create_symlink_file(existing_path: str | os.PathLike[str], destination_filen
         FileExistsError: If the file exists.
     """
     name = os.fspath(destination_filename)
-    if not name.endswith(_SYMLINK):
-        raise ValueError(f"destination_filename={name!r} must end in {_SYMLINK!r}, so that it is known as a pointer.")
+    if not name.endswith(SYMLINK_SUFFIX):
+        raise ValueError(
+            f"destination_filename={name!r} must end in {SYMLINK_SUFFIX!r}, so that it is known as a pointer."
+        )
     with open(name, "x") as file:  # "x": fail if the file exists
         file.write(os.fspath(existing_path))
 
 
-def extract_path_from_symlink(
-    source_path: str | os.PathLike[str], object_store: "_Downloads | _DownloadsFiles | None" = None
-) -> str:
+def extract_path_from_symlink(source_path: str | os.PathLike[str], object_store: Any = None) -> str:
     """Return the target of a pointer: a `.symlink` object of a store, or a local symbolic link.
 
     Raises:
@@ -184,19 +165,18 @@ def _fetch_or_follow(store: Any, name: str, destination: str, overwrite: bool, p
     try:
         _fetch(store, _resolve(store, name), destination, overwrite, progress_bar)
     except FileNotFoundError as error:
-        if name.endswith(_SYMLINK):
+        if name.endswith(SYMLINK_SUFFIX):
             raise
         try:
-            target = _resolve(store, name + _SYMLINK)
+            target = _resolve(store, name + SYMLINK_SUFFIX)
         except FileNotFoundError:
             raise error from error.__cause__  # name the object that the caller asked for, not the pointer
         _fetch(store, target, destination, overwrite, progress_bar)
 
 
 def _resolve(store: Any, name: str) -> str:
-    """Follow pointers until the name of an object that is not a pointer."""
     for _ in range(_MOST_LINKS):
-        if not name.endswith(_SYMLINK):
+        if not name.endswith(SYMLINK_SUFFIX):
             return name
         name = _read_remote_pointer(store, name)
     raise CorruptCheckpointError(
@@ -393,7 +373,9 @@ def upload_file(
         uploader.point_async(pointer, name, [name])
     elif symlink_granularity == "dir":
         # The pointer waits for the files of all ranks, so their names are gathered on every rank.
-        names = [gathered for gathered in _gather(name) if gathered is not None]
+        from composer_dist import dist  # imports torch, which is slow
+
+        names = [gathered for gathered in dist.all_gather_object(name) if gathered is not None]
         if get_global_rank() == 0:
             uploader.point_async(pointer, folder, names)
     if not async_upload:
@@ -410,9 +392,3 @@ def _uploader_of(state: "State | None", dest_dir: str) -> RemoteUploader:
     callback = CheckpointUploadCallback(dest_dir)
     state.callbacks.append(callback)
     return callback.uploader
-
-
-def _gather(name: str | None) -> list[str | None]:
-    from composer_dist import dist  # imports torch, which is slow
-
-    return dist.all_gather_object(name)

@@ -14,7 +14,6 @@ from composer_checkpoint._ranks import Ranks
 from composer_checkpoint.remote.fetch import get_file
 from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.stores.base import ObjectStore, Progress, parse_uri
-from composer_checkpoint.stores.databricks import MLFlowObjectStore
 from composer_checkpoint.stores.opening import CREDENTIALS_PROBE, arguments_of, check_scheme, validate_credentials
 from composer_events.arguments import check_counts, check_flags, check_mappings, check_places, check_texts
 from composer_events.formatting import OF_RUN, check_placeholders, format_name_with_dist, partial_format
@@ -160,11 +159,16 @@ class RemoteUploaderDownloader(LoggerDestination):
                 f"RemoteUploaderDownloader({self.bucket_uri!r}) is in use by the run {self._run_name!r}. Close that "
                 f"Trainer first, or give each of them one of its own."
             )
-        ranks = Ranks()
-        self._share_mlflow_run(ranks)  # first, since it decides which store is opened
+        path = self.backend_kwargs.get("path", "")
+        if "{mlflow_" in path:  # first, since it decides which store is opened
+            ids = self._uploader.begin_mlflow_run()
+            if ids is not None:
+                self.backend_kwargs["path"] = partial_format(path, mlflow_experiment_id=ids[0], mlflow_run_id=ids[1])
+            self._uploader.abandon()
+            self._opened = None  # reopened with the IDs of the run, also in upload processes
         self._run_name = state.run_name
         probe = self._object_name(CREDENTIALS_PROBE, state.run_name)
-        ranks.together(lambda: validate_credentials(self.remote_backend, probe) if ranks.rank == 0 else None)
+        Ranks().from_first(lambda: validate_credentials(self.remote_backend, probe))
 
     def upload_file(self, state: "State", remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
         """Start to upload a copy of a file in the background.
@@ -265,24 +269,6 @@ class RemoteUploaderDownloader(LoggerDestination):
     def _download(self, name: str, filename: str, overwrite: bool = False, callback: Progress | None = None) -> None:
         object_name = self._object_name(name, self._run_name)
         self.remote_backend.download_object(object_name, filename, overwrite=overwrite, callback=callback)
-
-    def _share_mlflow_run(self, ranks: Ranks) -> None:
-        """Make all ranks use the MLflow run of rank 0."""
-        path = self.backend_kwargs.get("path", "")
-        if "{mlflow_" not in path:
-            return
-
-        # Opening the store creates the run, so that only rank 0 may do it.
-        def begin() -> tuple[str, str] | None:
-            store = self.remote_backend if ranks.rank == 0 else None
-            return (store.experiment_id, store.run_id) if isinstance(store, MLFlowObjectStore) else None
-
-        ids = ranks.exchange(begin, lambda found: found[:1] * len(found))  # those of rank 0, on all ranks
-        if ids is not None:
-            self.backend_kwargs["path"] = partial_format(path, mlflow_experiment_id=ids[0], mlflow_run_id=ids[1])
-        if self._opened is not None:
-            self._opened.abandon()
-            self._opened = None  # reopened with the IDs of the run, also in upload processes
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,12 @@ import posixpath
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError, StorageError
-from composer_checkpoint.file_io import hash_file
-from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
+from composer_checkpoint.manifest import MANIFEST_NAME, Manifest, first_difference
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, retry
 from composer_checkpoint.stores.fsspec import FsspecObjectStore
 
@@ -25,16 +24,7 @@ _FILE_MANIFEST_SUFFIX = ".manifest.json"
 _INDEX_NAME = ".metadata"  # without it, torch does not read a sharded checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Local file and its object name."""
-
-    path: Path
-    object_name: str
-
-    @property
-    def size_bytes(self) -> int:
-        return self.path.stat().st_size
+_Piece = tuple[Path, str]  # a local file, and the name of its object
 
 
 def publish_checkpoint(
@@ -79,24 +69,29 @@ def publish_checkpoint(
         ['run/ep1.pt', 'run/latest.pt.symlink']
     """
     data, seals = _plan(Path(path), remote_name.strip("/"))
-    vouching = (seals or data)[-1]  # the last object uploaded: if it is there, so is the whole checkpoint
-    if not overwrite and _is_there(store, vouching.object_name, num_attempts):
-        raise FileExistsError(
-            f"Object {store.get_uri(vouching.object_name)} already exists, but overwrite was set to False. Choose "
-            f"another name or folder, or pass save_overwrite=True."
-        )
+    vouching, vouching_name = (seals or data)[
+        -1
+    ]  # the last object uploaded: if it is there, so is the whole checkpoint
+    if not overwrite and _is_there(store, vouching_name, num_attempts):
+        raise _exists(store, vouching_name)
+
+    def send(piece: _Piece) -> None:
+        upload_with_retries(store, piece[1], piece[0], overwrite=True, num_attempts=num_attempts)
+
     with ThreadPoolExecutor(max(1, num_concurrent_uploads), thread_name_prefix="publish") as pool:
-        # `list` raises the first error.
-        list(pool.map(lambda piece: _send(store, piece, num_attempts), data))
+        list(pool.map(send, data))  # `list` raises the first error
     # The order must not change: a manifest in the store means that the objects it lists are there.
     for piece in seals[:-1]:
-        _send(store, piece, num_attempts)
-    for piece in seals[-1:]:
-        _seal(store, piece, overwrite, num_attempts)
-    for piece in (*data, *seals):
-        _confirm_size(store, piece, num_attempts)
+        send(piece)
     if seals:
-        _confirm_content(store, vouching, num_attempts)
+        _seal(store, vouching, vouching_name, overwrite, num_attempts)
+    for piece in (*data, *seals):
+        _confirm_size(store, *piece, num_attempts)
+    if seals and not _reads_back(store, vouching_name, vouching.read_bytes(), num_attempts):
+        raise StorageError(
+            f"{store.get_uri(vouching_name)} does not read back as it was sent, so no pointer was moved to this "
+            f"checkpoint. Another writer may use the same name, or the store loses data: save elsewhere."
+        )
     if pointer is not None:  # last, so that it never points to an incomplete checkpoint
         write_pointer(store, pointer + SYMLINK_SUFFIX, remote_name.strip("/"), num_attempts=num_attempts)
     log.info("Uploaded %s to %s", path, store.get_uri(remote_name))
@@ -138,31 +133,27 @@ def fetch_checkpoint(
             names = _safe_names(manifest, store.get_uri(name))
             with ThreadPoolExecutor(max(1, num_concurrent_downloads), thread_name_prefix="fetch") as pool:
                 list(pool.map(lambda part: _fetch(store, f"{name}/{part}", unfinished / part, num_attempts), names))
-            _compare(unfinished, manifest, store.get_uri(name))
+            if (path := first_difference(unfinished, manifest)) is not None:
+                part = path.relative_to(unfinished).as_posix()
+                entry = manifest.files[part]
+                raise CorruptCheckpointError(
+                    f"{store.get_uri(name)}/{part} is not what the manifest says: {entry.size_bytes} bytes with the "
+                    f"hash {entry.hash[:12]}... Load another checkpoint."
+                )
         return
     except FileExistsError:
         raise
     except FileNotFoundError as error:
         if not _is_there(store, name, num_attempts):
             raise NoCheckpointError(
-                f"{store.get_uri(name)} is no checkpoint: there is neither a file of this name nor a whole folder with "
-                f"a {MANIFEST_NAME} ({error}). Look at the name, or name an older checkpoint."
+                f"{store.get_uri(name)} is not a checkpoint: there is neither a file of this name nor a whole folder "
+                f"with a {MANIFEST_NAME} ({error}). Look at the name, or name an older checkpoint."
             ) from error
     retry(ObjectStoreTransientError, num_attempts)(store.download_object)(name, destination, overwrite=overwrite)
 
 
 def write_pointer(store: ObjectStore, pointer: str, target: str, *, num_attempts: int = 3) -> None:
-    """Write a pointer object and verify that it reads back.
-
-    Args:
-        store: Store of the pointer and its target.
-        pointer: Full name of the pointer, including the suffix `.symlink`.
-        target: Name that the pointer holds.
-        num_attempts: Number of attempts.
-
-    Raises:
-        StorageError: If the store refuses, the last attempt fails too, or the pointer reads back differently.
-    """
+    """Write a pointer object and verify that it reads back."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "pointer"
         text.write_text(target)
@@ -181,91 +172,77 @@ def upload_with_retries(
 
     Only the first attempt rejects an existing object: later ones may find the object of an earlier attempt, which may
     have succeeded although it raised an error.
-
-    Raises:
-        FileExistsError: If the object exists and `overwrite` is false.
-        StorageError: If the store refuses, or the last attempt fails too; the cause is attached.
     """
 
     @retry(ObjectStoreTransientError, num_attempts)
     def attempt(retry_index: int = 0) -> None:
         if not overwrite and retry_index == 0:
-            try:
+            with suppress(FileNotFoundError):
                 store.get_object_size(object_name)
-            except FileNotFoundError:
-                pass
-            else:
-                raise FileExistsError(
-                    f"Object {store.get_uri(object_name)} already exists, but overwrite was set to False. Choose "
-                    f"another name or folder, or pass save_overwrite=True."
-                )
+                raise _exists(store, object_name)
         store.upload_object(object_name, os.fspath(filename))
 
     attempt()
 
 
 def _plan(path: Path, remote_name: str) -> tuple[list[_Piece], list[_Piece]]:
-    """Return the data files, and the files that complete the checkpoint, each in upload order."""
     if path.is_dir():
         names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         last = [name for name in (_INDEX_NAME, MANIFEST_NAME) if name in names]
-        pieces = {name: _Piece(path / name, posixpath.join(remote_name, name)) for name in names}
-        data, seals = [pieces[name] for name in names if name not in last], [pieces[name] for name in last]
+        data, seals = (
+            [(path / name, posixpath.join(remote_name, name)) for name in some]
+            for some in ([name for name in names if name not in last], last)
+        )
     else:
         sidecar = path.with_name(path.name + _FILE_MANIFEST_SUFFIX)
-        data = [_Piece(path, remote_name)] if path.is_file() else []
-        seals = [_Piece(sidecar, remote_name + _FILE_MANIFEST_SUFFIX)] if sidecar.is_file() else []
+        data = [(path, remote_name)] if path.is_file() else []
+        seals = [(sidecar, remote_name + _FILE_MANIFEST_SUFFIX)] if sidecar.is_file() else []
     if not data:
         raise NoCheckpointError(f"{path} cannot be uploaded: there is no file or folder with files of this name.")
     return data, seals
 
 
-def _send(store: ObjectStore, piece: _Piece, num_attempts: int) -> None:
-    upload_with_retries(store, piece.object_name, piece.path, overwrite=True, num_attempts=num_attempts)
+def _exists(store: ObjectStore, name: str) -> FileExistsError:
+    return FileExistsError(
+        f"Object {store.get_uri(name)} already exists, but overwrite was set to False. Choose another name or folder, "
+        f"or pass save_overwrite=True."
+    )
 
 
-def _seal(store: ObjectStore, piece: _Piece, overwrite: bool, num_attempts: int) -> None:
+def _seal(store: ObjectStore, path: Path, name: str, overwrite: bool, num_attempts: int) -> None:
     """Upload the object that completes the checkpoint, so that only one of two writers succeeds."""
     if overwrite or not isinstance(store, FsspecObjectStore):
-        _send(store, piece, num_attempts)
+        upload_with_retries(store, name, path, overwrite=True, num_attempts=num_attempts)
         return
 
     @retry(ObjectStoreTransientError, num_attempts)
     def create(retry_index: int = 0) -> None:
         # Later attempts may find the object of the first one, complete or not.
-        store.upload_object(piece.object_name, piece.path, overwrite=retry_index > 0)
+        store.upload_object(name, path, overwrite=retry_index > 0)
 
     try:
         create()
     except FileExistsError:
         # A retry inside the client library may have met the object of its own earlier attempt.
-        if not _reads_back(store, piece.object_name, piece.path.read_bytes(), num_attempts):
+        if not _reads_back(store, name, path.read_bytes(), num_attempts):
             raise
 
 
-def _confirm_size(store: ObjectStore, piece: _Piece, num_attempts: int) -> None:
+def _confirm_size(store: ObjectStore, path: Path, name: str, num_attempts: int) -> None:
     @retry(ObjectStoreTransientError, num_attempts)
     def look() -> int:
         try:
-            return store.get_object_size(piece.object_name)
+            return store.get_object_size(name)
         except FileNotFoundError as error:  # the store may be eventually consistent
             raise ObjectStoreTransientError(
-                f"{store.get_uri(piece.object_name)} cannot be seen after it was uploaded. Upload it again."
+                f"{store.get_uri(name)} cannot be seen after it was uploaded. Upload it again."
             ) from error
 
-    stored = look()
-    if stored != piece.size_bytes:
+    sent, stored = path.stat().st_size, look()
+    if stored != sent:
         raise StorageError(
-            f"{store.get_uri(piece.object_name)} holds {stored} of the {piece.size_bytes} bytes that were sent, so no "
-            f"pointer was moved to this checkpoint. Upload it again, or save elsewhere."
-        )
-
-
-def _confirm_content(store: ObjectStore, piece: _Piece, num_attempts: int) -> None:
-    if not _reads_back(store, piece.object_name, piece.path.read_bytes(), num_attempts):
-        raise StorageError(
-            f"{store.get_uri(piece.object_name)} does not read back as it was sent, so no pointer was moved to this "
-            f"checkpoint. Another writer may use the same name, or the store loses data: save elsewhere."
+            f"{store.get_uri(name)} holds {stored} of the {sent} bytes that were sent, so no pointer was moved to this "
+            f"checkpoint. Upload it again, or save elsewhere."
         )
 
 
@@ -307,24 +284,11 @@ def _fetch(store: ObjectStore, name: str, path: Path, num_attempts: int) -> None
 
 
 def _safe_names(manifest: Manifest, uri: str) -> Sequence[str]:
-    """Return the names of the manifest's files, after checking that each is a path inside the folder."""
-    # The names come from the store and become local paths, so that they are not trusted.
-    unsafe = {"", MANIFEST_NAME}
+    """Return the names of the manifest's files, which become local paths and come from a store that is not trusted."""
     for name in manifest.files:
-        if name in unsafe or name.startswith("/") or "\\" in name or "\0" in name or ".." in name.split("/"):
+        if name in ("", MANIFEST_NAME) or name[:1] == "/" or {"\\", "\0"} & {*name} or ".." in name.split("/"):
             raise CorruptCheckpointError(
-                f"the manifest of {uri} names the file {name!r}, which leads out of the checkpoint's folder or is "
-                f"no file of it. Nothing of it was fetched; do not use this checkpoint."
+                f"the manifest of {uri} names the file {name!r}, which leads out of the checkpoint's folder or is not "
+                f"one of its files. Nothing of it was fetched; do not use this checkpoint."
             )
     return list(manifest.files)
-
-
-def _compare(folder: Path, manifest: Manifest, uri: str) -> None:
-    for name, entry in manifest.files.items():
-        path = folder / name
-        # The size first: it costs no read of the file.
-        if path.stat().st_size != entry.size_bytes or hash_file(path, manifest.hash_name) != entry.hash:
-            raise CorruptCheckpointError(
-                f"{uri}/{name} is not what the manifest says: {entry.size_bytes} bytes with the hash "
-                f"{entry.hash[:12]}... Load another checkpoint."
-            )

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from composer_checkpoint.remote.publish import publish_checkpoint, upload_with_retries, write_pointer
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, parse_uri
+from composer_checkpoint.stores.databricks import MLFlowObjectStore
 from composer_checkpoint.stores.opening import open_store, validate_credentials
 from composer_dist.env import get_global_rank, get_local_rank
 from composer_events.arguments import check_counts
@@ -33,57 +34,9 @@ class RemoteFilesExistingCheckStatus(IntEnum):
     ERROR = 3
 
 
-def await_objects(
-    store: ObjectStore,
-    names: Sequence[str],
-    timeout_s: float,
-    pause_s: float,
-    *,
-    closing: threading.Event,
-    has_failed: threading.Event,
-) -> Future[RemoteFilesExistingCheckStatus]:
-    """Start to wait for objects in a thread.
-
-    Args:
-        store: Store to poll.
-        names: Names of the objects.
-        timeout_s: Maximum wait in seconds.
-        pause_s: Seconds between two looks at a missing object.
-        closing: Set to stop waiting at once.
-        has_failed: Set when an upload has failed, so that an object may never arrive.
-    """
-    answer: Future[RemoteFilesExistingCheckStatus] = Future()
-    deadline, missing = time.monotonic() + timeout_s, list(names)
-
-    def look() -> RemoteFilesExistingCheckStatus:
-        while missing:
-            try:
-                store.get_object_size(missing[0])
-                missing.pop(0)  # never looked up again: an object that was seen stays
-                continue
-            except (FileNotFoundError, ObjectStoreTransientError):
-                pass
-            # After the look, so that objects that are there count although an upload failed.
-            if has_failed.is_set() or closing.is_set():
-                return RemoteFilesExistingCheckStatus.ERROR
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return RemoteFilesExistingCheckStatus.TIMEOUT
-            closing.wait(min(pause_s, left_s))
-        return RemoteFilesExistingCheckStatus.EXIST
-
-    def watch() -> None:
-        try:
-            answer.set_result(look())
-        except Exception as error:  # raised by the future's `result`
-            answer.set_exception(error)
-
-    # A daemon, so that waiting does not keep the process alive.
-    threading.Thread(target=watch, name="remote-files", daemon=True).start()
-    return answer
-
-
 log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 _LOOK_AGAIN_S = 1.0
 _STAGGER_VARIABLE = "COMPOSER_LOCAL_RANK_STAGGER_SECONDS"
@@ -137,14 +90,16 @@ class RemoteUploader:
         self._stagger_s = _read_stagger()
         self.remote_folder, self.backend_kwargs = remote_folder, dict(backend_kwargs or {})
         self.num_concurrent_uploads, self.num_attempts, self.use_procs = num_concurrent_uploads, num_attempts, use_procs
-        self.futures: list[Future[None]] = []
-        self._latest_of: dict[str, Future[None]] = {}
+        self.futures: list[Future[Any]] = []
+        self._latest_of: dict[str, Future[Any]] = {}
         # Opening a store with the placeholders of an MLflow run may create the run.
         is_known = "{mlflow_" not in remote_folder
         self._store: ObjectStore | None = open_store(remote_folder, self.backend_kwargs) if is_known else None
         self._threads: Executor | None = None
         self._processes: Executor | None = None
-        self._copies = StagedCopies(staging_folder)
+        self._staging_folder = staging_folder
+        self._copies: tempfile.TemporaryDirectory[str] | None = None
+        self._num_copies = 0
         self._unsent: dict[str, _Unsent] = {}
         self._lock = threading.Lock()
         self._closing, self._has_failed = threading.Event(), threading.Event()
@@ -184,7 +139,7 @@ class RemoteUploader:
         Returns:
             A future that holds the upload's error, if any.
         """
-        source = self._copies.make(file_path) if copy else Path(file_path)
+        source = self._copy(file_path) if copy else Path(file_path)
 
         def upload() -> None:
             try:
@@ -208,7 +163,7 @@ class RemoteUploader:
             overwrite: Whether to replace an object of the same name.
 
         Returns:
-            A future that holds the upload's error, if any.
+            As `upload_file_async`.
 
         Raises:
             FileExistsError: If an upload of this name is queued or running and `overwrite` is false.
@@ -222,7 +177,7 @@ class RemoteUploader:
                     f"Object {remote_file_name} was already enqueued to be uploaded, but overwrite=False. Choose "
                     f"another name, or pass overwrite=True."
                 )
-            source = self._copies.make(file_path)
+            source = self._copy(file_path)
             if unsent is not None and not unsent.has_begun:
                 unsent.source.unlink()
                 # If the first upload may not overwrite, an object from before it must still be rejected.
@@ -271,17 +226,24 @@ class RemoteUploader:
 
         return self._submit(pointer or remote_name, publish)
 
-    def run_async(self, name: str, work: Callable[[], None]) -> Future[None]:
-        """Start a function in the background, after all earlier work for the same object.
-
-        Args:
-            name: Name of the object in the bucket.
-            work: Function to call in an upload thread.
-
-        Returns:
-            A future that holds the work's error, if any.
-        """
+    def run_async(self, name: str, work: Callable[[], _Result]) -> Future[_Result]:
+        """Start a function in an upload thread, after all earlier work for the object of this name."""
         return self._submit(name, work)
+
+    def begin_mlflow_run(self) -> tuple[str, str] | None:
+        """Return the experiment and the run of MLflow that rank 0 begins, if files go there. Every rank must call this.
+
+        Only rank 0 opens the store with the placeholders of a run, since that may create one.
+        """
+        if "{mlflow_" not in str(self.backend_kwargs.get("path", self.remote_folder)):
+            return None
+        from composer_checkpoint._ranks import Ranks  # imports torch, which is slow
+
+        def begin() -> tuple[str, str] | None:
+            store = self.remote_backend
+            return (store.experiment_id, store.run_id) if isinstance(store, MLFlowObjectStore) else None
+
+        return Ranks().from_first(begin)
 
     def point_async(self, pointer: str, target: str, names: Sequence[str], *, timeout_s: float = 3600) -> Future[None]:
         """Start to wait in the background for objects to exist, then write a pointer to them.
@@ -307,7 +269,7 @@ class RemoteUploader:
     def check_workers(self) -> None:
         """Raise the first error of the uploads that are done, and forget them."""
         ended = [future for future in self.futures if future.done()]
-        self.futures = [future for future in self.futures if not future.done()]
+        self.futures = [future for future in self.futures if future not in ended]
         _raise_first(ended)
 
     def wait(self) -> None:
@@ -348,28 +310,49 @@ class RemoteUploader:
         Returns:
             A future with `EXIST`, `TIMEOUT`, or `ERROR` if an upload of this uploader failed or it was closed.
         """
-        return await_objects(
-            self.remote_backend,
-            remote_checkpoint_file_names,
-            max_wait_time_in_seconds,
-            wait_before_next_try_in_seconds,
-            closing=self._closing,
-            has_failed=self._has_failed,
-        )
+        answer: Future[RemoteFilesExistingCheckStatus] = Future()
+        store, missing = self.remote_backend, list(remote_checkpoint_file_names)
+        deadline = time.monotonic() + max_wait_time_in_seconds
 
-    def _submit(self, key: str, work: Callable[[], None]) -> Future[None]:
-        """Queue work to run after earlier work of the same key."""
+        def look() -> RemoteFilesExistingCheckStatus:
+            while missing:
+                try:
+                    store.get_object_size(missing[0])
+                    missing.pop(0)  # never looked up again: an object that was seen stays
+                    continue
+                except (FileNotFoundError, ObjectStoreTransientError):
+                    pass
+                # After the look, so that objects that are there count although an upload failed.
+                if self._has_failed.is_set() or self._closing.is_set():
+                    return RemoteFilesExistingCheckStatus.ERROR
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return RemoteFilesExistingCheckStatus.TIMEOUT
+                self._closing.wait(min(wait_before_next_try_in_seconds, left_s))
+            return RemoteFilesExistingCheckStatus.EXIST
+
+        def watch() -> None:
+            try:
+                answer.set_result(look())
+            except Exception as error:  # raised by the future's `result`
+                answer.set_exception(error)
+
+        # A daemon, so that waiting does not keep the process alive.
+        threading.Thread(target=watch, name="remote-files", daemon=True).start()
+        return answer
+
+    def _submit(self, key: str, work: Callable[[], _Result]) -> Future[_Result]:
         if self._threads is None:
             self._closing.clear()  # set if the uploader was closed before
             self._threads = ThreadPoolExecutor(self.num_concurrent_uploads, thread_name_prefix="upload")
         before = self._latest_of.get(key)
 
-        def run() -> None:
+        def run() -> _Result:
             if before is not None:
                 before.exception()  # no deadlock: it is earlier in the queue, so it has started
             if self._stagger_s:
                 time.sleep(self._stagger_s)
-            work()
+            return work()
 
         future = self._threads.submit(run)
         future.add_done_callback(self._remember_failure)
@@ -392,18 +375,23 @@ class RemoteUploader:
         if not self.use_procs:
             upload_with_retries(self.remote_backend, name, source, overwrite=overwrite, num_attempts=self.num_attempts)
             return
-        # As bytes, by which the process can cache the store.
-        settings = pickle.dumps((self.remote_folder, self.backend_kwargs))
-        self._process_pool().submit(upload_in_process, settings, name, source, overwrite, self.num_attempts).result()
-
-    def _process_pool(self) -> Executor:
         if self._processes is None:
             # Spawned, since a forked process would share the connections of this one.
             context = multiprocessing.get_context("spawn")
             self._processes = ProcessPoolExecutor(self.num_concurrent_uploads, mp_context=context)
-        return self._processes
+        # As bytes, by which the process can cache the store.
+        settings = pickle.dumps((self.remote_folder, self.backend_kwargs))
+        self._processes.submit(_upload_in_process, settings, name, source, overwrite, self.num_attempts).result()
 
-    def _remember_failure(self, future: Future[None]) -> None:
+    def _copy(self, file_path: str | os.PathLike[str]) -> Path:
+        if self._copies is None:
+            if self._staging_folder is not None:
+                os.makedirs(self._staging_folder, exist_ok=True)
+            self._copies = tempfile.TemporaryDirectory(prefix="composer-upload-", dir=self._staging_folder)
+        self._num_copies += 1
+        return Path(shutil.copyfile(file_path, Path(self._copies.name) / str(self._num_copies)))
+
+    def _remember_failure(self, future: Future[Any]) -> None:
         # `exception` raises if the future was cancelled.
         if not future.cancelled() and future.exception() is not None:
             self._has_failed.set()
@@ -414,7 +402,9 @@ class RemoteUploader:
         for executor in (self._threads, self._processes):
             if executor is not None:
                 executor.shutdown(cancel_futures=cancel)
-        self._copies.remove()  # only now, since uploads read them
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.cleanup()  # only now, since uploads read them
         if self._store is not None:
             self._store.close()
         self._threads = self._processes = self._store = None
@@ -440,57 +430,18 @@ def _read_stagger() -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise ValueError(f"{_STAGGER_VARIABLE}={text!r} is no number of seconds. Set it to one from 0, or unset it.")
+        raise ValueError(f"{_STAGGER_VARIABLE}={text!r} is not a number of seconds. Set it to one from 0, or unset it.")
     return seconds * get_local_rank() if seconds else 0.0
 
 
-def _raise_first(futures: Sequence[Future[None]]) -> None:
+def _raise_first(futures: Sequence[Future[Any]]) -> None:
     for future in futures:
         error = future.exception()
         if error is not None:
             raise error
 
 
-class StagedCopies:
-    """Copies of files in one temporary folder.
-
-    Args:
-        folder: Parent of the temporary folder, which is created on first use; the system's default when `None`.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
-        self._parent = folder
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._count = 0
-
-    def make(self, file_path: str | os.PathLike[str]) -> Path:
-        """Copy a file, and return the path of the copy."""
-        if self._folder is None:
-            if self._parent is not None:
-                os.makedirs(self._parent, exist_ok=True)
-            self._folder = tempfile.TemporaryDirectory(prefix="composer-upload-", dir=self._parent)
-        self._count += 1
-        copy = Path(self._folder.name) / str(self._count)
-        shutil.copyfile(file_path, copy)
-        return copy
-
-    def remove(self) -> None:
-        """Delete all copies."""
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            folder.cleanup()
-
-
-def upload_in_process(settings: bytes, name: str, source: Path, overwrite: bool, num_attempts: int) -> None:
-    """Upload a file with `upload_with_retries` in an upload process.
-
-    Args:
-        settings: Pickled arguments of `open_store`, from the process that started this one.
-        name: Name of the object.
-        source: Local file.
-        overwrite: Whether to replace an object of the same name.
-        num_attempts: Number of attempts.
-    """
+def _upload_in_process(settings: bytes, name: str, source: Path, overwrite: bool, num_attempts: int) -> None:
     upload_with_retries(_store(settings), name, source, overwrite=overwrite, num_attempts=num_attempts)
 
 

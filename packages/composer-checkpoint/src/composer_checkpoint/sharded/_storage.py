@@ -17,8 +17,6 @@ from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CheckpointConflictError, NoCheckpointError
 from composer_checkpoint.manifest import MANIFEST_NAME
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, parse_uri, retry
-from composer_checkpoint.stores.fsspec import FsspecObjectStore
-from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri, reach
 from composer_dist import dist
 
 __all__ = [
@@ -94,6 +92,8 @@ class RemoteTarget:
     """Folder of a remote store. Stores cannot rename, so the manifest is written last and makes it whole."""
 
     def __init__(self, folder: str, overwrite: bool, storage_options: dict[str, Any]) -> None:
+        from composer_checkpoint.stores.fsspec import FsspecObjectStore
+
         store, name = store_of(folder, storage_options)
         if not isinstance(store, FsspecObjectStore):
             raise ValueError(
@@ -148,6 +148,10 @@ def store_of(folder: str, storage_options: Mapping[str, Any]) -> tuple[ObjectSto
 
     Credentials, servers and known hosts are those of the store's class, unless there are options for fsspec.
     """
+    # Imported here so that local checkpoints do not load the stores.
+    from composer_checkpoint.stores.fsspec import FsspecObjectStore
+    from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri, reach
+
     folder = folder.rstrip("/")
     if storage_options:
         parent, _, name = folder.rpartition("/")

@@ -7,31 +7,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from composer_checkpoint.stores.base import ObjectStore as ObjectStore
-    from composer_checkpoint.stores.base import ObjectStoreTransientError as ObjectStoreTransientError
-    from composer_checkpoint.stores.cloud import AzureObjectStore as AzureObjectStore
-    from composer_checkpoint.stores.cloud import GCSObjectStore as GCSObjectStore
-    from composer_checkpoint.stores.cloud import LibcloudObjectStore as LibcloudObjectStore
-    from composer_checkpoint.stores.cloud import OCIObjectStore as OCIObjectStore
-    from composer_checkpoint.stores.cloud import S3ObjectStore as S3ObjectStore
-    from composer_checkpoint.stores.databricks import MLFlowObjectStore as MLFlowObjectStore
-    from composer_checkpoint.stores.databricks import UCObjectStore as UCObjectStore
-    from composer_checkpoint.stores.fsspec import FsspecObjectStore as FsspecObjectStore
-    from composer_checkpoint.stores.sftp import SFTPObjectStore as SFTPObjectStore
+    from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError
+    from composer_checkpoint.stores.cloud import (
+        AzureObjectStore,
+        GCSObjectStore,
+        LibcloudObjectStore,
+        OCIObjectStore,
+        S3ObjectStore,
+    )
+    from composer_checkpoint.stores.databricks import MLFlowObjectStore, UCObjectStore
+    from composer_checkpoint.stores.fsspec import FsspecObjectStore
+    from composer_checkpoint.stores.sftp import SFTPObjectStore
 
-_HOME = {
-    "ObjectStore": "base",
-    "ObjectStoreTransientError": "base",
-    "FsspecObjectStore": "fsspec",
-    "S3ObjectStore": "cloud",
-    "GCSObjectStore": "cloud",
-    "AzureObjectStore": "cloud",
-    "OCIObjectStore": "cloud",
-    "SFTPObjectStore": "sftp",
-    "LibcloudObjectStore": "cloud",
-    "UCObjectStore": "databricks",
-    "MLFlowObjectStore": "databricks",
+_NAMES = {
+    "base": "ObjectStore ObjectStoreTransientError",
+    "cloud": "AzureObjectStore GCSObjectStore LibcloudObjectStore OCIObjectStore S3ObjectStore",
+    "databricks": "MLFlowObjectStore UCObjectStore",
+    "fsspec": "FsspecObjectStore",
+    "sftp": "SFTPObjectStore",
 }
+_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
 __all__ = [
     "ObjectStore",
     "ObjectStoreTransientError",

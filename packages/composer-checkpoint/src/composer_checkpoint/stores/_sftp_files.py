@@ -8,8 +8,6 @@ import paramiko
 from fsspec.callbacks import DEFAULT_CALLBACK, Callback
 from fsspec.implementations.sftp import SFTPFileSystem
 
-__all__ = ["StrictSFTPFileSystem"]
-
 
 class StrictSFTPFileSystem(SFTPFileSystem):
     """fsspec's file system, with host key checks, relative paths and progress, all of which it lacks."""

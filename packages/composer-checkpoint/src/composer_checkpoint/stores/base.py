@@ -167,10 +167,10 @@ def retry(
         return retry()(exc_class)
     errors: _Errors = exc_class
     if num_attempts < 1:
-        raise ValueError(f"num_attempts={num_attempts!r} is no number of calls: it must be 1 or more.")
+        raise ValueError(f"num_attempts={num_attempts!r} is not a number of calls: it must be 1 or more.")
     for name, seconds in (("initial_backoff", initial_backoff), ("max_jitter", max_jitter)):
         if not seconds >= 0:  # also rejects NaN
-            raise ValueError(f"{name}={seconds!r} is no number of seconds: it must be 0 or more.")
+            raise ValueError(f"{name}={seconds!r} is not a number of seconds: it must be 0 or more.")
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         counts = "retry_index" in inspect.signature(function).parameters
@@ -234,34 +234,22 @@ class Fault(StrEnum):
 
 
 # By top-level module and class name, to avoid importing client libraries.
-_CLASSES = {
-    ("aiohttp", "ClientConnectionError"): Fault.TRANSIENT,
-    ("aiohttp", "ClientPayloadError"): Fault.TRANSIENT,
-    ("azure", "ServiceRequestError"): Fault.TRANSIENT,
-    ("azure", "ServiceResponseError"): Fault.TRANSIENT,
-    ("botocore", "HTTPClientError"): Fault.TRANSIENT,
-    ("botocore", "IncompleteReadError"): Fault.TRANSIENT,
-    ("botocore", "NoCredentialsError"): Fault.FORBIDDEN,
-    ("databricks", "AlreadyExists"): Fault.EXISTS,
-    ("databricks", "InternalError"): Fault.TRANSIENT,
-    ("databricks", "NotFound"): Fault.MISSING,
-    ("databricks", "PermissionDenied"): Fault.FORBIDDEN,
-    ("databricks", "TemporarilyUnavailable"): Fault.TRANSIENT,
-    ("databricks", "TooManyRequests"): Fault.TRANSIENT,
-    ("databricks", "Unauthenticated"): Fault.FORBIDDEN,
-    ("google", "DefaultCredentialsError"): Fault.FORBIDDEN,
-    ("google", "RetryError"): Fault.TRANSIENT,
-    ("google", "TransportError"): Fault.TRANSIENT,
-    ("http", "IncompleteRead"): Fault.TRANSIENT,
-    ("httpx", "TransportError"): Fault.TRANSIENT,
-    ("paramiko", "AuthenticationException"): Fault.FORBIDDEN,
-    ("paramiko", "BadHostKeyException"): Fault.FORBIDDEN,
-    ("paramiko", "NoValidConnectionsError"): Fault.TRANSIENT,
-    ("paramiko", "SSHException"): Fault.TRANSIENT,
-    ("requests", "ConnectionError"): Fault.TRANSIENT,
-    ("requests", "Timeout"): Fault.TRANSIENT,
-    ("urllib3", "HTTPError"): Fault.TRANSIENT,
+_NAMES = {
+    Fault.TRANSIENT: (
+        "aiohttp.ClientConnectionError aiohttp.ClientPayloadError azure.ServiceRequestError "
+        "azure.ServiceResponseError botocore.HTTPClientError botocore.IncompleteReadError "
+        "databricks.InternalError databricks.TemporarilyUnavailable databricks.TooManyRequests google.RetryError "
+        "google.TransportError http.IncompleteRead httpx.TransportError paramiko.NoValidConnectionsError "
+        "paramiko.SSHException requests.ConnectionError requests.Timeout urllib3.HTTPError"
+    ),
+    Fault.FORBIDDEN: (
+        "botocore.NoCredentialsError databricks.PermissionDenied databricks.Unauthenticated "
+        "google.DefaultCredentialsError paramiko.AuthenticationException paramiko.BadHostKeyException"
+    ),
+    Fault.EXISTS: ("databricks.AlreadyExists"),
+    Fault.MISSING: ("databricks.NotFound"),
 }
+_CLASSES = {name: fault for fault, names in _NAMES.items() for name in names.split()}
 
 
 def classify(error: BaseException) -> Fault:
@@ -277,9 +265,11 @@ def classify(error: BaseException) -> Fault:
 def _classify_one(error: BaseException) -> Fault | None:
     status = _status(error)
     if status is not None:
-        return _by_status(status)
+        # 412: a conditional write has found an object.
+        known = {401: Fault.FORBIDDEN, 403: Fault.FORBIDDEN, 404: Fault.MISSING, 412: Fault.EXISTS}
+        return Fault.TRANSIENT if status in _TRANSIENT_STATUS else known.get(status)
     for base in type(error).__mro__:  # the most specific class first
-        known = _CLASSES.get((base.__module__.partition(".")[0], base.__name__))
+        known = _CLASSES.get(f"{base.__module__.partition('.')[0]}.{base.__name__}")
         if known is not None:
             return known
     match error:
@@ -294,13 +284,6 @@ def _classify_one(error: BaseException) -> Fault | None:
         case OSError(errno=code) if code in _TRANSIENT_ERRNO:
             return Fault.TRANSIENT
     return None
-
-
-def _by_status(status: int) -> Fault | None:
-    if status in _TRANSIENT_STATUS:
-        return Fault.TRANSIENT
-    # 412: a conditional write has found an object.
-    return {401: Fault.FORBIDDEN, 403: Fault.FORBIDDEN, 404: Fault.MISSING, 412: Fault.EXISTS}.get(status)
 
 
 def _status(error: BaseException) -> int | None:

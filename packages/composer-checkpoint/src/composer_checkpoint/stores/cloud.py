@@ -14,35 +14,15 @@ from composer_checkpoint.stores.fsspec import FsspecObjectStore, require_package
 
 __all__ = ["AzureObjectStore", "GCSObjectStore", "LibcloudObjectStore", "OCIObjectStore", "S3ObjectStore"]
 
-_EXTRA_ARGS: Final = {
-    "ACL",
-    "CacheControl",
-    "ChecksumAlgorithm",
-    "ContentDisposition",
-    "ContentEncoding",
-    "ContentLanguage",
-    "ContentType",
-    "ExpectedBucketOwner",
-    "Expires",
-    "GrantFullControl",
-    "GrantRead",
-    "GrantReadACP",
-    "GrantWriteACP",
-    "Metadata",
-    "ObjectLockLegalHoldStatus",
-    "ObjectLockMode",
-    "ObjectLockRetainUntilDate",
-    "RequestPayer",
-    "SSECustomerAlgorithm",
-    "SSECustomerKey",
-    "SSECustomerKeyMD5",
-    "SSEKMSEncryptionContext",
-    "SSEKMSKeyId",
-    "ServerSideEncryption",
-    "StorageClass",
-    "Tagging",
-    "WebsiteRedirectLocation",
-}
+# Settings of an object that S3 knows.
+_EXTRA_ARG_NAMES: Final = (
+    "ACL CacheControl ChecksumAlgorithm ContentDisposition ContentEncoding ContentLanguage ContentType "
+    "ExpectedBucketOwner Expires GrantFullControl GrantRead GrantReadACP GrantWriteACP Metadata "
+    "ObjectLockLegalHoldStatus ObjectLockMode ObjectLockRetainUntilDate RequestPayer SSECustomerAlgorithm "
+    "SSECustomerKey SSECustomerKeyMD5 SSEKMSEncryptionContext SSEKMSKeyId ServerSideEncryption StorageClass "
+    "Tagging WebsiteRedirectLocation"
+)
+_EXTRA_ARGS: Final = frozenset(_EXTRA_ARG_NAMES.split())
 
 
 class S3ObjectStore(FsspecObjectStore):
@@ -111,12 +91,8 @@ class S3ObjectStore(FsspecObjectStore):
     ) -> None:
         """Copy a local file to the bucket, as in `FsspecObjectStore.upload_object`.
 
-        Args:
-            object_name: Name of the object.
-            filename: Local file.
-            callback: Called with the bytes sent and the file's size.
-            overwrite: Whether to replace an object of the same name.
-            **kwargs: Only `ExtraArgs`, a mapping with S3's settings of an object, such as `{'ACL': 'private'}`.
+        Of further arguments it takes only `ExtraArgs`, a mapping with S3's settings of an object, such as
+        `{'ACL': 'private'}`.
 
         Raises:
             ValueError: If there is another argument, or an unknown key in `ExtraArgs`.
@@ -160,7 +136,8 @@ class AzureObjectStore(FsspecObjectStore):
         super().__init__(f"az://{container}/{self.prefix}", use_listings_cache=False, **options)
 
 
-_S3_FACE = "https://storage.googleapis.com"
+# Google's S3-compatible API.
+_GOOGLE_S3: Final = {"endpoint_url": "https://storage.googleapis.com", "client_kwargs": {"region_name": "auto"}}
 
 
 class GCSObjectStore(FsspecObjectStore):
@@ -185,14 +162,8 @@ class GCSObjectStore(FsspecObjectStore):
         if self.use_gcs_sdk:
             super().__init__(f"gs://{bucket}/{self.prefix}", use_listings_cache=False, **_default_credentials())
             return
-        super().__init__(
-            f"s3://{bucket}/{self.prefix}",
-            endpoint_url=_S3_FACE,
-            key=key,
-            secret=secret,
-            client_kwargs={"region_name": "auto"},
-            use_listings_cache=False,
-        )
+        options = {**_GOOGLE_S3, "key": key, "secret": secret, "use_listings_cache": False}
+        super().__init__(f"s3://{bucket}/{self.prefix}", **options)
         # Addresses name the bucket as the user did, not by the S3-compatible API.
         self.uri = f"gs://{bucket}/{self.prefix}".rstrip("/")
 
@@ -214,9 +185,6 @@ def _default_credentials() -> dict[str, Any]:
                 f"GCS_KEY and GCS_SECRET for an HMAC key."
             ) from error
     return {"token": "google_default"}
-
-
-_GOOGLE_S3_FACE = {"endpoint_url": "https://storage.googleapis.com", "client_kwargs": {"region_name": "auto"}}
 
 
 class LibcloudObjectStore(FsspecObjectStore):
@@ -253,7 +221,7 @@ class LibcloudObjectStore(FsspecObjectStore):
             case "s3":
                 super().__init__(f"s3://{container}", key=key, secret=secret, **options)
             case "google_storage":  # the credentials are an HMAC key, for the S3-compatible API
-                super().__init__(f"s3://{container}", **{**_GOOGLE_S3_FACE, "key": key, "secret": secret, **options})
+                super().__init__(f"s3://{container}", **{**_GOOGLE_S3, "key": key, "secret": secret, **options})
             case "azure_blobs":
                 super().__init__(f"az://{container}", account_name=key, account_key=secret, **options)
             case _:
@@ -309,7 +277,7 @@ class OCIObjectStore(FsspecObjectStore):
         config = os.environ.get("OCI_CONFIG_FILE", os.path.expanduser("~/.oci/config"))
         if not os.path.isfile(config):
             raise ValueError(
-                f"There are no credentials for OCI: {config!r} is no file. Write one, or set OCI_CONFIG_FILE to where "
-                f"it is."
+                f"There are no credentials for OCI: {config!r} is not a file. Write one, or set OCI_CONFIG_FILE to "
+                f"where it is."
             )
         super().__init__(f"oci://{bucket}/{self.prefix}", config=config)

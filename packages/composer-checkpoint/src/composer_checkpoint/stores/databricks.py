@@ -7,9 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from composer_checkpoint.commit import refuse_existing, write_atomically
-from composer_checkpoint.errors import StorageError
-from composer_checkpoint.stores.base import Fault, ObjectStore, ObjectStoreTransientError, Progress, classify
+from fsspec.callbacks import Callback
+
+from composer_checkpoint.stores.base import Fault, ObjectStore, classify
+from composer_checkpoint.stores.fsspec import VerifiedObjectStore
 
 __all__ = ["EXPERIMENT_PLACEHOLDER", "MLFLOW_PREFIX", "RUN_PLACEHOLDER", "MLFlowObjectStore", "UCObjectStore"]
 
@@ -18,7 +19,7 @@ EXPERIMENT_PLACEHOLDER: Final = "{mlflow_experiment_id}"
 RUN_PLACEHOLDER: Final = "{mlflow_run_id}"
 
 
-class MLFlowObjectStore(ObjectStore):
+class MLFlowObjectStore(VerifiedObjectStore):
     """Artifacts of one MLflow run on Databricks, through MLflow's own client.
 
     Names are relative to the artifacts, or full paths of the same run. Artifacts cannot be deleted: MLflow's client
@@ -46,7 +47,11 @@ class MLFlowObjectStore(ObjectStore):
                 f"to 'databricks', or save to the address at which that server keeps its artifacts."
             )
         self.multipart_upload_chunk_size = multipart_upload_chunk_size
-        self.client = _make_client() if client is None else client
+        if client is None:
+            from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  # not among the extras
+
+            client = MlflowClient("databricks")
+        self.client = client
         if self.run_id == RUN_PLACEHOLDER:
             self._create_run()
         elif self.experiment_id != self.client.get_run(self.run_id).info.experiment_id:
@@ -101,63 +106,6 @@ class MLFlowObjectStore(ObjectStore):
         """Return the address of an object, whether or not it exists."""
         return f"dbfs:/{self.get_dbfs_path(object_name)}"
 
-    def upload_object(  # pyright: ignore[reportIncompatibleMethodOverride]  # no other arguments
-        self,
-        object_name: str,
-        filename: str | os.PathLike[str],
-        callback: Progress | None = None,
-        *,
-        overwrite: bool = True,
-    ) -> None:
-        """Copy a local file to the artifacts, as in `ObjectStore.upload_object`, with `overwrite`."""
-        name, size = self.get_artifact_path(object_name), os.path.getsize(filename)
-        if not overwrite and self._size(name) is not None:
-            raise FileExistsError(f"Object {self.get_uri(name)} already exists, but overwrite was set to False.")
-        with tempfile.TemporaryDirectory() as folder:
-            named = Path(folder, posixpath.basename(name))  # MLflow names the artifact after the file
-            named.symlink_to(os.path.abspath(filename))  # a copy would need as much disk space again
-            try:
-                os.environ["MLFLOW_MULTIPART_UPLOAD_CHUNK_SIZE"] = str(self.multipart_upload_chunk_size)
-                self.client.log_artifact(self.run_id, str(named), posixpath.dirname(name) or None)
-            except Exception as error:
-                raise self._explained(error, name) from error
-        # Raised as transient, so that the callers' retries upload it again.
-        if self._size(name) != size:
-            raise ObjectStoreTransientError(f"{self.get_uri(name)} is not whole after an upload. Upload it again.")
-        if callback is not None:
-            callback(size, size)
-
-    def get_object_size(self, object_name: str) -> int:
-        """Return the current size of an object in bytes."""
-        size = self._size(self.get_artifact_path(object_name))
-        if size is None:
-            raise FileNotFoundError(f"{self.get_uri(object_name)} does not exist. Look at the name and the run.")
-        return size
-
-    def download_object(
-        self,
-        object_name: str,
-        filename: str | os.PathLike[str],
-        overwrite: bool = False,
-        callback: Progress | None = None,
-    ) -> None:
-        """Copy an object to a local file atomically, as in `ObjectStore.download_object`."""
-        refuse_existing(Path(filename), overwrite)
-        name = self.get_artifact_path(object_name)
-        size = self.get_object_size(name)
-        with write_atomically(filename, overwrite=overwrite, need_bytes=size) as unfinished:
-            # A folder on the same file system, which `os.replace` needs.
-            with tempfile.TemporaryDirectory(dir=unfinished.parent) as folder:
-                try:
-                    fetched = self.client.download_artifacts(self.run_id, name, folder)
-                except Exception as error:
-                    raise self._explained(error, name) from error
-                os.replace(fetched, unfinished)
-            if unfinished.stat().st_size != size:
-                raise ObjectStoreTransientError(f"{self.get_uri(name)} did not come whole. Download it again.")
-        if callback is not None:
-            callback(size, size)
-
     def list_objects(self, prefix: str | None = None) -> list[str]:
         """Return the sorted names of all artifacts with a prefix."""
         prefix = self.get_artifact_path(prefix or "")
@@ -168,15 +116,29 @@ class MLFlowObjectStore(ObjectStore):
                 (pending if entry.is_dir else names).append(entry.path)
         return sorted(name for name in names if name.startswith(prefix))
 
-    def _size(self, name: str) -> int | None:
+    delete_object = ObjectStore.delete_object  # MLflow's client cannot delete
+
+    def _path(self, object_name: str) -> str:
+        return self.get_artifact_path(object_name)
+
+    def _put(self, filename: str, path: str, progress: Callback, *, overwrite: bool, **kwargs: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            named = Path(folder, posixpath.basename(path))  # MLflow names the artifact after the file
+            named.symlink_to(os.path.abspath(filename))  # a copy would need as much disk space again
+            os.environ["MLFLOW_MULTIPART_UPLOAD_CHUNK_SIZE"] = str(self.multipart_upload_chunk_size)
+            self.client.log_artifact(self.run_id, str(named), posixpath.dirname(path) or None)
+
+    def _get(self, path: str, target: Path, progress: Callback) -> None:
+        # A folder on the same file system, which `os.replace` needs.
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            os.replace(self.client.download_artifacts(self.run_id, path, folder), target)
+
+    def _size(self, path: str) -> int:
         # MLflow reports sizes only in the listing of a folder.
-        try:
-            entries = self.client.list_artifacts(self.run_id, posixpath.dirname(name) or None)
-        except Exception as error:
-            if classify(error) is Fault.MISSING:
-                return None
-            raise self._explained(error, name) from error
-        return next((entry.file_size for entry in entries if entry.path == name and not entry.is_dir), None)
+        for entry in self.client.list_artifacts(self.run_id, posixpath.dirname(path) or None):
+            if entry.path == path and not entry.is_dir:
+                return entry.file_size
+        raise FileNotFoundError(path)
 
     def _create_run(self) -> None:
         # Not imported: without mlflow in `sys.modules`, no run is active.
@@ -189,21 +151,13 @@ class MLFlowObjectStore(ObjectStore):
             self.experiment_id = self.client.create_experiment(f"/Shared/composer-checkpoints-{os.urandom(4).hex()}")
         self.run_id = self.client.create_run(self.experiment_id).info.run_id
 
-    def _explained(self, error: Exception, name: str) -> Exception:
-        match classify(error):
-            case Fault.MISSING | Fault.FORBIDDEN:
-                return FileNotFoundError(f"{self.get_uri(name)} does not exist, or must not be seen: {error}")
-            case Fault.TRANSIENT:
-                return ObjectStoreTransientError(f"{self.get_uri(name)} could not be reached: {error}")
-        return error
-
 
 def _parse(path: str) -> tuple[str, str]:
     name = path.removeprefix("dbfs:").lstrip("/")
     parts = name.removeprefix(MLFLOW_PREFIX).split("/")
     if not name.startswith(MLFLOW_PREFIX) or len(parts) < 3 or parts[2] != "artifacts" or not all(parts[:2]):
         raise ValueError(
-            f"path={path!r} is no path of MLflow artifacts on Databricks. Give one such as "
+            f"path={path!r} is not a path of MLflow artifacts on Databricks. Give one such as "
             f"'dbfs:/{MLFLOW_PREFIX}<experiment>/<run>/artifacts/checkpoints'."
         )
     if parts[0] == EXPERIMENT_PLACEHOLDER and parts[1] != RUN_PLACEHOLDER:
@@ -211,21 +165,10 @@ def _parse(path: str) -> tuple[str, str]:
     return parts[0], parts[1]
 
 
-def _make_client() -> Any:
-    try:
-        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  # not among the extras
-    except ImportError as error:
-        raise ImportError(
-            "Storing checkpoints as MLflow artifacts needs the package 'mlflow', which is not installed. Install it "
-            "with: pip install mlflow"
-        ) from error
-    return MlflowClient("databricks")
-
-
 _CHUNK_BYTES = 8 << 20
 
 
-class UCObjectStore(ObjectStore):
+class UCObjectStore(VerifiedObjectStore):
     """Volume of Unity Catalog, through Databricks' own client.
 
     Args:
@@ -240,13 +183,8 @@ class UCObjectStore(ObjectStore):
     def __init__(self, path: str, client: Any = None) -> None:
         self.prefix = self.validate_path(path)
         if client is None:
-            try:
-                from databricks.sdk import WorkspaceClient  # pyright: ignore[reportMissingImports]  # not among the extras
-            except ImportError as error:
-                raise ImportError(
-                    f"'dbfs:/{path.lstrip('/')}' needs the package 'databricks-sdk', which is not installed. Install "
-                    f"it with: pip install databricks-sdk"
-                ) from error
+            from databricks.sdk import WorkspaceClient  # pyright: ignore[reportMissingImports]  # not among the extras
+
             client = WorkspaceClient()
         self.client = client
 
@@ -260,7 +198,7 @@ class UCObjectStore(ObjectStore):
         parts = path.strip("/").split("/")
         if parts[0] != "Volumes" or len(parts) < 4 or not all(parts[:4]) or ".." in parts:
             raise ValueError(
-                f"path={path!r} is no path in a volume of Unity Catalog. Give one such as "
+                f"path={path!r} is not a path in a volume of Unity Catalog. Give one such as "
                 f"'Volumes/<catalog>/<schema>/<volume>/checkpoints'."
             )
         return "/".join(parts[:4])
@@ -269,88 +207,23 @@ class UCObjectStore(ObjectStore):
         """Return the address of an object, whether or not it exists."""
         return f"dbfs:{self._path(object_name)}"
 
-    def upload_object(  # pyright: ignore[reportIncompatibleMethodOverride]  # no other arguments
-        self,
-        object_name: str,
-        filename: str | os.PathLike[str],
-        callback: Progress | None = None,
-        *,
-        overwrite: bool = True,
-    ) -> None:
-        """Copy a local file to the volume, as in `ObjectStore.upload_object`, with `overwrite`."""
-        path, size = self._path(object_name), os.path.getsize(filename)
-        try:
-            self.client.files.create_directory(os.path.dirname(path))
-            with open(filename, "rb") as content:
-                self.client.files.upload(path, content, overwrite=overwrite)
-            stored = self.get_object_size(object_name)
-        except Exception as error:
-            raise self._explained(error, object_name) from error
-        if stored != size:
-            raise ObjectStoreTransientError(
-                f"{self.get_uri(object_name)} holds {stored} of {size} bytes after an upload. Upload it again."
-            )
-        if callback is not None:
-            callback(size, size)
-
-    def get_object_size(self, object_name: str) -> int:
-        """Return the current size of an object in bytes."""
-        try:
-            return int(self.client.files.get_metadata(self._path(object_name)).content_length)
-        except Exception as error:
-            raise self._explained(error, object_name) from error
-
-    def download_object(
-        self,
-        object_name: str,
-        filename: str | os.PathLike[str],
-        overwrite: bool = False,
-        callback: Progress | None = None,
-    ) -> None:
-        """Copy an object to a local file atomically, as in `ObjectStore.download_object`."""
-        refuse_existing(Path(filename), overwrite)
-        size, done = self.get_object_size(object_name), 0
-        with write_atomically(filename, overwrite=overwrite, need_bytes=size) as unfinished:
-            try:
-                with (
-                    self.client.files.download(self._path(object_name)).contents as content,
-                    unfinished.open("wb") as file,
-                ):
-                    while chunk := content.read(_CHUNK_BYTES):
-                        done += file.write(chunk)
-                        if callback is not None:
-                            callback(done, size)
-            except Exception as error:
-                raise self._explained(error, object_name) from error
-            if done != size:
-                raise ObjectStoreTransientError(
-                    f"{done} of the {size} bytes of {self.get_uri(object_name)} came. Download it again."
-                )
-
     def list_objects(self, prefix: str | None = None) -> list[str]:
         """Return the sorted names of all objects with a prefix, relative to the volume."""
         prefix = (prefix or "").lstrip("/").removeprefix(f"{self.prefix}/")
         names: list[str] = []
         pending = [f"/{self.prefix}/{os.path.dirname(prefix)}".rstrip("/")]
         while pending:
+            folder = pending.pop()
             try:
                 # A list, so that the requests of the generator happen inside the `try`.
-                entries = list(self.client.files.list_directory_contents(pending.pop()))
+                entries = list(self.client.files.list_directory_contents(folder))
             except Exception as error:
                 if classify(error) is Fault.MISSING:
                     continue
-                raise self._explained(error, prefix) from error
+                raise self._explain(error, folder, "list") from error
             pending += [entry.path for entry in entries if entry.is_directory]
             names += [entry.path.removeprefix(f"/{self.prefix}/") for entry in entries if not entry.is_directory]
         return sorted(name for name in names if name.startswith(prefix))
-
-    def delete_object(self, object_name: str) -> None:
-        """Delete an object, or do nothing if it does not exist."""
-        try:
-            self.client.files.delete(self._path(object_name))
-        except Exception as error:
-            if classify(error) is not Fault.MISSING:  # an attempt that failed may have deleted it
-                raise self._explained(error, object_name, asks=False) from error
 
     def _path(self, object_name: str) -> str:
         name = object_name.lstrip("/").removeprefix(f"{self.prefix}/")  # full paths are accepted, too
@@ -358,14 +231,18 @@ class UCObjectStore(ObjectStore):
             raise ValueError(f"object_name={object_name!r} leads out of /{self.prefix}. Use a path without '..'.")
         return f"/{self.prefix}/{name}"
 
-    def _explained(self, error: Exception, object_name: str, *, asks: bool = True) -> Exception:
-        match classify(error):
-            case Fault.MISSING | Fault.FORBIDDEN if asks:
-                return FileNotFoundError(f"{self.get_uri(object_name)} does not exist, or must not be seen: {error}")
-            case Fault.EXISTS:
-                return FileExistsError(f"Object {self.get_uri(object_name)} already exists: {error}")
-            case Fault.TRANSIENT:
-                return ObjectStoreTransientError(f"{self.get_uri(object_name)} could not be reached: {error}")
-            case Fault.FORBIDDEN:
-                return StorageError(f"{self.get_uri(object_name)} must not be deleted: {error}. Look at the grants.")
-        return error
+    def _put(self, filename: str, path: str, progress: Callback, *, overwrite: bool, **kwargs: Any) -> None:
+        self.client.files.create_directory(os.path.dirname(path))
+        with open(filename, "rb") as content:
+            self.client.files.upload(path, content, overwrite=overwrite)
+
+    def _get(self, path: str, target: Path, progress: Callback) -> None:
+        with self.client.files.download(path).contents as content, target.open("wb") as file:
+            while chunk := content.read(_CHUNK_BYTES):
+                progress.relative_update(file.write(chunk))
+
+    def _size(self, path: str) -> int:
+        return int(self.client.files.get_metadata(path).content_length)
+
+    def _remove(self, path: str) -> None:
+        self.client.files.delete(path)

@@ -1,4 +1,4 @@
-"""Object store on top of any fsspec file system."""
+"""Object stores that verify their transfers, and the one on top of any fsspec file system."""
 
 import importlib.util
 import inspect
@@ -18,7 +18,7 @@ from composer_checkpoint.commit import refuse_existing, write_atomically
 from composer_checkpoint.errors import CheckpointError, StorageError
 from composer_checkpoint.stores.base import Fault, ObjectStore, ObjectStoreTransientError, Progress, classify
 
-__all__ = ["FsspecObjectStore", "require_package"]
+__all__ = ["FsspecObjectStore", "VerifiedObjectStore", "require_package"]
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,146 @@ _ASKS: Final = {"look up", "download", "list"}  # actions for which a missing ob
 _LISTS_BY_PREFIX: Final = {"s3", "s3a", "gs", "gcs"}
 
 
-class FsspecObjectStore(ObjectStore):
+class VerifiedObjectStore(ObjectStore):
+    """Store whose transfers are compared by size, with the errors of any client library converted to this package's.
+
+    Subclasses implement `_path`, `_put`, `_get`, `_size`, `_names` and `_remove`, all but the first with the result of
+    `_path`. Apart from the client library's own retries, nothing is retried: callers may retry after
+    `ObjectStoreTransientError`.
+    """
+
+    def upload_object(
+        self,
+        object_name: str,
+        filename: str | os.PathLike[str],
+        callback: Progress | None = None,
+        *,
+        overwrite: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Copy a local file to the store.
+
+        Args:
+            object_name: Name of the object.
+            filename: Local file.
+            callback: Called with the bytes sent and the file's size.
+            overwrite: Whether to replace an object of the same name. If not, and the store supports conditional writes
+                (S3), two writers cannot both succeed.
+            **kwargs: For `FsspecObjectStore`, passed to the file system's `put_file`.
+
+        Raises:
+            FileExistsError: If the object exists and `overwrite` is false.
+            ObjectStoreTransientError: If a retry may succeed, also if the stored size differs from the file's.
+            StorageError: If the store refuses.
+        """
+        path, size = self._path(object_name), os.path.getsize(filename)
+        progress = _Progress(callback, size)
+        if not overwrite and self._has(object_name):
+            raise _exists(self.get_uri(object_name))
+        with self._explained(object_name, "upload"):
+            self._put(os.fspath(filename), path, progress, overwrite=overwrite, **kwargs)
+        try:
+            stored = self.get_object_size(object_name)
+        except FileNotFoundError:
+            stored = None
+        if stored != size:
+            found = "cannot be seen" if stored is None else f"holds {stored} bytes"
+            raise ObjectStoreTransientError(
+                f"{self.get_uri(object_name)} {found} after an upload of the {size} bytes of {filename}. Upload it "
+                f"again."
+            )
+        progress.finish()
+
+    def get_object_size(self, object_name: str) -> int:
+        """Return the current size of an object in bytes, as in `ObjectStore.get_object_size`."""
+        path = self._path(object_name)
+        with self._explained(object_name, "look up"):
+            return self._size(path)
+
+    def download_object(
+        self,
+        object_name: str,
+        filename: str | os.PathLike[str],
+        overwrite: bool = False,
+        callback: Progress | None = None,
+    ) -> None:
+        """Copy an object to a local file atomically, as in `ObjectStore.download_object`."""
+        refuse_existing(Path(filename), overwrite)  # before any request
+        size = self.get_object_size(object_name)
+        progress = _Progress(callback, size)
+        with write_atomically(filename, overwrite=overwrite, need_bytes=size) as unfinished:
+            with self._explained(object_name, "download"):
+                self._get(self._path(object_name), unfinished, progress)
+            received = unfinished.stat().st_size
+            if received != size:
+                raise ObjectStoreTransientError(
+                    f"{received} of the {size} bytes of {self.get_uri(object_name)} came. Download it again."
+                )
+        progress.finish()
+
+    def delete_object(self, object_name: str) -> None:
+        """Delete an object, or do nothing if it does not exist."""
+        path = self._path(object_name)
+        with self._explained(object_name, "delete"):
+            try:
+                self._remove(path)
+            except Exception as error:
+                if classify(error) is not Fault.MISSING:  # an attempt that failed may have deleted it
+                    raise
+
+    def _path(self, object_name: str) -> str:
+        raise NotImplementedError
+
+    def _put(self, filename: str, path: str, progress: "_Progress", *, overwrite: bool, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def _get(self, path: str, target: Path, progress: "_Progress") -> None:
+        raise NotImplementedError
+
+    def _size(self, path: str) -> int:
+        raise NotImplementedError
+
+    def _remove(self, path: str) -> None:
+        raise NotImplementedError
+
+    def _has(self, object_name: str) -> bool:
+        try:
+            self.get_object_size(object_name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    @contextmanager
+    def _explained(self, object_name: str, action: str) -> Iterator[None]:
+        """Convert the errors of any client library to those of this package, keeping the cause."""
+        try:
+            yield
+        except (CheckpointError, ValueError, TypeError, NotImplementedError, ImportError):
+            raise  # explained already, or a mistake of the caller instead of a failure of the store
+        except Exception as error:
+            raise self._explain(error, object_name, action) from error
+
+    def _explain(self, error: Exception, object_name: str, action: str) -> Exception:
+        uri, fault = self.get_uri(object_name), classify(error)
+        match fault:
+            case Fault.EXISTS:
+                return _exists(uri)
+            case Fault.MISSING if action in _ASKS:
+                return FileNotFoundError(f"{uri} does not exist: {_reason(error)}. Look at the name and the folder.")
+            case Fault.FORBIDDEN if action in _ASKS:
+                # Without permission to list, stores deny access to missing objects as well.
+                return FileNotFoundError(
+                    f"{uri} does not exist, or these credentials may not see it: {_reason(error)}. Look at both."
+                )
+            case Fault.TRANSIENT:
+                return ObjectStoreTransientError(f"could not {action} {uri}: {_reason(error)}. Try again.")
+        return StorageError(
+            f"could not {action} {uri}: {_reason(error)}. Check that the bucket or folder exists, that these "
+            f"credentials may write to it, and that this machine has a network."
+        )
+
+
+class FsspecObjectStore(VerifiedObjectStore):
     """Store at any fsspec address: `s3://`, `gs://`, `az://`, `oci://`, `sftp://`, `hf://`, `memory://`...
 
     Objects appear atomically, and their size is checked after each upload. Apart from the client library's own retries,
@@ -90,92 +229,6 @@ class FsspecObjectStore(ObjectStore):
         """Return the name of an object in its bucket, including the prefix of this store."""
         return posixpath.join(getattr(self, "prefix", ""), object_name.lstrip("/"))
 
-    def upload_object(
-        self,
-        object_name: str,
-        filename: str | os.PathLike[str],
-        callback: Progress | None = None,
-        *,
-        overwrite: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        """Copy a local file to the store.
-
-        Args:
-            object_name: Name of the object.
-            filename: Local file.
-            callback: Called with the bytes sent and the file's size.
-            overwrite: Whether to replace an object of the same name. If not, and the store supports conditional writes
-                (S3), two writers cannot both succeed.
-            **kwargs: Passed to the file system's `put_file`.
-
-        Raises:
-            FileExistsError: If the object exists and `overwrite` is false.
-            ObjectStoreTransientError: If a retry may succeed, also if the stored size differs from the file's.
-            StorageError: If the store refuses.
-        """
-        path, size = self._path(object_name), os.path.getsize(filename)
-        progress = _Progress(callback, size)
-        if not overwrite:
-            self._refuse_existing(object_name)
-        with self._explained(object_name, "upload"):
-            self._put(os.fspath(filename), path, progress, {**_overwriting(self.filesystem, overwrite), **kwargs})
-        stored = self._size_after_upload(object_name)
-        if stored != size:
-            raise ObjectStoreTransientError(
-                f"{self.get_uri(object_name)} holds {stored} bytes after an upload of the {size} bytes of {filename}. "
-                f"Upload it again."
-            )
-        progress.finish()
-
-    def get_object_size(self, object_name: str) -> int:
-        """Return the current size of an object in bytes.
-
-        Raises:
-            FileNotFoundError: If it does not exist, or the credentials may not see it.
-            ObjectStoreTransientError: If a retry may succeed.
-        """
-        with self._explained(object_name, "look up"):
-            self.filesystem.invalidate_cache()  # an earlier listing may be outdated
-            info = self.filesystem.info(self._path(object_name))
-            if info["type"] == "directory":
-                raise FileNotFoundError(f"{self.get_uri(object_name)} is a folder")
-            return int(info["size"])
-
-    def download_object(
-        self,
-        object_name: str,
-        filename: str | os.PathLike[str],
-        overwrite: bool = False,
-        callback: Progress | None = None,
-    ) -> None:
-        """Copy an object to a local file atomically.
-
-        Args:
-            object_name: Name of the object.
-            filename: Local file to write. Its parent folders are created.
-            overwrite: Whether to replace an existing file.
-            callback: Called with the bytes received and the object's size.
-
-        Raises:
-            FileNotFoundError: If the object does not exist, or the credentials may not see it.
-            FileExistsError: If the file exists and `overwrite` is false.
-            ObjectStoreTransientError: If a retry may succeed, also if the received size differs from the object's.
-            StorageError: If the store refuses, or the local disk cannot hold the file.
-        """
-        refuse_existing(Path(filename), overwrite)  # before any request
-        size = self.get_object_size(object_name)
-        progress = _Progress(callback, size)
-        with write_atomically(filename, overwrite=overwrite, need_bytes=size) as unfinished:
-            with self._explained(object_name, "download"):
-                self.filesystem.get_file(self._path(object_name), str(unfinished), callback=progress)
-            received = unfinished.stat().st_size
-            if received != size:
-                raise ObjectStoreTransientError(
-                    f"{received} of the {size} bytes of {self.get_uri(object_name)} came. Download it again."
-                )
-        progress.finish()
-
     def list_objects(self, prefix: str | None = None) -> list[str]:
         """Return the sorted names of all objects with a prefix.
 
@@ -192,22 +245,6 @@ class FsspecObjectStore(ObjectStore):
         names = (_normalized(path).removeprefix(start).lstrip("/") for path in found)
         return sorted(name for name in names if name.startswith(prefix))
 
-    def delete_object(self, object_name: str) -> None:
-        """Delete an object, or do nothing if it does not exist.
-
-        Raises:
-            ObjectStoreTransientError: If a retry may succeed.
-            StorageError: If the store refuses.
-        """
-        path = self._path(object_name)
-        with self._explained(object_name, "delete"):
-            try:
-                self.filesystem.rm_file(path)
-            except Exception as error:
-                if classify(error) is not Fault.MISSING:  # an attempt that failed may have deleted it
-                    raise
-            self.filesystem.invalidate_cache()
-
     def filesystem_path(self, object_name: str) -> str:
         """Return the path of an object in `filesystem`, for partial reads and writes."""
         return self._path(object_name)
@@ -220,16 +257,16 @@ class FsspecObjectStore(ObjectStore):
             return []
 
     def _path(self, object_name: str) -> str:
-        """Return the path of an object in the file system, after checking that it is below the root."""
         name = object_name.lstrip("/")
         if not name or ".." in name.split("/"):
             raise ValueError(
-                f"object_name={object_name!r} is no name below {self.uri}. Use a path with forward slashes and "
+                f"object_name={object_name!r} is not a name below {self.uri}. Use a path with forward slashes and "
                 f"without '..'."
             )
         return f"{self._root.rstrip('/')}/{name}"
 
-    def _put(self, filename: str, path: str, progress: "_Progress", kwargs: dict[str, Any]) -> None:
+    def _put(self, filename: str, path: str, progress: "_Progress", *, overwrite: bool, **kwargs: Any) -> None:
+        kwargs = {**_overwriting(self.filesystem, overwrite), **kwargs}
         if not self._protocols & _FOLDERS:
             self.filesystem.put_file(filename, path, callback=progress, **kwargs)
             return
@@ -243,51 +280,18 @@ class FsspecObjectStore(ObjectStore):
                 self.filesystem.rm_file(unfinished)
             raise
 
-    def _refuse_existing(self, object_name: str) -> None:
-        try:
-            self.get_object_size(object_name)
-        except FileNotFoundError:
-            return
-        raise _exists(self.get_uri(object_name))
+    def _get(self, path: str, target: Path, progress: "_Progress") -> None:
+        self.filesystem.get_file(path, str(target), callback=progress)
 
-    def _size_after_upload(self, object_name: str) -> int:
-        try:
-            return self.get_object_size(object_name)
-        except FileNotFoundError as error:
-            raise ObjectStoreTransientError(
-                f"{self.get_uri(object_name)} cannot be seen after it was uploaded. Upload it again."
-            ) from error
+    def _size(self, path: str) -> int:
+        self.filesystem.invalidate_cache()  # an earlier listing may be outdated
+        info = self.filesystem.info(path)
+        if info["type"] == "directory":
+            raise FileNotFoundError(f"{path} is a folder")
+        return int(info["size"])
 
-    @contextmanager
-    def _explained(self, object_name: str, action: str) -> Iterator[None]:
-        """Convert the errors of any client library to those of this package, keeping the cause."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except (ValueError, TypeError, NotImplementedError, ImportError):
-            raise  # a mistake of the caller, not a failure of the store
-        except Exception as error:
-            raise self._explain(error, object_name, action) from error
-
-    def _explain(self, error: Exception, object_name: str, action: str) -> Exception:
-        uri, fault = self.get_uri(object_name), classify(error)
-        match fault:
-            case Fault.EXISTS:
-                return _exists(uri)
-            case Fault.MISSING if action in _ASKS:
-                return FileNotFoundError(f"{uri} does not exist: {_reason(error)}. Look at the name and the folder.")
-            case Fault.FORBIDDEN if action in _ASKS:
-                # Without permission to list, stores deny access to missing objects as well.
-                return FileNotFoundError(
-                    f"{uri} does not exist, or these credentials may not see it: {_reason(error)}. Look at both."
-                )
-            case Fault.TRANSIENT:
-                return ObjectStoreTransientError(f"could not {action} {uri}: {_reason(error)}. Try again.")
-        return StorageError(
-            f"could not {action} {uri}: {_reason(error)}. Check that the bucket or folder exists, that these "
-            f"credentials may write to it, and that this machine has a network."
-        )
+    def _remove(self, path: str) -> None:
+        self.filesystem.rm_file(path)
 
 
 class _Progress(Callback):
@@ -316,11 +320,7 @@ class _Progress(Callback):
 
 
 def require_package(uri: str) -> None:
-    """Raise if the package that an address requires is not installed.
-
-    Raises:
-        ImportError: If it is not installed, with the command that installs it.
-    """
+    """Raise if the package that an address requires is not installed."""
     package, extra = _EXTRAS.get(uri.partition("://")[0].lower(), ("", ""))
     if package and importlib.util.find_spec(package) is None:
         raise ImportError(
@@ -340,7 +340,6 @@ def _normalized(path: str) -> str:
 
 
 def _overwriting(filesystem: Any, overwrite: bool) -> dict[str, Any]:
-    """Return the `put_file` arguments that control overwriting, if the file system has any."""
     # The synchronous `put_file` of asynchronous file systems hides the parameters.
     method = getattr(filesystem, "_put_file", filesystem.put_file)
     parameters = inspect.signature(method).parameters
@@ -350,7 +349,6 @@ def _overwriting(filesystem: Any, overwrite: bool) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the message of the deepest cause, which is often more specific."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

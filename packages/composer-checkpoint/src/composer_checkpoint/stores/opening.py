@@ -72,35 +72,23 @@ def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
         ValueError: If the address is malformed, or credentials are missing.
     """
     parsed = parse_uri(uri)
-    netloc = urlsplit(uri).netloc
-    if parsed.backend in {*_BACKENDS, "ssh"} and not netloc:
+    backend, netloc = ("sftp" if parsed.backend == "ssh" else parsed.backend), urlsplit(uri).netloc
+    if not backend:
+        return None
+    if backend in _BACKENDS and not netloc:
         raise ValueError(f"{uri!r} names no bucket or host. Write one such as '{parsed.backend}://bucket/folder'.")
-    match parsed.backend:
-        case "":
-            return None
-        case "s3":
-            return S3ObjectStore(bucket=parsed.bucket)
-        case "gs":
-            return GCSObjectStore(bucket=parsed.bucket)
-        case "oci":
-            return OCIObjectStore(bucket=netloc if "@" in netloc else parsed.bucket)
-        case "azure":
-            return AzureObjectStore(container=parsed.bucket)
-        case "sftp" | "ssh":
-            return SFTPObjectStore(host=arguments_of(uri)["host"])
-        case "dbfs":
-            return _databricks_store(parsed.path)
+    if backend == "dbfs" and not parsed.path.startswith(MLFLOW_PREFIX):
+        UCObjectStore.validate_path(parsed.path)  # a malformed path is rejected before a slow import
+    if backend in {*_BACKENDS, "dbfs"} - {"libcloud"}:
+        namespace = {"bucket": netloc} if backend == "oci" and "@" in netloc else {}
+        return build_remote_backend(backend, {**arguments_of(uri), **namespace})
     check_scheme(uri)
-    address = f"{parsed.backend}://{netloc}{'' if netloc else '/'}"
+    address = f"{backend}://{netloc}{'' if netloc else '/'}"
     return _made(address, lambda: FsspecObjectStore(address))  # some libraries fetch credentials at once
 
 
 def check_scheme(uri: str) -> None:
-    """Raise if no store supports this kind of address.
-
-    Raises:
-        NotImplementedError: If no store supports it.
-    """
+    """Raise if no store supports this kind of address."""
     backend = parse_uri(uri).backend
     if backend in {*_BACKENDS, "ssh", "dbfs"} - {"libcloud"}:
         return
@@ -169,7 +157,7 @@ def build_remote_backend(remote_backend_name: str, backend_kwargs: dict[str, Any
         if path.startswith(MLFLOW_PREFIX):
             kind, package = MLFlowObjectStore, "mlflow"
         # The import may take longer than the time limit of the first response.
-        with suppress(ImportError):  # the store raises it again, with the command that installs the package
+        with suppress(ImportError):  # the store raises it again
             import_module(package)
         return _made(f"dbfs:/{path}", lambda: kind(**backend_kwargs))
     if remote_backend_name not in _BACKENDS:
@@ -300,9 +288,3 @@ def list_if_allowed(store: ObjectStore, prefix: str) -> list[str]:
             raise error from error.__cause__
         log.warning("Only what a pointer or a checkpoint names is found: %s", error)
         return []
-
-
-def _databricks_store(path: str) -> ObjectStore:
-    if not path.startswith(MLFLOW_PREFIX):  # a malformed path is rejected before a slow import
-        UCObjectStore.validate_path(path)
-    return build_remote_backend("dbfs", {"path": path})
