@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from composer.trainer import _error_context as error_context
 from composer.trainer._arguments import (
     FitArguments,
     TrainerArguments,
@@ -39,8 +40,7 @@ from composer.trainer._attachments import (
 )
 from composer.trainer._checkpoints import Loading, Saving, check_load_path, check_uploaders, choose_saver, load_at_start
 from composer.trainer._data import Clock
-from composer.trainer._divergence_guard import make_guard, takes_none
-from composer.trainer._error_context import name_stage
+from composer.trainer._divergence_guard import DivergenceGuard, takes_none
 from composer.trainer._evaluation import Evaluation, check_metrics, make_evaluators, metrics_by_name, metrics_of
 from composer.trainer._fit_settings import (
     FitPlan,
@@ -53,7 +53,7 @@ from composer.trainer._fit_settings import (
     to_duration,
 )
 from composer.trainer._microbatching import Microbatching, refuse_unrepeatable, size_of_batches
-from composer.trainer._oom import AsGiven, HalveOnOom
+from composer.trainer._oom import HalveOnOom
 from composer.trainer._prediction import Prediction
 from composer.trainer._rank_sync import Ranks, begin_stage, broadcast_error, check_dist_timeout
 from composer.trainer._report import Report, log_run_facts
@@ -623,7 +623,7 @@ class Runtime:
         except BaseException as error:
             with postponed():
                 self.has_failed = True
-                name_stage(error, self.state)
+                error_context.name_stage(error, self.state)
                 record_failure(error, self.state)
             raise
 
@@ -641,6 +641,8 @@ class Runtime:
         state = self.state
         if not self.strategy.has_own_precision:
             check_scaler(state.scaler, state.precision)
+        policy = self._on_divergence
+        guard = None if policy is None else DivergenceGuard(policy, state, self.strategy, self.divergences)
         train_batch = BatchTrainer(
             state,
             self.engine,
@@ -652,11 +654,11 @@ class Runtime:
             create_graph=any(algorithm.backwards_create_graph for algorithm in state.algorithms),
             ranks=self.ranks,
             by_tokens=self._by_tokens,
-            guard=make_guard(self._on_divergence, state, self.strategy, self.divergences),
-            fitting=self.halve_on_oom if state.auto_microbatching else AsGiven(state),
+            guard=guard,
+            oom=self.halve_on_oom if state.auto_microbatching else None,
         )
         if self.saver is not None:
-            self.saver.before_save = train_batch.check_weights
+            self.saver.before_save = None if guard is None else guard.check_weights
         return Loop(
             state=state,
             engine=self.engine,

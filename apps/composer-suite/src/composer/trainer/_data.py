@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
+from composer.trainer import _error_context as error_context
 from composer.trainer._arguments import user_stacklevel
-from composer.trainer._error_context import in_stage
 from composer.trainer._rank_sync import Ranks, next_batch
 from composer.trainer._step import transform_batch
 from composer_checkpoint.data_position import DataPosition, dataset_counts_samples, keeps_own_state
@@ -85,7 +85,7 @@ class TrainBatches:
             tidy_shared_memory()
         self._position.restore_between_epochs(self._state)
 
-    @in_stage("the dataloader")
+    @error_context.stage("the dataloader")
     def begin_epoch(self) -> None:
         """Set the epoch of the data, before callbacks on EPOCH_START may choose another one."""
         self._position.begin(self._state, self.data_spec.dataloader)
@@ -111,7 +111,7 @@ class TrainBatches:
         passed = stamp.epoch_in_iteration if length.unit == TimeUnit.EPOCH else stamp.token_in_iteration
         return passed >= length
 
-    @in_stage("the dataloader")
+    @error_context.stage("the dataloader")
     def _read(self) -> bool:
         """Read the next batch, and return whether there was one."""
         assert self._open is not None
@@ -176,7 +176,7 @@ class TrainBatches:
         length = self._state.dataloader_len
         return length is not None and self._num_read >= int(length)
 
-    @in_stage("the dataloader")
+    @error_context.stage("the dataloader")
     def _open_epoch(self) -> Iterator[Any]:
         self._num_read, self._is_untouched = self._state.timestamp.num_batches_in_epoch, True
         return self._position.open(self._state, self.data_spec.dataloader)

@@ -4,9 +4,9 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -23,67 +23,6 @@ from composer_events.state import State
 
 if TYPE_CHECKING:
     from composer_dist.deepspeed import DeepSpeed
-
-
-class Guard(Protocol):
-    """Checks around each step of `BatchTrainer`."""
-
-    def begin_batch(self) -> None:
-        """Copy what the forward passes of a bad batch would ruin."""
-        ...
-
-    def mark(self, loss: Tensor) -> Tensor:
-        """Return the loss, marked so that no rank steps while the host does not know of a divergence yet."""
-        ...
-
-    def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Return whether the optimizer may step with the current gradients; act on a divergence."""
-        ...
-
-    def refuses(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Return whether a closure must stop; the action follows at the end of `closures`."""
-        ...
-
-    def closures(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Return the context of a step of an optimizer that evaluates the loss itself."""
-        ...
-
-    def check_weights(self) -> None:
-        """Raise if the weights are not fit to be saved. Every rank must call this."""
-        ...
-
-    def end_fit(self) -> None:
-        """Read what is still on its way from the device, and act on it. Every rank must call this."""
-        ...
-
-
-class Unguarded:
-    """Guard that lets every step happen."""
-
-    def begin_batch(self) -> None:
-        """Do nothing."""
-
-    def mark(self, loss: Tensor) -> Tensor:
-        """Return the loss."""
-        return loss
-
-    def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Return `True`."""
-        return True
-
-    def refuses(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Return `False`."""
-        return False
-
-    def closures(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return nullcontext()
-
-    def check_weights(self) -> None:
-        """Do nothing."""
-
-    def end_fit(self) -> None:
-        """Do nothing."""
 
 
 _log = logging.getLogger(__name__)
@@ -173,8 +112,8 @@ class DivergenceGuard:
         self._act(divergence)
         return divergence.action == "log"
 
-    def refuses(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Return whether a closure with these losses must stop."""
+    def stops_closure(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
+        """Return whether a closure with these losses must stop; the action follows at the end of `closures`."""
         self._refused = self._look(optimizer, losses, may_defer=False)
         if self._refused is None or self._refused.action == "log":
             return False
@@ -381,11 +320,6 @@ class DivergenceGuard:
             "larger eps of the optimizer; on_divergence=None trains on whatever comes.",
             divergence,
         )
-
-
-def make_guard(policy: OnDivergence | None, state: State, strategy: Strategy, divergences: list[Divergence]) -> Guard:
-    """Return the guard for a policy."""
-    return Unguarded() if policy is None else DivergenceGuard(policy, state, strategy, divergences)
 
 
 def _sentence(divergence: Divergence) -> str:

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from composer.trainer import _error_context as error_context
 from composer.trainer._arguments import check_interval, check_iterable, check_subset, user_stacklevel
 from composer.trainer._data import Clock
-from composer.trainer._error_context import in_stage, name_setters
 from composer.trainer._oom import Attempts, Stage, halve, release_memory
 from composer.trainer._rank_sync import Ranks, next_batch
 from composer.trainer._restore import MetricsUndo
@@ -117,7 +117,7 @@ class Evaluation:
         finally:
             restore_dataloader(state, *before)
 
-    @in_stage("the dataloader of an evaluation")
+    @error_context.stage("the dataloader of an evaluation")
     def _batches(
         self, evaluator: Evaluator, ranks: Ranks, open_batches: Callable[[Evaluator], Iterator[Any]] | None
     ) -> Iterator[Any]:
@@ -134,7 +134,7 @@ class Evaluation:
                 break
             yield transform_batch(spec, batch)
 
-    @in_stage("an evaluation")
+    @error_context.stage("an evaluation")
     def _evaluate_batch(self, evaluator: Evaluator, metrics: Mapping[str, Any], ranks: Ranks, padding: Padding) -> None:
         state, run_event, spec = self._state, self._engine.run_event, evaluator.dataloader
         batch, num_samples = state.batch, spec.get_num_samples_in_batch(state.batch)
@@ -160,7 +160,7 @@ class Evaluation:
         try:
             microbatches = cut(self._state.batch, spec, evaluator.device_eval_microbatch_size)
         except Exception as error:
-            name_setters(error, self._state, (Event.EVAL_BATCH_START,))
+            error_context.name_setters(error, self._state, (Event.EVAL_BATCH_START,))
             raise
         parts = [(microbatch, True) for microbatch in microbatches]
         if has_repeated:

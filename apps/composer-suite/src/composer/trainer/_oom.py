@@ -4,9 +4,9 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -18,54 +18,8 @@ from composer.trainer._scaler import forget_checks
 from composer_dist.strategy import Strategy
 from composer_events.state import State
 
-__all__ = ["AsGiven", "Fitting", "HalveOnOom", "halve", "release_memory", "Attempts", "Stage", "is_out_of_memory"]
-
 _log = logging.getLogger(__name__)
-_NOTHING = nullcontext()  # reentrant and without state, so one serves every batch
 _MOST_THRASHES = 2  # batches in a row that were slow for a lack of memory
-
-
-class Fitting(Protocol):
-    """Wrappers that `BatchTrainer` puts around the gradients and the step of each batch."""
-
-    def gradients(self, compute: Callable[[], None]) -> None:
-        """Compute gradients, perhaps several times."""
-        ...
-
-    def meeting(self, *, sync: bool) -> AbstractContextManager[Any]:
-        """Return the context of the microbatches, at whose end the ranks meet."""
-        ...
-
-    def step(self, optimizer: Optimizer, prepare: Callable[[], bool] | None, take: Callable[[], None]) -> None:
-        """Prepare an optimizer's step and take it if `prepare` admits it, perhaps several times."""
-        ...
-
-
-class AsGiven:
-    """Batches cut as the user said; the error of one that does not fit names the size."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def gradients(self, compute: Callable[[], None]) -> None:
-        """Compute the gradients, and add the size to an out-of-memory error."""
-        try:
-            compute()
-        except torch.OutOfMemoryError as error:
-            error.add_note(
-                f"with device_train_microbatch_size={self._state.device_train_microbatch_size}; give a smaller one, "
-                "or 'auto' to have it found"
-            )
-            raise
-
-    def meeting(self, *, sync: bool) -> AbstractContextManager[Any]:
-        """Return a context that does nothing."""
-        return _NOTHING
-
-    def step(self, optimizer: Optimizer, prepare: Callable[[], bool] | None, take: Callable[[], None]) -> None:
-        """Prepare a step and take it."""
-        if prepare is None or prepare():
-            take()
 
 
 class HalveOnOom:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from composer.trainer import _error_context as error_context
 from composer.trainer._arguments import check_iterable, check_subset
 from composer.trainer._data import Clock
-from composer.trainer._error_context import in_stage
 from composer.trainer._evaluation import Padding, restore_dataloader, without_last
 from composer.trainer._rank_sync import Ranks, next_batch
 from composer.trainer._step import split, transform_batch, transform_microbatch
@@ -91,7 +91,7 @@ class Prediction:
             restore_dataloader(state, *before)
         return outputs
 
-    @in_stage("the dataloader of a prediction")
+    @error_context.stage("the dataloader of a prediction")
     def _batches(self, data_spec: DataSpec, ranks: Ranks) -> Iterator[Any]:
         state = self._state
         length = state.dataloader_len
@@ -105,7 +105,7 @@ class Prediction:
                 break
             yield transform_batch(data_spec, batch)
 
-    @in_stage("a prediction")
+    @error_context.stage("a prediction")
     def _predict(
         self, batch: Any, data_spec: DataSpec, ranks: Ranks, padding: Padding, microbatch_size: int | None, keeps: bool
     ) -> list[Any]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composer.trainer._divergence_guard import Guard
-from composer.trainer._error_context import in_stage, name_setters
+from composer.trainer import _error_context as error_context
+from composer.trainer._divergence_guard import DivergenceGuard
 from composer.trainer._microbatching import refuse_uncounted, size_for, warn_of_padding
-from composer.trainer._oom import Fitting
+from composer.trainer._oom import HalveOnOom
 from composer.trainer._rank_sync import TOTAL, Ranks, add_finite, mean_total
 from composer_dist import get_precision_context
 from composer_dist.devices import Precision
@@ -72,7 +72,7 @@ class TrainMetrics:
         if self._state.train_metrics:
             self._kept = _copy_containers(microbatch)
 
-    @in_stage("the metrics of training")
+    @error_context.stage("the metrics of training")
     def update(self, outputs: Any, autocast: Autocast) -> None:
         """Update every metric with the kept microbatch and the model's outputs, under the training precision."""
         metrics = self._state.train_metrics
@@ -125,8 +125,8 @@ class BatchTrainer:
         create_graph: Whether an algorithm differentiates through the gradients.
         ranks: Provides the weight of the batch over all ranks.
         by_tokens: Whether microbatches are weighted by their loss-generating tokens instead of their samples.
-        guard: Decides whether each step may be taken.
-        fitting: Handles batches that do not fit into memory.
+        guard: Decides whether each step may be taken; `None` takes all.
+        oom: Repeats batches that do not fit into memory; `None` if the microbatch size is fixed.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class BatchTrainer:
         create_graph: bool,
         ranks: Ranks,
         by_tokens: bool,
-        guard: Guard,
-        fitting: Fitting,
+        guard: DivergenceGuard | None,
+        oom: HalveOnOom | None,
     ) -> None:
         self._state = state
         self._engine = engine
@@ -156,59 +156,79 @@ class BatchTrainer:
         self._ranks = ranks
         self._by_tokens = by_tokens
         self._guard = guard
-        self._fitting = fitting
+        self._oom = oom
         self._optimizers = state.optimizers  # the list object never changes, only its items
         self._has_looked_at_tokens = False
         self._needs_closure: dict[Optimizer, bool] = {}  # per optimizer, since algorithms may replace it
 
     def __call__(self) -> dict[str, Tensor]:
         """Run the step and return the losses to log, as scalars on the device, by their log names."""
-        optimizer, scaler = self._optimizers[0], self._state.scaler
+        optimizer, scaler, guard = self._optimizers[0], self._state.scaler, self._guard
         if optimizer not in self._needs_closure:
             self._needs_closure[optimizer] = needs_closure(optimizer)
         losses: dict[str, Tensor] = {}
-        self._guard.begin_batch()
+        if guard is not None:
+            guard.begin_batch()
         if self._needs_closure[optimizer]:
-
-            def closure(*, ddp_sync: bool = True, loss_dict: dict[str, Tensor] | None = None) -> Tensor | None:
-                seen = losses if loss_dict is None else loss_dict  # the optimizer chooses which evaluation is logged
-                self._compute_gradients(seen, sync=ddp_sync)
-                if not ddp_sync:
-                    return seen[TOTAL]
-                loss = mean_total(seen, self._strategy)  # optimizers that branch on the loss must agree on every rank
-                return None if self._guard.refuses(optimizer, seen) else loss
-
-            with self._guard.closures(optimizer):
-                self._fitting.step(optimizer, None, partial(self._step, optimizer, closure, scaler=scaler))
+            with nullcontext() if guard is None else guard.closures(optimizer):
+                self._step_with_closure(optimizer, losses)
+        elif self._oom is None:
+            self._compute_gradients(losses)
+            if guard is None or guard.admits(optimizer, losses):
+                self._step(optimizer)
         else:
 
             def prepare() -> bool:
                 self._compute_gradients(losses)
-                return self._guard.admits(optimizer, losses)
+                return guard is None or guard.admits(optimizer, losses)
 
-            self._fitting.step(optimizer, prepare, partial(self._step, optimizer, scaler=scaler))
+            self._oom.step(optimizer, prepare, partial(self._step, optimizer))
         if scaler is not None:
             scaler.update()
         return losses
 
-    def check_weights(self) -> None:
-        """Raise if the weights are not fit to be saved."""
-        self._guard.check_weights()
-
     def finish(self) -> None:
         """Handle the results of the latest steps that have not reached the host yet."""
-        self._guard.end_fit()
+        if self._guard is not None:
+            self._guard.end_fit()
 
-    @in_stage("the optimizer's step")
-    def _step(self, optimizer: Optimizer, closure: Any = None, *, scaler: Any = None) -> None:
-        self._strategy.step(optimizer, closure, scaler=scaler)
+    def _step_with_closure(self, optimizer: Optimizer, losses: dict[str, Tensor]) -> None:
+        """Take the step of an optimizer that evaluates the loss itself, once or several times."""
+
+        def closure(*, ddp_sync: bool = True, loss_dict: dict[str, Tensor] | None = None) -> Tensor | None:
+            seen = losses if loss_dict is None else loss_dict  # the optimizer chooses which evaluation is logged
+            self._compute_gradients(seen, sync=ddp_sync)
+            if not ddp_sync:
+                return seen[TOTAL]
+            loss = mean_total(seen, self._strategy)  # optimizers that branch on the loss must agree on every rank
+            return None if self._guard is not None and self._guard.stops_closure(optimizer, seen) else loss
+
+        take = partial(self._step, optimizer, closure)
+        if self._oom is None:
+            take()
+        else:
+            self._oom.step(optimizer, None, take)
+
+    @error_context.stage("the optimizer's step")
+    def _step(self, optimizer: Optimizer, closure: Any = None) -> None:
+        self._strategy.step(optimizer, closure, scaler=self._state.scaler)
 
     def _compute_gradients(self, losses: dict[str, Tensor], *, sync: bool = True) -> None:
         """Compute the gradients of the batch, and add its losses to `losses`.
 
         Without `sync`, the gradients are those of this rank's part of the batch.
         """
-        self._fitting.gradients(partial(self._attempt_gradients, losses, sync=sync))
+        if self._oom is not None:
+            self._oom.gradients(partial(self._attempt_gradients, losses, sync=sync))
+            return
+        try:
+            self._attempt_gradients(losses, sync=sync)
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                f"with device_train_microbatch_size={self._state.device_train_microbatch_size}; give a smaller one, "
+                "or 'auto' to have it found"
+            )
+            raise
 
     def _attempt_gradients(self, losses: dict[str, Tensor], *, sync: bool) -> None:
         state = self._state
@@ -222,7 +242,7 @@ class BatchTrainer:
         microbatches = self._cut(batch)
         shares, is_aligned = self._weigh(microbatches)
         averages = len(microbatches) > 1 or self._ranks.world_size > 1
-        with self._fitting.meeting(sync=sync):
+        with _NOTHING if self._oom is None else self._oom.meeting(sync=sync):
             for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True), 1):
                 self._move(microbatch)
                 is_last = index == len(microbatches)
@@ -233,15 +253,17 @@ class BatchTrainer:
             state.scaler.unscale_(state.optimizers[0])  # AFTER_TRAIN_BATCH must see gradients at their true size
         self._engine.run_event(Event.AFTER_TRAIN_BATCH)
 
-    @in_stage("the cutting into microbatches")
+    @error_context.stage("the cutting into microbatches")
     def _cut(self, batch: Any) -> Sequence[Any]:
         try:
             return cut(batch, self._data_spec, size_for(batch, self._data_spec, self._state))
         except Exception as error:
-            name_setters(error, self._state, (Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH))
+            error_context.name_setters(
+                error, self._state, (Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH)
+            )
             raise
 
-    @in_stage("the preparation of a microbatch")
+    @error_context.stage("the preparation of a microbatch")
     def _move(self, microbatch: Any) -> None:
         """Move a microbatch to the device and to the state."""
         on_device = self._state.device.batch_to_device(microbatch)
@@ -297,20 +319,23 @@ class BatchTrainer:
 
         self._metrics.update(state.outputs, self._autocast)
 
-    @in_stage("the forward pass")
+    @error_context.stage("the forward pass")
     def _forward(self) -> None:
         with self._autocast():
             self._state.outputs = self._state.model(self._state.batch)
 
-    @in_stage("the loss")
+    @error_context.stage("the loss")
     def _compute_loss(self) -> None:
         with self._autocast():
             self._state.loss = self._model.loss(self._state.outputs, self._state.batch)
 
-    @in_stage("the backward pass")
+    @error_context.stage("the backward pass")
     def _backward(self, loss: Tensor, share: float) -> None:
         # A microbatch of zero weight may have a NaN loss, such as a mean over no tokens, but must join the collectives.
-        loss = self._guard.mark(loss) if share else _zero_over(self._state.outputs)
+        if not share:
+            loss = _zero_over(self._state.outputs)
+        elif self._guard is not None:
+            loss = self._guard.mark(loss)
         if self._state.scaler is not None:
             loss = self._state.scaler.scale(loss)
         self._strategy.backward(loss, create_graph=self._create_graph)
