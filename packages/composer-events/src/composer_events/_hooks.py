@@ -145,11 +145,7 @@ def _innermost(holder: Any) -> Any:
 
 
 def method_of(kind: str, hook: object, method: str) -> Callable[..., Any]:
-    """Return the method of an algorithm or a callback that the engine calls.
-
-    Raises:
-        TypeError: If the hook is a class, or has no such method.
-    """
+    """Return the method of an algorithm or a callback that the engine calls."""
     found = getattr(hook, method, None)
     if found is not None and not isinstance(hook, type):
         return found
@@ -285,9 +281,6 @@ def parse_passes(passes: object) -> list[tuple[AlgorithmPass, int]]:
 
     Args:
         passes: `None`, a pass, a pass and its index as a tuple or a list of two, or a list of these. Index -1 appends.
-
-    Raises:
-        ValueError: If it is anything else.
     """
     if passes is None:
         return []

@@ -220,10 +220,6 @@ class DataSource:
             dataloader: Any iterable of batches, or `None`.
             dataloader_label: Its name. Required with a dataloader.
             dataloader_len: Number of batches per epoch; -1 uses the dataloader's length.
-
-        Raises:
-            TypeError: If `dataloader_len` is not a whole number or a `Time`.
-            ValueError: If a dataloader comes without a label, or `dataloader_len` is not in batches.
         """
         if dataloader is not None and dataloader_label is None:
             raise ValueError(
@@ -465,9 +461,6 @@ def apply_required_algorithms(
         logger: Passed to the algorithms.
         exclude: Class names to leave out.
         passes: The engine's passes, which order the algorithms.
-
-    Raises:
-        ValueError: If an algorithm fails, or must be applied before one that already has been applied.
     """
     names = [name for name, _ in saved]
     if unknown := [name for name in exclude if name not in names]:
@@ -497,9 +490,6 @@ def parse_algorithm(text: str, algorithm_class: type[Algorithm]) -> Algorithm:
     Args:
         text: One call of the class, with literals, `Event.X`, `TimeUnit.X` and `Time(...)` as arguments.
         algorithm_class: The only class that may be called.
-
-    Raises:
-        ValueError: If the text is anything else.
     """
     if len(text) > _MAX_LENGTH:
         raise ValueError(f"The text has {len(text)} characters, more than the {_MAX_LENGTH} that are read.")

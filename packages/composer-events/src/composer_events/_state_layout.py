@@ -341,11 +341,7 @@ def _log_first(message: str, names: Sequence[str]) -> None:
 
 
 def sharded_options(state_dict_type: str | None, *, strict: bool = True, broadcast: bool = False) -> Any:
-    """Return torch's options for saving and loading a sharded model.
-
-    Raises:
-        NotImplementedError: If the type is not `'full'` or `'sharded'`.
-    """
+    """Return torch's options for saving and loading a sharded model."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     if state_dict_type not in ("full", "sharded"):

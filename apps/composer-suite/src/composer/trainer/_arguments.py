@@ -210,11 +210,7 @@ def _is_default(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
 
 
 def check_model(model: Any) -> ComposerModel:
-    """Return the model if it is a ComposerModel.
-
-    Raises:
-        ValueError: If it is no ComposerModel.
-    """
+    """Return the model if it is a ComposerModel."""
     if isinstance(model, ComposerModel):
         return model
     kind = f"the class {model.__name__}; call it" if isinstance(model, type) else f"a {type(model).__name__}"
@@ -238,11 +234,7 @@ def _is_published(model: Any) -> bool:
 
 
 def choose_precision(precision: Any, device: Device) -> Precision:
-    """Return the precision, by default mixed 16-bit precision on a GPU and fp32 elsewhere.
-
-    Raises:
-        ValueError: If it is unknown or the device does not have it.
-    """
+    """Return the precision, by default mixed 16-bit precision on a GPU and fp32 elsewhere."""
     if precision is None:
         return Precision.AMP_FP16 if isinstance(device, DeviceGPU) else Precision.FP32
     chosen = warn_at_user(Precision, precision)
@@ -251,11 +243,7 @@ def choose_precision(precision: Any, device: Device) -> Precision:
 
 
 def check_same_precision(asked: Precision, present: Precision) -> None:
-    """Raise if the precision differs from the one that the model was prepared for.
-
-    Raises:
-        ValueError: If it is another.
-    """
+    """Raise if the precision differs from the one that the model was prepared for."""
     if asked is not present:
         raise ValueError(
             f"precision={asked.value!r} cannot be set by fit(): DeepSpeed's engine was made for {present.value!r}. "
@@ -264,12 +252,7 @@ def check_same_precision(asked: Precision, present: Precision) -> None:
 
 
 def choose_optimizers(optimizers: Any, model: ComposerModel) -> list[Optimizer]:
-    """Return the optimizer in a list, by default decoupled SGD over all parameters.
-
-    Raises:
-        NotImplementedError: If there are several.
-        TypeError: If it is no PyTorch optimizer.
-    """
+    """Return the optimizer in a list, by default decoupled SGD over all parameters."""
     given = ensure_tuple(optimizers)
     if len(given) > 1:
         raise NotImplementedError(
@@ -307,22 +290,13 @@ def _check_parameters(optimizer: Optimizer, model: ComposerModel) -> None:
 
 
 def check_subset(name: str, num_batches: Any) -> None:
-    """Raise if a number of batches is neither positive nor -1, which stands for all.
-
-    Raises:
-        ValueError: If it is neither.
-    """
+    """Raise if a number of batches is neither positive nor -1, which stands for all."""
     if not is_whole(num_batches) or (num_batches < 1 and num_batches != -1):
         raise ValueError(f"{name}={num_batches!r} must be a whole number of batches from 1, or -1 for all of them.")
 
 
 def check_interval(interval: Any) -> None:
-    """Raise if an evaluation interval is invalid.
-
-    Raises:
-        ValueError: If it is neither a number of epochs from 0, nor a time, nor a function.
-        TypeError: If it is a function that cannot be called with a state and an event.
-    """
+    """Raise if an evaluation interval is invalid."""
     if is_whole(interval) and interval >= 0:
         return
     if callable(interval):
@@ -336,11 +310,7 @@ def check_interval(interval: Any) -> None:
 
 
 def check_iterable(name: str, dataloader: Any) -> None:
-    """Raise if a dataloader cannot be iterated over. A DataSpec or Evaluator has checked its own.
-
-    Raises:
-        TypeError: If it cannot.
-    """
+    """Raise if a dataloader cannot be iterated over. A DataSpec or Evaluator has checked its own."""
     if not isinstance(dataloader, (DataSpec, Evaluator)) and not hasattr(dataloader, "__iter__"):
         raise TypeError(f"{name}={dataloader!r} is no iterable of batches. Give a torch DataLoader, or a list of them.")
 
@@ -353,11 +323,7 @@ def how_to_create(given: Any, kind: type) -> str:
 
 
 def check_members(name: str, given: Any, kind: type) -> list[Any]:
-    """Return the algorithms or callbacks as a list.
-
-    Raises:
-        TypeError: If one of them is of another kind, a class in place of an instance for example.
-    """
+    """Return the algorithms or callbacks as a list."""
     is_many = isinstance(given, Iterable) and not isinstance(given, str)
     members = list(given) if is_many else list(ensure_tuple(given))
     for member in members:
@@ -367,21 +333,13 @@ def check_members(name: str, given: Any, kind: type) -> list[Any]:
 
 
 def check_seed(seed: int | None) -> None:
-    """Raise if a seed is invalid.
-
-    Raises:
-        ValueError: If it lies outside of [0, 2**32).
-    """
+    """Raise if a seed is invalid."""
     if seed is not None and (not is_whole(seed) or not 0 <= seed <= reproducibility.MAX_SEED):
         raise ValueError(f"Invalid seed: seed={seed!r} must be a whole number from 0 to {reproducibility.MAX_SEED}.")
 
 
 def choose_run_name(run_name: str | None) -> str | None:
-    """Return the run name, or the one in the environment, or `None` so that the State generates one.
-
-    Raises:
-        ValueError: If folders of that name would lie elsewhere than in the folders that they are to be in.
-    """
+    """Return the run name, or the one in the environment, or `None` so that the State generates one."""
     name = run_name or os.environ.get("COMPOSER_RUN_NAME") or os.environ.get("RUN_NAME")
     if name is not None and os.pardir in str(name).replace("\\", "/").split("/"):
         raise ValueError(
@@ -417,11 +375,7 @@ _PATHS = ("save_folder", "save_filename", "save_latest_filename", "load_path")
 
 
 def check_kinds(arguments: TrainerArguments | FitArguments) -> None:
-    """Check the types of arguments whose wrong type would pass unnoticed: flags, labels, paths, lists of names.
-
-    Raises:
-        TypeError: If one is of another kind.
-    """
+    """Check the types of arguments whose wrong type would pass unnoticed: flags, labels, paths, lists of names."""
     given = dict(arguments.items())
     for name in _FLAGS:
         value = given.get(name)
@@ -461,9 +415,6 @@ def refuse_twice(**members: Iterable[object]) -> None:
 
     Args:
         members: What listens, by the name of the argument that holds it.
-
-    Raises:
-        ValueError: If one of them is there twice, in one argument or in two.
     """
     seen: dict[int, str] = {}
     for name, several in members.items():
@@ -581,12 +532,7 @@ class _Older:
 
 
 def translate(values: dict[str, Any], older: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with those of earlier releases translated to current ones.
-
-    Raises:
-        TypeError: If a name never was that of an argument.
-        ValueError: If an argument is passed under both names, or its value is not one that it could have.
-    """
+    """Return the arguments with those of earlier releases translated to current ones."""
     for name in older:
         if name not in _OLDER:
             raise TypeError(unknown_keyword_error("__init__", name, [*values, *_OLDER]))

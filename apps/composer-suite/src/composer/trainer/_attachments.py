@@ -39,12 +39,7 @@ __all__ = [
 
 
 def choose_destinations(given: TrainerArguments) -> list[LoggerDestination]:
-    """Return the given loggers, then the recorder, the progress bar and the console if they are wanted.
-
-    Raises:
-        TypeError: If one of them is not a LoggerDestination.
-        ValueError: If the stream or the interval is unknown.
-    """
+    """Return the given loggers, then the recorder, the progress bar and the console if they are wanted."""
     destinations = list(ensure_tuple(given.loggers))
     if not any(isinstance(destination, RunRecorder) for destination in destinations):
         destinations += recorder_of_environment()
@@ -154,11 +149,7 @@ def log_arguments(given: TrainerArguments, parts: ResolvedArguments, state: Stat
 
 
 def check_profiler(profiler: Any, destinations: list[LoggerDestination]) -> None:
-    """Check the profiler, warn of its cost, and add the uploaders that its files need.
-
-    Raises:
-        TypeError: If it is not a Profiler.
-    """
+    """Check the profiler, warn of its cost, and add the uploaders that its files need."""
     if profiler is None:
         return
     from composer.profiler.profiler import Profiler  # a slow import that only profiled runs need
@@ -195,11 +186,7 @@ def bind_profiler(profiler: Profiler | None, state: State, saver: CheckpointSave
 
 
 def check_log_level(level: Any) -> None:
-    """Check a logging level.
-
-    Raises:
-        ValueError: If the level is unknown.
-    """
+    """Check a logging level."""
     known = logging.getLevelNamesMapping()
     if level is not None and (not isinstance(level, str) or level.upper() not in known):
         raise ValueError(f"python_log_level={level!r} must be None or one of {', '.join(map(str.lower, known))}.")

@@ -295,11 +295,7 @@ def _add_saver(
 
 
 def check_agreement(arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
-    """Compare the arguments of all ranks before they are used. Every rank must call this.
-
-    Raises:
-        ValueError: On every rank, with the differences, or with the error of another rank.
-    """
+    """Compare the arguments of all ranks before they are used. Every rank must call this."""
     as_given = (
         "seed",
         "device_train_microbatch_size",
@@ -376,9 +372,6 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
     Args:
         runtime: The runtime to change. It is unchanged if an argument is invalid.
         asked: The arguments.
-
-    Raises:
-        ValueError, TypeError: If an argument is invalid, a needed one is missing, or `max_duration` has been reached.
     """
     state, plan = runtime.state, runtime.plan
     if not state.optimizers:
@@ -431,11 +424,7 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
 
 
 def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optimizer]) -> GradScaler | None:
-    """Return the gradient scaler for `amp_fp16`, or `None` for other precisions.
-
-    Raises:
-        ValueError: If an optimizer evaluates the loss itself, which is not possible with loss scaling.
-    """
+    """Return the gradient scaler for `amp_fp16`, or `None` for other precisions."""
     if precision is not Precision.AMP_FP16:
         return None
     for optimizer in optimizers:

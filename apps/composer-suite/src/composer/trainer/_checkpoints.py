@@ -78,11 +78,7 @@ def _named_as_in(arguments: type[Saving | Loading], given: TrainerArguments) -> 
 
 
 def check_uploaders(saving: Saving, loading: Loading, listeners: Iterable[Callback]) -> None:
-    """Reject uploading loggers from which a resumed run could not load.
-
-    Raises:
-        ValueError: If one has custom file names or concurrent uploads.
-    """
+    """Reject uploading loggers from which a resumed run could not load."""
     module: Any = sys.modules.get("composer_checkpoint.remote.logger")  # not imported, so no instance exists
     if module is None:
         return
@@ -104,11 +100,7 @@ def check_uploaders(saving: Saving, loading: Loading, listeners: Iterable[Callba
 
 
 def choose_saver(saving: Saving, loading: Loading, callbacks: Iterable[Callback], run_name: str | None) -> Any:
-    """Return the saver among the callbacks, or the one from the arguments, or `None`.
-
-    Raises:
-        ValueError, TypeError: If an argument cannot be used, or contradicts another.
-    """
+    """Return the saver among the callbacks, or the one from the arguments, or `None`."""
     check_ignore_keys("load_ignore_keys", loading.load_ignore_keys)
     saver = find_saver(callbacks) or _make_saver(saving)
     if loading.autoresume:

@@ -314,12 +314,6 @@ def make_evaluators(
         subset_num_batches: Default for evaluators without a number of batches; -1 for all.
         device: The device of the evaluation.
         present: Existing evaluators, which stay if `given` is empty.
-
-    Raises:
-        TypeError: If the model's metrics have no names.
-        ValueError: If Evaluators and other dataloaders are mixed, if an evaluator names no metric of the model, if a
-            dataloader is endless and no subset limits it, if automatic microbatching is requested on another device
-            than a GPU, or if a metric is on the meta device.
     """
     items = _listed(given)
     if not items:
@@ -420,11 +414,7 @@ def _refuse_endless(evaluator: Evaluator) -> None:
 
 
 def metrics_by_name(model: ComposerModel, *, is_train: bool) -> Mapping[str, Any]:
-    """Return the model's metrics for training or evaluation.
-
-    Raises:
-        TypeError: If `get_metrics` returns no dict.
-    """
+    """Return the model's metrics for training or evaluation."""
     metrics: Any = model.get_metrics(is_train=is_train)
     # By attribute, since neither ModuleDict nor MetricCollection is a Mapping.
     if hasattr(metrics, "keys") and hasattr(metrics, "items"):
@@ -437,11 +427,7 @@ def metrics_by_name(model: ComposerModel, *, is_train: bool) -> Mapping[str, Any
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:
-    """Reject metrics on the meta device, which have no values to start from.
-
-    Raises:
-        ValueError: With the name of such a metric.
-    """
+    """Reject metrics on the meta device, which have no values to start from."""
     for name, metric in metrics.items():
         states = [value for part in metric.modules() for value in getattr(part, "metric_state", {}).values()]
         if any(isinstance(state, Tensor) and state.is_meta for state in states):
@@ -502,11 +488,7 @@ def without_last(microbatch: Any, data_spec: DataSpec) -> tuple[Any, bool]:
 
 
 def evaluate_alone(runtime: Runtime, eval_dataloader: Any, subset_num_batches: int) -> None:
-    """Evaluate on a dataloader, or with all evaluators of the state.
-
-    Raises:
-        ValueError: If there is neither a dataloader nor an evaluator.
-    """
+    """Evaluate on a dataloader, or with all evaluators of the state."""
     state = runtime.state
     runtime.take_evaluators()
     evaluators: list[Evaluator] = list(state.evaluators)

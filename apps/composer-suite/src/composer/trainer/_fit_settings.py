@@ -127,13 +127,7 @@ class Schedule:
 
     @classmethod
     def of(cls, schedulers: Any, ratio: float, every_batch: bool | None) -> Schedule:
-        """Check the arguments of the user.
-
-        Raises:
-            TypeError: If an element is not a scheduler, or the ratio is not a number.
-            ValueError: If a scheduler needs a loss, one was compiled without another, the ratio is not positive, or
-                there are settings for schedulers but no schedulers.
-        """
+        """Check the arguments of the user."""
         given = ensure_tuple(schedulers)
         for scheduler in given:
             _check(scheduler)
@@ -150,19 +144,11 @@ class Schedule:
         return cls(given, ratio, every_batch)
 
     def scale(self, duration: Time[Any] | None) -> Time[Any] | None:
-        """Return the duration, scaled like the schedules.
-
-        Raises:
-            ValueError: If the result is 0.
-        """
+        """Return the duration, scaled like the schedules."""
         return duration if duration is None or self.ratio == 1.0 else _scaled(duration, self.ratio)
 
     def compile(self, state: State) -> list[LRScheduler]:
-        """Scale every schedule, compile all to PyTorch schedulers, and set the learning rates.
-
-        Raises:
-            ValueError: If a scheduler cannot be scaled, or one was compiled for another state.
-        """
+        """Scale every schedule, compile all to PyTorch schedulers, and set the learning rates."""
         _check_state(self.schedulers, state)
         if not all(isinstance(scheduler, LRScheduler) for scheduler in self.schedulers):
             return compile_composer_schedulers(self.schedulers, state, self.ratio)
@@ -240,11 +226,7 @@ def _check(scheduler: Any) -> None:
 
 
 def check_optimizers_of(schedulers: tuple[Any, ...], optimizers: Sequence[Optimizer]) -> None:
-    """Raise if a scheduler changes the learning rate of an optimizer that does not train.
-
-    Raises:
-        ValueError: If a PyTorch scheduler's optimizer shares no parameter with these optimizers.
-    """
+    """Raise if a scheduler changes the learning rate of an optimizer that does not train."""
     trained = {id(parameter) for parameter in _parameters(optimizers)}
     for scheduler in schedulers:
         optimizer = getattr(scheduler, "optimizer", None) if isinstance(scheduler, LRScheduler) else None
@@ -280,11 +262,7 @@ def _scaled(max_duration: Time[Any], ratio: float) -> Time[Any]:
 
 
 def to_duration(given: int | str | Time[int] | None, name: str) -> Time[int] | None:
-    """Return a duration. A plain number counts epochs.
-
-    Raises:
-        ValueError: If it cannot be parsed, is not positive, or has a unit that training does not count.
-    """
+    """Return a duration. A plain number counts epochs."""
     if given is None:
         return None
     accepted = "Give epochs ('10ep'), batches ('500ba'), samples ('50000sp') or tokens ('1000000tok')."
@@ -323,11 +301,7 @@ def stay_stopped(state: State, stopped_duration: str | None) -> None:
 
 
 def check_time_left(state: State) -> None:
-    """Raise if there is nothing left to train.
-
-    Raises:
-        ValueError: If there is no duration, its end cannot be known, or it has been reached.
-    """
+    """Raise if there is nothing left to train."""
     now, max_duration = state.timestamp, state.max_duration
     if max_duration is None:
         raise ValueError(
@@ -350,11 +324,7 @@ def check_time_left(state: State) -> None:
 
 
 def check_data(dataloader: Any, microbatching: Microbatching) -> DataSpec:
-    """Return a dataloader as a DataSpec.
-
-    Raises:
-        TypeError, ValueError, AttributeError: If it cannot be iterated over, or its batches cannot be split.
-    """
+    """Return a dataloader as a DataSpec."""
     check_iterable("train_dataloader", dataloader)
     data_spec = ensure_data_spec(dataloader)
     microbatching.resolve(data_spec)
@@ -441,11 +411,7 @@ class FitPlan:
         return batches
 
     def choose_batches(self, dataloader: Any, label: str, subset_num_batches: int | None) -> TrainBatches:
-        """Return the batches of a new dataloader, or of the current one.
-
-        Raises:
-            ValueError: If there is neither.
-        """
+        """Return the batches of a new dataloader, or of the current one."""
         if subset_num_batches is not None:
             check_subset("train_subset_num_batches", subset_num_batches)
         if dataloader is not None:
@@ -479,9 +445,6 @@ class FitPlan:
         Args:
             schedule: The schedulers. If empty, the previous ones stay.
             begins_now: Whether training starts now, so that time must be left.
-
-        Raises:
-            ValueError: If a scheduler or the duration is invalid. The learning rate is then unchanged.
         """
         state = self._state
         if schedule.schedulers:

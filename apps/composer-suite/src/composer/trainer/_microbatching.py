@@ -42,12 +42,7 @@ class Microbatching:
 
     @classmethod
     def of(cls, size: Any, grad_accum: Any, device: Device, *, profiler: Any = None) -> "Microbatching":
-        """Create one from the arguments `device_train_microbatch_size` and `grad_accum`.
-
-        Raises:
-            ValueError: If one of them is not a valid size, if they contradict each other, or if `'auto'` cannot work
-                with the device or the profiler.
-        """
+        """Create one from the arguments `device_train_microbatch_size` and `grad_accum`."""
         if grad_accum is not None:
             _check_grad_accum(grad_accum)
             _warn_of_grad_accum(grad_accum)
@@ -68,12 +63,7 @@ class Microbatching:
         return cls(size=None if asked == _AUTO else asked, is_auto=asked == _AUTO)
 
     def resolve(self, data_spec: DataSpec) -> int | float | None:
-        """Return the number of samples in a microbatch of a dataloader; `None` if each batch has its own.
-
-        Raises:
-            ValueError: If it is neither given nor known, or not a positive number.
-            AttributeError: If it is `'auto'`, and the dataloader has no batch size to start from.
-        """
+        """Return the number of samples in a microbatch of a dataloader; `None` if each batch has its own."""
         if self.count is not None:
             return None
         size = _batch_size(data_spec, is_auto=self.is_auto) if self.size is None else self.size
@@ -125,11 +115,7 @@ def warn_of_padding(microbatches: Sequence[Any], data_spec: DataSpec) -> None:
 
 
 def refuse_uncounted(num_tokens: int | float, data_spec: DataSpec) -> None:
-    """Reject token weights if the tokens of a batch are unknown.
-
-    Raises:
-        ValueError: If a batch has no tokens and there is no custom count.
-    """
+    """Reject token weights if the tokens of a batch are unknown."""
     if not num_tokens and data_spec.counts_tokens_by_default:
         raise ValueError(
             "accumulate_train_batch_on_tokens=True, and no tokens are counted in a batch: it has no input_ids, and the "
@@ -146,11 +132,7 @@ def _has_ignored_labels(batch: Any) -> bool:
 
 
 def refuse_unrepeatable(microbatching: Microbatching, strategy: Strategy, *, is_deepspeed: bool = False) -> None:
-    """Reject `'auto'` if a step cannot be repeated.
-
-    Raises:
-        ValueError: If the strategy, its hook or DeepSpeed prevents it.
-    """
+    """Reject `'auto'` if a step cannot be repeated."""
     if not microbatching.is_auto:
         return
     if isinstance(strategy, DDP) and strategy.comm_hook is not None:

@@ -38,11 +38,7 @@ _NO_BATCH: Any = object()
 
 
 def check_prediction(dataloader: Any, subset_num_batches: Any, microbatch_size: Any, return_outputs: Any) -> DataSpec:
-    """Check the arguments of `predict`, and return the dataloader as a DataSpec.
-
-    Raises:
-        TypeError, ValueError: If the dataloader cannot be read, or a number is invalid.
-    """
+    """Check the arguments of `predict`, and return the dataloader as a DataSpec."""
     check_flags(return_outputs=return_outputs)
     check_iterable("dataloader", dataloader)
     data_spec = ensure_data_spec(dataloader)

@@ -125,9 +125,6 @@ class Ranks:
             num_samples: The samples of this rank; a float if a rank holds part of a sample.
             num_tokens: The tokens of this rank.
             duration_s: The duration on this rank's clock.
-
-        Raises:
-            ValueError: If a batch has tokens although the first one had none.
         """
         if self._is_alone:
             return int(num_samples), num_tokens, duration_s
@@ -448,11 +445,7 @@ def open_store(key: str) -> Any:
 
 
 def check_dist_timeout(timeout_s: Any) -> None:
-    """Check a timeout for the collectives.
-
-    Raises:
-        ValueError: If it is not a finite number greater than 0.
-    """
+    """Check a timeout for the collectives."""
     is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if not is_number or not 0 < timeout_s < math.inf:
         raise ValueError(

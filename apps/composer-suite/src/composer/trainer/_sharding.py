@@ -33,11 +33,7 @@ __all__ = [
 
 
 def read_parallelism(given: TrainerArguments) -> ParallelismConfig | None:
-    """Return the sharding settings from the arguments, or `None`.
-
-    Raises:
-        ValueError, TypeError: If the arguments contradict each other, or one is invalid.
-    """
+    """Return the sharding settings from the arguments, or `None`."""
     arguments = (given.parallelism_config, given.fsdp_config)
     if all(argument is None for argument in arguments):
         return None
@@ -59,9 +55,6 @@ def plan_sharding(config: ParallelismConfig | None, precision: Precision, *, is_
         config: The settings.
         precision: The precision of the run.
         is_auto: Whether the microbatch size is `'auto'`.
-
-    Raises:
-        ValueError: If the settings contradict each other.
     """
     if config is None:
         return None
@@ -82,11 +75,7 @@ def make_strategy(
     sync_strategy: str | DDPSyncStrategy | None,
     comm_hook: str | None,
 ) -> Strategy:
-    """Return the strategy for a sharding plan.
-
-    Raises:
-        ValueError: If an algorithm or an argument of another strategy is incompatible with it.
-    """
+    """Return the strategy for a sharding plan."""
     _refuse_with_sharding(algorithms, sync_strategy, comm_hook)
     from composer_fsdp.strategy import FSDP  # here, because it imports torch's sharding
 
@@ -134,11 +123,7 @@ def needs_group(strategy: Strategy) -> bool:
 
 
 def refuse_late_surgery(strategy: Strategy) -> None:
-    """Reject a model whose layers were replaced after sharding.
-
-    Raises:
-        ValueError: With the names of the affected weights.
-    """
+    """Reject a model whose layers were replaced after sharding."""
     if hasattr(strategy, "plan"):
         cast("FSDP", strategy).sharded.check_unchanged()
 
@@ -152,11 +137,7 @@ def watch_reductions(strategy: Strategy) -> ReductionWatch | None:
 
 
 def check_repeatable(strategy: Strategy) -> None:
-    """Reject a sharded model whose steps cannot be repeated.
-
-    Raises:
-        ValueError: If the torch version cannot repeat them.
-    """
+    """Reject a sharded model whose steps cannot be repeated."""
     if hasattr(strategy, "plan"):
         cast("FSDP", strategy).check_repeatable()
 

@@ -357,9 +357,6 @@ def name_losses(loss: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tens
     """Return the parts of a loss and the total to minimize, by their log names.
 
     The total is the entry `total` of a dict; for any other dict or sequence it is the sum.
-
-    Raises:
-            TypeError: If the loss is neither a dict nor a sequence of tensors.
     """
     named: Mapping[str, Any] = {}
     if isinstance(loss, Mapping):
@@ -418,11 +415,7 @@ def transform_microbatch(spec: DataSpec, microbatch: Any) -> Any:
 
 
 def split(spec: DataSpec, batch: Any, size: Any) -> Sequence[Any]:
-    """Split a batch into microbatches with `split_batch`.
-
-    Raises:
-            TypeError: If `split_batch` returns no list, or an empty one.
-    """
+    """Split a batch into microbatches with `split_batch`."""
     microbatches = spec.split_batch(batch, size)
     if not hasattr(microbatches, "__len__") or not len(microbatches):
         raise TypeError(

@@ -66,11 +66,7 @@ def choose_strategy(
     deepspeed_config: Mapping[str, Any] | None,
     sharding: ShardingPlan | None = None,
 ) -> Strategy:
-    """Return the strategy: DeepSpeed or FSDP if configured, else DDP, or a single device.
-
-    Raises:
-        ValueError: If the synchronization is unknown, or an algorithm is incompatible with it.
-    """
+    """Return the strategy: DeepSpeed or FSDP if configured, else DDP, or a single device."""
     if sharding is not None:
         return make_strategy(sharding, device, algorithms, sync_strategy, comm_hook)
     find_unused = any(algorithm.find_unused_parameters for algorithm in algorithms)
@@ -218,12 +214,7 @@ def share_length(state: State) -> None:
 
 
 def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec, strategy: Strategy) -> None:
-    """Compare the state of the ranks, and determine what they have to exchange. Every rank must call this.
-
-    Raises:
-        ValueError: On every rank, if their positions in training or their arguments differ, or if a sharded model was
-            changed so that it cannot be trained.
-    """
+    """Compare the state of the ranks, and determine what they have to exchange. Every rank must call this."""
     refuse_late_surgery(strategy)
     if get_world_size() > 1:
         agreement.check_agreement(
@@ -272,9 +263,6 @@ def check_same_on_ranks(
     """Compare the arguments of all ranks before any of them is used. Every rank must call this.
 
     Callbacks and loggers may differ, since they are often given to rank 0 alone.
-
-    Raises:
-        ValueError: On every rank, with the differences, or with the error of another rank.
     """
     if get_world_size() == 1:
         return
@@ -343,12 +331,7 @@ class Compilation:
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None, model: Any) -> Compilation:
-        """Check the arguments, and take the model out of a compiled wrapper.
-
-        Raises:
-            TypeError: If `config` is not a dict, or has a key that `torch.compile` does not accept.
-            ValueError: If `torch.compile` rejects a value, such as an unknown backend.
-        """
+        """Check the arguments, and take the model out of a compiled wrapper."""
         if config is not None:
             _check(config)
         inner = getattr(model, "_orig_mod", None)  # the module inside a wrapper of `torch.compile`
@@ -395,11 +378,7 @@ _SELECTIVE = "selective"
 
 
 def check_recomputation(setting: Any, parallelism_config: ParallelismConfig | None) -> bool | str:
-    """Check the argument `activation_checkpointing`.
-
-    Raises:
-        ValueError: If the value is unknown, or the sharding settings have their own.
-    """
+    """Check the argument `activation_checkpointing`."""
     if not isinstance(setting, bool) and setting != _SELECTIVE:
         raise ValueError(
             f"activation_checkpointing={setting!r} is unknown. Use True, False or {_SELECTIVE!r}, which "
