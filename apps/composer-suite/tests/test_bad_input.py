@@ -336,7 +336,7 @@ def test_numbers_out_of_range(make_trainer, make_loader, settings, said):
         ({"schedulers": LinearScheduler}, r"LinearScheduler.*Call it: LinearScheduler\(\.\.\.\)"),
         ({"algorithms": "ema"}, r"algorithms holds 'ema', which is no Algorithm. Give an object, such as EMA\(\)"),
         ({"callbacks": ["speed"]}, r"which is no Callback. Give an object, such as SpeedMonitor\(\)"),
-        ({"train_dataloader": 5, "device_train_microbatch_size": 1}, "train_dataloader=5 is no iterable"),
+        ({"train_dataloader": 5, "device_train_microbatch_size": 1}, "train_dataloader=5 is not an iterable"),
     ],
 )
 def test_things_of_another_kind(make_trainer, settings, said):

@@ -7,8 +7,6 @@ from typing import Any, Generic, SupportsIndex, TypeVar, overload
 
 from composer_events.batches import ensure_tuple
 
-__all__ = ["StableListAttribute", "OptimizerList", "SteppingList", "VersionedList"]
-
 T = TypeVar("T")
 
 

@@ -29,20 +29,6 @@ from composer_time import Time, TimeUnit
 if TYPE_CHECKING:
     from composer_events.state import State
 
-__all__ = [
-    "DataSource",
-    "dataset_of",
-    "resume_dataset",
-    "load_all",
-    "load_model",
-    "load_optimizers",
-    "apply_required_algorithms",
-    "parse_algorithm",
-    "SERIALIZED_ATTRIBUTES",
-    "STOPPED_KEY",
-    "build_state_dict",
-    "named_by_class",
-]
 
 STOPPED_KEY = "stopped_duration"  # stored with the timestamp, so that both are loaded or left out together
 

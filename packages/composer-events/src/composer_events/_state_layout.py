@@ -10,18 +10,6 @@ from typing import Any, cast
 
 from composer_events.parallelism import any_rank, gather, is_sharded, is_wrapper
 
-__all__ = [
-    "get_metric_states",
-    "set_metric_states",
-    "canonical_name",
-    "get_model_state",
-    "set_model_state",
-    "sharded_options",
-    "unwrapped",
-    "get_optimizer_state",
-    "set_optimizer_state",
-]
-
 
 def get_optimizer_state(model: Any, optimizer: Any, state_dict_type: str | None) -> dict[str, Any]:
     """Collect an optimizer's state, with parameters identified by name.

@@ -60,7 +60,7 @@ class DataSpec:
     ) -> None:
         if not hasattr(dataloader, "__iter__"):
             raise TypeError(
-                f"dataloader={dataloader!r} is no iterable of batches. Give a torch DataLoader, or a list of batches."
+                f"dataloader={dataloader!r} is not an iterable of batches. Give a torch DataLoader, or a list of them."
             )
         if device_transforms is not None:
             microbatch_transforms = _renamed_transforms(device_transforms, microbatch_transforms)

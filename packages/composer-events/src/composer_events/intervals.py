@@ -44,7 +44,7 @@ def create_interval_scheduler(
 
     Returns:
         A function `(state, event) -> bool`. It may be called at every event, any number of times; it stores the last
-        batch that was due.
+        batch that was due. Its attribute `interval` is the interval as a `Time`.
 
     Raises:
         RuntimeError: By the function, if the interval is a fraction of training and its length is unknown.
@@ -78,6 +78,7 @@ def create_interval_scheduler(
             return True
         return False
 
+    is_due.interval = time_interval  # pyright: ignore[reportFunctionMemberAccess]  # for loops that compare ranks
     return is_due
 
 

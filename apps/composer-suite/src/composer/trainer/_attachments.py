@@ -27,16 +27,6 @@ if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
 
-__all__ = [
-    "choose_destinations",
-    "record_failure",
-    "log_arguments",
-    "bind_profiler",
-    "check_profiler",
-    "check_log_level",
-    "set_log_level",
-]
-
 
 def choose_destinations(given: TrainerArguments) -> list[LoggerDestination]:
     """Return the given loggers, then the recorder, the progress bar and the console if they are wanted."""

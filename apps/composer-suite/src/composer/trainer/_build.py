@@ -6,10 +6,10 @@ Nothing is written, loaded or communicated before all arguments have been checke
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -21,8 +21,6 @@ from composer.trainer._arguments import (
     check_kinds,
     check_members,
     check_model,
-    check_same_precision,
-    check_seed,
     check_subset,
     choose_optimizers,
     choose_precision,
@@ -38,7 +36,7 @@ from composer.trainer._attachments import (
     record_failure,
     set_log_level,
 )
-from composer.trainer._checkpoints import Loading, Saving, check_load_path, check_uploaders, choose_saver, load_at_start
+from composer.trainer._checkpoints import check_load_path, check_uploaders, choose_saver, load_at_start
 from composer.trainer._data import Clock
 from composer.trainer._divergence_guard import DivergenceGuard, takes_none
 from composer.trainer._evaluation import Evaluation, check_metrics, make_evaluators, metrics_by_name, metrics_of
@@ -58,14 +56,14 @@ from composer.trainer._prediction import Prediction
 from composer.trainer._rank_sync import Ranks, begin_stage, broadcast_error, check_dist_timeout
 from composer.trainer._report import Report, log_run_facts
 from composer.trainer._scaler import ClosureGradScaler, ShardedGradScaler
-from composer.trainer._sharding import facts_of, needs_group, plan_sharding, read_parallelism, share_mesh
+from composer.trainer._sharding import plan_sharding, read_parallelism, share_mesh
 from composer.trainer._shutdown import Preemption, close_engine, postponed, take_signals
 from composer.trainer._step import BatchTrainer, TrainMetrics, make_autocast, needs_closure
 from composer.trainer._strategies import (
     Compilation,
     begin_fit,
+    check_agreement,
     check_recomputation,
-    check_same_on_ranks,
     choose_strategy,
     complete_deepspeed_config,
     join_process_group,
@@ -93,6 +91,7 @@ from composer_time import Timestamp
 if TYPE_CHECKING:
     from composer.trainer._data import TrainBatches
     from composer.trainer.divergence import Divergence
+    from composer_algorithms.gradient_clipping import GradientClipping
     from composer_checkpoint.saver import CheckpointSaver
     from composer_dist.strategy import Strategy
     from composer_events.data_spec import DataSpec
@@ -100,20 +99,6 @@ if TYPE_CHECKING:
     from composer_fsdp import ParallelismConfig
     from composer_models import ComposerModel
     from composer_time import Time
-
-__all__ = [
-    "take_fit_arguments",
-    "check_scaler",
-    "fit_scaler",
-    "make_scaler",
-    "ResolvedArguments",
-    "Runtime",
-    "build",
-    "resolve",
-    "check_agreement",
-    "clip_by_strategy",
-    "make_state",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +131,6 @@ class ResolvedArguments:
     duration: Time[int] | None
     schedule: Schedule
     saver: CheckpointSaver | None
-    loading: Loading
     run_name: str | None
     on_divergence: OnDivergence | None
 
@@ -160,7 +144,9 @@ def build(arguments: TrainerArguments) -> Runtime:
     """
     resolved = resolve(arguments)
     set_log_level(arguments.python_log_level)
-    join_process_group(resolved.device, arguments.dist_timeout, is_needed=needs_group(resolved.placement.strategy))
+    join_process_group(
+        resolved.device, arguments.dist_timeout, is_needed=resolved.placement.strategy.prepares_before_load
+    )
     check_agreement(arguments, resolved)
     runtime = Runtime(arguments, resolved)
     try:
@@ -175,8 +161,7 @@ def resolve(arguments: TrainerArguments) -> ResolvedArguments:
     """Check the arguments. Every rank must call this, and `check_agreement` afterwards.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: If an argument cannot be used, or contradicts another.
-        RankDisagreementError: If so, and other ranks do not find the same.
+        RankDisagreementError: If this rank rejects its arguments, and other ranks do not find the same.
     """
     try:
         return _resolve_on_this_rank(arguments)
@@ -211,7 +196,6 @@ def _resolve_on_this_rank(arguments: TrainerArguments) -> ResolvedArguments:
         size = size_for_deepspeed(arguments.deepspeed_config, arguments.train_dataloader)
     microbatching = Microbatching.of(size, arguments.grad_accum, device, profiler=arguments.profiler)
     data_spec = None if arguments.train_dataloader is None else check_data(arguments.train_dataloader, microbatching)
-    check_seed(arguments.seed)
     check_dist_timeout(arguments.dist_timeout)
     on_divergence = to_policy(arguments.on_divergence, is_deepspeed=arguments.deepspeed_config is not None)
     optimizers = choose_optimizers(arguments.optimizers, model)
@@ -219,9 +203,11 @@ def _resolve_on_this_rank(arguments: TrainerArguments) -> ResolvedArguments:
     placement = _choose_placement(arguments, device, precision, microbatching, data_spec, algorithms, callbacks)
     scaler = None if placement.strategy.has_own_precision else make_scaler(precision, device, optimizers)
     run_name = choose_run_name(arguments.run_name)
-    loading = Loading.of(arguments)
+    check_uploaders(arguments, [*destinations, *callbacks])
     # Last, since a saver for a URI creates a local folder for its uploads.
-    saver = _add_saver(arguments, loading, run_name, callbacks, destinations)
+    saver = choose_saver(arguments, callbacks, run_name)
+    if saver is not None and saver not in callbacks:
+        callbacks.append(saver)
     return ResolvedArguments(
         model=model,
         compilation=compilation,
@@ -239,7 +225,6 @@ def _resolve_on_this_rank(arguments: TrainerArguments) -> ResolvedArguments:
         duration=duration,
         schedule=schedule,
         saver=saver,
-        loading=loading,
         run_name=run_name,
         on_divergence=on_divergence,
     )
@@ -278,65 +263,6 @@ def _choose_placement(
     return Placement(strategy, deepspeed_config, parallelism_config, recomputes)
 
 
-def _add_saver(
-    arguments: TrainerArguments,
-    loading: Loading,
-    run_name: str | None,
-    callbacks: list[Callback],
-    destinations: Iterable[LoggerDestination],
-) -> CheckpointSaver | None:
-    """Return the checkpoint saver, if there is one, and add it to the callbacks."""
-    saving = Saving.of(arguments)
-    check_uploaders(saving, loading, [*destinations, *callbacks])
-    saver = choose_saver(saving, loading, callbacks, run_name)
-    if saver is not None and saver not in callbacks:
-        callbacks.append(saver)
-    return saver
-
-
-def check_agreement(arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
-    """Compare the arguments of all ranks before they are used. Every rank must call this."""
-    as_given = (
-        "seed",
-        "device_train_microbatch_size",
-        "grad_accum",
-        "train_subset_num_batches",
-        "scale_schedule_ratio",
-        "step_schedulers_every_batch",
-        "accumulate_train_batch_on_tokens",
-        "ddp_sync_strategy",
-        "ddp_comm_hook",
-        "compile_config",
-        "activation_checkpointing",
-        "on_divergence",
-        "load_path",
-        "autoresume",
-    )
-    check_same_on_ranks(
-        resolved.model,
-        resolved.optimizers,
-        resolved.algorithms,
-        resolved.schedule.schedulers,
-        resolved.evaluators,
-        None if resolved.data_spec is None else resolved.data_spec.dataloader,
-        {
-            **{name: getattr(arguments, name) for name in as_given},
-            "max_duration": resolved.duration,
-            "precision": resolved.precision,
-            "deepspeed_config": resolved.placement.deepspeed_config,
-            "parallelism_config": facts_of(resolved.placement.strategy),
-            "CheckpointSaver": None if resolved.saver is None else resolved.saver.filename.filename,
-        },
-    )
-
-
-def clip_by_strategy(algorithms: Iterable[Algorithm], strategy: Strategy) -> None:
-    """Make algorithms that clip gradient norms use the strategy's function, which handles sharded gradients."""
-    for algorithm in algorithms:
-        if hasattr(algorithm, "clip_grad_norm"):
-            vars(algorithm)["clip_grad_norm"] = strategy.clip_grad_norm
-
-
 def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_zero_seed: int) -> State:
     """Return the state before training. Every rank must call this."""
     state = State(
@@ -361,7 +287,7 @@ def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_ze
         arguments.profiler, state, None if resolved.saver in ensure_tuple(arguments.callbacks) else resolved.saver
     )
     state.run_name = share_run_name(state.run_name)
-    vars(state)["strategy"] = resolved.placement.strategy  # checkpoint saving asks the strategy for the whole weights
+    state.strategy = resolved.placement.strategy  # checkpoint saving asks the strategy for the whole weights
     share_mesh(resolved.placement.strategy, state)
     return state
 
@@ -390,8 +316,11 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
         present=state.evaluators,
     )
     new_precision = choose_precision(asked.precision or state.precision, state.device)
-    if runtime.strategy.has_own_precision:
-        check_same_precision(new_precision, state.precision)
+    if runtime.strategy.has_own_precision and new_precision is not state.precision:
+        raise ValueError(
+            f"precision={new_precision.value!r} cannot be set by fit(): DeepSpeed's engine was made for "
+            f"{state.precision.value!r}. Give it to the constructor."
+        )
     scaler = make_scaler(new_precision, state.device, state.optimizers)
     microbatching = None
     if asked.device_train_microbatch_size is not None or asked.grad_accum is not None:
@@ -444,20 +373,6 @@ def fit_scaler(scaler: GradScaler | None, optimizers: Iterable[Optimizer], devic
     return scaler
 
 
-def check_scaler(scaler: GradScaler | None, precision: Precision) -> None:
-    """Raise if `amp_fp16` is used without a gradient scaler.
-
-    Raises:
-        RuntimeError: If the scaler has been removed from the state, or disabled.
-    """
-    if precision is Precision.AMP_FP16 and (scaler is None or not scaler.is_enabled()):
-        raise RuntimeError(
-            f"Attempting to use grad scaling with precision={precision.value!r}, but scaler is not enabled: "
-            f"state.scaler={scaler!r}. Leave the one that the Trainer made, or give precision='amp_bf16', which needs "
-            "none."
-        )
-
-
 class Runtime:
     """The objects of one Trainer. Every rank must create one.
 
@@ -491,7 +406,9 @@ class Runtime:
         self._on_divergence = resolved.on_divergence
         self.divergences: list[Divergence] = []
         self.strategy = resolved.placement.strategy
-        clip_by_strategy(resolved.algorithms, self.strategy)
+        for algorithm in resolved.algorithms:
+            if hasattr(algorithm, "clip_grad_norm"):  # the strategy's function handles sharded gradients
+                cast("GradientClipping", algorithm).clip_grad_norm = self.strategy.clip_grad_norm
         self.ranks = Ranks(self.strategy)
         rank_zero_seed = share_seed(arguments.seed)
         if arguments.deterministic_mode:
@@ -499,7 +416,7 @@ class Runtime:
         seed_rank(rank_zero_seed, self.strategy)
         self.strategy.place(resolved.model, resolved.optimizers)
         self.state = make_state(arguments, resolved, rank_zero_seed)
-        check_load_path(resolved.loading, self.state)
+        check_load_path(arguments, self.state)
         self.position = DataPosition.attach(self.state, arguments.spin_dataloaders)
         self.logger = Logger(self.state, resolved.destinations)
         self.engine = Engine(self.state, self.logger, arguments.algorithm_passes)
@@ -531,7 +448,7 @@ class Runtime:
         self.engine.run_event(Event.BEFORE_LOAD)
         state.scaler = fit_scaler(state.scaler, state.optimizers, state.device)
         with following_load(state):
-            load_at_start(resolved.loading, self.saver, state, self.logger, self.engine)
+            load_at_start(arguments, self.saver, state, self.logger, self.engine)
         self.engine.run_event(Event.AFTER_LOAD)
         state.scaler = fit_scaler(state.scaler, state.optimizers, state.device)
         if not self.strategy.prepares_before_load:
@@ -551,9 +468,9 @@ class Runtime:
 
     def _make_metrics(self, arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
         state = self.state
-        metrics = (
-            copy.deepcopy(metrics_by_name(self.model, is_train=True)) if arguments.compute_training_metrics else {}
-        )
+        metrics: Mapping[str, Any] = {}
+        if arguments.compute_training_metrics:
+            metrics = copy.deepcopy(metrics_by_name(self.model, is_train=True))
         check_metrics(metrics)
         state.train_metrics = {name: state.device.module_to_device(metric) for name, metric in metrics.items()}
         self.set_evaluators(resolved.evaluators)
@@ -581,7 +498,7 @@ class Runtime:
 
     def take_evaluators(self) -> None:
         """Prepare evaluators that a user or callback has added to `state.evaluators`."""
-        evaluators: list[Any] = self.state.evaluators
+        evaluators = cast("list[Any]", self.state.evaluators)  # a user may have put in plain dataloaders
         for place, item in enumerate(evaluators):
             is_one = isinstance(item, Evaluator)
             if is_one and item.eval_interval is not None and item.label in self.state.eval_metrics:
@@ -604,7 +521,7 @@ class Runtime:
             self.strategy.zero_grad(optimizer)
 
     @contextmanager
-    def recording_failure(self) -> Iterator[None]:
+    def recording_failure(self) -> Generator[None]:
         """Return a context that names the stage in an error, records it, and remembers that this rank has failed."""
         begin_stage()
         try:
@@ -628,8 +545,13 @@ class Runtime:
     def make_loop(self, batches: TrainBatches) -> Loop:
         """Return the training loop for these batches."""
         state = self.state
-        if not self.strategy.has_own_precision:
-            check_scaler(state.scaler, state.precision)
+        scaler, is_scaled = state.scaler, state.precision is Precision.AMP_FP16 and not self.strategy.has_own_precision
+        if is_scaled and (scaler is None or not scaler.is_enabled()):  # removed from the state, or disabled
+            raise RuntimeError(
+                f"Attempting to use grad scaling with precision={state.precision.value!r}, but scaler is not enabled: "
+                f"state.scaler={scaler!r}. Leave the one that the Trainer made, or give precision='amp_bf16', which "
+                "needs none."
+            )
         policy = self._on_divergence
         guard = None if policy is None else DivergenceGuard(policy, state, self.strategy, self.divergences)
         train_batch = BatchTrainer(

@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
@@ -215,7 +215,7 @@ class Clock:
         return self._started_s - started_s
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Generator[None]:
         """Exclude the time of the context from the current batch."""
         paused_s = time.perf_counter()
         try:

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
@@ -123,7 +123,7 @@ class DivergenceGuard:
         return True
 
     @contextmanager
-    def closures(self, optimizer: Optimizer) -> Iterator[None]:
+    def closures(self, optimizer: Optimizer) -> Generator[None]:
         """Undo the step of an optimizer that evaluates the loss itself, if the loss turns out bad.
 
         An optimizer that accepts `None` from its closure undoes it itself. For any other, weights and state are copied
@@ -378,7 +378,7 @@ class DelayedReadback:
         while len(self._waiting) > (0 if wait else LAG):
             batch, on_host, event = self._waiting.popleft()
             event.synchronize()
-            yield batch, on_host.tolist()
+            yield batch, cast("list[float]", on_host.tolist())  # pyright: ignore[reportUnknownMemberType]
 
     def forget(self) -> None:
         """Drop all pending numbers."""
@@ -406,13 +406,14 @@ def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
         # GradScaler's kernel, dividing by 1, checks many tensors at once. A sum of norms, the public alternative, takes
         # five times as long. With DTensors it would reduce over the mesh of the first one, which may not be the mesh of
         # the others, so it gets the local shards.
-        torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
+        torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
             tensors if is_plain else [_local(tensor) for tensor in tensors], found, one
         )
     except (NotImplementedError, RuntimeError):  # sparse, complex, or several kinds
         values = [values for tensor in tensors if (values := _plain_values(tensor)).numel()]
         if values:
-            norms = torch.stack([torch.linalg.vector_norm(part, torch.inf).to(found) for part in values])
+            norm_of = cast("Callable[..., Tensor]", torch.linalg.vector_norm)  # pyright: ignore[reportUnknownMemberType]  # untyped
+            norms = torch.stack([norm_of(part, torch.inf).to(found) for part in values])
             found.logical_or_(~torch.isfinite(norms).all())
     return is_plain or not any(is_sharded(tensor) for tensor in tensors)
 

@@ -9,7 +9,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -43,7 +43,6 @@ from composer_time import Time, Timestamp
 if TYPE_CHECKING:
     from composer.trainer._build import Runtime
 
-__all__ = ["EvaluationBatches", "evaluate_alone"]
 
 _NO_BATCH: Any = object()
 
@@ -236,8 +235,9 @@ def _fill_shorter_lists(metrics: Mapping[str, Any]) -> None:
     torchmetrics gathers lists element by element. For a rank with an empty list, such as one without samples, it would
     use a flat float32 tensor, whatever shape and dtype the others have.
     """
-    parts = [part for metric in metrics.values() for part in metric.modules()]
-    lists = [[value for value in getattr(part, "metric_state", {}).values() if type(value) is list] for part in parts]
+    parts: list[Any] = [part for metric in metrics.values() for part in metric.modules()]
+    states: list[dict[str, Any]] = [getattr(part, "metric_state", {}) for part in parts]
+    lists: list[list[list[Any]]] = [[value for value in of.values() if type(value) is list] for of in states]
     if get_world_size() == 1 or not any(lists):
         return
     own = [[[_kind_of(element) for element in found] for found in of_part] for of_part in lists]
@@ -247,7 +247,8 @@ def _fill_shorter_lists(metrics: Mapping[str, Any]) -> None:
             continue
         for found, kinds, *lengths in zip(of_part, longest, *of_ranks, strict=True):
             if min(map(len, lengths)) < len(kinds):
-                found[:] = map(torch.atleast_1d, found)  # a 0-d tensor has no empty form to pad with
+                # A 0-d tensor has no empty form to pad with.
+                found[:] = [element.reshape(1) if element.ndim == 0 else element for element in found]
                 found += [torch.empty(0, *kind[1], dtype=kind[0], device=part.device) for kind in kinds[len(found) :]]
 
 
@@ -283,15 +284,17 @@ class EvaluationBatches:
 
     def open(self, evaluator: Evaluator) -> Iterator[Any]:
         """Start reading an evaluator's dataloader."""
-        loader, batch = evaluator.dataloader.dataloader, self._state.timestamp.num_batches
+        loader: Any = evaluator.dataloader.dataloader
+        batch = self._state.timestamp.num_batches
         seed = derive_seed(self._state.rank_zero_seed, "evaluation", evaluator.label)
-        if isinstance(loader, DataLoader) and can_be_seeded(loader):
-            batches = self._seeded.setdefault(id(loader), SeededBatches(loader, get_global_rank()))
+        if not isinstance(loader, DataLoader):
+            return iter(loader)
+        torch_loader = cast("DataLoader[Any]", loader)
+        if can_be_seeded(torch_loader):
+            batches = self._seeded.setdefault(id(torch_loader), SeededBatches(torch_loader, get_global_rank()))
             return batches.open(seed, batch)
-        if isinstance(loader, DataLoader):
-            with seeded(derive_seed(seed, batch, get_global_rank())):
-                return iter(loader)
-        return iter(loader)
+        with seeded(derive_seed(seed, batch, get_global_rank())):
+            return iter(torch_loader)
 
 
 _log = logging.getLogger("composer.trainer.trainer")
@@ -389,10 +392,10 @@ def warn_of_known_labels(evaluators: Sequence[Evaluator], others: Iterable[Evalu
 
 
 def _listed(given: Any) -> Sequence[Any]:
-    if isinstance(given, (list, tuple)) and given and not all(map(_is_batch, given)):
-        return ensure_tuple(given)
-    is_none = given is None or (isinstance(given, (list, tuple)) and not given)
-    return () if is_none else (given,)
+    if not isinstance(given, (list, tuple)):
+        return () if given is None else (given,)
+    items = ensure_tuple(cast("Sequence[Any]", given))
+    return (cast(object, given),) if items and all(map(_is_batch, items)) else items
 
 
 def _is_batch(item: Any) -> bool:
@@ -456,10 +459,9 @@ class Padding:
         self._num_repeated = 0
         self._is_own = False
         self._num_left = 0
-        sampler = getattr(getattr(dataloader, "batch_sampler", None), "sampler", None)
+        sampler: Any = getattr(getattr(dataloader, "batch_sampler", None), "sampler", None)
         if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
-            dataset: Any = sampler.dataset  # it has a length, which the sampler needed
-            self._num_repeated = sampler.total_size - len(dataset)
+            self._num_repeated = sampler.total_size - len(cast(Any, sampler).dataset)
             self._is_own = sampler.rank >= sampler.num_replicas - self._num_repeated
             self._num_left = sampler.num_samples
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import is_not
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from composer_events.data_spec import DataSpec
     from composer_events.engine import Engine
 
-__all__ = ["FitPlan", "FitSettings", "check_data"]
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +156,7 @@ class Schedule:
 
 
 @contextmanager
-def following_load(state: State) -> Iterator[None]:
+def following_load(state: State) -> Generator[None]:
     """Return a context for a load that keeps learning rates and schedulers consistent.
 
     PyTorch schedulers compute the next rate from the optimizer's rate. If only one of the two has been loaded, they
@@ -473,7 +472,7 @@ class FitPlan:
         self._position.close()
 
     @contextmanager
-    def unchanged_on_error(self) -> Iterator[None]:
+    def unchanged_on_error(self) -> Generator[None]:
         """Return a context that restores all settings if the fit turns out to be impossible."""
         settings, on_state = self.settings, _StateSettings.of(self._state)
         try:

@@ -13,10 +13,9 @@ from composer.trainer._sharding import check_repeatable
 from composer_dist.ddp import DDP
 from composer_dist.devices import Device
 from composer_dist.strategy import Strategy
+from composer_events.batches import ensure_tuple
 from composer_events.data_spec import DataSpec, default_split_batch
 from composer_events.state import State
-
-__all__ = ["Microbatching", "refuse_uncounted", "size_for", "warn_of_padding"]
 
 _AUTO = "auto"
 _COUNTED = (
@@ -124,7 +123,7 @@ def refuse_uncounted(num_tokens: int | float, data_spec: DataSpec) -> None:
 
 
 def _has_ignored_labels(batch: Any) -> bool:
-    parts: Any = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    parts = ensure_tuple(batch) if isinstance(batch, (Mapping, list, tuple)) else ()
     labels = [part for part in parts if isinstance(part, torch.Tensor) and part.dtype in (torch.int32, torch.int64)]
     return any(
         each.layout is torch.strided and not each.is_nested and bool((each == _IGNORED).any()) for each in labels

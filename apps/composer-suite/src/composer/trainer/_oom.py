@@ -3,7 +3,7 @@
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any
@@ -228,7 +228,7 @@ class Attempts:
         return False
 
     @contextmanager
-    def meeting(self, *, sync: bool) -> Iterator[None]:
+    def meeting(self, *, sync: bool) -> Generator[None]:
         """Return the context of an attempt's microbatches, at whose end the ranks meet."""
         with self._strategy.attempt(self._report, sync=sync):
             self._may_fail = True

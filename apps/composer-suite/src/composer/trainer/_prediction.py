@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
 
-__all__ = ["export_model", "Prediction", "check_prediction"]
 
 _NO_BATCH: Any = object()
 
@@ -145,9 +144,10 @@ def _join(parts: Sequence[Any]) -> Any:
     if isinstance(first, Tensor):
         return torch.cat(list(parts)) if first.ndim else torch.stack(list(parts))
     if isinstance(first, Mapping):
-        return {key: _join([part[key] for part in parts]) for key in first}
+        return {key: _join([part[key] for part in parts]) for key in cast("Mapping[Any, Any]", first)}
     if isinstance(first, (list, tuple)):
-        return type(first)(_join(items) for items in zip(*parts, strict=True))
+        kind: Any = type(cast(object, first))
+        return kind(_join(items) for items in zip(*parts, strict=True))
     return first
 
 

@@ -11,13 +11,14 @@ import math
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as tdist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
+from torch.utils import data
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from composer.trainer._error_context import name_dataset
@@ -27,20 +28,6 @@ from composer_dist.devices import Device, get_device
 from composer_dist.initialize import DEFAULT_TIMEOUT_S
 from composer_dist.strategy import Strategy
 from composer_events.data_spec import DataSpec
-
-__all__ = [
-    "begin_stage",
-    "first_failure_of_others",
-    "TOTAL",
-    "LossMeans",
-    "add_finite",
-    "mean_total",
-    "missing_share",
-    "over_their_shares",
-    "compare",
-    "broadcast_error",
-    "open_store",
-]
 
 
 class Ranks:
@@ -54,7 +41,6 @@ class Ranks:
         same_batch_size: Whether, in addition, every rank has the same number of samples in each batch.
         listen: Whether any rank has a listener that reads the losses or the clock of each batch.
         may_stop: Whether any rank has a listener that can stop the training, such as an algorithm.
-        log: Whether any rank has a logger.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -65,32 +51,30 @@ class Ranks:
         self.same_batch_size = True
         self.listen = True
         self.may_stop = True
-        self.log = True
         self._count_tokens: bool | None = None  # unknown before the first batch
         self._losses = LossMeans(strategy)
 
-    def begin(self, data_spec: DataSpec, *, listens: bool = False, may_stop: bool = False, logs: bool = False) -> None:
+    def begin(self, data_spec: DataSpec, *, listens: bool = False, may_stop: bool = False) -> None:
         """Compare the dataloaders before they are read. Every rank must call this.
 
         Args:
             data_spec: The dataloader of this rank.
             listens: Whether a listener on this rank reads the losses or the clock.
             may_stop: Whether a listener on this rank can stop the training.
-            logs: Whether this rank has a logger.
         """
         self._count_tokens = None
-        of_length, in_step, listening, stopping, logging = self._strategy.sum(
-            [
-                int(keeps_length(data_spec.dataloader)),
-                int(keeps_step(data_spec)),
-                int(listens),
-                int(may_stop),
-                int(logs),
-            ]
+        of_this_rank = {
+            "same_num_batches": keeps_length(data_spec.dataloader),
+            "same_batch_size": keeps_step(data_spec),
+            "listen": listens,
+            "may_stop": may_stop,
+        }
+        num_ranks = dict(
+            zip(of_this_rank, self._strategy.sum([int(fact) for fact in of_this_rank.values()]), strict=True)
         )
-        self.same_num_batches = of_length == self.world_size or self.world_size == 1
-        self.same_batch_size = in_step == self.world_size or self.world_size == 1
-        self.listen, self.may_stop, self.log = listening > 0, stopping > 0, logging > 0
+        self.same_num_batches = self.world_size in (1, num_ranks["same_num_batches"])
+        self.same_batch_size = self.world_size in (1, num_ranks["same_batch_size"])
+        self.listen, self.may_stop = num_ranks["listen"] > 0, num_ranks["may_stop"] > 0
 
     def all_have_a_batch(self, has_batch: bool) -> bool:
         """Return whether every rank still has a batch; the rank that runs out first ends the epoch for all."""
@@ -180,7 +164,7 @@ def next_batch(batches: Iterator[Any], dataloader: Any, num_read: int, default: 
         return next(batches)
     except StopIteration as end:
         if get_world_size() > 1 and keeps_length(dataloader) and num_read < len(dataloader):
-            dataset = type(dataloader.dataset)
+            dataset = cast("type[object]", type(dataloader.dataset))
             raise RuntimeError(
                 f"A StopIteration of {dataset.__module__}.{dataset.__qualname__} has ended the dataloader on global "
                 f"rank {get_global_rank()} after {num_read} of its {len(dataloader)} batches, which the other ranks go "
@@ -198,31 +182,35 @@ def keeps_length(dataloader: Any) -> bool:
 
     This is known for a DataLoader over a DistributedSampler.
     """
+    batch_sampler = getattr(dataloader, "batch_sampler", None)
+    sampler: Any = getattr(batch_sampler, "sampler", None)
     return (
         isinstance(dataloader, DataLoader)
-        and type(dataloader.batch_sampler) is BatchSampler
-        and type(dataloader.batch_sampler.sampler) is DistributedSampler
-        and dataloader.batch_sampler.sampler.num_replicas > 1  # else each rank may have a dataset of its own
-        and not isinstance(dataloader.dataset, IterableDataset)
+        and type(batch_sampler) is BatchSampler
+        and type(sampler) is DistributedSampler
+        and sampler.num_replicas > 1  # else each rank may have a dataset of its own
+        and not isinstance(cast(Any, dataloader).dataset, IterableDataset)
     )
 
 
 def keeps_step(data_spec: DataSpec) -> bool:
     """Return whether the batches also have the same number of samples on every rank: only PyTorch builds them."""
     loader = data_spec.dataloader
-    return keeps_length(loader) and loader.collate_fn is default_collate and data_spec.counts_by_default
+    return keeps_length(loader) and loader.collate_fn is cast(Any, data).default_collate and data_spec.counts_by_default
 
 
 def agreed_facts(dataloader: Any) -> dict[str, Any]:
     """Return the facts about a dataloader that must agree on all ranks that share one dataset."""
+    facts: dict[str, Any] = {"type": type(dataloader).__name__}
     if not isinstance(dataloader, DataLoader):
-        return {"type": type(dataloader).__name__}
-    facts: dict[str, Any] = {"type": type(dataloader).__name__, "dataset": type(dataloader.dataset).__name__}
-    sampler = getattr(dataloader.batch_sampler, "sampler", None)
+        return facts
+    loader = cast("DataLoader[Any]", dataloader)
+    facts["dataset"] = type(loader.dataset).__name__
+    sampler: Any = getattr(cast(Any, loader).batch_sampler, "sampler", None)
     if isinstance(sampler, DistributedSampler):
         names = ("num_replicas", "drop_last", "shuffle", "seed", "num_samples")
-        facts |= {f"sampler.{name}": getattr(sampler, name) for name in names}
-        facts |= {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
+        facts |= {f"sampler.{name}": getattr(cast(object, sampler), name) for name in names}
+        facts |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         if sampler.num_replicas == 1:  # then each rank may have a dataset of its own
             del facts["dataset"], facts["sampler.num_samples"]
     return facts
@@ -328,7 +316,7 @@ class LossMeans:
 
     def compare_names(self) -> None:
         """Collect the names of all ranks. Every rank must call this."""
-        self._names = sorted(set().union(*dist.all_gather_object(sorted(self._own))))
+        self._names = sorted(set[str]().union(*dist.all_gather_object(sorted(self._own))))
         self.has_news = False
 
     def __call__(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -439,7 +427,7 @@ def open_store(key: str) -> Any:
         key: The prefix of its keys.
     """
     # PyTorch has no public accessor for its store, and a second store would need another port.
-    shared = distributed_c10d._get_default_store()
+    shared = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     # A clone, because calls of one client block each other.
     return tdist.PrefixStore(key, shared.clone())  # pyright: ignore[reportPrivateImportUsage]  # documented there
 

@@ -5,15 +5,13 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_events.state import State
-
-__all__ = ["copies_of", "copy_all", "local_part", "BatchUndo", "MetricsUndo", "StepSnapshot"]
 
 
 class BatchUndo:
@@ -104,8 +102,8 @@ class StepSnapshot:
                 present[name] = value if is_restored else copy.deepcopy(self._others[parameter, name])
 
 
-def _parts_of(metric: Any) -> Iterable[Any]:
-    return metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
+def _parts_of(metric: object) -> Iterable[object]:
+    return metric.modules() if isinstance(metric, nn.Module) else [metric]
 
 
 def _copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +113,7 @@ def _copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Tensor):
             copies[name] = value.clone()
         elif isinstance(value, list):
-            copies[name] = list(value)
+            copies[name] = list(cast("list[object]", value))
     return copies
 
 
@@ -256,7 +254,7 @@ def local_part(tensor: Tensor) -> Tensor:
 def copy_all(to: list[Tensor], source: list[Tensor]) -> None:
     """Copy each source tensor into its target."""
     if to:
-        torch._foreach_copy_(to, source)  # pyright: ignore[reportPrivateImportUsage]  # no public name
+        torch._foreach_copy_(to, source)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]  # no public name
 
 
 @torch.no_grad()

@@ -18,19 +18,6 @@ if TYPE_CHECKING:
     from composer_fsdp import FSDP, ParallelismConfig, ShardingPlan
     from composer_fsdp.gradients import ReductionWatch
 
-__all__ = [
-    "batch_rank",
-    "facts_of",
-    "make_strategy",
-    "needs_group",
-    "plan_sharding",
-    "read_parallelism",
-    "refuse_late_surgery",
-    "check_repeatable",
-    "share_mesh",
-    "watch_reductions",
-]
-
 
 def read_parallelism(given: TrainerArguments) -> ParallelismConfig | None:
     """Return the sharding settings from the arguments, or `None`."""
@@ -115,11 +102,6 @@ def facts_of(strategy: Strategy) -> dict[str, Any] | None:
 def batch_rank(strategy: Strategy) -> int:
     """Return the index of this rank's part of a step's batch; tensor parallel ranks read the same part."""
     return cast("FSDP", strategy).batch_rank if hasattr(strategy, "plan") else get_global_rank()
-
-
-def needs_group(strategy: Strategy) -> bool:
-    """Return whether even a single process needs a process group."""
-    return strategy.prepares_before_load
 
 
 def refuse_late_surgery(strategy: Strategy) -> None:

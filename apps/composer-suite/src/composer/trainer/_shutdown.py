@@ -21,7 +21,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
@@ -36,16 +36,6 @@ if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
 
-__all__ = [
-    "Preemption",
-    "StopAgreement",
-    "TERMINATION_SIGNALS",
-    "close_engine",
-    "end_run",
-    "is_free_signal",
-    "postponed",
-    "take_signals",
-]
 
 _POLL_S: Final = 0.5  # delay until a request is noticed; each poll is one short message to the store
 _ANSWER_POLL_S: Final = 0.02  # the same, after a request
@@ -248,7 +238,7 @@ def close_engine(engine: Engine) -> None:
 
 
 @contextmanager
-def postponed() -> Iterator[None]:
+def postponed() -> Generator[None]:
     """Postpone termination by a signal to the end of the context."""
     _process.num_busy += 1
     try:
@@ -344,7 +334,7 @@ class Preemption:
         self._agreement: StopAgreement | None = None
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> Generator[None]:
         """Handle signals in the context if it runs in the main thread; previous handlers are restored at its end.
 
         Every rank must enter this.

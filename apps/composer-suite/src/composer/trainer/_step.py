@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -24,8 +24,6 @@ from composer_events.engine import Engine
 from composer_events.event import Event
 from composer_events.state import State
 from composer_models import ComposerModel, model_eval_mode
-
-__all__ = ["split", "transform_batch", "transform_microbatch"]
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -102,7 +100,7 @@ class TrainMetrics:
 def _copy_containers(batch: Any) -> Any:
     """Copy the dicts, lists and tuples of a batch; the tensors in them stay the same objects."""
     if isinstance(batch, Mapping):
-        return {key: _copy_containers(value) for key, value in batch.items()}
+        return {key: _copy_containers(value) for key, value in cast("Mapping[Any, Any]", batch).items()}
     if type(batch) in (list, tuple):
         return type(batch)(_copy_containers(value) for value in batch)
     return batch
@@ -353,22 +351,22 @@ def cut(batch: Any, data_spec: DataSpec, size: Any) -> Sequence[Any]:
     return split(data_spec, batch, size)
 
 
-def name_losses(loss: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:
+def name_losses(loss: object) -> dict[str, Tensor]:
     """Return the parts of a loss and the total to minimize, by their log names.
 
     The total is the entry `total` of a dict; for any other dict or sequence it is the sum.
     """
-    named: Mapping[str, Any] = {}
+    named: Mapping[str, object] = {}
     if isinstance(loss, Mapping):
-        named = loss
+        named = cast("Mapping[str, object]", loss)
     elif isinstance(loss, Sequence):
-        named = {f"loss{index}": part for index, part in enumerate(loss)}
+        named = {f"loss{index}": part for index, part in enumerate(cast("Sequence[object]", loss))}
     if not named or not all(isinstance(part, Tensor) for part in named.values()):
         raise TypeError(
             f"The model's loss() returned {loss!r}. It must return a tensor, a sequence of tensors, or a dict of "
             "tensors (optionally with the key 'total')."
         )
-    parts = {f"loss/train/{name}": _mean(part) for name, part in named.items()}
+    parts = {f"loss/train/{name}": _mean(part) for name, part in named.items() if isinstance(part, Tensor)}
     if TOTAL not in parts:
         parts[TOTAL] = torch.stack(list(parts.values())).sum()
     return parts
@@ -385,7 +383,7 @@ def _zero_over(outputs: Any) -> Tensor:
     if isinstance(outputs, Tensor):
         # NaN * 0 would be NaN again.
         return torch.nan_to_num(outputs).sum() * 0
-    parts = outputs.values() if isinstance(outputs, Mapping) else outputs
+    parts = cast("Mapping[Any, Any]", outputs).values() if isinstance(outputs, Mapping) else outputs
     return torch.stack([_zero_over(part) for part in parts if isinstance(part, (Tensor, Mapping, list, tuple))]).sum()
 
 
