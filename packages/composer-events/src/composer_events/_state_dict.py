@@ -7,7 +7,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from operator import index
+from operator import attrgetter, index
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 from composer_events._state_layout import (
@@ -227,6 +227,11 @@ class DataSource:
     def train_dataloader(self, train_dataloader: Iterable[Any] | None) -> None:
         self._train_dataloader = train_dataloader
         resume_dataset(self)
+
+
+if not TYPE_CHECKING:  # read at every batch; attrgetter avoids a Python call
+    _length = DataSource.dataloader_len
+    DataSource.dataloader_len = property(attrgetter("_dataloader_len"), _length.fset, doc=_length.__doc__)
 
 
 def resume_dataset(source: DataSource) -> None:

@@ -41,9 +41,13 @@ def choose_destinations(given: TrainerArguments) -> list[LoggerDestination]:
             destination.is_resuming = given.autoresume
     if given.progress_bar and not _is_given("progress_bar", ProgressBarLogger, destinations):
         destinations.append(ProgressBarLogger(given.console_stream, given.log_traces))
-    # Created even if it is not wanted, so that a wrong interval is an error on every rank and machine.
-    console = ConsoleLogger(given.console_log_interval, given.console_stream, given.log_traces)
-    if _wants_console(given) and not _is_given("log_to_console", ConsoleLogger, destinations):
+    # None was the default of earlier releases: the console, unless there is a progress bar.
+    wants_console = not given.progress_bar if given.log_to_console is None else given.log_to_console
+    console = None
+    if wants_console or not (given.is_default("console_log_interval") and given.is_default("console_stream")):
+        # Created even if it is not wanted, so that a wrong interval is an error on every rank and machine.
+        console = ConsoleLogger(given.console_log_interval, given.console_stream, given.log_traces)
+    if console is not None and wants_console and not _is_given("log_to_console", ConsoleLogger, destinations):
         if given.progress_bar:
             warnings.warn(
                 "progress_bar=True and log_to_console=True both write to the console, each into the other's lines. "
@@ -71,11 +75,6 @@ def record_failure(error: BaseException, state: State) -> None:
             destination.log_exception(error)
     if of_others is not None and isinstance(error, Exception) and str(error) not in of_others:
         error.add_note(of_others.rstrip())  # the cause is on another rank, and its traceback helps more than ours
-
-
-def _wants_console(given: TrainerArguments) -> bool:
-    # None was the default of earlier releases: the console, unless there is a progress bar.
-    return not given.progress_bar if given.log_to_console is None else given.log_to_console
 
 
 def _is_given(argument: str, kind: type, destinations: list[Any]) -> bool:

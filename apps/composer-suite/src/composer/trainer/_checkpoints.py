@@ -47,7 +47,8 @@ def choose_saver(
     arguments: TrainerArguments, callbacks: Iterable[Callback], run_name: str | None
 ) -> CheckpointSaver | None:
     """Return the saver among the callbacks, or the one from the arguments, or `None`."""
-    check_ignore_keys("load_ignore_keys", arguments.load_ignore_keys)
+    if arguments.load_ignore_keys is not None:
+        check_ignore_keys("load_ignore_keys", arguments.load_ignore_keys)
     saver = find_saver(callbacks) or _make_saver(arguments)
     if arguments.autoresume:
         _check_autoresume(arguments, saver, run_name)

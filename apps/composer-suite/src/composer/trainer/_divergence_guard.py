@@ -74,7 +74,8 @@ class DivergenceGuard:
             and policy.spike_factor is None
             and (state.scaler is not None or has_fused_step(state.optimizers[0]))
         )
-        self._buffers = KeptBuffers(state.model, num_batches=LAG + 1 if self._defers else 1)
+        buffers = KeptBuffers(state.model, num_batches=LAG + 1 if self._defers else 1)
+        self._buffers = buffers if buffers.owners else None
         self._rolls_back = policy.rolls_back
         self._snapshot: Snapshot | None = None
         self._num_since_snapshot = 0
@@ -91,7 +92,8 @@ class DivergenceGuard:
             self._act_on_arrivals()
             if self._policy.action == "skip":
                 self._found.zero_()  # each batch counts by itself; other actions block all steps until the host knows
-        self._buffers.keep()
+        if self._buffers is not None:
+            self._buffers.keep()
         if self._rolls_back:
             self._keep_snapshot()
 
@@ -275,7 +277,8 @@ class DivergenceGuard:
             _log.warning("%s The step is made all the same.", _sentence(divergence))
             return
         self._num_in_a_row += 1
-        self._buffers.restore()
+        if self._buffers is not None:
+            self._buffers.restore()
         message = self._explain(divergence)
         self._found.zero_()
         if divergence.action != "skip":

@@ -53,17 +53,17 @@ class SchedulerSteps:
 
     def before_batch(self) -> None:
         """Set the rates again if the time or the length of training has changed since a step set them."""
-        if self._schedulers and self._has_moved() and self._goes_on():
+        if self._has_moved() and self._goes_on():
             self.set_rates()
 
     def after_batch(self) -> None:
         """Step the schedulers if they go by batches, after the timestamp."""
-        if self._schedulers and self._steps_every_batch():
+        if self._steps_every_batch():
             self._step()
 
     def after_epoch(self) -> None:
         """Step the schedulers if they go by epochs, after the timestamp."""
-        if self._schedulers and not self._steps_every_batch():
+        if not self._steps_every_batch():
             self._step()
 
     def set_rates(self) -> None:
@@ -130,8 +130,10 @@ class Schedule:
         given = ensure_tuple(schedulers)
         for scheduler in given:
             _check(scheduler)
-        check_together(given)
-        check_ratio(ratio)
+        if given:
+            check_together(given)
+        if ratio != 1.0:
+            check_ratio(ratio)
         for name, is_given in (
             ("scale_schedule_ratio", ratio != 1.0),
             ("step_schedulers_every_batch", every_batch is not None),

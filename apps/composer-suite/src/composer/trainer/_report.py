@@ -60,8 +60,9 @@ class Report:
         """Compute and log the metrics of the latest batch, if any rank has a destination or a listener."""
         # The condition on `listen` is the same on every rank, which the collectives of torchmetrics need.
         if self._ranks.listen and (self._logger.destinations or self._state.train_metrics):
-            values = by_entry(self._metrics.compute())
-            self._logger.log_metrics({f"metrics/train/{name}": value for name, value in values.items()})
+            values = self._metrics.compute()
+            if self._logger.destinations:
+                self._logger.log_metrics({f"metrics/train/{name}": value for name, value in by_entry(values).items()})
 
     def _log_tokens(self) -> None:
         stamp = self._state.timestamp

@@ -148,17 +148,17 @@ class KeptBuffers:
 
     def __init__(self, model: nn.Module, num_batches: int = 1) -> None:
         # The dict itself, here and below: named access to each buffer takes longer than the copy.
-        self._owners = [module for module in model.modules() if module._buffers]  # pyright: ignore[reportPrivateUsage]
+        self.owners = [module for module in model.modules() if module._buffers]  # pyright: ignore[reportPrivateUsage]
         self._kept: deque[list[_OfModule]] = deque(maxlen=num_batches)
 
     def keep(self) -> None:
         """Copy the buffers before a batch."""
-        if not self._owners:
+        if not self.owners:
             return
-        latest = self._kept[-1] if self._kept else [None] * len(self._owners)
+        latest = self._kept[-1] if self._kept else [None] * len(self.owners)
         kept: list[_OfModule] = []
         made: list[_OfModule] = []
-        for owner, before in zip(self._owners, latest, strict=True):
+        for owner, before in zip(self.owners, latest, strict=True):
             if before is None or not before.is_current():
                 # With a single copy, its memory can be overwritten.
                 before = _OfModule(owner, room=before if self._kept.maxlen == 1 else None)

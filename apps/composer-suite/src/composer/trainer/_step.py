@@ -254,7 +254,10 @@ class BatchTrainer:
     @error_context.stage("the cutting into microbatches")
     def _cut(self, batch: Any) -> Sequence[Any]:
         try:
-            return cut(batch, self._data_spec, size_for(batch, self._data_spec, self._state))
+            size = self._state.device_train_microbatch_size
+            if size is None or self._state.grad_accum is not None:
+                size = size_for(batch, self._data_spec, self._state)
+            return cut(batch, self._data_spec, size)
         except Exception as error:
             error_context.name_setters(
                 error, self._state, (Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH)

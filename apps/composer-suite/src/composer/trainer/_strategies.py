@@ -78,21 +78,19 @@ def choose_strategy(
         from composer_dist.deepspeed import DeepSpeed  # requires the package deepspeed
 
         return DeepSpeed(device, deepspeed_config, find_unused_parameters=find_unused)
-    if get_world_size() > 1:
-        _refuse_second_derivatives(algorithms)
-    # Created for a single process as well, so that an unknown name is an error there, too.
-    ddp = DDP(device, sync_strategy=sync_strategy, find_unused_parameters=find_unused, comm_hook=comm_hook)
-    return ddp if get_world_size() > 1 else SingleDevice(device)
-
-
-def _refuse_second_derivatives(algorithms: Iterable[Algorithm]) -> None:
+    is_alone = get_world_size() == 1
+    if is_alone and sync_strategy is None and comm_hook is None:
+        return SingleDevice(device)
     for algorithm in algorithms:
-        if algorithm.backwards_create_graph:
+        if algorithm.backwards_create_graph and not is_alone:
             raise ValueError(
                 f"{type(algorithm).__name__} differentiates through the gradients (backwards_create_graph=True), which "
                 f"DistributedDataParallel cannot, and WORLD_SIZE is {get_world_size()}. Train in one process, or leave "
                 "the algorithm out."
             )
+    # Created for a single process as well, so that an unknown name is an error there, too.
+    ddp = DDP(device, sync_strategy=sync_strategy, find_unused_parameters=find_unused, comm_hook=comm_hook)
+    return SingleDevice(device) if is_alone else ddp
 
 
 def size_for_deepspeed(config: Any, dataloader: Any) -> int | None:
