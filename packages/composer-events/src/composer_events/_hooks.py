@@ -277,11 +277,7 @@ def release(callback: Callback) -> None:
 
 
 def parse_passes(passes: object) -> list[tuple[AlgorithmPass, int]]:
-    """Convert the `algorithm_passes` argument into pairs of a pass and its index.
-
-    Args:
-        passes: `None`, a pass, a pass and its index as a tuple or a list of two, or a list of these. Index -1 appends.
-    """
+    """Convert the `algorithm_passes` argument into pairs of a pass and its index."""
     if passes is None:
         return []
     # A list of two may also be one pass with its index, as in `[f, 0]`.

@@ -444,15 +444,7 @@ def apply_required_algorithms(
     exclude: Collection[str],
     passes: Sequence[Callable[[Sequence[Algorithm], Event], Sequence[Algorithm]]],
 ) -> None:
-    """Add the algorithms that the saved weights depend on, and apply them to the model.
-
-    Args:
-        state: Algorithms are appended to it and its model is changed.
-        saved: Pairs of class name and state, as in a checkpoint.
-        logger: Passed to the algorithms.
-        exclude: Class names to leave out.
-        passes: The engine's passes, which order the algorithms.
-    """
+    """Add the algorithms that the saved weights depend on, and apply them to the model."""
     names = [name for name, _ in saved]
     if unknown := [name for name in exclude if name not in names]:
         _warn(

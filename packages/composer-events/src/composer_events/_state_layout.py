@@ -202,11 +202,6 @@ def set_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any], dev
 
     Forms of older checkpoints are read too: whole metric objects (0.13.5 and before), and NumPy arrays in place of
     tensors (0.14 to 0.16).
-
-    Args:
-        metrics: Changed in place and moved to the device.
-        states: By name.
-        device: A `Device`; with anything else the metrics stay where they are.
     """
     for name, metric in metrics.items():
         if name not in states:
@@ -296,13 +291,6 @@ def set_model_state(
     model: Any, weights: Mapping[str, Any], state_dict_type: str | None, *, strict: bool, broadcast: bool
 ) -> None:
     """Load weights by name.
-
-    Args:
-        model: Changed in place.
-        weights: The result of `get_model_state`. Not changed.
-        state_dict_type: The type with which it was saved.
-        strict: Whether missing or unexpected names are an error; otherwise they are logged.
-        broadcast: Whether only rank 0 has the weights of a sharded model.
 
     Raises:
         RuntimeError: With the text `Error(s) in loading state_dict`, if names or shapes do not match.

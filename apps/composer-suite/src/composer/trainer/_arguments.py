@@ -131,10 +131,6 @@ class TrainerArguments:
     def of(cls, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> TrainerArguments:
         """Return the arguments. Those of earlier releases are translated, with a warning. Every rank must call this.
 
-        Args:
-            arguments: The `locals()` of the constructor.
-            defaults: The defaults of its keyword arguments.
-
         Raises:
             TypeError: If `older_names` holds a name that never was an argument.
             ValueError: If an argument is passed under an older and under today's name.

@@ -158,13 +158,7 @@ def check_profiler(profiler: Any, destinations: list[LoggerDestination]) -> None
 
 
 def bind_profiler(profiler: Profiler | None, state: State, saver: CheckpointSaver | None) -> None:
-    """Attach a profiler to the state.
-
-    Args:
-        profiler: The profiler, or `None`.
-        state: Receives the profiler's callbacks at its end.
-        saver: The Trainer's own saver of checkpoints, which must stay behind all other callbacks.
-    """
+    """Attach a profiler to the state."""
     if profiler is None:
         return
     state.profiler = profiler

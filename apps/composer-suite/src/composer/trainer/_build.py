@@ -293,12 +293,7 @@ def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_ze
 
 
 def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
-    """Check and apply the arguments of `fit`, and return the batches to train on.
-
-    Args:
-        runtime: The runtime to change. It is unchanged if an argument is invalid.
-        asked: The arguments.
-    """
+    """Check and apply the arguments of `fit`, and return the batches to train on."""
     state, plan = runtime.state, runtime.plan
     if not state.optimizers:
         raise ValueError(
@@ -375,10 +370,6 @@ def fit_scaler(scaler: GradScaler | None, optimizers: Iterable[Optimizer], devic
 
 class Runtime:
     """The objects of one Trainer. Every rank must create one.
-
-    Args:
-        arguments: The arguments of the Trainer.
-        resolved: The same arguments, checked.
 
     Attributes:
         model: The user's model; `state.model` may wrap it.

@@ -48,12 +48,6 @@ class DivergenceGuard:
     A `GradScaler` skips steps whose float16 gradients overflow and lowers its scale. With one, a divergence is an
     overflow of a batch whose loss is not finite, or 32 overflows in a row. DeepSpeed's engine keeps its gradients
     internal, so they are checked only when a loss is not finite.
-
-    Args:
-        policy: The action on a divergence.
-        state: Provides the model, the scaler, and the timestamp that names the batch.
-        strategy: Averages over the ranks.
-        divergences: Receives a record of each divergence.
     """
 
     def __init__(self, policy: OnDivergence, state: State, strategy: Strategy, divergences: list[Divergence]) -> None:
@@ -355,9 +349,6 @@ class DelayedReadback:
 
     They are read after a fixed number of batches on all ranks: acting as soon as they arrive would leave the other
     ranks alone in their next collective.
-
-    Args:
-        device: The device that computes the numbers.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -73,13 +73,7 @@ def name_dataset(error: Exception, dataloader: Any) -> None:
 
 
 def name_setters(error: Exception, state: State, events: Iterable[Event]) -> None:
-    """Add the algorithms and callbacks that may have replaced a batch that cannot be split as a note.
-
-    Args:
-        error: The exception.
-        state: Holds the batch.
-        events: The events since the dataloader returned its batch.
-    """
+    """Add the algorithms and callbacks that may have replaced a batch that cannot be split as a note."""
     setters = [f"algorithm {type(algorithm).__name__}" for algorithm in state.algorithms]
     for event in events:
         setters += [f"callback {type(callback).__name__} on {event}" for callback in listening(state.callbacks, event)]

@@ -466,11 +466,7 @@ class Padding:
             self._num_left = sampler.num_samples
 
     def in_batch(self, num_samples: int | float) -> tuple[int, bool]:
-        """Return the number of repeated samples in the next batch over all ranks, and whether this rank has one.
-
-        Args:
-            num_samples: The number of samples of the batch on this rank.
-        """
+        """Return the number of repeated samples in the next batch over all ranks, and whether this rank has one."""
         if self._num_repeated == 0:
             return 0, False
         self._num_left -= int(num_samples)

@@ -280,12 +280,7 @@ def to_duration(given: int | str | Time[int] | None, name: str) -> Time[int] | N
 
 
 def stay_stopped(state: State, stopped_duration: str | None) -> None:
-    """Stop again if the loaded checkpoint is of a run that was stopped, unless the duration has changed.
-
-    Args:
-        state: The state before training.
-        stopped_duration: The `max_duration` that the stopped run had not reached, from the checkpoint.
-    """
+    """Stop again if the loaded checkpoint is of a run that was stopped, unless the duration has changed."""
     state.stopped_duration = None
     duration = state.max_duration
     if duration is None or duration.to_timestring() != stopped_duration:
@@ -385,11 +380,7 @@ class _StateSettings:
 
 
 class FitPlan:
-    """Holds the settings that a fit needs, from the constructor or from earlier fits.
-
-    Attributes:
-        settings: The settings now.
-    """
+    """Holds the settings that a fit needs, from the constructor or from earlier fits."""
 
     def __init__(
         self, state: State, engine: Engine, ranks: Ranks, position: DataPosition, microbatching: Microbatching
@@ -441,12 +432,7 @@ class FitPlan:
         self.settings = replace(self.settings, split=(microbatching, data_spec))
 
     def set_schedule(self, schedule: Schedule, *, begins_now: bool = False) -> None:
-        """Compile the schedulers, or keep them until the duration and dataloader that they need are known.
-
-        Args:
-            schedule: The schedulers. If empty, the previous ones stay.
-            begins_now: Whether training starts now, so that time must be left.
-        """
+        """Compile the schedulers, or keep them until the duration and dataloader that they need are known."""
         state = self._state
         if schedule.schedulers:
             self.settings = replace(self.settings, pending=schedule)

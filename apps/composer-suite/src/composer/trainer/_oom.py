@@ -34,10 +34,6 @@ class HalveOnOom:
     An optimizer that evaluates the loss itself may see smaller microbatches in the last evaluations of a step than in
     the first. Memory must not run out in AFTER_TRAIN_BATCH if a listener calls a collective there.
 
-    Args:
-        state: Its microbatch size, or number of microbatches, is changed.
-        strategy: Synchronizes the ranks.
-
     Attributes:
         cumulative_alloc_retries: How often the allocator had to free its cache and retry, since the process started.
         num_consecutive_thrashes: The number of consecutive batches with such a retry on any rank; the second one halves

@@ -154,16 +154,7 @@ def _join(parts: Sequence[Any]) -> Any:
 def export_model(
     state: State, logger: Logger, save_format: str | ExportFormat, save_path: str, *, sample_input: Any, **settings: Any
 ) -> None:
-    """Export the model of a state with `export_with_logger`; the latest batch is the sample if one is needed.
-
-    Args:
-        state: The state.
-        logger: The logger.
-        save_format: See `export_with_logger`.
-        save_path: See `export_with_logger`.
-        sample_input: One batch, or `None`.
-        **settings: See `export_with_logger`.
-    """
+    """Export the model of a state with `export_with_logger`; the latest batch is the sample if one is needed."""
     from composer.utils import inference  # a slow import that only exports need
 
     needs_sample = inference.ExportFormat(save_format) in (inference.ExportFormat.ONNX, inference.ExportFormat.EXPORT)

@@ -33,9 +33,6 @@ from composer_events.data_spec import DataSpec
 class Ranks:
     """Facts about a run that one rank cannot know by itself, the same on every rank.
 
-    Args:
-        strategy: Provides the collectives.
-
     Attributes:
         same_num_batches: Whether every rank has the same number of batches.
         same_batch_size: Whether, in addition, every rank has the same number of samples in each batch.
@@ -55,13 +52,7 @@ class Ranks:
         self._losses = LossMeans(strategy)
 
     def begin(self, data_spec: DataSpec, *, listens: bool = False, may_stop: bool = False) -> None:
-        """Compare the dataloaders before they are read. Every rank must call this.
-
-        Args:
-            data_spec: The dataloader of this rank.
-            listens: Whether a listener on this rank reads the losses or the clock.
-            may_stop: Whether a listener on this rank can stop the training.
-        """
+        """Compare the dataloaders before they are read. Every rank must call this."""
         self._count_tokens = None
         of_this_rank = {
             "same_num_batches": keeps_length(data_spec.dataloader),
@@ -103,13 +94,7 @@ class Ranks:
         return over_their_shares(losses) if self.world_size == 1 else self._losses(losses)
 
     def total(self, num_samples: float, num_tokens: int, duration_s: float = 0.0) -> tuple[int, int, float]:
-        """Return the samples and tokens of a batch over all ranks, and rank 0's duration of it.
-
-        Args:
-            num_samples: The samples of this rank; a float if a rank holds part of a sample.
-            num_tokens: The tokens of this rank.
-            duration_s: The duration on this rank's clock.
-        """
+        """Return the samples and tokens of a batch over all ranks, and rank 0's duration of it."""
         if self._is_alone:
             return int(num_samples), num_tokens, duration_s
         if self.same_batch_size and not self.listen and self._count_tokens is False:
@@ -234,10 +219,6 @@ def first_failure_of_others(error: BaseException) -> str | None:
 
     This does not block on other ranks: they may be gone, and the store with them.
 
-    Args:
-        error: The error that ends this rank's training. A signal is no failure of its own, but a launcher sends one
-            after a failure.
-
     Returns:
         The first rank and its traceback; `None` if this rank is the first, or no rank has published one.
     """
@@ -299,9 +280,6 @@ class LossMeans:
     A model may return different losses in each batch and on each rank. The collective therefore contains every name
     that any rank has had, each with the share of the batch that has it now. The ranks compare their names at the first
     batch, and again after a batch in which a rank has a new one.
-
-    Args:
-        strategy: Averages over the ranks.
 
     Attributes:
         has_news: Whether this rank has a name that has not been compared yet.
@@ -383,10 +361,6 @@ def compare(facts: Mapping[str, Any], refusal: Exception | None = None) -> None:
 
     Every rank must call this, or `broadcast_error`.
 
-    Args:
-        facts: As for `check_agreement`.
-        refusal: The error with which this rank rejects its arguments, if any.
-
     Raises:
         RankDisagreementError: With the facts that differ, or with the error of each rank.
     """
@@ -421,11 +395,7 @@ def _timeout_s_of(dist_timeout: Any) -> float:
 
 
 def open_store(key: str) -> Any:
-    """Return a client of the default store.
-
-    Args:
-        key: The prefix of its keys.
-    """
+    """Return a client of the default store."""
     # PyTorch has no public accessor for its store, and a second store would need another port.
     shared = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     # A clone, because calls of one client block each other.

@@ -140,10 +140,6 @@ class KeptBuffers:
 
     A buffer is copied again only if PyTorch has seen it change: a large constant costs memory once and no time. Custom
     kernels must report their changes with `torch.autograd.graph.increment_version`.
-
-    Args:
-        model: Its modules are looked up once, their buffers at each batch.
-        num_batches: The number of batches whose copies are kept.
     """
 
     def __init__(self, model: nn.Module, num_batches: int = 1) -> None:
@@ -174,12 +170,7 @@ class KeptBuffers:
 
 
 class _OfModule:
-    """Buffers of one module, and copies of their values once `_fill` has made them.
-
-    Args:
-        owner: The module.
-        room: Earlier copies whose memory may be reused.
-    """
+    """Buffers of one module, and copies of their values once `_fill` has made them."""
 
     def __init__(self, owner: nn.Module, room: "_OfModule | None") -> None:
         self._buffers = owner._buffers  # pyright: ignore[reportPrivateUsage]

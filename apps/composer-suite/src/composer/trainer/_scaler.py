@@ -17,9 +17,6 @@ class ShardedGradScaler(GradScaler):
     torch's scaler refuses to mix both kinds, and reduces over the ranks that share the first gradient, which may not be
     the ranks that share the others. This one checks each rank's shards and combines the results of all ranks, so that
     all ranks step, or none. Without sharded weights it behaves as torch's.
-
-    Args:
-        device: The type of the gradients' device, `'cuda'` or `'cpu'`; further arguments are those of `GradScaler`.
     """
 
     # Overridden because the public `unscale_` divides and checks in one call of this method.
@@ -71,9 +68,6 @@ class ClosureGradScaler(ShardedGradScaler):
             *args: As for `GradScaler.step`.
             **kwargs: As for `GradScaler.step`, and `closure`, which computes the loss and scaled gradients, and may
                 unscale them. The optimizer may pass arguments to it.
-
-        Returns:
-            The return value of the optimizer's `step`.
         """
         closure: Callable[..., Any] | None = kwargs.pop("closure", None)
         if closure is None or not self.is_enabled():

@@ -36,13 +36,7 @@ def read_parallelism(given: TrainerArguments) -> ParallelismConfig | None:
 
 
 def plan_sharding(config: ParallelismConfig | None, precision: Precision, *, is_auto: bool) -> ShardingPlan | None:
-    """Return the sharding plan for parallelism settings, or `None` without any.
-
-    Args:
-        config: The settings.
-        precision: The precision of the run.
-        is_auto: Whether the microbatch size is `'auto'`.
-    """
+    """Return the sharding plan for parallelism settings, or `None` without any."""
     if config is None:
         return None
     if is_auto and config.fsdp2 is not None:

@@ -94,11 +94,7 @@ class StopAgreement:
         return self._last is not None and ended >= self._last
 
     def end(self, *, has_failed: bool) -> None:
-        """Stop polling, and return when no other rank needs an answer.
-
-        Args:
-            has_failed: Whether this rank leaves its training early, and so cannot agree to a last batch.
-        """
+        """Stop polling, and return when no other rank needs an answer."""
         self._has_failed = has_failed
         self._is_over.set()
         self._thread.join(2 * _PATIENCE_S)
@@ -199,9 +195,6 @@ def take_signals(engine: Engine) -> None:
     """Make signals that would kill this process raise `SystemExit`, until the engine is closed or collected.
 
     A custom handler stays, and so does a signal that is ignored.
-
-    Args:
-        engine: The engine of a Trainer. It is closed at interpreter exit, if not before.
     """
     global _process
     if threading.current_thread() is not threading.main_thread():
@@ -216,9 +209,6 @@ def take_signals(engine: Engine) -> None:
 
 def close_engine(engine: Engine) -> None:
     """Close the callbacks of an engine, and restore the default signal handlers after the last engine.
-
-    Args:
-        engine: The engine that was given to `take_signals`.
 
     Raises:
         SystemExit: After closing, if a signal arrived meanwhile.

@@ -45,13 +45,7 @@ _PLAIN = (bool, int, float, str, Time, type(None))
 
 
 def join_process_group(device: Device, timeout_s: float, *, is_needed: bool) -> None:
-    """Create the process group if this process is one of several; all ranks block here for each other.
-
-    Args:
-        device: The device of this rank.
-        timeout_s: The timeout of collectives in seconds.
-        is_needed: Whether even a single process needs a group.
-    """
+    """Create the process group if this process is one of several; all ranks block here for each other."""
     check_environment(os.environ)
     if get_world_size() > 1 or is_needed:
         dist.initialize_dist(device, timeout_s)
