@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from operator import attrgetter, index
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 from composer_events._state_layout import (
     get_metric_states,
@@ -563,45 +563,42 @@ def _apply(algorithm: Algorithm, state: State, logger: Any) -> None:
     )
 
 
+# The containers of a repr, by their nodes.
+_CONTAINERS: Mapping[type[ast.expr], Callable[[Iterable[Any]], Any]] = {ast.List: list, ast.Tuple: tuple, ast.Set: set}
+_ENUMS: Mapping[str, type[Event] | type[TimeUnit]] = {"Event": Event, "TimeUnit": TimeUnit}
+
+
 def _value(node: ast.expr) -> Any:
     match node:
         case ast.Constant(value=value):
             return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
         case ast.Name(id="inf" | "nan" as name):
             return getattr(math, name)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):
-            return -math.inf
-        case ast.List(elts=items):
-            return [_value(item) for item in items]
-        case ast.Tuple(elts=items):
-            return tuple(_value(item) for item in items)
-        case ast.Set(elts=items):
-            return {_value(item) for item in items}
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) | ast.Name() as operand):
+            return -_value(operand)
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+            return _CONTAINERS[type(node)](map(_value, items))
         case ast.Dict(keys=keys, values=values) if None not in keys:  # None is an unpacked mapping
             return {_value(key): _value(value) for key, value in zip(keys, values, strict=True) if key is not None}
-        case ast.Attribute(value=ast.Name(id="Event"), attr=name):
-            return Event(name)
-        case ast.Attribute(value=ast.Name(id="TimeUnit"), attr=name):
-            return TimeUnit(name)
+        case ast.Attribute(value=ast.Name(id="Event" | "TimeUnit" as kind), attr=name):
+            return _ENUMS[kind](name)
         case ast.Call(func=ast.Name(id="Time"), args=arguments):
             return Time(*map(_value, arguments), **_keywords(node))
         case _:
-            return _refuse(node)
+            raise _unreadable(node)
 
 
 def _keywords(call: ast.Call) -> dict[str, Any]:
     keywords: dict[str, Any] = {}
     for keyword in call.keywords:
         if keyword.arg is None:
-            _refuse(call)
+            raise _unreadable(call)
         keywords[keyword.arg] = _value(keyword.value)
     return keywords
 
 
-def _refuse(node: ast.expr) -> NoReturn:
-    raise ValueError(
+def _unreadable(node: ast.expr) -> ValueError:
+    return ValueError(
         f"{ast.unparse(node)!r} is not a value that is read from a checkpoint: only literals, Event.X, TimeUnit.X and "
         f"Time(...) are."
     )

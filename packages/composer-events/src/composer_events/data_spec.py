@@ -82,7 +82,11 @@ class DataSpec:
         self._count_tokens = get_num_tokens_in_batch or self._default_get_num_tokens_in_batch
         self.num_samples = num_samples
         if _is_torch_dataloader(dataloader):
-            _refuse_active_iterator(dataloader)
+            if cast(Any, dataloader)._iterator is not None:  # set only by a DataLoader with persistent workers
+                raise ValueError(
+                    f"The dataloader {dataloader!r} has an active iterator: its persistent workers have already begun "
+                    f"to read samples. Make a new DataLoader, or do not iterate over this one before training."
+                )
             _refuse_undistributed(dataloader)
             if num_samples is None:
                 self.num_samples = _length_or_none(cast(Any, dataloader).dataset)
@@ -140,18 +144,13 @@ def ensure_data_spec(dataloader: Any) -> DataSpec:
     """
     if isinstance(dataloader, DataSpec):
         return dataloader
-    if isinstance(dataloader, dict):
-        settings = cast("dict[str, Any]", dataloader)
-        _check_settings(settings)
-        return DataSpec(**settings)
-    return DataSpec(dataloader)
-
-
-def _check_settings(settings: Mapping[str, Any]) -> None:
+    if not isinstance(dataloader, dict):
+        return DataSpec(dataloader)
+    settings = cast("dict[str, Any]", dataloader)
     accepted = list(inspect.signature(DataSpec).parameters)
     unknown = [repr(key) for key in settings if key not in accepted]
     if not unknown and "dataloader" in settings:
-        return
+        return DataSpec(**settings)
     fault = (
         f"{', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} unknown" if unknown else "'dataloader' is missing"
     )
@@ -184,14 +183,6 @@ def _is_torch_dataloader(dataloader: object) -> bool:
     # A DataLoader exists only if this module has been imported.
     data = sys.modules.get("torch.utils.data")
     return data is not None and isinstance(dataloader, data.DataLoader)
-
-
-def _refuse_active_iterator(dataloader: Any) -> None:
-    if dataloader._iterator is not None:  # set only by a DataLoader with persistent workers
-        raise ValueError(
-            f"The dataloader {dataloader!r} has an active iterator: its persistent workers have already begun to read "
-            f"samples. Make a new DataLoader, or do not iterate over this one before training."
-        )
 
 
 def _refuse_undistributed(dataloader: Any) -> None:

@@ -337,7 +337,8 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
         plan.set_schedule(schedule, begins_now=True)
     stay_stopped(state, stopped)
     if asked.reset_time:
-        plan.begin_again(batches)
+        batches.restart()
+        runtime.position.forget()
     if asked.spin_dataloaders is not None:
         runtime.position.spin = asked.spin_dataloaders
     if asked.eval_dataloader is not None:

@@ -63,8 +63,15 @@ class TrainBatches:
             # If an exception prevented the step on the latest batch, it is yielded again.
             is_new = self._num_read == self._state.timestamp.num_batches_in_epoch
             if is_new and not self._ranks.all_have_a_batch(has_one := self._read()):
-                if has_one:
-                    self._say_others_had_none()
+                if has_one and not self._is_warned:
+                    self._is_warned = True
+                    warnings.warn(
+                        f"Another rank had no batch left after {self._num_read}, so epoch "
+                        f"{self._state.timestamp.num_epochs} ends there on all ranks; what global rank "
+                        f"{get_global_rank()} still had is not trained on. A sampler of dist.get_sampler(dataset) gives "
+                        "all ranks as many.",
+                        stacklevel=user_stacklevel(),
+                    )
                 # AFTER_DATALOADER has no batch to show here; only the profiler's span must end.
                 self._engine.run_marker_only_event(Event.AFTER_DATALOADER)
                 break
@@ -72,7 +79,7 @@ class TrainBatches:
             self._count(self._latest)
             yield self._latest
         if self._num_read == 0:
-            self._say_nothing_came()
+            self._raise_empty_dataloader()
         self._exhausted = True
 
     def resume(self) -> None:
@@ -125,18 +132,7 @@ class TrainBatches:
         self._latest = transform_batch(self.data_spec, batch)
         return True
 
-    def _say_others_had_none(self) -> None:
-        if self._is_warned:
-            return
-        self._is_warned = True
-        warnings.warn(
-            f"Another rank had no batch left after {self._num_read}, so epoch {self._state.timestamp.num_epochs} ends "
-            f"there on all ranks; what global rank {get_global_rank()} still had is not trained on. A sampler of "
-            "dist.get_sampler(dataset) gives all ranks as many.",
-            stacklevel=user_stacklevel(),
-        )
-
-    def _say_nothing_came(self) -> None:
+    def _raise_empty_dataloader(self) -> None:
         """Warn of an epoch without batches; raise if training would never end, or had batches before."""
         state = self._state
         message = (

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from composer.trainer._rank_sync import TOTAL, mean_total, missing_share
 from composer.trainer._restore import KeptBuffers, Snapshot, StepSnapshot
-from composer.trainer._sharding import watch_reductions
+from composer.trainer._scaler import states_of
+from composer.trainer._sharding import as_fsdp
 from composer.trainer.divergence import Divergence, DivergenceError, OnDivergence
 from composer_dist import get_world_size
 from composer_dist.strategy import Strategy
@@ -62,7 +64,8 @@ class DivergenceGuard:
         self._found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
         self._arrivals = DelayedReadback(device)
         # With sharded gradients, a reduction carries the result to all ranks; each rank sees only its own shard.
-        self._reductions = watch_reductions(strategy) if self._sees_gradients else None
+        fsdp = as_fsdp(strategy)
+        self._reductions = fsdp.watch_reductions() if fsdp is not None and self._sees_gradients else None
         self._defers = (
             device.type == "cuda"
             and policy.spike_factor is None
@@ -159,20 +162,29 @@ class DivergenceGuard:
 
     def _look(self, optimizer: Optimizer, losses: Mapping[str, Tensor], *, may_defer: bool = True) -> Divergence | None:
         """Return the divergence of the batch, if one is known."""
-        scaler, overflow = self._scaler, None
         is_bad_loss = missing_share(losses) != 0
-        if scaler is not None:
-            overflow = overflow_of(scaler, optimizer)
-            self._found.logical_or_(is_bad_loss & (overflow > 0))
-        elif self._sees_gradients:
-            self._look_at_gradients(optimizer)
-        else:
-            self._look_into_engine(is_bad_loss)
-        if self._defers and may_defer:
-            set_found_inf(optimizer, self._found if scaler is None else None)
-            facts = [self._found, torch.zeros_like(self._found) if overflow is None else overflow, is_bad_loss]
-            self._arrivals.send(self._state.timestamp.num_batches, torch.stack([fact.float() for fact in facts]))
+        overflow = self._find(optimizer, is_bad_loss)
+        if not (self._defers and may_defer):
+            return self._judge(losses, overflow, is_bad_loss)
+        set_found_inf(optimizer, self._found if self._scaler is None else None)
+        facts = [self._found, torch.zeros_like(self._found) if overflow is None else overflow, is_bad_loss]
+        self._arrivals.send(self._state.timestamp.num_batches, torch.stack([fact.float() for fact in facts]))
+        return None
+
+    def _find(self, optimizer: Optimizer, is_bad_loss: Tensor) -> Tensor | None:
+        """Set `found` on the device if the step would ruin the weights, and return the overflow of a scaler."""
+        if self._scaler is None:
+            if self._sees_gradients:
+                self._look_at_gradients(optimizer)
+            else:
+                self._look_into_engine(is_bad_loss)
             return None
+        overflow = overflow_of(self._scaler, optimizer)
+        self._found.logical_or_(is_bad_loss & (overflow > 0))
+        return overflow
+
+    def _judge(self, losses: Mapping[str, Tensor], overflow: Tensor | None, is_bad_loss: Tensor) -> Divergence | None:
+        """Read what was found, which synchronizes with the device."""
         has_overflown = overflow is not None and overflow.item() > 0
         # The loss may be bad on one rank only, while the averaged gradients overflow on all.
         if has_overflown and self._strategy.world_size > 1:
@@ -510,7 +522,7 @@ def set_found_inf(optimizer: Any, found: Tensor | None) -> None:
         del optimizer.grad_scale, optimizer.found_inf
 
 
-def overflow_of(scaler: Any, optimizer: Optimizer) -> Tensor:
-    """Return more than 0 if the scaler has found an overflow; there is no public method for this."""
-    per_device = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+def overflow_of(scaler: GradScaler, optimizer: Optimizer) -> Tensor:
+    """Return more than 0 if the scaler has found an overflow."""
+    per_device: dict[torch.device, Tensor] = states_of(scaler)[id(optimizer)]["found_inf_per_device"]
     return torch.stack([found.to(next(iter(per_device))) for found in per_device.values()]).sum()

@@ -111,7 +111,11 @@ class Evaluation:
                 if state.eval_timestamp.num_batches > 0:
                     self._report(evaluator.label, metrics)
                 else:
-                    _warn_of_nothing(evaluator)
+                    warnings.warn(
+                        f"No batches were evaluated for global rank {get_global_rank()}: the dataloader of evaluator "
+                        f"{evaluator.label!r} yielded none. An iterator, for one, can be read only once.",
+                        stacklevel=user_stacklevel(),
+                    )
                 run_event(Event.EVAL_END)
         finally:
             restore_dataloader(state, *before)
@@ -236,8 +240,7 @@ def _fill_shorter_lists(metrics: Mapping[str, Any]) -> None:
     use a flat float32 tensor, whatever shape and dtype the others have.
     """
     parts: list[Any] = [part for metric in metrics.values() for part in metric.modules()]
-    states: list[dict[str, Any]] = [getattr(part, "metric_state", {}) for part in parts]
-    lists: list[list[list[Any]]] = [[value for value in of.values() if type(value) is list] for of in states]
+    lists = [_lists_of(part) for part in parts]
     if get_world_size() == 1 or not any(lists):
         return
     own = [[[_kind_of(element) for element in found] for found in of_part] for of_part in lists]
@@ -247,21 +250,22 @@ def _fill_shorter_lists(metrics: Mapping[str, Any]) -> None:
             continue
         for found, kinds, *lengths in zip(of_part, longest, *of_ranks, strict=True):
             if min(map(len, lengths)) < len(kinds):
-                # A 0-d tensor has no empty form to pad with.
-                found[:] = [element.reshape(1) if element.ndim == 0 else element for element in found]
-                found += [torch.empty(0, *kind[1], dtype=kind[0], device=part.device) for kind in kinds[len(found) :]]
+                _pad(found, kinds, part.device)
+
+
+def _lists_of(part: Any) -> list[list[Any]]:
+    states: dict[str, Any] = getattr(part, "metric_state", {})
+    return [value for value in states.values() if type(value) is list]
+
+
+def _pad(found: list[Tensor], kinds: Sequence[tuple[torch.dtype, torch.Size]], device: torch.device) -> None:
+    # A 0-d tensor has no empty form to pad with.
+    found[:] = [element.reshape(1) if element.ndim == 0 else element for element in found]
+    found += [torch.empty(0, *shape, dtype=dtype, device=device) for dtype, shape in kinds[len(found) :]]
 
 
 def _kind_of(element: Any) -> tuple[torch.dtype, torch.Size] | None:
-    return (element.dtype, element.shape[1:]) if isinstance(element, torch.Tensor) else None
-
-
-def _warn_of_nothing(evaluator: Evaluator) -> None:
-    warnings.warn(
-        f"No batches were evaluated for global rank {get_global_rank()}: the dataloader of evaluator "
-        f"{evaluator.label!r} yielded none. An iterator, for one, can be read only once.",
-        stacklevel=user_stacklevel(),
-    )
+    return (element.dtype, element.shape[1:]) if isinstance(element, Tensor) else None
 
 
 def _of_batch(eval_forward: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -339,28 +343,36 @@ def make_evaluators(
     evaluators = [copy.copy(ensure_evaluator(item, names)) for item in items]
     warn_of_known_labels(evaluators, [])
     for evaluator in evaluators:
-        _check_names(evaluator, metrics)
-        if evaluator.auto_microbatching and device.name != "gpu":
-            raise ValueError(
-                f"Can only use adaptive device_eval_microbatch_size on GPU, and device is {device.name!r}: other "
-                f"devices do not say that they are out of memory. Give evaluator {evaluator.label!r} a number."
-            )
         if evaluator.subset_num_batches is None:
             evaluator.subset_num_batches = subset_num_batches
         if evaluator.eval_interval is None:
             evaluator.eval_interval = eval_interval
-        if evaluator.subset_num_batches == -1:
-            _refuse_endless(evaluator)
+        _check_evaluator(evaluator, metrics, device)
     return evaluators
 
 
-def _check_names(evaluator: Evaluator, metrics: Mapping[str, Any]) -> None:
+def _check_evaluator(evaluator: Evaluator, metrics: Mapping[str, Any], device: Device) -> None:
+    if evaluator.auto_microbatching and device.name != "gpu":
+        raise ValueError(
+            f"Can only use adaptive device_eval_microbatch_size on GPU, and device is {device.name!r}: other "
+            f"devices do not say that they are out of memory. Give evaluator {evaluator.label!r} a number."
+        )
     if evaluator.metric_names and not evaluator.select_metrics(metrics):
         there = ", ".join(metrics if evaluator.metrics is None else evaluator.metrics) or "none at all"
         raise ValueError(
             f"Evaluator {evaluator.label!r} has metric_names={evaluator.metric_names!r}, and no metric is called so. "
             f"There are {there}. Name some of these, or leave metric_names out for all."
         )
+    loader = evaluator.dataloader.dataloader
+    if evaluator.subset_num_batches != -1 or not hasattr(loader, "__len__"):
+        return
+    try:
+        len(loader)
+    except TypeError as error:
+        raise ValueError(
+            f"eval_subset_num_batches must be set when using an infinite sized dataloader: evaluator "
+            f"{evaluator.label!r} has {loader!r}, whose length is unknown. Say how many batches an evaluation reads."
+        ) from error
 
 
 def _warn_of_idle(eval_interval: Any, subset_num_batches: int, present: Sequence[Evaluator]) -> None:
@@ -401,19 +413,6 @@ def _listed(given: Any) -> Sequence[Any]:
 def _is_batch(item: Any) -> bool:
     """Return whether an item of a list is a batch (the list is one dataloader), not a dataloader of its own."""
     return isinstance(item, (tuple, Tensor)) or (isinstance(item, Mapping) and "dataloader" not in item)
-
-
-def _refuse_endless(evaluator: Evaluator) -> None:
-    loader = evaluator.dataloader.dataloader
-    if not hasattr(loader, "__len__"):
-        return
-    try:
-        len(loader)
-    except TypeError as error:
-        raise ValueError(
-            f"eval_subset_num_batches must be set when using an infinite sized dataloader: evaluator "
-            f"{evaluator.label!r} has {loader!r}, whose length is unknown. Say how many batches an evaluation reads."
-        ) from error
 
 
 def metrics_by_name(model: ComposerModel, *, is_train: bool) -> Mapping[str, Any]:

@@ -146,11 +146,24 @@ class Schedule:
 
     def scale(self, duration: Time[Any] | None) -> Time[Any] | None:
         """Return the duration, scaled like the schedules."""
-        return duration if duration is None or self.ratio == 1.0 else _scaled(duration, self.ratio)
+        if duration is None or self.ratio == 1.0:
+            return duration
+        scaled = duration * self.ratio
+        if scaled.value <= 0:
+            raise ValueError(
+                f"Scale schedule has reduced the max_duration to 0: scale_schedule_ratio={self.ratio!r} of "
+                f"max_duration={duration.to_timestring()!r}. Raise either of them."
+            )
+        return scaled
 
     def compile(self, state: State) -> list[LRScheduler]:
         """Scale every schedule, compile all to PyTorch schedulers, and set the learning rates."""
-        _check_state(self.schedulers, state)
+        for scheduler in self.schedulers:
+            if compiled_for(scheduler) not in (None, state):
+                raise ValueError(
+                    f"schedulers holds a {type(scheduler).__name__} that was compiled for another State than the "
+                    f"trainer's, whose timestamp does not move. Give the Composer scheduler itself, uncompiled."
+                )
         if not all(isinstance(scheduler, LRScheduler) for scheduler in self.schedulers):
             return compile_composer_schedulers(self.schedulers, state, self.ratio)
         scale_pytorch_schedulers(self.schedulers, self.ratio)
@@ -240,26 +253,6 @@ def check_optimizers_of(schedulers: tuple[Any, ...], optimizers: Sequence[Optimi
 
 def _parameters(optimizers: Iterable[Optimizer]) -> Iterator[Any]:
     return (parameter for one in optimizers for group in one.param_groups for parameter in group["params"])
-
-
-def _check_state(schedulers: tuple[Any, ...], state: State) -> None:
-    """Raise if a scheduler was compiled for another state, whose timestamp does not advance."""
-    for scheduler in schedulers:
-        if compiled_for(scheduler) not in (None, state):
-            raise ValueError(
-                f"schedulers holds a {type(scheduler).__name__} that was compiled for another State than the "
-                f"trainer's, whose timestamp does not move. Give the Composer scheduler itself, uncompiled."
-            )
-
-
-def _scaled(max_duration: Time[Any], ratio: float) -> Time[Any]:
-    scaled = max_duration * ratio
-    if scaled.value <= 0:
-        raise ValueError(
-            f"Scale schedule has reduced the max_duration to 0: scale_schedule_ratio={ratio!r} of "
-            f"max_duration={max_duration.to_timestring()!r}. Raise either of them."
-        )
-    return scaled
 
 
 def to_duration(given: int | str | Time[int] | None, name: str) -> Time[int] | None:
@@ -447,11 +440,6 @@ class FitPlan:
             self.settings = replace(self.settings, pending=None, steps_every_batch=pending.every_batch)
         if begins_now:  # a load, another duration or a stop has changed the rates since they were set
             SchedulerSteps(state, self.settings.steps_every_batch).set_rates()
-
-    def begin_again(self, batches: TrainBatches) -> None:
-        """Restart the data, since the timestamp was reset."""
-        batches.restart()
-        self._position.forget()
 
     def close(self) -> None:
         """Stop the dataloader's worker processes, which may be persistent or in the middle of an epoch."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from composer.trainer._arguments import user_stacklevel
-from composer.trainer._sharding import check_repeatable
+from composer.trainer._sharding import as_fsdp
 from composer_dist.ddp import DDP
 from composer_dist.devices import Device
 from composer_dist.strategy import Strategy
@@ -44,7 +44,6 @@ class Microbatching:
         """Create one from the arguments `device_train_microbatch_size` and `grad_accum`."""
         if grad_accum is not None:
             _check_grad_accum(grad_accum)
-            _warn_of_grad_accum(grad_accum)
             if size is not None and grad_accum != 1:
                 raise ValueError(
                     "Cannot use both device_train_microbatch_size and grad_accum: they are "
@@ -101,24 +100,20 @@ def size_for(batch: Any, data_spec: DataSpec, state: State) -> int | float:
     return state.device_train_microbatch_size
 
 
-def warn_of_padding(microbatches: Sequence[Any], data_spec: DataSpec) -> None:
-    """Warn if token weights would count padding, because all tokens are counted."""
+def check_token_weights(num_tokens: int | float, microbatches: Sequence[Any], data_spec: DataSpec) -> None:
+    """Reject token weights if no tokens are counted, and warn if they would count padding."""
     if not data_spec.counts_tokens_by_default:
         return
+    if not num_tokens:
+        raise ValueError(
+            "accumulate_train_batch_on_tokens=True, and no tokens are counted in a batch: it has no input_ids, and the "
+            f"dataset no max_seq_len. Have them counted: {_COUNTED}"
+        )
     if any(map(_has_ignored_labels, microbatches)):
         warnings.warn(
             f"accumulate_train_batch_on_tokens=True counts all tokens of a microbatch, also those with the label "
             f"{_IGNORED}, which enter no loss. Have them counted apart: {_COUNTED}",
             stacklevel=user_stacklevel(),
-        )
-
-
-def refuse_uncounted(num_tokens: int | float, data_spec: DataSpec) -> None:
-    """Reject token weights if the tokens of a batch are unknown."""
-    if not num_tokens and data_spec.counts_tokens_by_default:
-        raise ValueError(
-            "accumulate_train_batch_on_tokens=True, and no tokens are counted in a batch: it has no input_ids, and the "
-            f"dataset no max_seq_len. Have them counted: {_COUNTED}"
         )
 
 
@@ -139,7 +134,8 @@ def refuse_unrepeatable(microbatching: Microbatching, strategy: Strategy, *, is_
             f"device_train_microbatch_size='auto' does not go with ddp_comm_hook={strategy.comm_hook!r}: gradients are "
             "averaged apart from the backward pass, past the hook. Leave the hook out, or give the size as a number."
         )
-    check_repeatable(strategy)
+    if fsdp := as_fsdp(strategy):
+        fsdp.check_repeatable()
     if is_deepspeed:
         raise ValueError(
             "device_train_microbatch_size='auto' does not go with deepspeed_config: DeepSpeed's engine cannot repeat "
@@ -162,15 +158,11 @@ def _say_not_positive(size: Any) -> str:
 
 
 def _check_grad_accum(count: Any) -> None:
-    if count == _AUTO or (isinstance(count, int) and not isinstance(count, bool) and count >= 1):
-        return
-    raise ValueError(
-        f"grad_accum={count!r} must be a whole number of microbatches from 1, or 'auto'. Better give "
-        "device_train_microbatch_size, the number of samples in each."
-    )
-
-
-def _warn_of_grad_accum(count: int | str) -> None:
+    if count != _AUTO and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise ValueError(
+            f"grad_accum={count!r} must be a whole number of microbatches from 1, or 'auto'. Better give "
+            "device_train_microbatch_size, the number of samples in each."
+        )
     newer = "'auto'" if count == _AUTO else f"the batch size of a rank divided by {count}"
     warnings.warn(
         f"grad_accum={count!r} is an older spelling. Write device_train_microbatch_size=..., here {newer}. A "

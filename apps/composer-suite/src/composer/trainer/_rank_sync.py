@@ -98,7 +98,11 @@ class Ranks:
         if self._is_alone:
             return int(num_samples), num_tokens, duration_s
         if self.same_batch_size and not self.listen and self._count_tokens is False:
-            self._refuse_tokens(num_tokens)
+            if num_tokens:
+                raise ValueError(
+                    f"A batch has {num_tokens} tokens, but the first batch had none on any rank. Give a "
+                    "DataSpec(dataloader, get_num_tokens_in_batch=...) that counts the tokens of every batch."
+                )
             return round(num_samples * self.world_size), 0, duration_s
         of_rank_0 = duration_s if get_global_rank() == 0 else 0.0
         has_news = float(self._losses.has_news)
@@ -125,13 +129,6 @@ class Ranks:
         # By Cauchy-Schwarz, the numbers are equal if and only if n times the sum of squares is the square of the sum.
         total, count, squares = self._strategy.sum([float(weight), num_microbatches, num_microbatches**2])
         return total / self.world_size, squares * self.world_size == count**2
-
-    def _refuse_tokens(self, num_tokens: int) -> None:
-        if num_tokens:
-            raise ValueError(
-                f"A batch has {num_tokens} tokens, but the first batch had none on any rank. Give a "
-                "DataSpec(dataloader, get_num_tokens_in_batch=...) that counts the tokens of every batch."
-            )
 
 
 def sum_over_everybody(values: Sequence[int]) -> Sequence[int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from composer.trainer._arguments import user_stacklevel
-from composer_dist import get_global_rank, get_world_size
+from composer_dist import get_world_size
 
 if TYPE_CHECKING:
     from composer.trainer._arguments import TrainerArguments
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from composer_events.algorithm import Algorithm
     from composer_events.state import State
     from composer_fsdp import FSDP, ParallelismConfig, ShardingPlan
-    from composer_fsdp.gradients import ReductionWatch
 
 
 def read_parallelism(given: TrainerArguments) -> ParallelismConfig | None:
@@ -79,12 +78,17 @@ def _refuse_with_sharding(
             )
 
 
+def as_fsdp(strategy: Strategy) -> FSDP | None:
+    """Return a strategy that shards the model, and `None` for any other, without importing the class."""
+    return cast("FSDP", strategy) if hasattr(strategy, "plan") else None
+
+
 def facts_of(strategy: Strategy) -> dict[str, Any] | None:
     """Return the sharding settings that must agree on all ranks."""
-    plan: ShardingPlan | None = getattr(strategy, "plan", None)
-    if plan is None:
+    fsdp = as_fsdp(strategy)
+    if fsdp is None:
         return None
-    facts = plan.to_dict()
+    plan, facts = fsdp.plan, fsdp.plan.to_dict()
     # Ranks may belong to different parts of a mesh. Their lists of ranks differ then, and are compared later.
     if plan.device_mesh is not None:
         facts["device_mesh"] = (plan.device_mesh.mesh_dim_names, tuple(plan.device_mesh.shape))
@@ -93,36 +97,11 @@ def facts_of(strategy: Strategy) -> dict[str, Any] | None:
     return facts
 
 
-def batch_rank(strategy: Strategy) -> int:
-    """Return the index of this rank's part of a step's batch; tensor parallel ranks read the same part."""
-    return cast("FSDP", strategy).batch_rank if hasattr(strategy, "plan") else get_global_rank()
-
-
-def refuse_late_surgery(strategy: Strategy) -> None:
-    """Reject a model whose layers were replaced after sharding."""
-    if hasattr(strategy, "plan"):
-        cast("FSDP", strategy).sharded.check_unchanged()
-
-
-def watch_reductions(strategy: Strategy) -> ReductionWatch | None:
-    """Return the watch that finds non-finite sharded gradients without an extra message, if there is one.
-
-    Every rank must call this.
-    """
-    return cast("FSDP", strategy).watch_reductions() if hasattr(strategy, "plan") else None
-
-
-def check_repeatable(strategy: Strategy) -> None:
-    """Reject a sharded model whose steps cannot be repeated."""
-    if hasattr(strategy, "plan"):
-        cast("FSDP", strategy).check_repeatable()
-
-
 def share_mesh(strategy: Strategy, state: State) -> None:
     """Give the strategy and the state the same device mesh, whichever of them created it."""
-    if not hasattr(strategy, "plan"):
+    fsdp = as_fsdp(strategy)
+    if fsdp is None:
         return
-    fsdp = cast("FSDP", strategy)
     fsdp.seed = state.rank_zero_seed
     if state.device_mesh is not None:
         fsdp.mesh = state.device_mesh

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from composer.trainer import _error_context as error_context
 from composer.trainer._divergence_guard import DivergenceGuard
-from composer.trainer._microbatching import refuse_uncounted, size_for, warn_of_padding
+from composer.trainer._microbatching import check_token_weights, size_for
 from composer.trainer._oom import HalveOnOom
 from composer.trainer._rank_sync import TOTAL, Ranks, add_finite, mean_total
 from composer_dist import get_precision_context
@@ -284,8 +284,7 @@ class BatchTrainer:
             sum(weights), len(weights), is_count_of_samples=not self._by_tokens
         )
         if self._by_tokens and not self._has_looked_at_tokens:
-            refuse_uncounted(whole, spec)
-            warn_of_padding(microbatches, spec)
+            check_token_weights(whole, microbatches, spec)
             self._has_looked_at_tokens = True
         if len(weights) == 1 and weights[0] == whole and whole:
             return [1.0], is_aligned

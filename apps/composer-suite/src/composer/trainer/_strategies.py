@@ -17,7 +17,7 @@ from torch import nn
 from composer.trainer._arguments import user_stacklevel
 from composer.trainer._microbatching import size_of_batches
 from composer.trainer._rank_sync import Ranks, agreed_facts, compare
-from composer.trainer._sharding import batch_rank, facts_of, make_strategy, refuse_late_surgery
+from composer.trainer._sharding import as_fsdp, facts_of, make_strategy
 from composer_dist import agreement, dist, get_global_rank, get_world_size, reproducibility
 from composer_dist.ddp import DDP
 from composer_dist.deepspeed import check_deepspeed_fits, parse_deepspeed_config
@@ -180,7 +180,9 @@ def share_seed(seed: int | None) -> int:
 
 def seed_rank(rank_zero_seed: int, strategy: Strategy) -> None:
     """Seed this rank, so that dropout and augmentation differ between ranks, unless ranks share a batch."""
-    reproducibility.seed_all((rank_zero_seed + batch_rank(strategy)) % (reproducibility.MAX_SEED + 1))
+    fsdp = as_fsdp(strategy)
+    batch_rank = get_global_rank() if fsdp is None else fsdp.batch_rank  # tensor parallel ranks read the same part
+    reproducibility.seed_all((rank_zero_seed + batch_rank) % (reproducibility.MAX_SEED + 1))
 
 
 def share_run_name(run_name: str) -> str:
@@ -208,7 +210,8 @@ def share_length(state: State) -> None:
 
 def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec, strategy: Strategy) -> None:
     """Compare the state of the ranks, and determine what they have to exchange. Every rank must call this."""
-    refuse_late_surgery(strategy)
+    if fsdp := as_fsdp(strategy):
+        fsdp.sharded.check_unchanged()
     if get_world_size() > 1:
         agreement.check_agreement(
             {
