@@ -8,7 +8,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
@@ -435,16 +435,8 @@ def unknown_keyword_error(method: str, name: str, names: Iterable[str], instead:
     return f"Trainer.{method}() got an unexpected keyword argument {name!r}. {instead}"
 
 
-_OLDER_NAMES_ONLY: dict[str, Any] = {
-    "save_artifact_name": None,
-    "save_latest_artifact_name": None,
-    "compute_training_metrics": True,
-    "fsdp_config": None,
-    "fsdp_auto_wrap": None,
-    "load_fsdp_monolith_rank0_only": None,
-}
-"""Arguments that have an older name only, with their defaults."""
-
+# Arguments that have an older name only, with their defaults.
+_OLDER_NAMES_ONLY = {each.name: each.default for each in fields(TrainerArguments) if each.default is not MISSING}
 _INTERVALS = {"epoch": "1ep", "batch": "1ba"}
 
 

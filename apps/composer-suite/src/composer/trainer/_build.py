@@ -375,14 +375,7 @@ class Runtime:
     Attributes:
         model: The user's model; `state.model` may wrap it.
         saver: The checkpoint saver, if any.
-        state: The state of training.
-        engine: Runs the events.
-        logger: Passes values to the loggers.
-        strategy: The distributed strategy.
-        ranks: Communication between ranks during training.
         position: The position in the training data, which checkpoints store.
-        plan: The data and duration of training.
-        preemption: Handling of signals.
         halve_on_oom: The state of `'auto'` microbatching.
         divergences: The batches for which `on_divergence` acted.
         local_hparams: What `auto_log_hparams` logged.

@@ -68,8 +68,8 @@ class TrainBatches:
                     warnings.warn(
                         f"Another rank had no batch left after {self._num_read}, so epoch "
                         f"{self._state.timestamp.num_epochs} ends there on all ranks; what global rank "
-                        f"{get_global_rank()} still had is not trained on. A sampler of dist.get_sampler(dataset) gives "
-                        "all ranks as many.",
+                        f"{get_global_rank()} still had is not trained on. A sampler of dist.get_sampler(dataset) "
+                        "gives all ranks as many.",
                         stacklevel=user_stacklevel(),
                     )
                 # AFTER_DATALOADER has no batch to show here; only the profiler's span must end.

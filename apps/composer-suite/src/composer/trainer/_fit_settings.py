@@ -339,39 +339,6 @@ class FitSettings:
     steps_every_batch: bool | None = True
 
 
-@dataclass(frozen=True, slots=True)
-class _StateSettings:
-    """The same on the state."""
-
-    train_dataloader: Any
-    data: tuple[Any, str | None, Any]
-    max_duration: Time[Any] | None
-    stopped_duration: str | None
-    timestamp: Timestamp
-    microbatches: tuple[int | float | None, int | None, bool]
-    schedulers: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, state: State) -> _StateSettings:
-        return cls(
-            state.train_dataloader,
-            (state.dataloader, state.dataloader_label, state.dataloader_len),
-            state.max_duration,
-            state.stopped_duration,
-            state.timestamp,
-            (state.device_train_microbatch_size, state.grad_accum, state.auto_microbatching),
-            tuple(state.schedulers),
-        )
-
-    def restore(self, state: State) -> None:
-        state.train_dataloader = self.train_dataloader
-        state.max_duration, state.stopped_duration = self.max_duration, self.stopped_duration
-        state.timestamp = self.timestamp
-        state.device_train_microbatch_size, state.grad_accum, state.auto_microbatching = self.microbatches
-        state.schedulers = list(self.schedulers)
-        restore_dataloader(state, *self.data)
-
-
 class FitPlan:
     """Holds the settings that a fit needs, from the constructor or from earlier fits."""
 
@@ -450,10 +417,30 @@ class FitPlan:
     @contextmanager
     def unchanged_on_error(self) -> Generator[None]:
         """Return a context that restores all settings if the fit turns out to be impossible."""
-        settings, on_state = self.settings, _StateSettings.of(self._state)
+        settings, state = self.settings, self._state
+        data, schedulers = (state.dataloader, state.dataloader_label, state.dataloader_len), list(state.schedulers)
+        before = (
+            state.train_dataloader,
+            state.max_duration,
+            state.stopped_duration,
+            state.timestamp,
+            state.device_train_microbatch_size,
+            state.grad_accum,
+            state.auto_microbatching,
+        )
         try:
             yield
         except BaseException:
             self.settings = settings
-            on_state.restore(self._state)
+            (
+                state.train_dataloader,
+                state.max_duration,
+                state.stopped_duration,  # after the duration, whose assignment resets it
+                state.timestamp,
+                state.device_train_microbatch_size,
+                state.grad_accum,
+                state.auto_microbatching,
+            ) = before
+            state.schedulers = schedulers
+            restore_dataloader(state, *data)
             raise

@@ -114,14 +114,9 @@ class BatchTrainer:
 
     Args:
         state: Its `batch`, `outputs` and `loss` follow the microbatch at work; the whole batch is back at the end.
-        engine: Runs the events.
-        strategy: Computes and applies the gradients.
         model: The user's model, whose `loss` is called; `state.model` may wrap it.
-        data_spec: Splits the batch, counts it and prepares it on the device.
-        autocast: Creates the precision context of a forward pass and a loss.
         metrics: Receives each microbatch as it was before algorithms changed it.
         create_graph: Whether an algorithm differentiates through the gradients.
-        ranks: Provides the weight of the batch over all ranks.
         by_tokens: Whether microbatches are weighted by their loss-generating tokens instead of their samples.
         guard: Decides whether each step may be taken; `None` takes all.
         oom: Repeats batches that do not fit into memory; `None` if the microbatch size is fixed.

@@ -18,6 +18,7 @@ from composer.trainer._step import BatchTrainer
 from composer_events.engine import Engine
 from composer_events.event import Event
 from composer_events.state import State
+from composer_time import Timestamp
 
 
 class FitEvaluation:
@@ -109,7 +110,7 @@ class Loop:
 
             if self.batches.epoch_is_complete():
                 self.report.train_metrics()
-                self._advance_epoch()
+                self._advance(state.timestamp.to_next_epoch())
                 if schedulers:
                     self.schedulers.after_epoch()
 
@@ -117,7 +118,7 @@ class Loop:
                 self.evaluate(Event.EPOCH_END)
                 run_event(Event.EPOCH_CHECKPOINT)
                 if self.batches.iteration_is_complete():
-                    self._advance_iteration()
+                    self._advance(state.timestamp.to_next_iteration())
 
                     run_event(Event.ITERATION_END)
                     run_event(Event.ITERATION_CHECKPOINT)
@@ -144,19 +145,11 @@ class Loop:
         return iter(self.batches)
 
     def _advance_batch(self) -> None:
-        state = self.state
         samples, tokens, seconds = self.ranks.total(
             self.batches.num_samples, self.batches.num_tokens, self.clock.end_batch_s()
         )
-        state.previous_timestamp = state.timestamp
-        state.timestamp = state.timestamp.to_next_batch(
-            samples=samples, tokens=tokens, duration=datetime.timedelta(seconds=seconds)
-        )
+        duration = datetime.timedelta(seconds=seconds)
+        self._advance(self.state.timestamp.to_next_batch(samples=samples, tokens=tokens, duration=duration))
 
-    def _advance_epoch(self) -> None:
-        self.state.previous_timestamp = self.state.timestamp
-        self.state.timestamp = self.state.timestamp.to_next_epoch()
-
-    def _advance_iteration(self) -> None:
-        self.state.previous_timestamp = self.state.timestamp
-        self.state.timestamp = self.state.timestamp.to_next_iteration()
+    def _advance(self, timestamp: Timestamp) -> None:
+        self.state.previous_timestamp, self.state.timestamp = self.state.timestamp, timestamp
