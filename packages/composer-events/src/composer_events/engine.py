@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import is_
-from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from composer_events._hooks import (
     Closer,
@@ -320,7 +320,12 @@ class Engine:
             kind = "pass"
             # The default passes depend on few properties of the algorithms, so their result is cached.
             for hook in (self._default_order,) if is_default else self.algorithm_passes:
-                matched = _checked_order(hook(matched, event))
+                matched = hook(matched, event)
+                if not isinstance(matched, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]  # of the user
+                    raise TypeError(
+                        f"A pass returned {matched!r}, which is not a sequence of algorithms. It must return the "
+                        f"algorithms to run, in order; a pass that changes nothing returns the list that it received."
+                    )
             kind, event_name = "algorithm", str(event)
             for order, hook in enumerate(matched):
                 with self._observer.marker(kind, hook, event, state) if is_observed else _UNOBSERVED:
@@ -367,15 +372,6 @@ class Engine:
                 f"continue; a closed one, or one whose callbacks a later Trainer has taken, has released the files and "
                 f"connections of its loggers."
             )
-
-
-def _checked_order(ordered: object) -> Sequence[Algorithm]:
-    if not isinstance(ordered, Sequence):
-        raise TypeError(
-            f"A pass returned {ordered!r}, which is not a sequence of algorithms. It must return the algorithms to "
-            f"run, in order; a pass that changes nothing returns the list that it received."
-        )
-    return cast("Sequence[Algorithm]", ordered)
 
 
 _MAX_KEPT: Final = 256

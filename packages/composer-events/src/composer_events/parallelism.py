@@ -56,7 +56,7 @@ def parallelism_degrees(fsdp_config: Any, tp_config: Any, world_size: int) -> di
     for axis, degree in given.items():
         if degree is None:
             continue
-        if isinstance(degree, bool) or not isinstance(degree, int) or (degree < 1 and degree != _FILLS_UP):
+        if type(degree) is not int or (degree < 1 and degree != _FILLS_UP):
             raise ValueError(
                 f"{axis.value}_degree={degree!r} is not a number of ranks: it has to be 1 or more, or -1 for all ranks "
                 f"that the other degrees leave."

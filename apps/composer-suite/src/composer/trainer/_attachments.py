@@ -41,25 +41,30 @@ def choose_destinations(given: TrainerArguments) -> list[LoggerDestination]:
             destination.is_resuming = given.autoresume
     if given.progress_bar and not _is_given("progress_bar", ProgressBarLogger, destinations):
         destinations.append(ProgressBarLogger(given.console_stream, given.log_traces))
-    # None was the default of earlier releases: the console, unless there is a progress bar.
-    wants_console = not given.progress_bar if given.log_to_console is None else given.log_to_console
-    console = None
-    if wants_console or not (given.is_default("console_log_interval") and given.is_default("console_stream")):
-        # Created even if it is not wanted, so that a wrong interval is an error on every rank and machine.
-        console = ConsoleLogger(given.console_log_interval, given.console_stream, given.log_traces)
-    if console is not None and wants_console and not _is_given("log_to_console", ConsoleLogger, destinations):
-        if given.progress_bar:
-            warnings.warn(
-                "progress_bar=True and log_to_console=True both write to the console, each into the other's lines. "
-                "Give progress_bar=False.",
-                stacklevel=user_stacklevel(),
-            )
-        destinations.append(console)
+    _add_console(given, destinations)
     is_given = any(isinstance(destination, MosaicMLLogger) for destination in destinations)
     on_platform = os.environ.get(MOSAICML_PLATFORM_ENV_VAR, "").lower() == "true"
     if on_platform and os.environ.get(MOSAICML_ACCESS_TOKEN_ENV_VAR) and not is_given:
         destinations.append(MosaicMLLogger())
     return destinations
+
+
+def _add_console(given: TrainerArguments, destinations: list[LoggerDestination]) -> None:
+    # None was the default of earlier releases: the console, unless there is a progress bar.
+    is_wanted = not given.progress_bar if given.log_to_console is None else given.log_to_console
+    if not is_wanted and given.is_default("console_log_interval") and given.is_default("console_stream"):
+        return
+    # Created even if it is not wanted, so that a wrong interval is an error on every rank and machine.
+    console = ConsoleLogger(given.console_log_interval, given.console_stream, given.log_traces)
+    if not is_wanted or _is_given("log_to_console", ConsoleLogger, destinations):
+        return
+    if given.progress_bar:
+        warnings.warn(
+            "progress_bar=True and log_to_console=True both write to the console, each into the other's lines. "
+            "Give progress_bar=False.",
+            stacklevel=user_stacklevel(),
+        )
+    destinations.append(console)
 
 
 def record_failure(error: BaseException, state: State) -> None:

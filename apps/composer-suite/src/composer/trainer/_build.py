@@ -6,6 +6,7 @@ Nothing is written, loaded or communicated before all arguments have been checke
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -66,18 +67,17 @@ from composer.trainer._strategies import (
     check_recomputation,
     choose_strategy,
     complete_deepspeed_config,
-    join_process_group,
     recompute_activations,
     seed_rank,
-    share_run_name,
     share_seed,
     size_for_deepspeed,
 )
 from composer.trainer.divergence import OnDivergence, to_policy
 from composer.trainer.loop import FitEvaluation, Loop
 from composer_checkpoint.data_position import DataPosition
-from composer_dist import Precision, dist, reproducibility, seed_context
+from composer_dist import Precision, dist, get_world_size, reproducibility, seed_context
 from composer_dist.devices import Device, get_device
+from composer_dist.env import check_environment
 from composer_events.algorithm import Algorithm
 from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback
@@ -144,9 +144,9 @@ def build(arguments: TrainerArguments) -> Runtime:
     """
     resolved = resolve(arguments)
     set_log_level(arguments.python_log_level)
-    join_process_group(
-        resolved.device, arguments.dist_timeout, is_needed=resolved.placement.strategy.prepares_before_load
-    )
+    check_environment(os.environ)
+    if get_world_size() > 1 or resolved.placement.strategy.prepares_before_load:  # sharding needs a group in any case
+        dist.initialize_dist(resolved.device, arguments.dist_timeout)  # all ranks block here for each other
     check_agreement(arguments, resolved)
     runtime = Runtime(arguments, resolved)
     try:
@@ -286,7 +286,9 @@ def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_ze
     bind_profiler(
         arguments.profiler, state, None if resolved.saver in ensure_tuple(arguments.callbacks) else resolved.saver
     )
-    state.run_name = share_run_name(state.run_name)
+    names = [state.run_name]
+    dist.broadcast_object_list(names, src=0)
+    state.run_name = names[0]
     state.strategy = resolved.placement.strategy  # checkpoint saving asks the strategy for the whole weights
     share_mesh(resolved.placement.strategy, state)
     return state
@@ -317,16 +319,14 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
             f"{state.precision.value!r}. Give it to the constructor."
         )
     scaler = make_scaler(new_precision, state.device, state.optimizers)
-    microbatching = None
-    if asked.device_train_microbatch_size is not None or asked.grad_accum is not None:
-        microbatching = Microbatching.of(
-            asked.device_train_microbatch_size, asked.grad_accum, state.device, profiler=state.profiler
-        )
+    size, count = asked.device_train_microbatch_size, asked.grad_accum
+    microbatching = plan.settings.microbatching
+    if (size, count) != (None, None):
+        microbatching = Microbatching.of(size, count, state.device, profiler=state.profiler)
         refuse_unrepeatable(microbatching, runtime.strategy, is_deepspeed=state.deepspeed_enabled)
     stopped = None if longer is not None or asked.reset_time else state.stopped_duration
     with plan.unchanged_on_error():
-        if microbatching is not None:
-            plan.settings = replace(plan.settings, microbatching=microbatching)
+        plan.settings = replace(plan.settings, microbatching=microbatching)
         batches = plan.choose_batches(
             asked.train_dataloader, asked.train_dataloader_label, asked.train_subset_num_batches
         )

@@ -11,7 +11,7 @@ from typing import Any
 from composer.trainer import _error_context as error_context
 from composer.trainer._arguments import user_stacklevel
 from composer.trainer._rank_sync import Ranks, next_batch
-from composer.trainer._step import transform_batch
+from composer.trainer._step import transform
 from composer_checkpoint.data_position import DataPosition, dataset_counts_samples, keeps_own_state
 from composer_dist import get_global_rank, get_local_rank, get_world_size
 from composer_dist.stale_memory import tidy_shared_memory
@@ -129,7 +129,7 @@ class TrainBatches:
         if batch is _NO_BATCH:
             return False
         self._is_untouched = False
-        self._latest = transform_batch(self.data_spec, batch)
+        self._latest = transform("batch_transforms", self.data_spec, batch)
         return True
 
     def _raise_empty_dataloader(self) -> None:

@@ -22,7 +22,7 @@ from composer.trainer._data import Clock
 from composer.trainer._oom import Attempts, Stage, halve, release_memory
 from composer.trainer._rank_sync import Ranks, next_batch
 from composer.trainer._restore import MetricsUndo
-from composer.trainer._step import Autocast, cut, transform_batch, transform_microbatch
+from composer.trainer._step import Autocast, cut, transform
 from composer_checkpoint.data_position import set_epoch
 from composer_checkpoint.seeded_batches import SeededBatches, can_be_seeded, derive_seed, seeded
 from composer_dist import dist, get_global_rank, get_world_size
@@ -135,7 +135,7 @@ class Evaluation:
             batch = next_batch(batches, spec.dataloader, num_read, _NO_BATCH) if may_read else _NO_BATCH
             if not ranks.all_have_a_batch(batch is not _NO_BATCH):
                 break
-            yield transform_batch(spec, batch)
+            yield transform("batch_transforms", spec, batch)
 
     @error_context.stage("an evaluation")
     def _evaluate_batch(self, evaluator: Evaluator, metrics: Mapping[str, Any], ranks: Ranks, padding: Padding) -> None:
@@ -182,7 +182,7 @@ class Evaluation:
         state, run_event = self._state, self._engine.run_event
         for microbatch, is_counted in parts:
             on_device = state.device.batch_to_device(microbatch)
-            state.batch = self._strategy.prepare_batch(transform_microbatch(spec, on_device))
+            state.batch = self._strategy.prepare_batch(transform("microbatch_transforms", spec, on_device))
             run_event(Event.EVAL_BEFORE_FORWARD)
             with self._autocast():
                 state.outputs = self._eval_forward(state.batch)

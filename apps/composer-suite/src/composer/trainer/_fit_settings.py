@@ -129,7 +129,18 @@ class Schedule:
         """Check the arguments of the user."""
         given = ensure_tuple(schedulers)
         for scheduler in given:
-            _check(scheduler)
+            if isinstance(scheduler, ReduceLROnPlateau):
+                raise ValueError(
+                    f"schedulers holds a {type(scheduler).__name__}, whose steps need a loss, and the trainer steps "
+                    f"schedulers without one. Use one that goes by time, or step it in a callback's eval_end."
+                )
+            is_class = isinstance(scheduler, type)
+            if not isinstance(scheduler, LRScheduler) and (is_class or not callable(scheduler)):
+                hint = f"Call it: {scheduler.__name__}(...)." if is_class else "Give one, such as LinearScheduler()."
+                raise TypeError(
+                    f"schedulers holds {scheduler!r}, which is no scheduler of PyTorch or Composer and no function of "
+                    f"the state. {hint}"
+                )
         if given:
             check_together(given)
         if ratio != 1.0:
@@ -222,21 +233,6 @@ def _start_of_epoch(now: Timestamp) -> Timestamp:
         sample_in_epoch=0,
         token_in_epoch=0,
     )
-
-
-def _check(scheduler: Any) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ValueError(
-            f"schedulers holds a {type(scheduler).__name__}, whose steps need a loss, and the trainer steps schedulers "
-            f"without one. Use one that goes by time, or step it in a callback's eval_end."
-        )
-    if not isinstance(scheduler, LRScheduler) and (not callable(scheduler) or isinstance(scheduler, type)):
-        is_class = isinstance(scheduler, type)
-        hint = f"Call it: {scheduler.__name__}(...)." if is_class else "Give an object, such as LinearScheduler()."
-        raise TypeError(
-            f"schedulers holds {scheduler!r}, which is no scheduler of PyTorch or Composer and no function of the "
-            f"state. {hint}"
-        )
 
 
 def check_optimizers_of(schedulers: tuple[Any, ...], optimizers: Sequence[Optimizer]) -> None:

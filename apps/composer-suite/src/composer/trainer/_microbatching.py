@@ -49,16 +49,20 @@ class Microbatching:
                     "Cannot use both device_train_microbatch_size and grad_accum: they are "
                     f"device_train_microbatch_size={size!r} and grad_accum={grad_accum!r}. Give the first alone."
                 )
-        name, asked = "device_train_microbatch_size", size
-        if size is None and grad_accum is not None:
-            name, asked = "grad_accum", grad_accum
-        if asked == _AUTO:
-            _check_auto(name, device, profiler)
-        elif name == "device_train_microbatch_size":
-            _check_size(asked)
-        if name == "grad_accum":
-            return cls(count=1 if asked == _AUTO else asked, is_auto=asked == _AUTO)
-        return cls(size=None if asked == _AUTO else asked, is_auto=asked == _AUTO)
+        is_count = size is None and grad_accum is not None
+        if (grad_accum if is_count else size) == _AUTO:
+            _check_auto("grad_accum" if is_count else "device_train_microbatch_size", device, profiler)
+            return cls(count=1 if is_count else None, is_auto=True)
+        if is_count:
+            return cls(count=grad_accum)
+        if size is not None and (isinstance(size, bool) or not isinstance(size, (int, float))):
+            raise ValueError(
+                f"device_train_microbatch_size must be an int or ``'auto'``: device_train_microbatch_size={size!r} is "
+                "not a number of samples. Leave it out to train on whole batches."
+            )
+        if size is not None and not size > 0:
+            raise ValueError(_not_positive(size))
+        return cls(size=size)
 
     def resolve(self, data_spec: DataSpec) -> int | float | None:
         """Return the number of samples in a microbatch of a dataloader; `None` if each batch has its own."""
@@ -68,7 +72,7 @@ class Microbatching:
         # A fraction of a sample is meaningful only for a custom `split_batch`.
         kinds = int if data_spec.split_batch is default_split_batch else (int, float)
         if isinstance(size, bool) or not isinstance(size, kinds) or not size > 0:
-            raise ValueError(_say_not_positive(size))
+            raise ValueError(_not_positive(size))
         if self.is_auto:
             _refuse_parts_of_samples(data_spec)
         return size
@@ -143,17 +147,7 @@ def refuse_unrepeatable(microbatching: Microbatching, strategy: Strategy, *, is_
         )
 
 
-def _check_size(size: Any) -> None:
-    if size is not None and (isinstance(size, bool) or not isinstance(size, (int, float))):
-        raise ValueError(
-            f"device_train_microbatch_size must be an int or ``'auto'``: device_train_microbatch_size={size!r} is no "
-            "number of samples. Leave it out to train on whole batches."
-        )
-    if size is not None and not size > 0:
-        raise ValueError(_say_not_positive(size))
-
-
-def _say_not_positive(size: Any) -> str:
+def _not_positive(size: Any) -> str:
     return f"device_train_microbatch_size={size!r} must be a whole number of samples greater than 0."
 
 

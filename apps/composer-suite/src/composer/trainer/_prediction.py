@@ -14,10 +14,9 @@ from composer.trainer._arguments import check_iterable, check_subset
 from composer.trainer._data import Clock
 from composer.trainer._evaluation import Padding, restore_dataloader, without_last
 from composer.trainer._rank_sync import Ranks, next_batch
-from composer.trainer._step import split, transform_batch, transform_microbatch
+from composer.trainer._step import split, transform
 from composer_checkpoint.data_position import set_epoch
 from composer_dist.devices import DeviceCPU
-from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import check_flags
 from composer_events.data_spec import DataSpec, ensure_data_spec
 from composer_events.event import Event
@@ -26,10 +25,8 @@ from composer_time import Timestamp
 
 if TYPE_CHECKING:
     from composer.trainer._step import Autocast
-    from composer.utils.inference import ExportFormat
     from composer_dist.strategy import Strategy
     from composer_events.engine import Engine
-    from composer_events.logger import Logger
     from composer_events.state import State
 
 
@@ -98,7 +95,7 @@ class Prediction:
             batch = next_batch(batches, data_spec.dataloader, num_read, _NO_BATCH) if may_read else _NO_BATCH
             if not ranks.all_have_a_batch(batch is not _NO_BATCH):
                 break
-            yield transform_batch(data_spec, batch)
+            yield transform("batch_transforms", data_spec, batch)
 
     @error_context.stage("a prediction")
     def _predict(
@@ -114,7 +111,7 @@ class Prediction:
             parts[-1] = without_last(microbatches[-1], data_spec)
         outputs: list[Any] = []
         for index, (microbatch, is_counted) in enumerate(parts):
-            on_device = transform_microbatch(data_spec, state.device.batch_to_device(microbatch))
+            on_device = transform("microbatch_transforms", data_spec, state.device.batch_to_device(microbatch))
             state.batch = self._strategy.prepare_batch(on_device)
             # After the first microbatch is on the device, since callbacks expect a prepared batch.
             if index == 0:
@@ -149,22 +146,3 @@ def _join(parts: Sequence[Any]) -> Any:
         kind: Any = type(cast(object, first))
         return kind(_join(items) for items in zip(*parts, strict=True))
     return first
-
-
-def export_model(
-    state: State, logger: Logger, save_format: str | ExportFormat, save_path: str, *, sample_input: Any, **settings: Any
-) -> None:
-    """Export the model of a state with `export_with_logger`; the latest batch is the sample if one is needed."""
-    from composer.utils import inference  # a slow import that only exports need
-
-    needs_sample = inference.ExportFormat(save_format) in (inference.ExportFormat.ONNX, inference.ExportFormat.EXPORT)
-    if sample_input is None and needs_sample:
-        sample_input = state.batch
-    inference.export_with_logger(
-        model=unwrap_model(state.model),
-        save_format=save_format,
-        save_path=save_path,
-        logger=logger,
-        sample_input=(sample_input, {}),
-        **settings,
-    )

@@ -11,6 +11,7 @@ import math
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, cast
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 from composer.trainer._error_context import name_dataset
 from composer_dist import RankDisagreementError, agreement, dist, get_global_rank, get_world_size
 from composer_dist.ddp import sum_counts
-from composer_dist.devices import Device, get_device
+from composer_dist.devices import get_device
 from composer_dist.initialize import DEFAULT_TIMEOUT_S
 from composer_dist.strategy import Strategy
 from composer_events.data_spec import DataSpec
@@ -345,7 +346,13 @@ def broadcast_error(refusal: Exception, device: Any, dist_timeout: Any) -> None:
     try:
         if get_world_size() == 1:
             return
-        dist.initialize_dist(_device_of(device), _timeout_s_of(dist_timeout))
+        chosen, timeout_s = None, DEFAULT_TIMEOUT_S
+        with suppress(Exception):  # else the default device, which most likely the other ranks have
+            chosen = get_device(device)
+        with suppress(Exception):
+            check_dist_timeout(dist_timeout)
+            timeout_s = dist_timeout
+        dist.initialize_dist(get_device(None) if chosen is None else chosen, timeout_s)
         compare({}, refusal)
     except RankDisagreementError:
         raise
@@ -374,21 +381,6 @@ def compare(facts: Mapping[str, Any], refusal: Exception | None = None) -> None:
             + "\n  ".join(refusals[:_MOST_SHOWN])
             + "\nThe arguments of every rank must be good, and the same where they are not about files or loggers."
         ) from refusal
-
-
-def _device_of(device: Any) -> Device:
-    try:
-        return get_device(device)
-    except Exception:
-        return get_device(None)  # most likely the device of the other ranks
-
-
-def _timeout_s_of(dist_timeout: Any) -> float:
-    try:
-        check_dist_timeout(dist_timeout)
-    except Exception:
-        return DEFAULT_TIMEOUT_S
-    return dist_timeout
 
 
 def open_store(key: str) -> Any:

@@ -55,16 +55,7 @@ def make_strategy(
     sync_strategy: str | DDPSyncStrategy | None,
     comm_hook: str | None,
 ) -> Strategy:
-    """Return the strategy for a sharding plan."""
-    _refuse_with_sharding(algorithms, sync_strategy, comm_hook)
-    from composer_fsdp.strategy import FSDP  # here, because it imports torch's sharding
-
-    return FSDP(device, plan)
-
-
-def _refuse_with_sharding(
-    algorithms: Iterable[Algorithm], sync_strategy: str | DDPSyncStrategy | None, comm_hook: str | None
-) -> None:
+    """Return the strategy for a sharding plan, unless an algorithm or an argument is incompatible with it."""
     if sync_strategy is not None or comm_hook is not None:
         raise ValueError(
             f"ddp_sync_strategy={sync_strategy!r} and ddp_comm_hook={comm_hook!r} do not go with parallelism_config: "
@@ -76,6 +67,9 @@ def _refuse_with_sharding(
                 f"{type(algorithm).__name__} differentiates through the gradients (backwards_create_graph=True), which "
                 "FSDP cannot. Leave out parallelism_config or the algorithm."
             )
+    from composer_fsdp.strategy import FSDP  # here, because it imports torch's sharding
+
+    return FSDP(device, plan)
 
 
 def as_fsdp(strategy: Strategy) -> FSDP | None:

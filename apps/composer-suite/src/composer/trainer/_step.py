@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -263,7 +263,7 @@ class BatchTrainer:
     def _move(self, microbatch: Any) -> None:
         """Move a microbatch to the device and to the state."""
         on_device = self._state.device.batch_to_device(microbatch)
-        self._state.batch = self._strategy.prepare_batch(transform_microbatch(self._data_spec, on_device))
+        self._state.batch = self._strategy.prepare_batch(transform("microbatch_transforms", self._data_spec, on_device))
 
     def _weigh(self, microbatches: Sequence[Any]) -> tuple[Sequence[float], bool]:
         """Return each microbatch's share in the loss, and whether all ranks have the same number of them.
@@ -397,16 +397,14 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def transform_batch(spec: DataSpec, batch: Any) -> Any:
-    """Apply `batch_transforms` to a batch; raise TypeError if it returns `None`."""
-    transformed = spec.batch_transforms(batch)
-    return _returned_nothing("batch_transforms", spec) if transformed is None else transformed
-
-
-def transform_microbatch(spec: DataSpec, microbatch: Any) -> Any:
-    """Apply `microbatch_transforms` to a microbatch; raise TypeError if it returns `None`."""
-    transformed = spec.microbatch_transforms(microbatch)
-    return _returned_nothing("microbatch_transforms", spec) if transformed is None else transformed
+def transform(name: Literal["batch_transforms", "microbatch_transforms"], spec: DataSpec, batch: Any) -> Any:
+    """Apply a transform of a DataSpec to a batch."""
+    transformed = getattr(spec, name)(batch)
+    if transformed is None:
+        raise TypeError(
+            f"{name}={getattr(spec, name)!r} returned None. It must return the batch, also if it changes it in place."
+        )
+    return transformed
 
 
 def split(spec: DataSpec, batch: Any, size: Any) -> Sequence[Any]:
@@ -418,9 +416,3 @@ def split(spec: DataSpec, batch: Any, size: Any) -> Sequence[Any]:
             f"one at least."
         )
     return microbatches
-
-
-def _returned_nothing(name: str, spec: DataSpec) -> NoReturn:
-    raise TypeError(
-        f"{name}={getattr(spec, name)!r} returned None. It must return the batch, also if it changes it in place."
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from composer.trainer._sharding import as_fsdp, facts_of, make_strategy
 from composer_dist import agreement, dist, get_global_rank, get_world_size, reproducibility
 from composer_dist.ddp import DDP
 from composer_dist.deepspeed import check_deepspeed_fits, parse_deepspeed_config
-from composer_dist.env import check_environment
 from composer_dist.strategy import SingleDevice, Strategy
 from composer_models import MissingConditionalImportError
 from composer_time import Time, TimeUnit
@@ -42,13 +40,6 @@ if TYPE_CHECKING:
 
 
 _PLAIN = (bool, int, float, str, Time, type(None))
-
-
-def join_process_group(device: Device, timeout_s: float, *, is_needed: bool) -> None:
-    """Create the process group if this process is one of several; all ranks block here for each other."""
-    check_environment(os.environ)
-    if get_world_size() > 1 or is_needed:
-        dist.initialize_dist(device, timeout_s)
 
 
 def choose_strategy(
@@ -183,13 +174,6 @@ def seed_rank(rank_zero_seed: int, strategy: Strategy) -> None:
     fsdp = as_fsdp(strategy)
     batch_rank = get_global_rank() if fsdp is None else fsdp.batch_rank  # tensor parallel ranks read the same part
     reproducibility.seed_all((rank_zero_seed + batch_rank) % (reproducibility.MAX_SEED + 1))
-
-
-def share_run_name(run_name: str) -> str:
-    """Return the run's name on rank 0. Every rank must call this."""
-    name = [run_name]
-    dist.broadcast_object_list(name, src=0)
-    return name[0]
 
 
 def share_length(state: State) -> None:
