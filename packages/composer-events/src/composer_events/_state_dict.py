@@ -85,10 +85,6 @@ def _collect_timestamp(state: State) -> dict[str, Any] | None:
     return collected
 
 
-def _collect_algorithms(state: State) -> list[tuple[str, Any]]:
-    return [(type(algorithm).__qualname__, algorithm.state_dict()) for algorithm in state.algorithms]
-
-
 def _collect_train_metrics(state: State) -> dict[str, Any] | None:
     if not state.save_metrics or state.train_metrics is None:
         return None
@@ -105,7 +101,7 @@ _COLLECTORS: Mapping[str, Callable[[Any], Any]] = {
     "model": lambda state: state.get_model_state_dict(),
     "optimizers": lambda state: state.get_optim_state_dict(),
     "schedulers": _collect_by_class("schedulers"),
-    "algorithms": _collect_algorithms,
+    "algorithms": lambda state: [(type(each).__qualname__, each.state_dict()) for each in state.algorithms],
     "callbacks": _collect_by_class("callbacks"),
     "scaler": _collect_by_class("scaler"),
     "timestamp": _collect_timestamp,
@@ -398,14 +394,6 @@ def _numbered(saved: Sequence[Sequence[Any]]) -> dict[str, Any]:
     return states
 
 
-def _load_optimizers(state: State, saved: Any) -> None:
-    state.load_optim_state({"optimizers": saved})
-
-
-def _load_train_metrics(state: State, saved: Mapping[str, Any]) -> None:
-    set_metric_states(state.train_metrics or {}, saved, state.device)
-
-
 def _load_eval_metrics(state: State, saved: Mapping[str, Any]) -> None:
     for label, metrics in state.eval_metrics.items():
         set_metric_states(metrics, saved.get(label, {}), state.device)
@@ -417,13 +405,13 @@ def _load_dataset_state(state: State, saved: dict[str, Any] | None) -> None:
 
 
 _LOADERS: Mapping[str, Callable[[Any, Any], None]] = {
-    "optimizers": _load_optimizers,
+    "optimizers": lambda state, saved: state.load_optim_state({"optimizers": saved}),
     "schedulers": _load_by_class("schedulers"),
     "algorithms": _load_algorithms,
     "callbacks": _load_by_class("callbacks"),
     "scaler": _load_by_class("scaler"),
     "timestamp": _load_timestamp,
-    "train_metrics": _load_train_metrics,
+    "train_metrics": lambda state, saved: set_metric_states(state.train_metrics or {}, saved, state.device),
     "eval_metrics": _load_eval_metrics,
     "dataset_state": _load_dataset_state,
 }

@@ -230,7 +230,7 @@ class _Course:
 
     def _compare(self, algorithm_pass: AlgorithmPass, after: list[Algorithm]) -> None:
         before, self._order = self._order, after
-        if _are_same(before, after):
+        if list(map(id, before)) == list(map(id, after)):
             return
         name = str(getattr(algorithm_pass, "__name__", type(algorithm_pass).__name__))
         if algorithm_pass.__doc__:
@@ -266,10 +266,6 @@ def _reason(algorithm_pass: AlgorithmPass, first: Algorithm, second: Algorithm) 
     if algorithm_pass is sort_by_precedence and (asked := precedence(first, second) or precedence(second, first)):
         return f" ({asked})"
     return ""
-
-
-def _are_same(first: Sequence[Algorithm], second: Sequence[Algorithm]) -> bool:
-    return len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
 
 
 def _declared_conflicts(algorithms: Sequence[Algorithm], names: _Names) -> Iterable[str]:

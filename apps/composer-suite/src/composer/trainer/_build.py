@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,7 +40,7 @@ from composer.trainer._attachments import (
 from composer.trainer._checkpoints import check_load_path, check_uploaders, choose_saver, load_at_start
 from composer.trainer._data import Clock
 from composer.trainer._divergence_guard import DivergenceGuard, takes_none
-from composer.trainer._evaluation import Evaluation, check_metrics, make_evaluators, metrics_by_name, metrics_of
+from composer.trainer._evaluation import Evaluation, check_metrics, make_evaluators, metrics_by_name
 from composer.trainer._fit_settings import (
     FitPlan,
     Schedule,
@@ -417,7 +417,8 @@ class Runtime:
     def begin(self, arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
         """Run the events from INIT to AFTER_LOAD, and prepare what each of them needs."""
         state = self.state
-        with self._drawing_alike():
+        # The same seed on all ranks, if the weights of rank 0 are not broadcast later.
+        with seed_context(state.rank_zero_seed) if self.strategy.prepares_before_load else nullcontext():
             self.engine.run_event(Event.INIT)
         self._take_model(state.model)  # an algorithm may have put another in its place
         if arguments.auto_log_hparams:
@@ -460,10 +461,6 @@ class Runtime:
         state.train_metrics = {name: state.device.module_to_device(metric) for name, metric in metrics.items()}
         self.set_evaluators(resolved.evaluators)
 
-    def _drawing_alike(self) -> AbstractContextManager[None]:
-        """Return a context with the same seed on all ranks, if the weights of rank 0 are not broadcast later."""
-        return seed_context(self.state.rank_zero_seed) if self.strategy.prepares_before_load else nullcontext()
-
     def _prepare_model(self) -> None:
         state = self.state
         recompute_activations(state.model, self._recomputes)
@@ -479,7 +476,8 @@ class Runtime:
     def add_metrics(self, evaluators: Iterable[Evaluator]) -> None:
         """Make the metrics of evaluators ready."""
         for evaluator in evaluators:
-            self.state.eval_metrics[evaluator.label] = metrics_of(evaluator, self.model)
+            selected = evaluator.select_metrics(metrics_by_name(self.model, is_train=False))
+            self.state.eval_metrics[evaluator.label] = copy.deepcopy(selected)
 
     def take_evaluators(self) -> None:
         """Prepare evaluators that a user or callback has added to `state.evaluators`."""

@@ -99,11 +99,12 @@ def _make_saver(arguments: TrainerArguments) -> CheckpointSaver | None:
 
     folder = os.fspath(arguments.save_folder)
     inside = parse_uri(folder).path.strip("/")
+    prefix = f"{inside}/" if inside else ""
     remote, latest = arguments.save_artifact_name, arguments.save_latest_artifact_name
     if remote is None:
-        remote = _join(inside, os.fspath(arguments.save_filename))
+        remote = prefix + os.fspath(arguments.save_filename).lstrip("/")
     if latest is None and arguments.save_latest_filename is not None:
-        latest = _join(inside, os.fspath(arguments.save_latest_filename))
+        latest = prefix + os.fspath(arguments.save_latest_filename).lstrip("/")
     return CheckpointSaver(
         folder,
         arguments.save_filename,
@@ -119,10 +120,6 @@ def _make_saver(arguments: TrainerArguments) -> CheckpointSaver | None:
         save_async_policy=arguments.save_async_policy,
         keep=arguments.save_keep,
     )
-
-
-def _join(folder: str, name: str) -> str:
-    return f"{folder}/{name.lstrip('/')}" if folder else name.lstrip("/")
 
 
 def _check_autoresume(arguments: TrainerArguments, saver: CheckpointSaver | None, run_name: str | None) -> None:

@@ -9,6 +9,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -47,31 +48,26 @@ if TYPE_CHECKING:
 _NO_BATCH: Any = object()
 
 
+@dataclass(slots=True, eq=False)
 class Evaluation:
     """Runs of evaluators: events, forward passes, metrics.
 
     Every sample counts once, even where a DistributedSampler repeats some to give each rank equally many.
     """
 
-    def __init__(
-        self,
-        state: State,
-        engine: Engine,
-        logger: Logger,
-        strategy: Strategy,
-        *,
-        model: ComposerModel,
-        autocast: Autocast,
-    ) -> None:
-        self._state = state
-        self._strategy = strategy
-        self._engine = engine
-        self._logger = logger
-        self._model = model
-        self._eval_forward = _of_batch(model.eval_forward)
-        self._autocast = autocast
-        self._attempts = Attempts(strategy, ValueError)
-        self._clock = Clock()
+    state: State
+    engine: Engine
+    logger: Logger
+    strategy: Strategy
+    model: ComposerModel
+    autocast: Autocast
+    _clock: Clock = field(default_factory=Clock, init=False)
+    _attempts: Attempts = field(init=False)
+    _eval_forward: Callable[[Any], Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._attempts = Attempts(self.strategy, ValueError)
+        self._eval_forward = _of_batch(self.model.eval_forward)
 
     def run(
         self,
@@ -90,7 +86,7 @@ class Evaluation:
             subset_num_batches: The number of batches to read; -1 for all.
             open_batches: Replaces `iter` for reading the dataloader.
         """
-        state, run_event = self._state, self._engine.run_event
+        state, run_event = self.state, self.engine.run_event
         before = (state.dataloader, state.dataloader_label, state.dataloader_len)
         state.eval_timestamp = Timestamp()
         try:
@@ -100,14 +96,14 @@ class Evaluation:
                 share_buffers(state.model)  # after EVAL_START, where algorithms may swap in averaged weights
                 for metric in metrics.values():
                     state.device.module_to_device(metric).reset()
-                ranks, padding = Ranks(self._strategy), Padding(evaluator.dataloader.dataloader)
+                ranks, padding = Ranks(self.strategy), Padding(evaluator.dataloader.dataloader)
                 ranks.begin(evaluator.dataloader)
                 self._clock.start_batch()
                 for state.batch in self._batches(evaluator, ranks, open_batches):
                     self._evaluate_batch(evaluator, metrics, ranks, padding)
                 if evaluator.auto_microbatching:
                     key = f"trainer/{evaluator.label}/device_eval_microbatch_size"
-                    self._logger.log_metrics({key: evaluator.device_eval_microbatch_size})
+                    self.logger.log_metrics({key: evaluator.device_eval_microbatch_size})
                 if state.eval_timestamp.num_batches > 0:
                     self._report(evaluator.label, metrics)
                 else:
@@ -124,7 +120,7 @@ class Evaluation:
     def _batches(
         self, evaluator: Evaluator, ranks: Ranks, open_batches: Callable[[Evaluator], Iterator[Any]] | None
     ) -> Iterator[Any]:
-        state, spec = self._state, evaluator.dataloader
+        state, spec = self.state, evaluator.dataloader
         length = state.dataloader_len
         set_epoch(spec.dataloader, state.timestamp.num_batches)
         batches = iter(spec.dataloader) if open_batches is None else open_batches(evaluator)
@@ -139,7 +135,7 @@ class Evaluation:
 
     @error_context.stage("an evaluation")
     def _evaluate_batch(self, evaluator: Evaluator, metrics: Mapping[str, Any], ranks: Ranks, padding: Padding) -> None:
-        state, run_event, spec = self._state, self._engine.run_event, evaluator.dataloader
+        state, run_event, spec = self.state, self.engine.run_event, evaluator.dataloader
         batch, num_samples = state.batch, spec.get_num_samples_in_batch(state.batch)
         num_tokens = spec.get_num_tokens_in_batch(batch)
         num_repeated, has_repeated = padding.in_batch(num_samples)
@@ -161,14 +157,14 @@ class Evaluation:
     ) -> None:
         spec = evaluator.dataloader
         try:
-            microbatches = cut(self._state.batch, spec, evaluator.device_eval_microbatch_size)
+            microbatches = cut(self.state.batch, spec, evaluator.device_eval_microbatch_size)
         except Exception as error:
-            error_context.name_setters(error, self._state, (Event.EVAL_BATCH_START,))
+            error_context.name_setters(error, self.state, (Event.EVAL_BATCH_START,))
             raise
         parts = [(microbatch, True) for microbatch in microbatches]
         if has_repeated:
             parts[-1] = without_last(microbatches[-1], spec)
-        if self._strategy.meets_in_forward and not ranks.same_batch_size:
+        if self.strategy.meets_in_forward and not ranks.same_batch_size:
             # Repeat the last one uncounted, so that ranks with fewer microbatches still join every collective.
             parts += [(microbatches[-1], False)] * (ranks.most(len(parts)) - len(parts))
         if not evaluator.auto_microbatching:
@@ -179,12 +175,12 @@ class Evaluation:
 
     def _evaluate_parts(self, spec: DataSpec, parts: Sequence[tuple[Any, bool]], metrics: Mapping[str, Any]) -> None:
         """Evaluate microbatches; those marked `False` do not count."""
-        state, run_event = self._state, self._engine.run_event
+        state, run_event = self.state, self.engine.run_event
         for microbatch, is_counted in parts:
             on_device = state.device.batch_to_device(microbatch)
-            state.batch = self._strategy.prepare_batch(transform("microbatch_transforms", spec, on_device))
+            state.batch = self.strategy.prepare_batch(transform("microbatch_transforms", spec, on_device))
             run_event(Event.EVAL_BEFORE_FORWARD)
-            with self._autocast():
+            with self.autocast():
                 state.outputs = self._eval_forward(state.batch)
             run_event(Event.EVAL_AFTER_FORWARD)
             if is_counted:
@@ -194,7 +190,7 @@ class Evaluation:
         self, evaluator: Evaluator, metrics: Mapping[str, Any], evaluate: Callable[[], None]
     ) -> None:
         """Evaluate a batch; halve the microbatches on all ranks until it fits on every rank."""
-        state, undo = self._state, MetricsUndo(metrics)
+        state, undo = self.state, MetricsUndo(metrics)
         batch = state.batch
         while not self._attempts.succeeds(evaluate, Stage.GRADIENTS):
             state.batch, state.outputs = batch, torch.empty(0)
@@ -216,16 +212,16 @@ class Evaluation:
             release_memory()
 
     def _update(self, metrics: Mapping[str, Any]) -> None:
-        state = self._state
-        with self._autocast():
+        state = self.state
+        with self.autocast():
             for metric in metrics.values():
-                state.metric_outputs = self._model.update_metric(state.batch, state.outputs, metric) or {}
+                state.metric_outputs = self.model.update_metric(state.batch, state.outputs, metric) or {}
 
     def _report(self, label: str, metrics: Mapping[str, Any]) -> None:
         _fill_shorter_lists(metrics)
         values = {name: metric.compute() for name, metric in metrics.items()}
-        self._state.eval_metric_values.update(values)
-        self._logger.log_metrics({f"metrics/{label}/{name}": value for name, value in by_entry(values).items()})
+        self.state.eval_metric_values.update(values)
+        self.logger.log_metrics({f"metrics/{label}/{name}": value for name, value in by_entry(values).items()})
 
 
 def restore_dataloader(state: State, dataloader: Any, label: str | None, length: Time[int] | None) -> None:
@@ -438,11 +434,6 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
                 f"numbers to count from and nobody can give it any. Make the model's metrics below "
                 f"`with torch.device('cpu'):`, also where the rest of the model is made on the meta device."
             )
-
-
-def metrics_of(evaluator: Evaluator, model: ComposerModel) -> dict[str, Any]:
-    """Return copies of the metrics that the evaluator selects."""
-    return copy.deepcopy(evaluator.select_metrics(metrics_by_name(model, is_train=False)))
 
 
 class Padding:

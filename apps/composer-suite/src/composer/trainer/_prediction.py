@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -48,22 +49,22 @@ def check_prediction(dataloader: Any, subset_num_batches: Any, microbatch_size: 
     return data_spec
 
 
+@dataclass(slots=True, eq=False)
 class Prediction:
     """Runs of the model over a dataloader, with the events of `predict`; mode and dataloader are restored afterwards.
 
     Samples that a DistributedSampler repeats, to give each rank equally many, are not returned.
     """
 
-    def __init__(self, state: State, engine: Engine, strategy: Strategy, autocast: Autocast) -> None:
-        self._state = state
-        self._engine = engine
-        self._strategy = strategy
-        self._autocast = autocast
-        self._clock = Clock()
+    state: State
+    engine: Engine
+    strategy: Strategy
+    autocast: Autocast
+    _clock: Clock = field(default_factory=Clock, init=False)
 
     def run(self, data_spec: DataSpec, subset_num_batches: int, microbatch_size: int | None, keeps: bool) -> list[Any]:
         """Return the outputs of each batch on the CPU, or an empty list unless it `keeps` them."""
-        state, run_event = self._state, self._engine.run_event
+        state, run_event = self.state, self.engine.run_event
         before = (state.dataloader, state.dataloader_label, state.dataloader_len)
         state.predict_timestamp = Timestamp()
         outputs: list[Any] = []
@@ -71,7 +72,7 @@ class Prediction:
             with torch.no_grad(), model_eval_mode(state.model):
                 state.set_dataloader(data_spec.dataloader, "predict", subset_num_batches)
                 run_event(Event.PREDICT_START)
-                ranks, padding = Ranks(self._strategy), Padding(data_spec.dataloader)
+                ranks, padding = Ranks(self.strategy), Padding(data_spec.dataloader)
                 ranks.begin(data_spec, listens=bool(state.callbacks))
                 self._clock.start_batch()
                 for batch in self._batches(data_spec, ranks):
@@ -85,7 +86,7 @@ class Prediction:
 
     @error_context.stage("the dataloader of a prediction")
     def _batches(self, data_spec: DataSpec, ranks: Ranks) -> Iterator[Any]:
-        state = self._state
+        state = self.state
         length = state.dataloader_len
         set_epoch(data_spec.dataloader, state.timestamp.num_batches)
         batches = iter(data_spec.dataloader)
@@ -102,7 +103,7 @@ class Prediction:
         self, batch: Any, data_spec: DataSpec, ranks: Ranks, padding: Padding, microbatch_size: int | None, keeps: bool
     ) -> list[Any]:
         """Return the outputs of each microbatch of a batch, without those of a repeated sample."""
-        state, run_event = self._state, self._engine.run_event
+        state, run_event = self.state, self.engine.run_event
         num_samples, num_tokens = data_spec.get_num_samples_in_batch(batch), data_spec.get_num_tokens_in_batch(batch)
         num_repeated, has_repeated = padding.in_batch(num_samples)
         microbatches = [batch] if microbatch_size is None else _cut(batch, data_spec, microbatch_size)
@@ -112,12 +113,12 @@ class Prediction:
         outputs: list[Any] = []
         for index, (microbatch, is_counted) in enumerate(parts):
             on_device = transform("microbatch_transforms", data_spec, state.device.batch_to_device(microbatch))
-            state.batch = self._strategy.prepare_batch(on_device)
+            state.batch = self.strategy.prepare_batch(on_device)
             # After the first microbatch is on the device, since callbacks expect a prepared batch.
             if index == 0:
                 run_event(Event.PREDICT_BATCH_START)
             run_event(Event.PREDICT_BEFORE_FORWARD)
-            with self._autocast():
+            with self.autocast():
                 state.outputs = state.model(state.batch)
             run_event(Event.PREDICT_AFTER_FORWARD)
             outputs += [DeviceCPU().batch_to_device(state.outputs)] if keeps and is_counted else []

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -14,14 +15,14 @@ from composer_events.state import State
 from composer_time import Timestamp
 
 
+@dataclass(slots=True, eq=False)
 class Report:
     """Logging of the training loop's values, at the step of the state's timestamp."""
 
-    def __init__(self, state: State, logger: Logger, metrics: TrainMetrics, ranks: Ranks) -> None:
-        self._state = state
-        self._logger = logger
-        self._metrics = metrics
-        self._ranks = ranks
+    _state: State
+    _logger: Logger
+    _metrics: TrainMetrics
+    _ranks: Ranks
 
     def algorithms(self) -> None:
         """Log the names of the algorithms."""

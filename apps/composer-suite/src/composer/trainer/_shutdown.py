@@ -219,8 +219,10 @@ def close_engine(engine: Engine) -> None:
             engine.close()
         finally:
             _process.engines.discard(engine)
-            if is_main and not list(_process.engines):
-                _give_back()
+            is_last = is_main and not list(_process.engines)
+            for signum in TERMINATION_SIGNALS if is_last else ():
+                if signal.getsignal(signum) is end_run:
+                    signal.signal(signum, signal.SIG_DFL)
         is_asked = is_main and _process.is_asked
         _process.is_asked &= not is_asked
     if is_asked:
@@ -275,12 +277,6 @@ def is_free_signal(signum: int) -> bool:
     except OSError:
         return True
     return not int(caught, 16) >> (signum - 1) & 1
-
-
-def _give_back() -> None:
-    for signum in TERMINATION_SIGNALS:
-        if signal.getsignal(signum) is end_run:
-            signal.signal(signum, signal.SIG_DFL)
 
 
 def _is_busy() -> bool:

@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -106,13 +107,14 @@ def _copy_containers(batch: Any) -> Any:
     return batch
 
 
+@dataclass(slots=True, eq=False)
 class BatchTrainer:
     """Training step on `state.batch`.
 
     The gradient of a batch is the mean over its samples, however it is cut: each microbatch's loss counts with its
     share of the samples, or of the tokens that make up the loss, of all ranks together.
 
-    Args:
+    Attributes:
         state: Its `batch`, `outputs` and `loss` follow the microbatch at work; the whole batch is back at the end.
         model: The user's model, whose `loss` is called; `state.model` may wrap it.
         metrics: Receives each microbatch as it was before algorithms changed it.
@@ -122,41 +124,30 @@ class BatchTrainer:
         oom: Repeats batches that do not fit into memory; `None` if the microbatch size is fixed.
     """
 
-    def __init__(
-        self,
-        state: State,
-        engine: Engine,
-        strategy: Strategy,
-        *,
-        model: ComposerModel,
-        data_spec: DataSpec,
-        autocast: Autocast,
-        metrics: TrainMetrics,
-        create_graph: bool,
-        ranks: Ranks,
-        by_tokens: bool,
-        guard: DivergenceGuard | None,
-        oom: HalveOnOom | None,
-    ) -> None:
-        self._state = state
-        self._engine = engine
-        self._strategy = strategy
-        self._model = model
-        self._data_spec = data_spec
-        self._autocast = autocast
-        self._metrics = metrics
-        self._create_graph = create_graph
-        self._ranks = ranks
-        self._by_tokens = by_tokens
-        self._guard = guard
-        self._oom = oom
-        self._optimizers = state.optimizers  # the list object never changes, only its items
-        self._has_looked_at_tokens = False
-        self._needs_closure: dict[Optimizer, bool] = {}  # per optimizer, since algorithms may replace it
+    state: State
+    engine: Engine
+    strategy: Strategy
+    model: ComposerModel
+    data_spec: DataSpec
+    autocast: Autocast
+    metrics: TrainMetrics
+    create_graph: bool
+    ranks: Ranks
+    by_tokens: bool
+    guard: DivergenceGuard | None
+    oom: HalveOnOom | None
+    _optimizers: Sequence[Optimizer] = field(init=False)
+    _has_looked_at_tokens: bool = field(default=False, init=False)
+    _needs_closure: dict[Optimizer, bool] = field(
+        default_factory=dict[Optimizer, bool], init=False
+    )  # algorithms may replace it
+
+    def __post_init__(self) -> None:
+        self._optimizers = self.state.optimizers  # the list object never changes, only its items
 
     def __call__(self) -> dict[str, Tensor]:
         """Run the step and return the losses to log, as scalars on the device, by their log names."""
-        optimizer, scaler, guard = self._optimizers[0], self._state.scaler, self._guard
+        optimizer, scaler, guard = self._optimizers[0], self.state.scaler, self.guard
         if optimizer not in self._needs_closure:
             self._needs_closure[optimizer] = needs_closure(optimizer)
         losses: dict[str, Tensor] = {}
@@ -165,7 +156,7 @@ class BatchTrainer:
         if self._needs_closure[optimizer]:
             with nullcontext() if guard is None else guard.closures(optimizer):
                 self._step_with_closure(optimizer, losses)
-        elif self._oom is None:
+        elif self.oom is None:
             self._compute_gradients(losses)
             if guard is None or guard.admits(optimizer, losses):
                 self._step(optimizer)
@@ -175,15 +166,15 @@ class BatchTrainer:
                 self._compute_gradients(losses)
                 return guard is None or guard.admits(optimizer, losses)
 
-            self._oom.step(optimizer, prepare, partial(self._step, optimizer))
+            self.oom.step(optimizer, prepare, partial(self._step, optimizer))
         if scaler is not None:
             scaler.update()
         return losses
 
     def finish(self) -> None:
         """Handle the results of the latest steps that have not reached the host yet."""
-        if self._guard is not None:
-            self._guard.end_fit()
+        if self.guard is not None:
+            self.guard.end_fit()
 
     def _step_with_closure(self, optimizer: Optimizer, losses: dict[str, Tensor]) -> None:
         """Take the step of an optimizer that evaluates the loss itself, once or several times."""
@@ -193,92 +184,90 @@ class BatchTrainer:
             self._compute_gradients(seen, sync=ddp_sync)
             if not ddp_sync:
                 return seen[TOTAL]
-            loss = mean_total(seen, self._strategy)  # optimizers that branch on the loss must agree on every rank
-            return None if self._guard is not None and self._guard.stops_closure(optimizer, seen) else loss
+            loss = mean_total(seen, self.strategy)  # optimizers that branch on the loss must agree on every rank
+            return None if self.guard is not None and self.guard.stops_closure(optimizer, seen) else loss
 
         take = partial(self._step, optimizer, closure)
-        if self._oom is None:
+        if self.oom is None:
             take()
         else:
-            self._oom.step(optimizer, None, take)
+            self.oom.step(optimizer, None, take)
 
     @error_context.stage("the optimizer's step")
     def _step(self, optimizer: Optimizer, closure: Any = None) -> None:
-        self._strategy.step(optimizer, closure, scaler=self._state.scaler)
+        self.strategy.step(optimizer, closure, scaler=self.state.scaler)
 
     def _compute_gradients(self, losses: dict[str, Tensor], *, sync: bool = True) -> None:
         """Compute the gradients of the batch, and add its losses to `losses`.
 
         Without `sync`, the gradients are those of this rank's part of the batch.
         """
-        if self._oom is not None:
-            self._oom.gradients(partial(self._attempt_gradients, losses, sync=sync))
+        if self.oom is not None:
+            self.oom.gradients(partial(self._attempt_gradients, losses, sync=sync))
             return
         try:
             self._attempt_gradients(losses, sync=sync)
         except torch.OutOfMemoryError as error:
             error.add_note(
-                f"with device_train_microbatch_size={self._state.device_train_microbatch_size}; give a smaller one, "
+                f"with device_train_microbatch_size={self.state.device_train_microbatch_size}; give a smaller one, "
                 "or 'auto' to have it found"
             )
             raise
 
     def _attempt_gradients(self, losses: dict[str, Tensor], *, sync: bool) -> None:
-        state = self._state
+        state = self.state
         losses.clear()
-        self._engine.run_event(Event.BEFORE_TRAIN_BATCH)
+        self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
         for optimizer in self._optimizers:
-            self._strategy.zero_grad(optimizer)
-        self._metrics.reset()
+            self.strategy.zero_grad(optimizer)
+        self.metrics.reset()
 
         batch = state.batch
         microbatches = self._cut(batch)
         shares, is_aligned = self._weigh(microbatches)
-        averages = len(microbatches) > 1 or self._ranks.world_size > 1
-        with _NOTHING if self._oom is None else self._oom.meeting(sync=sync):
+        averages = len(microbatches) > 1 or self.ranks.world_size > 1
+        with _NOTHING if self.oom is None else self.oom.meeting(sync=sync):
             for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True), 1):
                 self._move(microbatch)
                 is_last = index == len(microbatches)
-                with self._strategy.microbatch(is_last=is_last, sync=sync, is_aligned=is_aligned):
+                with self.strategy.microbatch(is_last=is_last, sync=sync, is_aligned=is_aligned):
                     self._train_microbatch(share, losses, averages=averages)
         state.batch = batch
         if state.scaler is not None:
             state.scaler.unscale_(state.optimizers[0])  # AFTER_TRAIN_BATCH must see gradients at their true size
-        self._engine.run_event(Event.AFTER_TRAIN_BATCH)
+        self.engine.run_event(Event.AFTER_TRAIN_BATCH)
 
     @error_context.stage("the cutting into microbatches")
     def _cut(self, batch: Any) -> Sequence[Any]:
         try:
-            size = self._state.device_train_microbatch_size
-            if size is None or self._state.grad_accum is not None:
-                size = size_for(batch, self._data_spec, self._state)
-            return cut(batch, self._data_spec, size)
+            size = self.state.device_train_microbatch_size
+            if size is None or self.state.grad_accum is not None:
+                size = size_for(batch, self.data_spec, self.state)
+            return cut(batch, self.data_spec, size)
         except Exception as error:
             error_context.name_setters(
-                error, self._state, (Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH)
+                error, self.state, (Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH)
             )
             raise
 
     @error_context.stage("the preparation of a microbatch")
     def _move(self, microbatch: Any) -> None:
         """Move a microbatch to the device and to the state."""
-        on_device = self._state.device.batch_to_device(microbatch)
-        self._state.batch = self._strategy.prepare_batch(transform("microbatch_transforms", self._data_spec, on_device))
+        on_device = self.state.device.batch_to_device(microbatch)
+        self.state.batch = self.strategy.prepare_batch(transform("microbatch_transforms", self.data_spec, on_device))
 
     def _weigh(self, microbatches: Sequence[Any]) -> tuple[Sequence[float], bool]:
         """Return each microbatch's share in the loss, and whether all ranks have the same number of them.
 
         The shares of all ranks add up to the number of ranks.
         """
-        spec = self._data_spec
-        if self._by_tokens:
+        spec = self.data_spec
+        if self.by_tokens:
             weights = [spec.get_num_tokens_in_batch(part, token_type="loss_generating") for part in microbatches]
         else:
             weights = [spec.get_num_samples_in_batch(part) for part in microbatches]
-        whole, is_aligned = self._ranks.compare_batch(
-            sum(weights), len(weights), is_count_of_samples=not self._by_tokens
-        )
-        if self._by_tokens and not self._has_looked_at_tokens:
+        whole, is_aligned = self.ranks.compare_batch(sum(weights), len(weights), is_count_of_samples=not self.by_tokens)
+        if self.by_tokens and not self._has_looked_at_tokens:
             check_token_weights(whole, microbatches, spec)
             self._has_looked_at_tokens = True
         if len(weights) == 1 and weights[0] == whole and whole:
@@ -286,8 +275,8 @@ class BatchTrainer:
         return [weight / whole if whole else 0.0 for weight in weights], is_aligned
 
     def _train_microbatch(self, share: float, losses: dict[str, Tensor], *, averages: bool) -> None:
-        state, run_event = self._state, self._engine.run_event
-        self._metrics.keep(state.batch)
+        state, run_event = self.state, self.engine.run_event
+        self.metrics.keep(state.batch)
 
         run_event(Event.BEFORE_FORWARD)
         self._forward()
@@ -312,28 +301,28 @@ class BatchTrainer:
         self._backward(weighted, share)
         run_event(Event.AFTER_BACKWARD)
 
-        self._metrics.update(state.outputs, self._autocast)
+        self.metrics.update(state.outputs, self.autocast)
 
     @error_context.stage("the forward pass")
     def _forward(self) -> None:
-        with self._autocast():
-            self._state.outputs = self._state.model(self._state.batch)
+        with self.autocast():
+            self.state.outputs = self.state.model(self.state.batch)
 
     @error_context.stage("the loss")
     def _compute_loss(self) -> None:
-        with self._autocast():
-            self._state.loss = self._model.loss(self._state.outputs, self._state.batch)
+        with self.autocast():
+            self.state.loss = self.model.loss(self.state.outputs, self.state.batch)
 
     @error_context.stage("the backward pass")
     def _backward(self, loss: Tensor, share: float) -> None:
         # A microbatch of zero weight may have a NaN loss, such as a mean over no tokens, but must join the collectives.
         if not share:
-            loss = _zero_over(self._state.outputs)
-        elif self._guard is not None:
-            loss = self._guard.mark(loss)
-        if self._state.scaler is not None:
-            loss = self._state.scaler.scale(loss)
-        self._strategy.backward(loss, create_graph=self._create_graph)
+            loss = _zero_over(self.state.outputs)
+        elif self.guard is not None:
+            loss = self.guard.mark(loss)
+        if self.state.scaler is not None:
+            loss = self.state.scaler.scale(loss)
+        self.strategy.backward(loss, create_graph=self.create_graph)
 
 
 def cut(batch: Any, data_spec: DataSpec, size: Any) -> Sequence[Any]:
