@@ -1,7 +1,6 @@
 """Handling of batches that do not fit into the device's memory."""
 
 import logging
-import math
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from composer.trainer._arguments import user_stacklevel
+from composer.trainer._microbatching import size_of_batches
 from composer.trainer._rank_sync import sum_over_everybody
 from composer.trainer._restore import BatchUndo, StepSnapshot
 from composer.trainer._scaler import forget_checks
@@ -19,6 +19,7 @@ from composer_dist.strategy import Strategy
 from composer_events.state import State
 
 _log = logging.getLogger(__name__)
+_MOST_MICROBATCHES = 2**16  # of a dataloader that does not say how many samples its batches have
 _MOST_THRASHES = 2  # batches in a row that were slow for a lack of memory
 
 
@@ -122,8 +123,10 @@ def release_memory() -> None:
 def _make_smaller(state: State, lack: str) -> bool:
     """Lower the size of microbatches, or raise their number, and return whether that was possible."""
     if state.grad_accum is not None:
-        name, old, new = "grad_accum", state.grad_accum, _more(state)
-        if new is None:
+        # The same on every rank. A batch that is cut finer than it can be is cut into samples.
+        most = size_of_batches(state.dataloader) or _MOST_MICROBATCHES
+        name, old, new = "grad_accum", state.grad_accum, min(2 * state.grad_accum, most)
+        if old >= most:
             return False
         state.grad_accum = new
         change = f"Train microbatch size will be decreased by grad_accum from {old} to {new}."
@@ -138,13 +141,6 @@ def _make_smaller(state: State, lack: str) -> bool:
     warnings.warn(f"A batch ran out of {lack}. {change}", RuntimeWarning, stacklevel=user_stacklevel())
     _log.info("%s is %s now.", name, new)
     return True
-
-
-def _more(state: State) -> int | None:
-    """Return the next larger number of microbatches, the same on every rank, or `None` if each is one sample."""
-    assert state.grad_accum is not None
-    most = getattr(state.dataloader, "batch_size", None) or math.inf  # a batch cut finer than it can be is in samples
-    return None if state.grad_accum >= most else min(2 * state.grad_accum, int(most))
 
 
 # Messages of out-of-memory errors that are not a `torch.OutOfMemoryError`.
