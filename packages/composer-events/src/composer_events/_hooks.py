@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -19,7 +18,6 @@ from composer_events.logger import Logger
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from composer_events.algorithm import Algorithm
     from composer_events.callback import Callback
     from composer_events.passes import AlgorithmPass
     from composer_events.state import State
@@ -102,7 +100,7 @@ class Closer:
             except BaseException as interrupt:
                 interrupts.append(interrupt)
             else:
-                release(callback)
+                _OPEN.pop(id(callback), None)  # free for another run
         _flush(self._logger, interrupts)
         _shut_down_workers(self._state)
         _log.debug("Engine closed.")
@@ -162,17 +160,6 @@ def add_hook_note(error: Exception, kind: str, hook: object, event: Event, state
         when = f" (epoch {int(state.timestamp.epoch)}, batch {int(state.timestamp.batch)})"
     name = hook.__name__ if isinstance(hook, FunctionType) else type(hook).__name__
     error.add_note(f"raised by {kind} {name} on {event}{when}")
-
-
-def adopt_algorithms(state: State, algorithms: Algorithm | Sequence[Algorithm]) -> None:
-    """Append the `algorithms` argument of `Engine` to those of the state."""
-    warnings.warn(
-        "Engine(state, algorithms=...) is an older spelling, kept until 1.0. Put the algorithms in the state instead: "
-        "`State(..., algorithms=...)` or `state.algorithms.append(...)`.",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    state.algorithms.extend(algorithms if isinstance(algorithms, Sequence) else [algorithms])
 
 
 _RECORDED: Final = (ProfilerAction.ACTIVE, ProfilerAction.ACTIVE_AND_SAVE, ProfilerAction.WARMUP)
@@ -269,11 +256,6 @@ def mark_in_use(callbacks: Sequence[Callback], closer: Closer) -> None:
     for callback in callbacks:  # a second loop, so that an error above marks none
         _OPEN[id(callback)] = callback
         _CLOSERS[id(callback)] = closer
-
-
-def release(callback: Callback) -> None:
-    """Mark a callback as free for another run."""
-    _OPEN.pop(id(callback), None)
 
 
 def parse_passes(passes: object) -> list[tuple[AlgorithmPass, int]]:

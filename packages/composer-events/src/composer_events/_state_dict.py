@@ -6,7 +6,7 @@ import ast
 import math
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, index
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
@@ -19,7 +19,7 @@ from composer_events._state_layout import (
 )
 from composer_events.algorithm import Algorithm
 from composer_events.arguments import algorithm_modules
-from composer_events.batches import ensure_tuple
+from composer_events.batches import ensure_tuple, length_or_none
 from composer_events.event import Event
 from composer_events.hparams import get_composer_env_dict
 from composer_events.parallelism import any_rank, get_world_size
@@ -177,7 +177,7 @@ class DataSource:
                 f"dataloader_len={num_batches} is set without a dataloader. Call "
                 f"state.set_dataloader(dataloader, label, {num_batches}) instead."
             )
-        length = _length_of(self._dataloader)
+        length = length_or_none(self._dataloader)
         if length is not None and num_batches > length:
             warnings.warn(
                 f"DataloaderNumBatchesWarning: dataloader_len={num_batches} is more than the {length} batches that "
@@ -262,15 +262,6 @@ def _to_num_batches(given: Any) -> int:
             f"use the length of the dataloader."
         )
     return index(given)
-
-
-def _length_of(dataloader: object) -> int | None:
-    if not isinstance(dataloader, Sized):
-        return None
-    try:
-        return len(dataloader)
-    except (TypeError, NotImplementedError):  # torch dataloaders over iterable datasets have a __len__ that raises
-        return None
 
 
 # Loaded elsewhere, or kept for people to read.

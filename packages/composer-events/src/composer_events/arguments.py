@@ -143,14 +143,16 @@ def check_names(example: str, **names: Any) -> None:
 def check_text_lists(**lists: Any) -> None:
     """Check that arguments are lists of strings or `None`. A lone string would be read as a list of its letters."""
     for name, value in lists.items():
-        if value is not None and not _is_list_of_texts(value):
+        if value is not None and not is_list_of_texts(value):
             raise TypeError(f"{name}={value!r} must be a list of texts, such as {[str(value)]!r}, or None.")
 
 
 def check_mappings(**mappings: Any) -> None:
     """Check that arguments are dicts with string keys, or `None`."""
     for name, value in mappings.items():
-        if value is not None and not _is_dict_of_texts(value):
+        if value is None:
+            continue
+        if not isinstance(value, Mapping) or not is_list_of_texts(list(cast("Mapping[object, object]", value))):
             raise TypeError(f"{name}={value!r} must be a dict whose keys are texts, or None.")
 
 
@@ -218,17 +220,10 @@ def _check_takes_two(name: str, function: Callable[..., Any]) -> None:
         ) from error
 
 
-def _is_list_of_texts(value: object) -> bool:
+def is_list_of_texts(value: object) -> bool:
+    """Return whether a value is a list or set of strings; a lone string is not."""
     is_list = isinstance(value, Sequence | set | frozenset) and not isinstance(value, str | bytes)
-    return is_list and _are_texts(cast("Iterable[object]", value))
-
-
-def _is_dict_of_texts(value: object) -> bool:
-    return isinstance(value, Mapping) and _are_texts(cast("Mapping[object, object]", value))
-
-
-def _are_texts(values: Iterable[object]) -> bool:
-    return all(isinstance(value, str) for value in values)
+    return is_list and all(isinstance(text, str) for text in cast("Iterable[object]", value))
 
 
 _STATE_GROUP = "composer_events.state"

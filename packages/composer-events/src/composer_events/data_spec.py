@@ -5,11 +5,17 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from composer_events.arguments import check_counts, check_functions
-from composer_events.batches import count_samples, default_split_batch, split_batch_by_count, split_list
+from composer_events.batches import (
+    count_samples,
+    default_split_batch,
+    length_or_none,
+    split_batch_by_count,
+    split_list,
+)
 from composer_events.parallelism import get_world_size
 
 __all__ = ["DataSpec", "default_split_batch", "ensure_data_spec", "split_batch_by_count", "split_list"]
@@ -89,7 +95,7 @@ class DataSpec:
                 )
             _refuse_undistributed(dataloader)
             if num_samples is None:
-                self.num_samples = _length_or_none(cast(Any, dataloader).dataset)
+                self.num_samples = length_or_none(cast(Any, dataloader).dataset)
 
     @property
     def counts_by_default(self) -> bool:
@@ -221,15 +227,6 @@ def samplers_of(dataloader: Any) -> list[Any]:
         samplers.append(sampler)
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
     return samplers
-
-
-def _length_or_none(dataset: object) -> int | None:
-    if not isinstance(dataset, Sized):
-        return None
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):  # torch datasets may have a __len__ that raises
-        return None
 
 
 def _count_tokens(batch: Any, max_sequence_length: int | None, num_samples: int | float) -> int:

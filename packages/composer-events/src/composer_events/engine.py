@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -14,7 +15,6 @@ from composer_events._hooks import (
     Closer,
     Observer,
     add_hook_note,
-    adopt_algorithms,
     check_requirements,
     is_closing,
     mark_in_use,
@@ -25,6 +25,7 @@ from composer_events._lists import VersionedList
 from composer_events._state_dict import DataSource
 from composer_events.algorithm import Algorithm
 from composer_events.arguments import overrides
+from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback
 from composer_events.event import Event
 from composer_events.explanation import explain, log_explanation
@@ -121,7 +122,13 @@ class Engine:
         for algorithm_pass, index in parse_passes(algorithm_passes):
             self.register_pass(algorithm_pass, index)
         if algorithms is not None:
-            adopt_algorithms(state, algorithms)
+            warnings.warn(
+                "Engine(state, algorithms=...) is an older spelling, kept until 1.0. Put the algorithms in the state "
+                "instead: `State(..., algorithms=...)` or `state.algorithms.append(...)`.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            state.algorithms.extend(ensure_tuple(algorithms))
         if logger is None:
             logger = Logger(state, [place for place in state.callbacks if isinstance(place, LoggerDestination)])
         self.logger = logger

@@ -235,7 +235,11 @@ class _Course:
         name = str(getattr(algorithm_pass, "__name__", type(algorithm_pass).__name__))
         if algorithm_pass.__doc__:
             self.rules[name] = algorithm_pass.__doc__.strip().partition("\n")[0]
-        self._follow_members(name, before, after)
+        present = {id(algorithm) for algorithm in after}
+        gone = [algorithm for algorithm in before if id(algorithm) not in present]
+        for algorithm in gone:
+            self._note(algorithm, f"{name}: left out")
+        self._left_out = [algorithm for algorithm in (*self._left_out, *gone) if id(algorithm) not in present]
         # A move is noted at the algorithm that overtakes others, not at those.
         was_at = {id(algorithm): place for place, algorithm in enumerate(before)}
         for place, algorithm in enumerate(after):
@@ -247,13 +251,6 @@ class _Course:
             elif overtaken := [one for one in after[place + 1 :] if was_at.get(id(one), own) < own]:
                 names = (self.names.of(one) + _reason(algorithm_pass, algorithm, one) for one in overtaken)
                 self._note(algorithm, f"{name}: before {', '.join(names)}")
-
-    def _follow_members(self, name: str, before: list[Algorithm], after: list[Algorithm]) -> None:
-        present = {id(algorithm) for algorithm in after}
-        gone = [algorithm for algorithm in before if id(algorithm) not in present]
-        for algorithm in gone:
-            self._note(algorithm, f"{name}: left out")
-        self._left_out = [algorithm for algorithm in (*self._left_out, *gone) if id(algorithm) not in present]
 
     def _note(self, algorithm: Algorithm, why: str) -> None:
         self._why.setdefault(id(algorithm), []).append(why)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from composer.trainer._rank_sync import broadcast_error
 from composer_dist import Precision, reproducibility
 from composer_dist.devices import Device, DeviceGPU, validate_precision
-from composer_events.arguments import check_flags, check_mappings, check_places, to_interval
+from composer_events.arguments import check_flags, check_mappings, check_places, is_list_of_texts, to_interval
 from composer_events.batches import ensure_tuple
 from composer_events.data_spec import DataSpec
 from composer_events.evaluator import Evaluator
@@ -132,9 +132,7 @@ class TrainerArguments:
         """Return the arguments. Those of earlier releases are translated, with a warning. Every rank must call this.
 
         Raises:
-            TypeError: If `older_names` holds a name that never was an argument.
-            ValueError: If an argument is passed under an older and under today's name.
-            RankDisagreementError: If so, and other ranks do not find the same.
+            RankDisagreementError: If this rank rejects its arguments, and other ranks do not find the same.
         """
         defaults = {**defaults, **_OLDER_NAMES_ONLY}
         values = {name: to_plain(value) for name, value in arguments.items() if name not in ("self", "older_names")}
@@ -347,8 +345,7 @@ def check_kinds(arguments: TrainerArguments | FitArguments) -> None:
     if not isinstance(label, str):
         raise TypeError(f"train_dataloader_label={label!r} must be a text, such as 'train'; progress bars show it.")
     names = given.get("load_exclude_algorithms")
-    is_many = isinstance(names, Iterable) and not isinstance(names, (str, bytes))
-    if names is not None and not (is_many and all(isinstance(name, str) for name in cast("Iterable[object]", names))):
+    if names is not None and not is_list_of_texts(names):
         raise TypeError(
             f"load_exclude_algorithms={names!r} must be a list of class names of algorithms, such as ['BlurPool']."
         )

@@ -139,8 +139,7 @@ def build(arguments: TrainerArguments) -> Runtime:
     """Check the arguments, and create everything that trains. Every rank must call this.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: If an argument cannot be used, or contradicts another.
-        RankDisagreementError: If the ranks have different arguments, or do not all refuse theirs.
+        RankDisagreementError: If the ranks have different arguments, or do not all reject theirs.
     """
     resolved = resolve(arguments)
     set_log_level(arguments.python_log_level)

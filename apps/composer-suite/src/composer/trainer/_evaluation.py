@@ -313,8 +313,8 @@ def make_evaluators(
     Args:
         given: One dataloader, DataSpec or Evaluator, several of one kind, or None.
         model: Provides the metrics.
-        eval_interval: Default for evaluators without an interval.
-        subset_num_batches: Default for evaluators without a number of batches; -1 for all.
+        eval_interval: Of evaluators without an interval.
+        subset_num_batches: Of evaluators without a number of batches; -1 for all.
         device: The device of the evaluation.
         present: Existing evaluators, which stay if `given` is empty.
     """

@@ -50,11 +50,7 @@ class HalveOnOom:
         self._attempts = Attempts(strategy)
 
     def gradients(self, compute: Callable[[], None]) -> None:
-        """Compute gradients until it succeeds on every rank. Every rank must call this.
-
-        Raises:
-            RuntimeError: If memory runs out with microbatches of one sample.
-        """
+        """Compute gradients until it succeeds on every rank. Every rank must call this."""
         undo = BatchUndo(self._state)
         while not self._attempts.succeeds(compute, Stage.GRADIENTS):
             # The restored random states make the next attempt draw the same numbers.
@@ -66,11 +62,7 @@ class HalveOnOom:
         return self._attempts.meeting(sync=sync)
 
     def step(self, optimizer: Optimizer, prepare: Callable[[], bool] | None, take: Callable[[], None]) -> None:
-        """Prepare and take a step until it succeeds on every rank. Every rank must call this.
-
-        Raises:
-            RuntimeError: If memory runs out with microbatches of one sample.
-        """
+        """Prepare and take a step until it succeeds on every rank. Every rank must call this."""
         undo = BatchUndo(self._state)
         while prepare is None or prepare():
             undo_step = StepSnapshot(optimizer, on_host=prepare is None)

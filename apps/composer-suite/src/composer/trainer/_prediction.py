@@ -106,7 +106,9 @@ class Prediction:
         state, run_event = self.state, self.engine.run_event
         num_samples, num_tokens = data_spec.get_num_samples_in_batch(batch), data_spec.get_num_tokens_in_batch(batch)
         num_repeated, has_repeated = padding.in_batch(num_samples)
-        microbatches = [batch] if microbatch_size is None else _cut(batch, data_spec, microbatch_size)
+        # `split_batch` would warn about a last batch that is smaller than a microbatch.
+        is_whole = microbatch_size is None or num_samples <= microbatch_size
+        microbatches = [batch] if is_whole else split(data_spec, batch, microbatch_size)
         parts = [(microbatch, True) for microbatch in microbatches]
         if has_repeated:
             parts[-1] = without_last(microbatches[-1], data_spec)
@@ -127,11 +129,6 @@ class Prediction:
             samples=samples - num_repeated, tokens=tokens, duration=datetime.timedelta(seconds=seconds)
         )
         return outputs
-
-
-def _cut(batch: Any, data_spec: DataSpec, size: int) -> Sequence[Any]:
-    # `split_batch` would warn about a last batch that is smaller than a microbatch.
-    return [batch] if data_spec.get_num_samples_in_batch(batch) <= size else split(data_spec, batch, size)
 
 
 def _join(parts: Sequence[Any]) -> Any:

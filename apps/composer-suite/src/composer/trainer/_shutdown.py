@@ -23,6 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -305,19 +306,19 @@ _NOT_CALLED = (signal.default_int_handler, end_run)
 _log = logging.getLogger("composer.trainer.trainer")
 
 
+@dataclass(slots=True, eq=False)
 class Preemption:
     """Stop of a training by a signal, on all ranks after the same batch, whichever rank received it.
 
     The exit status is 143 for SIGTERM and SIGUSR1, 130 for SIGINT. A second SIGINT raises `KeyboardInterrupt` at once.
     """
 
-    def __init__(self, state: State, logger: Logger, saver: CheckpointSaver | None) -> None:
-        self._state = state
-        self._logger = logger
-        self._saver = saver
-        self._received: int | None = None
-        self._previous: dict[int, Any] = {}
-        self._agreement: StopAgreement | None = None
+    _state: State
+    _logger: Logger
+    _saver: CheckpointSaver | None
+    _received: int | None = None
+    _previous: dict[int, Any] = field(default_factory=dict[int, Any])
+    _agreement: StopAgreement | None = None
 
     @contextmanager
     def watched(self) -> Generator[None]:

@@ -99,13 +99,7 @@ def complete_deepspeed_config(
     algorithms: Iterable[Algorithm],
     callbacks: Iterable[Callback],
 ) -> dict[str, Any] | None:
-    """Complete DeepSpeed's configuration from the other arguments, or return `None` without one.
-
-    Raises:
-        MissingConditionalImportError: If the package is not installed.
-        ValueError: If the configuration contradicts another argument.
-        RuntimeError: If the dataloader has no batch size.
-    """
+    """Complete DeepSpeed's configuration from the other arguments, or return `None` without one."""
     if config is None:
         return None
     if not isinstance(config, Mapping):
