@@ -181,7 +181,7 @@ def to_time(name: str, value: Any, unit: TimeUnit | None = None) -> Time[Any]:
         return Time.from_input(value) if unit is None else ensure_time(value, unit)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = ValueError if isinstance(value, str) else TypeError
-        raise kind(f"{name}={value!r} is no length of training: {error}") from error
+        raise kind(f"{name}={value!r} is not a length of training: {error}") from error
 
 
 def to_interval(name: str, value: Any) -> Time[Any] | Callable[..., bool]:

@@ -151,7 +151,7 @@ def check_profiler(profiler: Any, destinations: list[LoggerDestination]) -> None
 
     if not isinstance(profiler, Profiler):
         hint = " Call it: Profiler(schedule, trace_handlers)." if isinstance(profiler, type) else ""
-        raise TypeError(f"profiler={profiler!r} is no composer.profiler.Profiler.{hint}")
+        raise TypeError(f"profiler={profiler!r} is not a composer.profiler.Profiler.{hint}")
     warnings.warn(
         "The profiler is enabled. Using the profiler adds additional overhead when training.",
         stacklevel=user_stacklevel(),

@@ -170,7 +170,7 @@ def load_at_start(
 
     with checkpoint_to_resume(saver, state, logger) as path:
         if path is not None:
-            # A resumed run continues completely, whatever parts of `load_path` its first start loaded.
+            # A resumed run continues completely, even if its first start loaded only parts of `load_path`.
             arguments = replace(
                 arguments,
                 load_path=path,

@@ -251,8 +251,8 @@ class DivergenceGuard:
         self._num_bad_losses += 1
         if self._num_bad_losses == 1:
             _log.warning(
-                "The loss of batch %d is not finite, but its gradients are: training goes on, and this loss enters no "
-                "average. The likely cause is a microbatch whose labels are all ignored (-100), so that its loss is "
+                "The loss of batch %d is not finite, but its gradients are: training continues, and this loss enters "
+                "no average. The likely cause is a microbatch whose labels are all ignored (-100), so that its loss is "
                 "0/0. Larger microbatches, or accumulate_train_batch_on_tokens=True, give it no weight.",
                 batch,
             )
@@ -313,11 +313,11 @@ class DivergenceGuard:
             f"{_sentence(divergence)}{where} The optimizer made no step with it{again}; the weights are those before "
             "it, on every rank. Lower the learning rate, clip the gradients, or look at the batch; where all labels of "
             "a microbatch may be ignored, set accumulate_train_batch_on_tokens=True, which gives it no weight. "
-            "on_divergence='skip' leaves such batches out and None trains on whatever comes."
+            "on_divergence='skip' leaves such batches out, and None disables the check."
         )
 
     def _refuse_weights(self) -> None:
-        """Raise for weights that a step has ruined; there is no good copy to restore."""
+        """Raise for weights that a step has ruined; a good copy does not exist."""
         stamp = self._state.timestamp
         divergence = Divergence(max(stamp.num_batches - 1, 0), stamp.num_epochs, math.nan, False, "raise")
         self._divergences.append(divergence)
@@ -325,8 +325,8 @@ class DivergenceGuard:
         raise DivergenceError(
             f"After {stamp.num_batches} batches {f'the weights {names}' if names else 'what the optimizer keeps'} "
             "must be finite and are not, though the gradients were: a step itself has made them so, such as by "
-            "dividing by 0. They are not saved. Go on from the latest checkpoint with a lower learning rate, or with a "
-            "larger eps of the optimizer; on_divergence=None trains on whatever comes.",
+            "dividing by 0. They are not saved. Continue from the latest checkpoint with a lower learning rate, or with "
+            "a larger eps of the optimizer; on_divergence=None disables the check.",
             divergence,
         )
 

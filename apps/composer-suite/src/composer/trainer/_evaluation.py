@@ -233,7 +233,7 @@ def _fill_shorter_lists(metrics: Mapping[str, Any]) -> None:
     """Pad the lists of each metric with empty tensors to the same length on every rank. Every rank must call this.
 
     torchmetrics gathers lists element by element. For a rank with an empty list, such as one without samples, it would
-    use a flat float32 tensor, whatever shape and dtype the others have.
+    use a flat float32 tensor, regardless of the shape and dtype of the others.
     """
     parts: list[Any] = [part for metric in metrics.values() for part in metric.modules()]
     lists = [_lists_of(part) for part in parts]
@@ -431,7 +431,7 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
         if any(isinstance(state, Tensor) and state.is_meta for state in states):
             raise ValueError(
                 f"the metric {name!r} of the model, a {type(metric).__name__}, is on the meta device, where it has no "
-                f"numbers to count from and nobody can give it any. Make the model's metrics below "
+                f"numbers to count from. Make the model's metrics below "
                 f"`with torch.device('cpu'):`, also where the rest of the model is made on the meta device."
             )
 

@@ -138,8 +138,8 @@ class Schedule:
             if not isinstance(scheduler, LRScheduler) and (is_class or not callable(scheduler)):
                 hint = f"Call it: {scheduler.__name__}(...)." if is_class else "Give one, such as LinearScheduler()."
                 raise TypeError(
-                    f"schedulers holds {scheduler!r}, which is no scheduler of PyTorch or Composer and no function of "
-                    f"the state. {hint}"
+                    f"schedulers holds {scheduler!r}, which is not a scheduler of PyTorch or Composer, nor a function "
+                    f"of the state. {hint}"
                 )
         if given:
             check_together(given)
@@ -257,7 +257,7 @@ def to_duration(given: int | str | Time[int] | None, name: str) -> Time[int] | N
         return None
     accepted = "Give epochs ('10ep'), batches ('500ba'), samples ('50000sp') or tokens ('1000000tok')."
     if isinstance(given, bool):
-        raise ValueError(f"{name}={given!r} is no length of training. {accepted}")
+        raise ValueError(f"{name}={given!r} is not a length of training. {accepted}")
     duration = ensure_time(given, TimeUnit.EPOCH)
     if duration.unit is TimeUnit.SECOND:
         raise ValueError(f"{name}={given!r}: Wall clock time not an allowed time unit. {accepted}")

@@ -83,7 +83,7 @@ class Ranks:
 
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers. Every rank must call this."""
-        # A sum with one slot per rank replaces a maximum, for which there is no helper.
+        # A sum with one slot per rank, because the strategies have no maximum.
         rank = get_global_rank()
         return max(sum_over_everybody([number if other == rank else 0 for other in range(get_world_size())]))
 
@@ -261,7 +261,7 @@ def add_finite(losses: dict[str, Tensor], name: str, loss: Tensor, share: float)
 
 
 def missing_share(losses: Mapping[str, Tensor]) -> Tensor:
-    """Return the share of this rank's batch whose loss is not finite, 0 if there is none."""
+    """Return the share of this rank's batch whose loss is not finite; 0 if all of it is."""
     total = losses[TOTAL]
     return losses[_MISSING] if _MISSING in losses else torch.nan_to_num(total * 0, nan=1.0)
 

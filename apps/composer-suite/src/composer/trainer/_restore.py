@@ -205,11 +205,11 @@ class _OfModule:
 
 def _fill(made: list[_OfModule]) -> None:
     """Copy the current values, into existing memory where it fits."""
-    anew = [of_module for of_module in made if not of_module.copies]
+    without_copies = [of_module for of_module in made if not of_module.copies]
     old = [of_module for of_module in made if of_module.copies]
     copy_all([c for of_module in old for c in of_module.copies], [t for of_module in old for t in of_module.tensors])
-    copies = iter(copies_of([tensor for of_module in anew for tensor in of_module.tensors]))
-    for of_module in anew:
+    copies = iter(copies_of([tensor for of_module in without_copies for tensor in of_module.tensors]))
+    for of_module in without_copies:
         of_module.copies = [next(copies) for _ in of_module.tensors]
 
 

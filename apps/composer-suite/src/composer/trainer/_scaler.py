@@ -119,7 +119,7 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
 
 def forget_checks(scaler: GradScaler) -> None:
     """Reset the checks of a scaler, because gradients that it has unscaled are computed again."""
-    # `update` does this too, but also changes the scale; there is no public method for the reset alone.
+    # `update` does this too, but also changes the scale; a public method for the reset alone does not exist.
     states_of(scaler).clear()
 
 

@@ -70,7 +70,7 @@ class StopAgreement:
 
     @property
     def is_agreed(self) -> bool:
-        """Whether all ranks have agreed on a last batch."""
+        """Return whether all ranks have agreed on a last batch."""
         return self._last is not None
 
     def begin(self) -> None:

@@ -430,7 +430,7 @@ class Trainer:
         """
         if self._runtime.saver is None:
             raise ValueError(
-                "There is no folder to save to: the Trainer has neither a save_folder nor a CheckpointSaver. Give "
+                "The Trainer has no folder to save to, neither a save_folder nor a CheckpointSaver. Give "
                 "save_folder, or call save_checkpoint(name)."
             )
         self._runtime.saver.save(self.state, self.logger)
