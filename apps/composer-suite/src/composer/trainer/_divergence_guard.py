@@ -325,8 +325,8 @@ class DivergenceGuard:
         raise DivergenceError(
             f"After {stamp.num_batches} batches {f'the weights {names}' if names else 'what the optimizer keeps'} "
             "must be finite and are not, though the gradients were: a step itself has made them so, such as by "
-            "dividing by 0. They are not saved. Continue from the latest checkpoint with a lower learning rate, or with "
-            "a larger eps of the optimizer; on_divergence=None disables the check.",
+            "dividing by 0. They are not saved. Continue from the latest checkpoint with a lower learning rate, or "
+            "with a larger eps of the optimizer; on_divergence=None disables the check.",
             divergence,
         )
 
