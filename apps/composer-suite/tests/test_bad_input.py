@@ -332,11 +332,11 @@ def test_numbers_out_of_range(make_trainer, make_loader, settings, said):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"schedulers": "cosine"}, "schedulers holds 'cosine', which is no scheduler"),
+        ({"schedulers": "cosine"}, "schedulers holds 'cosine', which is not a scheduler"),
         ({"schedulers": LinearScheduler}, r"LinearScheduler.*Call it: LinearScheduler\(\.\.\.\)"),
         ({"algorithms": "ema"}, r"algorithms holds 'ema', which is no Algorithm. Give an object, such as EMA\(\)"),
         ({"callbacks": ["speed"]}, r"which is no Callback. Give an object, such as SpeedMonitor\(\)"),
-        ({"train_dataloader": 5, "device_train_microbatch_size": 1}, "train_dataloader=5 is no iterable"),
+        ({"train_dataloader": 5, "device_train_microbatch_size": 1}, "train_dataloader=5 is not an iterable"),
     ],
 )
 def test_things_of_another_kind(make_trainer, settings, said):
@@ -418,7 +418,7 @@ def test_a_misspelt_keyword_names_the_nearest(make_trainer, call, said):
         ({"load_path": 3}, TypeError, "load_path=3 must be a text or a path"),
         ({"spin_dataloaders": "no"}, TypeError, "spin_dataloaders='no' must be True or False"),
         ({"dist_timeout": math.inf}, ValueError, "dist_timeout=inf must be a finite number"),
-        ({"max_duration": True}, ValueError, "max_duration=True is no length of training.*'10ep'"),
+        ({"max_duration": True}, ValueError, "max_duration=True is not a length of training.*'10ep'"),
         ({"save_interval": "foo"}, ValueError, "'foo'"),
         ({"save_num_checkpoints_to_keep": -5}, ValueError, "save_num_checkpoints_to_keep=-5"),
     ],

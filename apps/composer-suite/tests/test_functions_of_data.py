@@ -68,14 +68,14 @@ def test_a_batch_cut_into_no_parts_is_an_error(make_trainer, make_loader):
 
 @pytest.mark.parametrize("dataloader", [3, None])
 def test_what_is_no_dataloader_is_refused_where_it_is_given(make_trainer, dataloader):
-    with pytest.raises(TypeError, match=f"dataloader={dataloader} is no iterable of batches"):
+    with pytest.raises(TypeError, match=f"dataloader={dataloader} is not an iterable of batches"):
         DataSpec(dataloader)
-    with pytest.raises(TypeError, match=f"dataloader={dataloader} is no iterable of batches"):
+    with pytest.raises(TypeError, match=f"dataloader={dataloader} is not an iterable of batches"):
         Evaluator(label="eval", dataloader=dataloader)
     if dataloader is not None:
-        with pytest.raises(TypeError, match="eval_dataloader=3 is no iterable of batches"):
+        with pytest.raises(TypeError, match="eval_dataloader=3 is not an iterable of batches"):
             make_trainer(eval_dataloader=dataloader)
-        with pytest.raises(TypeError, match="eval_dataloader=3 is no iterable of batches"):
+        with pytest.raises(TypeError, match="eval_dataloader=3 is not an iterable of batches"):
             make_trainer().eval(dataloader)
 
 

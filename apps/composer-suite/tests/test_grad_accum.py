@@ -135,8 +135,9 @@ class Loader(list):
 
 
 @pytest.mark.filterwarnings("ignore:.*is experimental:UserWarning")
-def test_the_number_of_microbatches_is_found_out(make_trainer):
-    trainer, _ = make(make_trainer, Loader([torch.ones(12, 2)]), grad_accum="auto", device=SmallDevice())
+@pytest.mark.parametrize("loader", [Loader, list])  # seen for a list, without a batch size: OverflowError
+def test_the_number_of_microbatches_is_found_out(make_trainer, loader):
+    trainer, _ = make(make_trainer, loader([torch.ones(12, 2)]), grad_accum="auto", device=SmallDevice())
     assert trainer.state.grad_accum == 1
 
     with pytest.warns(RuntimeWarning, match="grad_accum from [12] to [24]"):

@@ -81,5 +81,5 @@ def test_a_length_of_training_is_read(value):
     ],
 )
 def test_what_is_no_length_of_training_is_refused_by_name(value, unit, error):
-    with pytest.raises(error, match=f"^interval={value!r} is no length of training: "):
+    with pytest.raises(error, match=f"^interval={value!r} is not a length of training: "):
         arguments.to_time("interval", value, unit)

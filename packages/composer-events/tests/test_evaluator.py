@@ -153,7 +153,7 @@ def test_the_check_of_microbatch_sizes_that_had_a_function_of_its_own_says_that_
         ({"subset_num_batches": "2"}, TypeError, "subset_num_batches='2' must be a whole number"),
         ({"subset_num_batches": 1.5}, TypeError, "subset_num_batches=1.5 must be a whole number"),
         ({"eval_interval": -1}, ValueError, "eval_interval=-1 is less than 0"),
-        ({"eval_interval": "x"}, ValueError, "eval_interval='x' is no length of training"),
+        ({"eval_interval": "x"}, ValueError, "eval_interval='x' is not a length of training"),
     ],
 )
 def test_what_says_neither_what_nor_when_to_evaluate_is_refused(settings, kind, message):

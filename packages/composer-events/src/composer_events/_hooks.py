@@ -5,12 +5,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import warnings
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from composer_events.batches import ensure_tuple
 from composer_events.event import Event, ProfilerAction
@@ -19,7 +18,6 @@ from composer_events.logger import Logger
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from composer_events.algorithm import Algorithm
     from composer_events.callback import Callback
     from composer_events.passes import AlgorithmPass
     from composer_events.state import State
@@ -102,7 +100,7 @@ class Closer:
             except BaseException as interrupt:
                 interrupts.append(interrupt)
             else:
-                release(callback)
+                _OPEN.pop(id(callback), None)  # free for another run
         _flush(self._logger, interrupts)
         _shut_down_workers(self._state)
         _log.debug("Engine closed.")
@@ -144,24 +142,8 @@ def _innermost(holder: Any) -> Any:
     return holder
 
 
-def call_hook(kind: str, hook: object, method: str, event: Event, state: State, logger: Logger) -> Any:
-    """Call a method of a hook, which is an algorithm or a callback, and return its result."""
-    try:
-        found = getattr(hook, method, None)
-        if found is None or isinstance(hook, type):
-            found = method_of(kind, hook, method)
-        return found(event, state, logger)
-    except Exception as error:
-        blame(error, kind, hook, event, state)
-        raise
-
-
 def method_of(kind: str, hook: object, method: str) -> Callable[..., Any]:
-    """Return the method of an algorithm or a callback that the engine calls.
-
-    Raises:
-        TypeError: If the hook is a class, or has no such method.
-    """
+    """Return the method of an algorithm or a callback that the engine calls."""
     found = getattr(hook, method, None)
     if found is not None and not isinstance(hook, type):
         return found
@@ -171,24 +153,13 @@ def method_of(kind: str, hook: object, method: str) -> Callable[..., Any]:
     raise TypeError(f"state.{kind}s holds {hook!r}, not a valid {kind}: it has no {method}(). Put in {hint}.")
 
 
-def blame(error: Exception, kind: str, hook: object, event: Event, state: State) -> None:
+def add_hook_note(error: Exception, kind: str, hook: object, event: Event, state: State) -> None:
     """Add a note to an exception that names the hook or pass and the time; the exception keeps its type."""
     when = ""
     with suppress(Exception):  # a state without a usable timestamp must not hide the error
         when = f" (epoch {int(state.timestamp.epoch)}, batch {int(state.timestamp.batch)})"
     name = hook.__name__ if isinstance(hook, FunctionType) else type(hook).__name__
     error.add_note(f"raised by {kind} {name} on {event}{when}")
-
-
-def adopt_algorithms(state: State, algorithms: Algorithm | Sequence[Algorithm]) -> None:
-    """Append the `algorithms` argument of `Engine` to those of the state."""
-    warnings.warn(
-        "Engine(state, algorithms=...) is an older spelling, kept until 1.0. Put the algorithms in the state instead: "
-        "`State(..., algorithms=...)` or `state.algorithms.append(...)`.",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    state.algorithms.extend(algorithms if isinstance(algorithms, Sequence) else [algorithms])
 
 
 _RECORDED: Final = (ProfilerAction.ACTIVE, ProfilerAction.ACTIVE_AND_SAVE, ProfilerAction.WARMUP)
@@ -236,23 +207,13 @@ class Observer:
         if self.writes_debug_lines:
             _log.debug("%s: Running %s", _log_prefix(event, state), what)
 
-    def call(
-        self,
-        kind: str,
-        hook: object,
-        method: str,
-        event: Event,
-        state: State,
-        logger: Logger,
-    ) -> Any:
-        """Call a hook inside a profiler marker, and return its result."""
+    def marker(self, kind: str, hook: object, event: Event, state: State) -> AbstractContextManager[Any]:
+        """Return the profiler's marker around the call of a hook, and write a debug line."""
         name, profiler = hook.__class__.__name__, getattr(state, "profiler", None)
         self.write(event, state, f"{kind} {name}")
-        marker = nullcontext()
-        if profiler is not None:
-            marker = profiler.marker(f"{kind}/{name}/event/{event.value}", categories=[event.value, name])
-        with marker:
-            return call_hook(kind, hook, method, event, state, logger)
+        if profiler is None:
+            return nullcontext()
+        return profiler.marker(f"{kind}/{name}/event/{event.value}", categories=[event.value, name])
 
 
 def _log_prefix(event: Event, state: State) -> str:
@@ -269,22 +230,10 @@ def _log_prefix(event: Event, state: State) -> str:
 _OPEN: Final[weakref.WeakValueDictionary[int, Callback]] = weakref.WeakValueDictionary()
 
 
-class Holder(Protocol):
-    """Owner of callbacks, which closes them."""
-
-    def is_done(self) -> bool:
-        """Return whether training is over."""
-        ...
-
-    def close(self) -> None:
-        """Close the callbacks."""
-        ...
+_CLOSERS: Final[weakref.WeakValueDictionary[int, Closer]] = weakref.WeakValueDictionary()
 
 
-_HOLDERS: Final[weakref.WeakValueDictionary[int, Holder]] = weakref.WeakValueDictionary()
-
-
-def claim(callbacks: Sequence[Callback], holder: Holder) -> None:
+def mark_in_use(callbacks: Sequence[Callback], closer: Closer) -> None:
     """Mark callbacks as in use. If a callback's earlier engine has finished training, close that engine first.
 
     Raises:
@@ -293,9 +242,9 @@ def claim(callbacks: Sequence[Callback], holder: Holder) -> None:
     """
     for callback in callbacks:
         method_of("callback", callback, "run_event")
-        before = _HOLDERS.get(id(callback))
+        before = _CLOSERS.get(id(callback))
         # An id is reused after its object is deleted, so the object itself is compared too.
-        if _OPEN.get(id(callback)) is callback and before is not holder and before is not None and before.is_done():
+        if _OPEN.get(id(callback)) is callback and before is not closer and before is not None and before.is_done():
             before.close()
         if _OPEN.get(id(callback)) is callback:
             raise RuntimeError(
@@ -306,33 +255,11 @@ def claim(callbacks: Sequence[Callback], holder: Holder) -> None:
             )
     for callback in callbacks:  # a second loop, so that an error above marks none
         _OPEN[id(callback)] = callback
-        _HOLDERS[id(callback)] = holder
-
-
-def claim_added(callbacks: Sequence[Callback], claimed: Sequence[Callback], holder: Holder) -> tuple[Callback, ...]:
-    """Mark callbacks that were added since the last call as in use, and return all callbacks.
-
-    Raises:
-        RuntimeError: If an added callback is already in use. None is marked then.
-    """
-    claim([callback for callback in callbacks if not any(callback is one for one in claimed)], holder)
-    return tuple(callbacks)
-
-
-def release(callback: Callback) -> None:
-    """Mark a callback as free for another run."""
-    _OPEN.pop(id(callback), None)
+        _CLOSERS[id(callback)] = closer
 
 
 def parse_passes(passes: object) -> list[tuple[AlgorithmPass, int]]:
-    """Convert the `algorithm_passes` argument into pairs of a pass and its index.
-
-    Args:
-        passes: `None`, a pass, a pass and its index as a tuple or a list of two, or a list of these. Index -1 appends.
-
-    Raises:
-        ValueError: If it is anything else.
-    """
+    """Convert the `algorithm_passes` argument into pairs of a pass and its index."""
     if passes is None:
         return []
     # A list of two may also be one pass with its index, as in `[f, 0]`.

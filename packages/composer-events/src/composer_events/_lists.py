@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Generic, SupportsIndex, TypeVar, overload
+import functools
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, overload
 
 from composer_events.batches import ensure_tuple
-
-__all__ = ["StableListAttribute", "OptimizerList", "SteppingList", "VersionedList"]
 
 T = TypeVar("T")
 
@@ -29,58 +28,23 @@ class VersionedList(list[T]):
     # A class attribute, because pickle and copy fill the list before the instance has attributes.
     version: int = 0
 
-    def append(self, item: T, /) -> None:
-        self.version += 1
-        super().append(item)
 
-    def extend(self, items: Iterable[T], /) -> None:
-        self.version += 1
-        super().extend(items)
+def _counting(name: str) -> Callable[..., Any]:
+    """Return a method of `list` that counts the change first."""
+    method: Callable[..., Any] = getattr(list, name)
 
-    def insert(self, index: SupportsIndex, item: T, /) -> None:
+    @functools.wraps(method)
+    def counted(self: VersionedList[Any], *args: Any, **kwargs: Any) -> Any:
         self.version += 1
-        super().insert(index, item)
+        return method(self, *args, **kwargs)
 
-    def remove(self, item: T, /) -> None:
-        self.version += 1
-        super().remove(item)
+    return counted
 
-    def pop(self, index: SupportsIndex = -1, /) -> T:
-        self.version += 1
-        return super().pop(index)
 
-    def clear(self) -> None:
-        self.version += 1
-        super().clear()
-
-    def reverse(self) -> None:
-        self.version += 1
-        super().reverse()
-
-    def sort(self, *, key: Callable[[T], Any] | None = None, reverse: bool = False) -> None:
-        self.version += 1
-        super().sort(key=key, reverse=reverse)  # pyright: ignore[reportArgumentType, reportCallIssue]  # as list has it
-
-    @overload
-    def __setitem__(self, index: SupportsIndex, item: T, /) -> None: ...
-    @overload
-    def __setitem__(self, index: slice, item: Iterable[T], /) -> None: ...
-    def __setitem__(self, index: Any, item: Any, /) -> None:
-        self.version += 1
-        super().__setitem__(index, item)
-
-    def __delitem__(self, index: SupportsIndex | slice, /) -> None:
-        self.version += 1
-        super().__delitem__(index)
-
-    def __iadd__(self, items: Iterable[T], /) -> VersionedList[T]:
-        self.extend(items)
-        return self
-
-    def __imul__(self, times: SupportsIndex, /) -> VersionedList[T]:
-        self.version += 1
-        super().__imul__(times)
-        return self
+for _name in ("append", "extend", "insert", "remove", "pop", "clear", "reverse", "sort"):
+    setattr(VersionedList, _name, _counting(_name))
+for _name in ("__setitem__", "__delitem__", "__iadd__", "__imul__"):
+    setattr(VersionedList, _name, _counting(_name))
 
 
 L = TypeVar("L", bound=VersionedList[Any])

@@ -6,9 +6,9 @@ import ast
 import math
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from operator import index
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter, index
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 from composer_events._state_layout import (
     get_metric_states,
@@ -19,7 +19,7 @@ from composer_events._state_layout import (
 )
 from composer_events.algorithm import Algorithm
 from composer_events.arguments import algorithm_modules
-from composer_events.batches import ensure_tuple
+from composer_events.batches import ensure_tuple, length_or_none
 from composer_events.event import Event
 from composer_events.hparams import get_composer_env_dict
 from composer_events.parallelism import any_rank, get_world_size
@@ -29,20 +29,6 @@ from composer_time import Time, TimeUnit
 if TYPE_CHECKING:
     from composer_events.state import State
 
-__all__ = [
-    "DataSource",
-    "dataset_of",
-    "resume_dataset",
-    "load_all",
-    "load_model",
-    "load_optimizers",
-    "apply_required_algorithms",
-    "parse_algorithm",
-    "SERIALIZED_ATTRIBUTES",
-    "STOPPED_KEY",
-    "build_state_dict",
-    "named_by_class",
-]
 
 STOPPED_KEY = "stopped_duration"  # stored with the timestamp, so that both are loaded or left out together
 
@@ -99,10 +85,6 @@ def _collect_timestamp(state: State) -> dict[str, Any] | None:
     return collected
 
 
-def _collect_algorithms(state: State) -> list[tuple[str, Any]]:
-    return [(type(algorithm).__qualname__, algorithm.state_dict()) for algorithm in state.algorithms]
-
-
 def _collect_train_metrics(state: State) -> dict[str, Any] | None:
     if not state.save_metrics or state.train_metrics is None:
         return None
@@ -119,7 +101,7 @@ _COLLECTORS: Mapping[str, Callable[[Any], Any]] = {
     "model": lambda state: state.get_model_state_dict(),
     "optimizers": lambda state: state.get_optim_state_dict(),
     "schedulers": _collect_by_class("schedulers"),
-    "algorithms": _collect_algorithms,
+    "algorithms": lambda state: [(type(each).__qualname__, each.state_dict()) for each in state.algorithms],
     "callbacks": _collect_by_class("callbacks"),
     "scaler": _collect_by_class("scaler"),
     "timestamp": _collect_timestamp,
@@ -195,7 +177,7 @@ class DataSource:
                 f"dataloader_len={num_batches} is set without a dataloader. Call "
                 f"state.set_dataloader(dataloader, label, {num_batches}) instead."
             )
-        length = _length_of(self._dataloader)
+        length = length_or_none(self._dataloader)
         if length is not None and num_batches > length:
             warnings.warn(
                 f"DataloaderNumBatchesWarning: dataloader_len={num_batches} is more than the {length} batches that "
@@ -220,10 +202,6 @@ class DataSource:
             dataloader: Any iterable of batches, or `None`.
             dataloader_label: Its name. Required with a dataloader.
             dataloader_len: Number of batches per epoch; -1 uses the dataloader's length.
-
-        Raises:
-            TypeError: If `dataloader_len` is not a whole number or a `Time`.
-            ValueError: If a dataloader comes without a label, or `dataloader_len` is not in batches.
         """
         if dataloader is not None and dataloader_label is None:
             raise ValueError(
@@ -245,6 +223,11 @@ class DataSource:
     def train_dataloader(self, train_dataloader: Iterable[Any] | None) -> None:
         self._train_dataloader = train_dataloader
         resume_dataset(self)
+
+
+if not TYPE_CHECKING:  # read at every batch; attrgetter avoids a Python call
+    _length = DataSource.dataloader_len
+    DataSource.dataloader_len = property(attrgetter("_dataloader_len"), _length.fset, doc=_length.__doc__)
 
 
 def resume_dataset(source: DataSource) -> None:
@@ -279,15 +262,6 @@ def _to_num_batches(given: Any) -> int:
             f"use the length of the dataloader."
         )
     return index(given)
-
-
-def _length_of(dataloader: object) -> int | None:
-    if not isinstance(dataloader, Sized):
-        return None
-    try:
-        return len(dataloader)
-    except (TypeError, NotImplementedError):  # torch dataloaders over iterable datasets have a __len__ that raises
-        return None
 
 
 # Loaded elsewhere, or kept for people to read.
@@ -411,14 +385,6 @@ def _numbered(saved: Sequence[Sequence[Any]]) -> dict[str, Any]:
     return states
 
 
-def _load_optimizers(state: State, saved: Any) -> None:
-    state.load_optim_state({"optimizers": saved})
-
-
-def _load_train_metrics(state: State, saved: Mapping[str, Any]) -> None:
-    set_metric_states(state.train_metrics or {}, saved, state.device)
-
-
 def _load_eval_metrics(state: State, saved: Mapping[str, Any]) -> None:
     for label, metrics in state.eval_metrics.items():
         set_metric_states(metrics, saved.get(label, {}), state.device)
@@ -430,13 +396,13 @@ def _load_dataset_state(state: State, saved: dict[str, Any] | None) -> None:
 
 
 _LOADERS: Mapping[str, Callable[[Any, Any], None]] = {
-    "optimizers": _load_optimizers,
+    "optimizers": lambda state, saved: state.load_optim_state({"optimizers": saved}),
     "schedulers": _load_by_class("schedulers"),
     "algorithms": _load_algorithms,
     "callbacks": _load_by_class("callbacks"),
     "scaler": _load_by_class("scaler"),
     "timestamp": _load_timestamp,
-    "train_metrics": _load_train_metrics,
+    "train_metrics": lambda state, saved: set_metric_states(state.train_metrics or {}, saved, state.device),
     "eval_metrics": _load_eval_metrics,
     "dataset_state": _load_dataset_state,
 }
@@ -457,18 +423,7 @@ def apply_required_algorithms(
     exclude: Collection[str],
     passes: Sequence[Callable[[Sequence[Algorithm], Event], Sequence[Algorithm]]],
 ) -> None:
-    """Add the algorithms that the saved weights depend on, and apply them to the model.
-
-    Args:
-        state: Algorithms are appended to it and its model is changed.
-        saved: Pairs of class name and state, as in a checkpoint.
-        logger: Passed to the algorithms.
-        exclude: Class names to leave out.
-        passes: The engine's passes, which order the algorithms.
-
-    Raises:
-        ValueError: If an algorithm fails, or must be applied before one that already has been applied.
-    """
+    """Add the algorithms that the saved weights depend on, and apply them to the model."""
     names = [name for name, _ in saved]
     if unknown := [name for name in exclude if name not in names]:
         _warn(
@@ -497,9 +452,6 @@ def parse_algorithm(text: str, algorithm_class: type[Algorithm]) -> Algorithm:
     Args:
         text: One call of the class, with literals, `Event.X`, `TimeUnit.X` and `Time(...)` as arguments.
         algorithm_class: The only class that may be called.
-
-    Raises:
-        ValueError: If the text is anything else.
     """
     if len(text) > _MAX_LENGTH:
         raise ValueError(f"The text has {len(text)} characters, more than the {_MAX_LENGTH} that are read.")
@@ -590,45 +542,42 @@ def _apply(algorithm: Algorithm, state: State, logger: Any) -> None:
     )
 
 
+# The containers of a repr, by their nodes.
+_CONTAINERS: Mapping[type[ast.expr], Callable[[Iterable[Any]], Any]] = {ast.List: list, ast.Tuple: tuple, ast.Set: set}
+_ENUMS: Mapping[str, type[Event] | type[TimeUnit]] = {"Event": Event, "TimeUnit": TimeUnit}
+
+
 def _value(node: ast.expr) -> Any:
     match node:
         case ast.Constant(value=value):
             return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
         case ast.Name(id="inf" | "nan" as name):
             return getattr(math, name)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):
-            return -math.inf
-        case ast.List(elts=items):
-            return [_value(item) for item in items]
-        case ast.Tuple(elts=items):
-            return tuple(_value(item) for item in items)
-        case ast.Set(elts=items):
-            return {_value(item) for item in items}
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) | ast.Name() as operand):
+            return -_value(operand)
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+            return _CONTAINERS[type(node)](map(_value, items))
         case ast.Dict(keys=keys, values=values) if None not in keys:  # None is an unpacked mapping
             return {_value(key): _value(value) for key, value in zip(keys, values, strict=True) if key is not None}
-        case ast.Attribute(value=ast.Name(id="Event"), attr=name):
-            return Event(name)
-        case ast.Attribute(value=ast.Name(id="TimeUnit"), attr=name):
-            return TimeUnit(name)
+        case ast.Attribute(value=ast.Name(id="Event" | "TimeUnit" as kind), attr=name):
+            return _ENUMS[kind](name)
         case ast.Call(func=ast.Name(id="Time"), args=arguments):
             return Time(*map(_value, arguments), **_keywords(node))
         case _:
-            return _refuse(node)
+            raise _unreadable(node)
 
 
 def _keywords(call: ast.Call) -> dict[str, Any]:
     keywords: dict[str, Any] = {}
     for keyword in call.keywords:
         if keyword.arg is None:
-            _refuse(call)
+            raise _unreadable(call)
         keywords[keyword.arg] = _value(keyword.value)
     return keywords
 
 
-def _refuse(node: ast.expr) -> NoReturn:
-    raise ValueError(
+def _unreadable(node: ast.expr) -> ValueError:
+    return ValueError(
         f"{ast.unparse(node)!r} is not a value that is read from a checkpoint: only literals, Event.X, TimeUnit.X and "
         f"Time(...) are."
     )

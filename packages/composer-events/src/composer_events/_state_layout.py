@@ -10,18 +10,6 @@ from typing import Any, cast
 
 from composer_events.parallelism import any_rank, gather, is_sharded, is_wrapper
 
-__all__ = [
-    "get_metric_states",
-    "set_metric_states",
-    "canonical_name",
-    "get_model_state",
-    "set_model_state",
-    "sharded_options",
-    "unwrapped",
-    "get_optimizer_state",
-    "set_optimizer_state",
-]
-
 
 def get_optimizer_state(model: Any, optimizer: Any, state_dict_type: str | None) -> dict[str, Any]:
     """Collect an optimizer's state, with parameters identified by name.
@@ -214,11 +202,6 @@ def set_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any], dev
 
     Forms of older checkpoints are read too: whole metric objects (0.13.5 and before), and NumPy arrays in place of
     tensors (0.14 to 0.16).
-
-    Args:
-        metrics: Changed in place and moved to the device.
-        states: By name.
-        device: A `Device`; with anything else the metrics stay where they are.
     """
     for name, metric in metrics.items():
         if name not in states:
@@ -309,13 +292,6 @@ def set_model_state(
 ) -> None:
     """Load weights by name.
 
-    Args:
-        model: Changed in place.
-        weights: The result of `get_model_state`. Not changed.
-        state_dict_type: The type with which it was saved.
-        strict: Whether missing or unexpected names are an error; otherwise they are logged.
-        broadcast: Whether only rank 0 has the weights of a sharded model.
-
     Raises:
         RuntimeError: With the text `Error(s) in loading state_dict`, if names or shapes do not match.
     """
@@ -341,11 +317,7 @@ def _log_first(message: str, names: Sequence[str]) -> None:
 
 
 def sharded_options(state_dict_type: str | None, *, strict: bool = True, broadcast: bool = False) -> Any:
-    """Return torch's options for saving and loading a sharded model.
-
-    Raises:
-        NotImplementedError: If the type is not `'full'` or `'sharded'`.
-    """
+    """Return torch's options for saving and loading a sharded model."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     if state_dict_type not in ("full", "sharded"):

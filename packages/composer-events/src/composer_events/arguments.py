@@ -1,6 +1,7 @@
 """Type checks for arguments whose wrong type would pass unnoticed, or fail only in a later step.
 
-Each function takes arguments by keyword, so that its error names the argument.
+Each `check_` function takes values by the names of their arguments, so that its error names the argument. It raises
+`TypeError` for a value of another type and `ValueError` for one out of range.
 """
 
 from __future__ import annotations
@@ -39,10 +40,6 @@ def check_flags(*, may_be_none: bool = False, **flags: Any) -> None:
 
     Args:
         may_be_none: Whether `None` is accepted and means false.
-        **flags: Values by the names of their arguments.
-
-    Raises:
-        TypeError: If a value has another type.
 
     Example:
         >>> check_flags(overwrite=True)
@@ -61,11 +58,6 @@ def check_counts(least: int = 1, **counts: Any) -> None:
 
     Args:
         least: The smallest accepted number.
-        **counts: Values by the names of their arguments.
-
-    Raises:
-        TypeError: If a value is not a whole number.
-        ValueError: If a value is less than `least`.
     """
     for name, value in counts.items():
         # bool is a subclass of int, but True as a count is a mistake.
@@ -80,11 +72,6 @@ def check_numbers(least: float = -math.inf, **numbers: Any) -> None:
 
     Args:
         least: The smallest accepted number.
-        **numbers: Values by the names of their arguments.
-
-    Raises:
-        TypeError: If a value has another type.
-        ValueError: If a value is NaN or too small.
     """
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, Real):
@@ -102,10 +89,6 @@ def check_seconds(*, may_be_zero: bool = False, may_be_none: bool = False, **len
         may_be_zero: Whether 0 is accepted.
         may_be_none: Whether `None` is accepted and means no limit.
         **lengths: Seconds by the names of their arguments.
-
-    Raises:
-        TypeError: If a value is not a number.
-        ValueError: If a value is too small or not finite.
     """
     accepted = f"a finite number of seconds, {'0 or more' if may_be_zero else 'more than 0'}"
     accepted += ", or None to wait as long as it takes" if may_be_none else ""
@@ -123,10 +106,6 @@ def check_texts(*, may_be_none: bool = False, **texts: Any) -> None:
 
     Args:
         may_be_none: Whether `None` is accepted.
-        **texts: Values by the names of their arguments.
-
-    Raises:
-        TypeError: If a value has another type.
     """
     for name, value in texts.items():
         if not isinstance(value, str) and not (may_be_none and value is None):
@@ -138,10 +117,6 @@ def check_places(*, may_be_none: bool = False, **places: Any) -> None:
 
     Args:
         may_be_none: Whether `None` is accepted.
-        **places: Values by the names of their arguments.
-
-    Raises:
-        TypeError: If a value is neither a string nor a path.
     """
     for name, value in places.items():
         if not isinstance(value, str | os.PathLike) and not (may_be_none and value is None):
@@ -153,11 +128,6 @@ def check_names(example: str, **names: Any) -> None:
 
     Args:
         example: A valid name, for the error message.
-        **names: Values by the names of their arguments.
-
-    Raises:
-        TypeError: If a value is neither a string nor a path.
-        ValueError: If a value is empty.
     """
     for name, value in names.items():
         accepted = f"a name such as {example!r}, or None for no such file"
@@ -171,42 +141,23 @@ def check_names(example: str, **names: Any) -> None:
 
 
 def check_text_lists(**lists: Any) -> None:
-    """Check that arguments are lists of strings or `None`. A lone string would be read as a list of its letters.
-
-    Args:
-        **lists: Values by the names of their arguments.
-
-    Raises:
-        TypeError: If a value has another type.
-    """
+    """Check that arguments are lists of strings or `None`. A lone string would be read as a list of its letters."""
     for name, value in lists.items():
-        if value is not None and not _is_list_of_texts(value):
+        if value is not None and not is_list_of_texts(value):
             raise TypeError(f"{name}={value!r} must be a list of texts, such as {[str(value)]!r}, or None.")
 
 
 def check_mappings(**mappings: Any) -> None:
-    """Check that arguments are dicts with string keys, or `None`.
-
-    Args:
-        **mappings: Values by the names of their arguments.
-
-    Raises:
-        TypeError: If a value has another type.
-    """
+    """Check that arguments are dicts with string keys, or `None`."""
     for name, value in mappings.items():
-        if value is not None and not _is_dict_of_texts(value):
+        if value is None:
+            continue
+        if not isinstance(value, Mapping) or not is_list_of_texts(list(cast("Mapping[object, object]", value))):
             raise TypeError(f"{name}={value!r} must be a dict whose keys are texts, or None.")
 
 
 def check_functions(**functions: Any) -> None:
-    """Check that arguments are callable or `None`.
-
-    Args:
-        **functions: Values by the names of their arguments.
-
-    Raises:
-        TypeError: If a value is not callable.
-    """
+    """Check that arguments are callable or `None`."""
     for name, value in functions.items():
         if value is not None and not callable(value):
             raise TypeError(f"{name}={value!r} must be a function, or None.")
@@ -230,7 +181,7 @@ def to_time(name: str, value: Any, unit: TimeUnit | None = None) -> Time[Any]:
         return Time.from_input(value) if unit is None else ensure_time(value, unit)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = ValueError if isinstance(value, str) else TypeError
-        raise kind(f"{name}={value!r} is no length of training: {error}") from error
+        raise kind(f"{name}={value!r} is not a length of training: {error}") from error
 
 
 def to_interval(name: str, value: Any) -> Time[Any] | Callable[..., bool]:
@@ -269,17 +220,10 @@ def _check_takes_two(name: str, function: Callable[..., Any]) -> None:
         ) from error
 
 
-def _is_list_of_texts(value: object) -> bool:
+def is_list_of_texts(value: object) -> bool:
+    """Return whether a value is a list or set of strings; a lone string is not."""
     is_list = isinstance(value, Sequence | set | frozenset) and not isinstance(value, str | bytes)
-    return is_list and _are_texts(cast("Iterable[object]", value))
-
-
-def _is_dict_of_texts(value: object) -> bool:
-    return isinstance(value, Mapping) and _are_texts(cast("Mapping[object, object]", value))
-
-
-def _are_texts(values: Iterable[object]) -> bool:
-    return all(isinstance(value, str) for value in values)
+    return is_list and all(isinstance(text, str) for text in cast("Iterable[object]", value))
 
 
 _STATE_GROUP = "composer_events.state"

@@ -485,6 +485,16 @@ def ensure_tuple(x: Any) -> tuple[Any, ...]:
     return (x,)
 
 
+def length_or_none(sized: object) -> int | None:
+    """Return the length of a dataset or dataloader, or `None` if it is unknown."""
+    if not isinstance(sized, Sized):
+        return None
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):  # those over iterable datasets have a __len__ that raises
+        return None
+
+
 def map_collection(collection: Any, map_fn: Callable[[Any], Any]) -> Any:
     """Apply a function to the elements of a tuple, list or dict, or to a single value.
 

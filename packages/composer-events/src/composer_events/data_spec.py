@@ -5,11 +5,17 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from composer_events.arguments import check_counts, check_functions
-from composer_events.batches import count_samples, default_split_batch, split_batch_by_count, split_list
+from composer_events.batches import (
+    count_samples,
+    default_split_batch,
+    length_or_none,
+    split_batch_by_count,
+    split_list,
+)
 from composer_events.parallelism import get_world_size
 
 __all__ = ["DataSpec", "default_split_batch", "ensure_data_spec", "split_batch_by_count", "split_list"]
@@ -60,7 +66,7 @@ class DataSpec:
     ) -> None:
         if not hasattr(dataloader, "__iter__"):
             raise TypeError(
-                f"dataloader={dataloader!r} is no iterable of batches. Give a torch DataLoader, or a list of batches."
+                f"dataloader={dataloader!r} is not an iterable of batches. Give a torch DataLoader, or a list of them."
             )
         if device_transforms is not None:
             microbatch_transforms = _renamed_transforms(device_transforms, microbatch_transforms)
@@ -82,10 +88,14 @@ class DataSpec:
         self._count_tokens = get_num_tokens_in_batch or self._default_get_num_tokens_in_batch
         self.num_samples = num_samples
         if _is_torch_dataloader(dataloader):
-            _refuse_active_iterator(dataloader)
+            if cast(Any, dataloader)._iterator is not None:  # set only by a DataLoader with persistent workers
+                raise ValueError(
+                    f"The dataloader {dataloader!r} has an active iterator: its persistent workers have already begun "
+                    f"to read samples. Make a new DataLoader, or do not iterate over this one before training."
+                )
             _refuse_undistributed(dataloader)
             if num_samples is None:
-                self.num_samples = _length_or_none(cast(Any, dataloader).dataset)
+                self.num_samples = length_or_none(cast(Any, dataloader).dataset)
 
     @property
     def counts_by_default(self) -> bool:
@@ -140,18 +150,13 @@ def ensure_data_spec(dataloader: Any) -> DataSpec:
     """
     if isinstance(dataloader, DataSpec):
         return dataloader
-    if isinstance(dataloader, dict):
-        settings = cast("dict[str, Any]", dataloader)
-        _check_settings(settings)
-        return DataSpec(**settings)
-    return DataSpec(dataloader)
-
-
-def _check_settings(settings: Mapping[str, Any]) -> None:
+    if not isinstance(dataloader, dict):
+        return DataSpec(dataloader)
+    settings = cast("dict[str, Any]", dataloader)
     accepted = list(inspect.signature(DataSpec).parameters)
     unknown = [repr(key) for key in settings if key not in accepted]
     if not unknown and "dataloader" in settings:
-        return
+        return DataSpec(**settings)
     fault = (
         f"{', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} unknown" if unknown else "'dataloader' is missing"
     )
@@ -184,14 +189,6 @@ def _is_torch_dataloader(dataloader: object) -> bool:
     # A DataLoader exists only if this module has been imported.
     data = sys.modules.get("torch.utils.data")
     return data is not None and isinstance(dataloader, data.DataLoader)
-
-
-def _refuse_active_iterator(dataloader: Any) -> None:
-    if dataloader._iterator is not None:  # set only by a DataLoader with persistent workers
-        raise ValueError(
-            f"The dataloader {dataloader!r} has an active iterator: its persistent workers have already begun to read "
-            f"samples. Make a new DataLoader, or do not iterate over this one before training."
-        )
 
 
 def _refuse_undistributed(dataloader: Any) -> None:
@@ -230,15 +227,6 @@ def samplers_of(dataloader: Any) -> list[Any]:
         samplers.append(sampler)
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
     return samplers
-
-
-def _length_or_none(dataset: object) -> int | None:
-    if not isinstance(dataset, Sized):
-        return None
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):  # torch datasets may have a __len__ that raises
-        return None
 
 
 def _count_tokens(batch: Any, max_sequence_length: int | None, num_samples: int | float) -> int:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import is_
-from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from composer_events._hooks import (
     Closer,
     Observer,
-    adopt_algorithms,
-    blame,
-    call_hook,
+    add_hook_note,
     check_requirements,
-    claim,
-    claim_added,
     is_closing,
+    mark_in_use,
     method_of,
     parse_passes,
 )
@@ -26,6 +25,7 @@ from composer_events._lists import VersionedList
 from composer_events._state_dict import DataSource
 from composer_events.algorithm import Algorithm
 from composer_events.arguments import overrides
+from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback
 from composer_events.event import Event
 from composer_events.explanation import explain, log_explanation
@@ -122,7 +122,13 @@ class Engine:
         for algorithm_pass, index in parse_passes(algorithm_passes):
             self.register_pass(algorithm_pass, index)
         if algorithms is not None:
-            adopt_algorithms(state, algorithms)
+            warnings.warn(
+                "Engine(state, algorithms=...) is an older spelling, kept until 1.0. Put the algorithms in the state "
+                "instead: `State(..., algorithms=...)` or `state.algorithms.append(...)`.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            state.algorithms.extend(ensure_tuple(algorithms))
         if logger is None:
             logger = Logger(state, [place for place in state.callbacks if isinstance(place, LoggerDestination)])
         self.logger = logger
@@ -161,9 +167,9 @@ class Engine:
         """
         if not isinstance(event, Event):
             event = Event(event)
-        state, listeners = self.state, self._listeners
-        # Fast path, taken many times per batch in most runs: no algorithms, no profiler, and few callbacks or none.
-        # A watched state is a State; reading its private attributes avoids properties, which would double the time.
+        state, listeners, calls = self.state, self._listeners, None
+        # Run many times per batch, in most runs without algorithms, a profiler, or many listeners. A watched state is a
+        # State: reading its private attributes avoids properties, which would double the time.
         if (
             state is listeners.watched_state
             and listeners.callbacks.version == listeners.version
@@ -177,17 +183,20 @@ class Engine:
             calls = listeners.calls.get(event)
             if calls is None:
                 return OrderedDict()
-            if event not in ENTRANCES:
-                self._call_methods(calls, event)
-                return OrderedDict()
-        if not isinstance(state, InputsTargetsMixin):  # pyright: ignore[reportUnnecessaryIsInstance]  # any object may be one
-            return self._run(event)
+            if event in ENTRANCES:
+                calls = None
         # Counted, so that State can distinguish the assignments of hooks from those of the loop.
-        state.num_running_events += 1
+        counts = isinstance(state, InputsTargetsMixin)  # pyright: ignore[reportUnnecessaryIsInstance]  # any object may be one
+        if counts:
+            state.num_running_events += 1
         try:
-            return self._run(event)
+            if calls is None:
+                return self._run(event)
+            self._run_callbacks(calls, event)
+            return OrderedDict()
         finally:
-            state.num_running_events -= 1
+            if counts:
+                state.num_running_events -= 1
 
     def run_marker_only_event(self, event: Event | str) -> None:
         """Show an event to the profiler without running anything, for half of a pair that does not really happen.
@@ -266,105 +275,96 @@ class Engine:
     def _run(self, event: Event) -> Traces:
         self._refuse_if_closed(event)
         state, observer = self.state, self._observer
+        traces: Traces = OrderedDict()
         is_observed = observer.is_needed(state)
         if is_observed:
             observer.finish_marker(event, state)
             observer.write(event, state, "event")
         if state.dataloader is None or state.max_duration is None:
             check_requirements(event, state)
+        is_entrance = event in ENTRANCES
         if event is Event.INIT:
             traces = self._run_init(event, is_observed)
         else:
-            traces = self._run_algorithms(event, is_observed)
-            self._run_callbacks(self._listeners_to(event), event, is_observed)
-        if event in ENTRANCES:
+            if state.algorithms:
+                traces = self._run_algorithms(event, is_observed)
+            if is_entrance or not self._listeners.is_current(state):
+                self._listeners = Listeners(state)
+            self._run_callbacks(self._listeners.calls.get(event, ()), event, is_observed)
+        if is_entrance:
             # A hook may have set a method on a callback object, which does not change the version of the list.
-            self._listeners = Listeners(self.state)
+            self._listeners = Listeners(state)
         if is_observed:
             observer.start_marker(event, state)
         return traces
 
     def _run_init(self, event: Event, is_observed: bool) -> Traces:
-        self._claim_callbacks()
-        claimed = tuple(self.state.callbacks)
+        state = self.state
+        in_use: tuple[Callback, ...] = ()
         for loggers_act in (True, False):
-            # Read again for each group, because a logger may add callbacks.
-            group = [c for c in self.state.callbacks if isinstance(c, LoggerDestination) is loggers_act]
-            self._run_callbacks(listening(group, event), event, is_observed)
-            claimed = claim_added(self.state.callbacks, claimed, self._closer)
-        if self.state.algorithms:
-            log_explanation(self.state, self.algorithm_passes)
+            self._mark_in_use(in_use)
+            in_use = tuple(state.callbacks)  # read again for each group, because a logger may add callbacks
+            group = [callback for callback in in_use if isinstance(callback, LoggerDestination) is loggers_act]
+            self._run_callbacks([(callback, None) for callback in listening(group, event)], event, is_observed)
+        self._mark_in_use(in_use)
+        if not state.algorithms:
+            return OrderedDict()
+        log_explanation(state, self.algorithm_passes)
         return self._run_algorithms(event, is_observed)
 
     def _run_algorithms(self, event: Event, is_observed: bool) -> Traces:
+        state, logger = self.state, self.logger
         traces: Traces = OrderedDict()
-        if not self.state.algorithms:
-            return traces
-        matched = self._matching(event)
-        if not matched and self.algorithm_passes == self._default_passes:  # a custom pass may add algorithms
-            return traces
-        call = self._observer.call if is_observed else call_hook
-        event_name = str(event)
-        for order, algorithm in enumerate(self._in_order(matched, event)):
-            exit_code = call("algorithm", algorithm, "apply", event, self.state, self.logger)
-            traces[f"{algorithm}/{event_name}"] = Trace(algorithm.__class__.__name__, event, exit_code, order, True)
-        if traces and _takes_traces(self.logger):
-            self.logger.log_traces({f"algorithm_traces/{t.name}/{event_name}": int(t.run) for t in traces.values()})
+        is_default = self.algorithm_passes == self._default_passes
+        matched: Sequence[Algorithm] = []
+        kind, hook = "algorithm", None
+        try:
+            for hook in state.algorithms:
+                if method_of(kind, hook, "match")(event, state):  # every `match` before any algorithm acts
+                    matched.append(hook)
+            if not matched and is_default:  # a custom pass may add algorithms
+                return traces
+            kind = "pass"
+            # The default passes depend on few properties of the algorithms, so their result is cached.
+            for hook in (self._default_order,) if is_default else self.algorithm_passes:
+                matched = hook(matched, event)
+                if not isinstance(matched, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]  # of the user
+                    raise TypeError(
+                        f"A pass returned {matched!r}, which is not a sequence of algorithms. It must return the "
+                        f"algorithms to run, in order; a pass that changes nothing returns the list that it received."
+                    )
+            kind, event_name = "algorithm", str(event)
+            for order, hook in enumerate(matched):
+                with self._observer.marker(kind, hook, event, state) if is_observed else _UNOBSERVED:
+                    exit_code = method_of(kind, hook, "apply")(event, state, logger)
+                traces[f"{hook}/{event_name}"] = Trace(hook.__class__.__name__, event, exit_code, order, True)
+        except Exception as error:
+            add_hook_note(error, kind, hook, event, state)
+            raise
+        # Loggers of other classes have no `takes`, so they get every trace.
+        takes: Callable[[str], bool] = getattr(logger, "takes", bool)
+        if traces and takes("log_traces"):
+            logger.log_traces({f"algorithm_traces/{t.name}/{event_name}": int(t.run) for t in traces.values()})
         return traces
 
-    def _matching(self, event: Event) -> Sequence[Algorithm]:
-        """Call `match` of every algorithm once, before any of them acts."""
-        matched: list[Algorithm] = []
-        for algorithm in self.state.algorithms:
-            try:
-                if method_of("algorithm", algorithm, "match")(event, self.state):
-                    matched.append(algorithm)
-            except Exception as error:
-                blame(error, "algorithm", algorithm, event, self.state)
-                raise
-        return matched
-
-    def _in_order(self, matched: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-        is_default = self.algorithm_passes == self._default_passes
-        # The default passes depend on few properties of the algorithms, so their result is cached.
-        for algorithm_pass in (self._default_order,) if is_default else self.algorithm_passes:
-            try:
-                matched = _checked_order(algorithm_pass(matched, event))
-            except Exception as error:
-                blame(error, "pass", algorithm_pass, event, self.state)
-                raise
-        return matched
-
-    def _run_callbacks(self, callbacks: Iterable[Callback], event: Event, is_observed: bool) -> None:
-        call = self._observer.call if is_observed else call_hook
-        for callback in callbacks:
-            call("callback", callback, "run_event", event, self.state, self.logger)
-
-    def _call_methods(self, calls: Iterable[tuple[Callback, str | None]], event: Event) -> None:
-        """Do the same as `_run_callbacks` with less overhead, for the many short callbacks of a batch."""
+    def _run_callbacks(self, calls: Iterable[Call], event: Event, is_observed: bool = False) -> None:
         state, logger = self.state, self.logger
         callback: Callback | None = None
-        state.num_running_events += 1
         try:
             for callback, method in calls:
-                if method is None:
-                    method_of("callback", callback, "run_event")(event, state, logger)
-                else:
+                if method is not None and not is_observed:
                     getattr(callback, method)(state, logger)
+                    continue
+                with self._observer.marker("callback", callback, event, state) if is_observed else _UNOBSERVED:
+                    method_of("callback", callback, "run_event")(event, state, logger)
         except Exception as error:
-            blame(error, "callback", callback, event, state)
+            add_hook_note(error, "callback", callback, event, state)
             raise
-        finally:
-            state.num_running_events -= 1
 
-    def _listeners_to(self, event: Event) -> Sequence[Callback]:
-        if not self._listeners.is_current(self.state, event):
-            self._listeners = Listeners(self.state)
-        return self._listeners.by_event.get(event, ())
-
-    def _claim_callbacks(self) -> None:
+    def _mark_in_use(self, before: Sequence[Callback]) -> None:
+        added = [callback for callback in self.state.callbacks if not any(callback is one for one in before)]
         try:
-            claim(self.state.callbacks, self._closer)
+            mark_in_use(added, self._closer)
         except RuntimeError:
             # The callbacks belong to another engine, so this one must not close them, except after a second INIT.
             if not self._has_begun:
@@ -379,20 +379,6 @@ class Engine:
                 f"continue; a closed one, or one whose callbacks a later Trainer has taken, has released the files and "
                 f"connections of its loggers."
             )
-
-
-def _checked_order(ordered: object) -> Sequence[Algorithm]:
-    if not isinstance(ordered, Sequence):
-        raise TypeError(
-            f"A pass returned {ordered!r}, which is not a sequence of algorithms. It must return the algorithms to "
-            f"run, in order; a pass that changes nothing returns the list that it received."
-        )
-    return cast("Sequence[Algorithm]", ordered)
-
-
-def _takes_traces(logger: object) -> bool:
-    # Loggers of other classes have no `takes`, so they get every trace.
-    return not isinstance(logger, Logger) or logger.takes("log_traces")
 
 
 _MAX_KEPT: Final = 256
@@ -435,6 +421,10 @@ def _positions(matched: Sequence[Algorithm], event: Event) -> tuple[int, ...]:
     return tuple(place[id(algorithm)] for algorithm in ordered)
 
 
+Call: TypeAlias = tuple[Callback, str | None]
+_INIT: Final = Event.INIT  # attribute access on an Enum class runs Python code in Python 3.11
+_UNOBSERVED: Final = nullcontext()
+
 # At these events the table is rebuilt, to find methods that were set on a callback object instead of its class.
 ENTRANCES: Final = frozenset({Event.INIT, Event.FIT_START, Event.EVAL_STANDALONE_START, Event.PREDICT_START})
 
@@ -448,12 +438,11 @@ class Listeners:
         callbacks: The state's callbacks.
         version: The version of `callbacks` for which the table is valid.
         algorithms: The state's algorithms.
-        by_event: The callbacks to call at each event that has any, logger destinations last. The events that begin
-            something are always included.
-        calls: The same with the name of the method to call, or `None` to call `run_event`.
+        calls: The callbacks to call at each event that has any, logger destinations last, each with the name of its
+            method, or `None` to call `run_event`. The events that begin something are always included.
     """
 
-    __slots__ = ("_snapshot", "algorithms", "by_event", "callbacks", "calls", "version", "watched_state")
+    __slots__ = ("_snapshot", "algorithms", "callbacks", "calls", "version", "watched_state")
 
     def __init__(self, state: State) -> None:
         self.callbacks, self.algorithms = state.callbacks, state.algorithms
@@ -464,18 +453,15 @@ class Listeners:
         self.version = self.callbacks.version if is_watched else -1
         self._snapshot = tuple(self.callbacks)
         ordered = sorted(self._snapshot, key=lambda callback: isinstance(callback, LoggerDestination))
-        called = {event: tuple(listening(ordered, event)) for event in Event}
-        self.by_event = {event: found for event, found in called.items() if found or event in ENTRANCES}
         asked = frozenset(id(callback) for callback in ordered if overrides(callback, Callback, "run_event"))
-        self.calls = {
-            event: tuple((callback, None if id(callback) in asked else event.value) for callback in callbacks)
-            for event, callbacks in self.by_event.items()
-        }
+        self.calls: dict[Event, tuple[Call, ...]] = {}
+        for event in Event:
+            calls = tuple((c, None if id(c) in asked else event.value) for c in listening(ordered, event))
+            if calls or event in ENTRANCES:
+                self.calls[event] = calls
 
-    def is_current(self, state: State, event: Event) -> bool:
-        """Return whether the table is valid for this state at this event."""
-        if event in ENTRANCES:
-            return False
+    def is_current(self, state: State) -> bool:
+        """Return whether the table is valid for this state."""
         if state is self.watched_state:
             return self.callbacks.version == self.version
         # A plain list has no version. Compared by identity, because equal callbacks may still be different objects.

@@ -53,8 +53,15 @@ class Evaluator:
         metrics: Any = None,
     ) -> None:
         _check_metric_names(metric_names)
-        _check_label(label)
-        _check_subset(subset_num_batches)
+        check_texts(label=label)
+        if not label:
+            raise ValueError("label='' names no results. Give a name, such as 'eval'.")
+        if subset_num_batches is not None:
+            check_counts(-1, subset_num_batches=subset_num_batches)
+        if subset_num_batches == 0:
+            raise ValueError(
+                "subset_num_batches=0 leaves nothing to evaluate on. Give a number of batches from 1, or -1 for all."
+            )
         self.label = label
         self.dataloader: DataSpec = ensure_data_spec(dataloader)
         self.metric_names = metric_names
@@ -109,22 +116,6 @@ def validate_eval_automicrobatching(*args: Any, **kwargs: Any) -> None:
         DeprecationWarning,
         stacklevel=2,
     )
-
-
-def _check_label(label: object) -> None:
-    check_texts(label=label)
-    if not label:
-        raise ValueError("label='' names no results. Give a name, such as 'eval'.")
-
-
-def _check_subset(num_batches: int | None) -> None:
-    if num_batches is None or num_batches == -1:
-        return
-    check_counts(-1, subset_num_batches=num_batches)
-    if num_batches == 0:
-        raise ValueError(
-            "subset_num_batches=0 leaves nothing to evaluate on. Give a number of batches from 1, or -1 for all."
-        )
 
 
 def _check_metric_names(metric_names: object) -> None:

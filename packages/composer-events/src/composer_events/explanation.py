@@ -230,12 +230,16 @@ class _Course:
 
     def _compare(self, algorithm_pass: AlgorithmPass, after: list[Algorithm]) -> None:
         before, self._order = self._order, after
-        if _are_same(before, after):
+        if list(map(id, before)) == list(map(id, after)):
             return
         name = str(getattr(algorithm_pass, "__name__", type(algorithm_pass).__name__))
         if algorithm_pass.__doc__:
             self.rules[name] = algorithm_pass.__doc__.strip().partition("\n")[0]
-        self._follow_members(name, before, after)
+        present = {id(algorithm) for algorithm in after}
+        gone = [algorithm for algorithm in before if id(algorithm) not in present]
+        for algorithm in gone:
+            self._note(algorithm, f"{name}: left out")
+        self._left_out = [algorithm for algorithm in (*self._left_out, *gone) if id(algorithm) not in present]
         # A move is noted at the algorithm that overtakes others, not at those.
         was_at = {id(algorithm): place for place, algorithm in enumerate(before)}
         for place, algorithm in enumerate(after):
@@ -248,13 +252,6 @@ class _Course:
                 names = (self.names.of(one) + _reason(algorithm_pass, algorithm, one) for one in overtaken)
                 self._note(algorithm, f"{name}: before {', '.join(names)}")
 
-    def _follow_members(self, name: str, before: list[Algorithm], after: list[Algorithm]) -> None:
-        present = {id(algorithm) for algorithm in after}
-        gone = [algorithm for algorithm in before if id(algorithm) not in present]
-        for algorithm in gone:
-            self._note(algorithm, f"{name}: left out")
-        self._left_out = [algorithm for algorithm in (*self._left_out, *gone) if id(algorithm) not in present]
-
     def _note(self, algorithm: Algorithm, why: str) -> None:
         self._why.setdefault(id(algorithm), []).append(why)
 
@@ -266,10 +263,6 @@ def _reason(algorithm_pass: AlgorithmPass, first: Algorithm, second: Algorithm) 
     if algorithm_pass is sort_by_precedence and (asked := precedence(first, second) or precedence(second, first)):
         return f" ({asked})"
     return ""
-
-
-def _are_same(first: Sequence[Algorithm], second: Sequence[Algorithm]) -> bool:
-    return len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
 
 
 def _declared_conflicts(algorithms: Sequence[Algorithm], names: _Names) -> Iterable[str]:

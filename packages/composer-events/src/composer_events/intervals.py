@@ -44,7 +44,7 @@ def create_interval_scheduler(
 
     Returns:
         A function `(state, event) -> bool`. It may be called at every event, any number of times; it stores the last
-        batch that was due.
+        batch that was due. Its attribute `interval` is the interval as a `Time`.
 
     Raises:
         RuntimeError: By the function, if the interval is a fraction of training and its length is unknown.
@@ -54,7 +54,7 @@ def create_interval_scheduler(
     finals = frozenset({Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT} if final_events is None else final_events)
     due_event = _due_event(time_interval.unit, checkpoint_events)
     is_crossed = _is_part_crossed if time_interval.unit is TimeUnit.DURATION else _is_crossed
-    never = time_interval.value <= 0 if time_interval.unit is TimeUnit.DURATION else int(time_interval) <= 0
+    never = _is_never(time_interval)
     last_batch: int = -1
     last_event: Event | None = None
 
@@ -69,15 +69,14 @@ def create_interval_scheduler(
             last_batch = -1
         if (is_final or batch == last_batch) and _is_over(state):
             # Several events follow the last batch and one is due; a repeated call at it gets the same result.
-            if batch == last_batch and event is not last_event:
-                return False
+            is_now = batch != last_batch or event is last_event
+        else:
+            is_now = event is due_event and is_crossed(state, time_interval)
+        if is_now:
             last_batch, last_event = batch, event
-            return True
-        if event is due_event and is_crossed(state, time_interval):
-            last_batch, last_event = batch, event
-            return True
-        return False
+        return is_now
 
+    is_due.interval = time_interval  # pyright: ignore[reportFunctionMemberAccess]  # for loops that compare ranks
     return is_due
 
 
@@ -96,6 +95,10 @@ def evaluate_periodically(
         checkpoint_events=False,
         final_events={Event.FIT_END},
     )
+
+
+def _is_never(interval: Time[Any]) -> bool:
+    return interval.value <= 0 if interval.unit is TimeUnit.DURATION else int(interval) <= 0
 
 
 def _due_event(unit: TimeUnit, checkpoint_events: bool) -> Event:

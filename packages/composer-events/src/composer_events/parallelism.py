@@ -50,11 +50,18 @@ def parallelism_degrees(fsdp_config: Any, tp_config: Any, world_size: int) -> di
     given: dict[ParallelismType, object] = {
         ParallelismType.DATA_PARALLEL_REPLICATE: getattr(fsdp_config, "data_parallel_replicate_degree", None),
         ParallelismType.DATA_PARALLEL_SHARD: getattr(fsdp_config, "data_parallel_shard_degree", _FILLS_UP),
-        ParallelismType.TENSOR_PARALLEL: None if tp_config is None else _tensor_parallel_degree(tp_config),
+        ParallelismType.TENSOR_PARALLEL: None if tp_config is None else getattr(tp_config, "tensor_parallel_degree", 1),
     }
-    degrees = {
-        axis.value: _checked(f"{axis.value}_degree", degree) for axis, degree in given.items() if degree is not None
-    }
+    degrees: dict[str, int] = {}
+    for axis, degree in given.items():
+        if degree is None:
+            continue
+        if type(degree) is not int or (degree < 1 and degree != _FILLS_UP):
+            raise ValueError(
+                f"{axis.value}_degree={degree!r} is not a number of ranks: it has to be 1 or more, or -1 for all ranks "
+                f"that the other degrees leave."
+            )
+        degrees[axis.value] = degree
     open_axes = [axis for axis, degree in degrees.items() if degree == _FILLS_UP]
     if len(open_axes) > 1:
         raise ValueError(
@@ -92,7 +99,11 @@ def make_device_mesh(fsdp_config: Any, tp_config: Any, device: Any) -> Any:
         return None
     ready_made: Any = getattr(fsdp_config, "device_mesh", None)
     if ready_made is not None:
-        _check_ready_made(ready_made, tp_config)
+        if tp_config is not None and getattr(tp_config, "device_mesh", None) is None:
+            raise ValueError(
+                f"The FSDP settings have device_mesh={ready_made!r} and those of tensor parallelism have none, so the "
+                f"ranks that share a tensor are unknown. Give both a slice of one mesh, or give degrees and no mesh."
+            )
         return ready_made
     if tp_config is None and _is_left_to_groups(fsdp_config):
         return None
@@ -104,19 +115,6 @@ def make_device_mesh(fsdp_config: Any, tp_config: Any, device: Any) -> Any:
     return distributed.init_device_mesh(_device_type(device), tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 
 
-def _checked(name: str, degree: object) -> int:
-    if isinstance(degree, int) and not isinstance(degree, bool) and (degree >= 1 or degree == _FILLS_UP):
-        return degree
-    raise ValueError(
-        f"{name}={degree!r} is not a number of ranks: it has to be 1 or more, or -1 for all ranks that the other "
-        f"degrees leave."
-    )
-
-
-def _tensor_parallel_degree(tp_config: Any) -> object:
-    return getattr(tp_config, "tensor_parallel_degree", 1)
-
-
 def _is_left_to_groups(fsdp_config: Any) -> bool:
     # Explicit degrees take precedence over groups.
     if getattr(fsdp_config, "data_parallel_shard_degree", _FILLS_UP) != _FILLS_UP:
@@ -125,14 +123,6 @@ def _is_left_to_groups(fsdp_config: Any) -> bool:
         return False
     strategy = str(getattr(fsdp_config, "sharding_strategy", _PLAIN_STRATEGIES[0])).upper()
     return getattr(fsdp_config, "process_group", None) is not None or strategy not in _PLAIN_STRATEGIES
-
-
-def _check_ready_made(mesh: Any, tp_config: Any) -> None:
-    if tp_config is not None and getattr(tp_config, "device_mesh", None) is None:
-        raise ValueError(
-            f"The FSDP settings have device_mesh={mesh!r} and those of tensor parallelism have none, so the ranks that "
-            f"share a tensor are unknown. Give both a slice of one mesh, or give degrees and no mesh."
-        )
 
 
 def _device_type(device: Any) -> str:
@@ -147,12 +137,7 @@ def _device_type(device: Any) -> str:
 _STATE_DICT_TYPES: Final = (None, "full", "sharded", "local")
 
 
-def check_fsdp_settings(fsdp_config: Any, save_metrics: bool) -> None:
-    """Check FSDP settings for invalid combinations.
-
-    Raises:
-        ValueError: If the checkpoint type is unknown, or metrics or offloading are incompatible with other settings.
-    """
+def _check_fsdp_settings(fsdp_config: Any, save_metrics: bool) -> None:
     kind: object = getattr(fsdp_config, "state_dict_type", None)
     if kind not in _STATE_DICT_TYPES:
         raise ValueError(
@@ -171,12 +156,8 @@ def check_fsdp_settings(fsdp_config: Any, save_metrics: bool) -> None:
         )
 
 
-def usable_tp_config(tp_config: Any, fsdp_config: Any) -> Any:
-    """Return the tensor parallelism settings, or `None` if their degree is 1.
-
-    Raises:
-        ValueError: If the FSDP settings are missing or incompatible.
-    """
+def _usable_tp_config(tp_config: Any, fsdp_config: Any) -> Any:
+    """Return the tensor parallelism settings, or `None` if their degree is 1."""
     if tp_config is None:
         return None
     _warn("Tensor parallelism (TP) is experimental and may change in future versions.", FutureWarning)
@@ -200,13 +181,8 @@ def usable_tp_config(tp_config: Any, fsdp_config: Any) -> Any:
     return None
 
 
-def check_loading_on_rank_zero(model: Any, fsdp_config: Any, version: int, tp_config: Any) -> None:
-    """Check that weights loaded only on rank 0 can reach the other ranks. Every rank must call this.
-
-    Raises:
-        ValueError: With tensor parallelism; with FSDP 1 also without `sync_module_states`, or if rank 0 has parameters
-            on the meta device. Raised on every rank, whichever rank has the fault.
-    """
+def _check_loading_on_rank_zero(model: Any, fsdp_config: Any, version: int, tp_config: Any) -> None:
+    """Check that weights loaded only on rank 0 can reach the other ranks. Every rank must call this."""
     if tp_config is not None:
         raise ValueError(
             "load_monolith_rank0_only is not compatible with tensor parallelism (TP), where no rank holds whole "
@@ -220,8 +196,9 @@ def check_loading_on_rank_zero(model: Any, fsdp_config: Any, version: int, tp_co
             "load_monolith_rank0_only=True needs sync_module_states=True: only rank 0 reads the checkpoint, and the "
             "other ranks have to receive its weights when the model is sharded. Set both, on every rank."
         )
+    parameters = model.parameters() if hasattr(model, "parameters") else ()
     # Collective, so that the error is raised on all ranks; with an error on rank 0 alone the others would hang.
-    if any_rank(get_global_rank() == 0 and _has_meta_parameters(model)):
+    if any_rank(get_global_rank() == 0 and any(parameter.is_meta for parameter in parameters)):
         raise ValueError(
             "load_monolith_rank0_only=True needs real weights on rank 0, where the checkpoint is loaded, and the model "
             "has parameters on the meta device there. Build it on the CPU on rank 0, and on meta on the others only."
@@ -235,10 +212,6 @@ def _warn(message: str, category: type[Warning]) -> None:
 
 def _uses_original_parameters(fsdp_config: Any) -> bool:
     return bool(getattr(fsdp_config, "use_orig_params", True))
-
-
-def _has_meta_parameters(model: Any) -> bool:
-    return hasattr(model, "parameters") and any(parameter.is_meta for parameter in model.parameters())
 
 
 _PARTS: Final = ("fsdp", "fsdp2", "tp")
@@ -270,12 +243,6 @@ class ParallelismSettings:
 
     @classmethod
     def of(cls, config: Any) -> ParallelismSettings:
-        """Convert the user's parallelism configuration.
-
-        Raises:
-            TypeError: If it is neither a configuration nor a dict, or one of its settings is neither.
-            ValueError: If a dict has an unknown key.
-        """
         if config is None:
             return cls()
         if isinstance(config, Mapping):
@@ -295,11 +262,7 @@ class ParallelismSettings:
             )
         return cls(**{part: _as_object(part, given.get(part)) for part in _PARTS})
 
-    def is_none(self) -> bool:
-        """Return whether all settings are `None`."""
-        return self.fsdp is None and self.fsdp2 is None and self.tp is None
-
-    def check_all_ranks_agree(self, save_metrics: bool) -> None:
+    def compare_ranks(self, save_metrics: bool) -> None:
         """Check that all ranks have the same settings, without which they would deadlock. Every rank must call this.
 
         Raises:
@@ -440,14 +403,14 @@ class ShardingAnswers:
     def _set_parallelism(self, parallelism_config: Any, save_metrics: bool) -> None:
         self._fsdp_config = self._fsdp2_config = self.tp_config = self.device_mesh = None
         settings = ParallelismSettings.of(parallelism_config)
-        if settings.is_none():
+        if settings == ParallelismSettings():
             return
-        settings.check_all_ranks_agree(save_metrics)
+        settings.compare_ranks(save_metrics)
         self._fsdp_config, self._fsdp2_config = settings.fsdp, settings.fsdp2
-        check_fsdp_settings(self.fsdp_config, save_metrics)
-        self.tp_config = usable_tp_config(settings.tp, self.fsdp_config)
+        _check_fsdp_settings(self.fsdp_config, save_metrics)
+        self.tp_config = _usable_tp_config(settings.tp, self.fsdp_config)
         if self.load_monolith_rank0_only:
-            check_loading_on_rank_zero(self.model, self.fsdp_config, self.fsdp_config_version, self.tp_config)
+            _check_loading_on_rank_zero(self.model, self.fsdp_config, self.fsdp_config_version, self.tp_config)
         self.device_mesh = make_device_mesh(self.fsdp_config, self.tp_config, self.device)
 
     @property

@@ -169,6 +169,8 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
     algorithms: StableListAttribute[VersionedList[Algorithm]] = StableListAttribute()
     callbacks: StableListAttribute[VersionedList[Callback]] = StableListAttribute()
     evaluators: StableListAttribute[VersionedList[Evaluator]] = StableListAttribute()
+    strategy: Any = None
+    """The object that distributes the model over ranks, if any; checkpoints ask it for the whole weights."""
 
     def __init__(
         self,

@@ -8,17 +8,17 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from torch.optim import Optimizer
 
 from composer.trainer._rank_sync import broadcast_error
 from composer_dist import Precision, reproducibility
 from composer_dist.devices import Device, DeviceGPU, validate_precision
-from composer_events.arguments import to_interval
+from composer_events.arguments import check_flags, check_mappings, check_places, is_list_of_texts, to_interval
 from composer_events.batches import ensure_tuple
 from composer_events.data_spec import DataSpec
 from composer_events.evaluator import Evaluator
@@ -41,18 +41,6 @@ if TYPE_CHECKING:
     from composer_events.state import State
     from composer_fsdp import ParallelismConfig
 
-__all__ = [
-    "check_kinds",
-    "is_whole",
-    "refuse_twice",
-    "to_plain",
-    "warn_at_user",
-    "user_stacklevel",
-    "suggest_keywords",
-    "unknown_keyword_error",
-    "FitArguments",
-    "TrainerArguments",
-]
 
 # The bases of the models that HuggingFaceModel wraps, by the packages that they are in.
 _PUBLISHED = {("transformers", "PreTrainedModel"), ("peft", "PeftModel")}
@@ -143,14 +131,8 @@ class TrainerArguments:
     def of(cls, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> TrainerArguments:
         """Return the arguments. Those of earlier releases are translated, with a warning. Every rank must call this.
 
-        Args:
-            arguments: The `locals()` of the constructor.
-            defaults: The defaults of its keyword arguments.
-
         Raises:
-            TypeError: If `older_names` holds a name that never was an argument.
-            ValueError: If an argument is passed under an older and under today's name.
-            RankDisagreementError: If so, and other ranks do not find the same.
+            RankDisagreementError: If this rank rejects its arguments, and other ranks do not find the same.
         """
         defaults = {**defaults, **_OLDER_NAMES_ONLY}
         values = {name: to_plain(value) for name, value in arguments.items() if name not in ("self", "older_names")}
@@ -210,11 +192,7 @@ def _is_default(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
 
 
 def check_model(model: Any) -> ComposerModel:
-    """Return the model if it is a ComposerModel.
-
-    Raises:
-        ValueError: If it is no ComposerModel.
-    """
+    """Return the model if it is a ComposerModel."""
     if isinstance(model, ComposerModel):
         return model
     kind = f"the class {model.__name__}; call it" if isinstance(model, type) else f"a {type(model).__name__}"
@@ -238,11 +216,7 @@ def _is_published(model: Any) -> bool:
 
 
 def choose_precision(precision: Any, device: Device) -> Precision:
-    """Return the precision, by default mixed 16-bit precision on a GPU and fp32 elsewhere.
-
-    Raises:
-        ValueError: If it is unknown or the device does not have it.
-    """
+    """Return the precision, by default mixed 16-bit precision on a GPU and fp32 elsewhere."""
     if precision is None:
         return Precision.AMP_FP16 if isinstance(device, DeviceGPU) else Precision.FP32
     chosen = warn_at_user(Precision, precision)
@@ -250,85 +224,50 @@ def choose_precision(precision: Any, device: Device) -> Precision:
     return chosen
 
 
-def check_same_precision(asked: Precision, present: Precision) -> None:
-    """Raise if the precision differs from the one that the model was prepared for.
-
-    Raises:
-        ValueError: If it is another.
-    """
-    if asked is not present:
-        raise ValueError(
-            f"precision={asked.value!r} cannot be set by fit(): DeepSpeed's engine was made for {present.value!r}. "
-            "Give it to the constructor."
-        )
-
-
 def choose_optimizers(optimizers: Any, model: ComposerModel) -> list[Optimizer]:
-    """Return the optimizer in a list, by default decoupled SGD over all parameters.
-
-    Raises:
-        NotImplementedError: If there are several.
-        TypeError: If it is no PyTorch optimizer.
-    """
+    """Return the optimizer in a list, by default decoupled SGD over all parameters."""
     given = ensure_tuple(optimizers)
     if len(given) > 1:
         raise NotImplementedError(
             f"Only one optimizer is supported; found {len(given)} optimizers. Give one of them groups of parameters "
             "with settings of their own instead."
         )
+    parameters = list(model.parameters())
+    own = {id(parameter) for parameter in parameters}
     for optimizer in given:
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizers={optimizer!r} is no torch.optim.Optimizer. Build one over model.parameters().")
-        _check_parameters(optimizer, model)
+            raise TypeError(
+                f"optimizers={optimizer!r} is not a torch.optim.Optimizer. Build one over model.parameters()."
+            )
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                f"None of the parameters of {type(optimizer).__name__} belongs to the model, so nothing would be "
+                "trained. Build the optimizer over the parameters of the very model that is given."
+            )
     if given:
         return list(given)
-    parameters = list(model.parameters())
-    if not parameters:
-        warnings.warn(
-            "No optimizer was specified, and the model does not have parameters, so it can be evaluated, not trained.",
-            stacklevel=user_stacklevel(),
-        )
-        return []
-    warnings.warn(
-        "No optimizer was specified. Training uses DecoupledSGDW(model.parameters(), lr=0.1); pass optimizers=... "
-        "to choose your own.",
-        stacklevel=user_stacklevel(),
+    consequence = (
+        ". Training uses DecoupledSGDW(model.parameters(), lr=0.1); pass optimizers=... to choose your own."
+        if parameters
+        else ", and the model does not have parameters, so it can be evaluated, not trained."
     )
-    return [DecoupledSGDW(parameters, lr=0.1)]
-
-
-def _check_parameters(optimizer: Optimizer, model: ComposerModel) -> None:
-    own = {id(parameter) for parameter in model.parameters()}
-    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError(
-            f"None of the parameters of {type(optimizer).__name__} belongs to the model, so nothing would be trained. "
-            "Build the optimizer over the parameters of the very model that is given."
-        )
+    warnings.warn(f"No optimizer was specified{consequence}", stacklevel=user_stacklevel())
+    return [DecoupledSGDW(parameters, lr=0.1)] if parameters else []
 
 
 def check_subset(name: str, num_batches: Any) -> None:
-    """Raise if a number of batches is neither positive nor -1, which stands for all.
-
-    Raises:
-        ValueError: If it is neither.
-    """
     if not is_whole(num_batches) or (num_batches < 1 and num_batches != -1):
         raise ValueError(f"{name}={num_batches!r} must be a whole number of batches from 1, or -1 for all of them.")
 
 
 def check_interval(interval: Any) -> None:
-    """Raise if an evaluation interval is invalid.
-
-    Raises:
-        ValueError: If it is neither a number of epochs from 0, nor a time, nor a function.
-        TypeError: If it is a function that cannot be called with a state and an event.
-    """
     if is_whole(interval) and interval >= 0:
         return
     if callable(interval):
         to_interval("eval_interval", interval)
         return
-    if not isinstance(interval, (str, Time)) or ensure_time(interval, TimeUnit.EPOCH).value < 0:
+    is_length = isinstance(interval, (str, Time))
+    if not is_length or ensure_time(cast("str | Time[Any]", interval), TimeUnit.EPOCH).value < 0:
         raise ValueError(
             f"eval_interval={interval!r} must be a number of epochs (0 for never), a time such as '100ba', or a "
             "function of the state and the event."
@@ -336,52 +275,31 @@ def check_interval(interval: Any) -> None:
 
 
 def check_iterable(name: str, dataloader: Any) -> None:
-    """Raise if a dataloader cannot be iterated over. A DataSpec or Evaluator has checked its own.
-
-    Raises:
-        TypeError: If it cannot.
-    """
+    """Check that a dataloader can be iterated over. A DataSpec or Evaluator has checked its own."""
     if not isinstance(dataloader, (DataSpec, Evaluator)) and not hasattr(dataloader, "__iter__"):
-        raise TypeError(f"{name}={dataloader!r} is no iterable of batches. Give a torch DataLoader, or a list of them.")
+        raise TypeError(
+            f"{name}={dataloader!r} is not an iterable of batches. Give a torch DataLoader, or a list of them."
+        )
 
 
 def how_to_create(given: Any, kind: type) -> str:
-    """Return advice on how to create an object of a class, for an error."""
     if isinstance(given, type):
         return f"Call it: {given.__name__}()."
     return f"Give an object, such as {_EXAMPLES.get(kind.__name__, kind.__name__)}()."
 
 
 def check_members(name: str, given: Any, kind: type) -> list[Any]:
-    """Return the algorithms or callbacks as a list.
-
-    Raises:
-        TypeError: If one of them is of another kind, a class in place of an instance for example.
-    """
+    """Return the algorithms or callbacks as a list."""
     is_many = isinstance(given, Iterable) and not isinstance(given, str)
-    members = list(given) if is_many else list(ensure_tuple(given))
+    members = list(cast("Iterable[Any]", given)) if is_many else list(ensure_tuple(given))
     for member in members:
         if not isinstance(member, kind):
             raise TypeError(f"{name} holds {member!r}, which is no {kind.__name__}. {how_to_create(member, kind)}")
     return members
 
 
-def check_seed(seed: int | None) -> None:
-    """Raise if a seed is invalid.
-
-    Raises:
-        ValueError: If it lies outside of [0, 2**32).
-    """
-    if seed is not None and (not is_whole(seed) or not 0 <= seed <= reproducibility.MAX_SEED):
-        raise ValueError(f"Invalid seed: seed={seed!r} must be a whole number from 0 to {reproducibility.MAX_SEED}.")
-
-
 def choose_run_name(run_name: str | None) -> str | None:
-    """Return the run name, or the one in the environment, or `None` so that the State generates one.
-
-    Raises:
-        ValueError: If folders of that name would lie elsewhere than in the folders that they are to be in.
-    """
+    """Return the run name, or the one in the environment, or `None` so that the State generates one."""
     name = run_name or os.environ.get("COMPOSER_RUN_NAME") or os.environ.get("RUN_NAME")
     if name is not None and os.pardir in str(name).replace("\\", "/").split("/"):
         raise ValueError(
@@ -413,58 +331,31 @@ _FLAGS = (
     "deterministic_mode",
     "reset_time",
 )
-_PATHS = ("save_folder", "save_filename", "save_latest_filename", "load_path")
+_PATHS = ("save_folder", "save_latest_filename", "load_path")
 
 
 def check_kinds(arguments: TrainerArguments | FitArguments) -> None:
-    """Check the types of arguments whose wrong type would pass unnoticed: flags, labels, paths, lists of names.
-
-    Raises:
-        TypeError: If one is of another kind.
-    """
+    """Check the types of arguments whose wrong type would pass unnoticed: flags, labels, paths, lists of names."""
     given = dict(arguments.items())
-    for name in _FLAGS:
-        value = given.get(name)
-        if value is not None and not (isinstance(value, Integral) and value in (0, 1)):
-            raise TypeError(f"{name}={value!r} must be True or False.")
+    check_flags(may_be_none=True, **{name: given[name] for name in _FLAGS if name in given})
+    check_places(may_be_none=True, **{name: given[name] for name in _PATHS if name in given})
+    check_places(save_filename=given.get("save_filename", ""))
+    check_mappings(precision_config=given.get("precision_config"))
     label = given.get("train_dataloader_label", "train")
     if not isinstance(label, str):
         raise TypeError(f"train_dataloader_label={label!r} must be a text, such as 'train'; progress bars show it.")
-    config = given.get("precision_config")
-    if config is not None and not isinstance(config, Mapping):
-        raise TypeError(f"precision_config={config!r} must be a dict of settings of an 8-bit precision, or None.")
-    _check_places(given)
     names = given.get("load_exclude_algorithms")
-    if names is not None and not _is_list_of_names(names):
+    if names is not None and not is_list_of_texts(names):
         raise TypeError(
             f"load_exclude_algorithms={names!r} must be a list of class names of algorithms, such as ['BlurPool']."
         )
-
-
-def _check_places(given: Mapping[str, Any]) -> None:
-    for name in _PATHS:
-        value = given.get(name)
-        is_left_out = value is None and (name != "save_filename" or name not in given)
-        if not is_left_out and not isinstance(value, str | os.PathLike):
-            raise TypeError(
-                f"{name}={value!r} must be a text or a path{'' if name == 'save_filename' else ', or None'}."
-            )
-
-
-def _is_list_of_names(names: Any) -> bool:
-    is_many = isinstance(names, Iterable) and not isinstance(names, (str, bytes))
-    return is_many and all(isinstance(name, str) for name in names)
+    seed = given.get("seed")
+    if seed is not None and (not is_whole(seed) or not 0 <= seed <= reproducibility.MAX_SEED):
+        raise ValueError(f"Invalid seed: seed={seed!r} must be a whole number from 0 to {reproducibility.MAX_SEED}.")
 
 
 def refuse_twice(**members: Iterable[object]) -> None:
-    """Raise if one object would be called twice on each event.
-
-    Args:
-        members: What listens, by the name of the argument that holds it.
-
-    Raises:
-        ValueError: If one of them is there twice, in one argument or in two.
-    """
+    """Raise if one object is in the arguments twice, so that it would be called twice on each event."""
     seen: dict[int, str] = {}
     for name, several in members.items():
         for member in several:
@@ -479,7 +370,7 @@ def refuse_twice(**members: Iterable[object]) -> None:
 
 def is_whole(value: object) -> bool:
     """Return whether a value is an integer. Booleans are not."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return not isinstance(value, bool) and isinstance(value, Integral)
 
 
 def to_plain(value: Any) -> Any:
@@ -515,11 +406,7 @@ TParameters = ParamSpec("TParameters")
 
 
 def suggest_keywords(**meant: str) -> Callable[[Callable[TParameters, TResult]], Callable[TParameters, TResult]]:
-    """Decorate a method so that an unknown keyword raises with a suggestion.
-
-    Args:
-        meant: By keyword, what to write instead, where names that look alike do not say it.
-    """
+    """Decorate a method so that an unknown keyword raises with a suggestion: one of `meant`, or a similar keyword."""
 
     def decorate(method: Callable[TParameters, TResult]) -> Callable[TParameters, TResult]:
         names = [name for name in inspect.signature(method).parameters if name != "self"]
@@ -537,14 +424,7 @@ def suggest_keywords(**meant: str) -> Callable[[Callable[TParameters, TResult]],
 
 
 def unknown_keyword_error(method: str, name: str, names: Iterable[str], instead: str | None = None) -> str:
-    """Return the error message for an unknown keyword, with similar ones.
-
-    Args:
-        method: Of the Trainer.
-        name: What was typed.
-        names: The keywords there are.
-        instead: What to write, if it is known better.
-    """
+    """Return the error message for an unknown keyword, with what to write `instead`, or else with similar ones."""
     if instead is None:
         near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
         where = "Trainer" if method == "__init__" else f"Trainer.{method}"
@@ -552,16 +432,8 @@ def unknown_keyword_error(method: str, name: str, names: Iterable[str], instead:
     return f"Trainer.{method}() got an unexpected keyword argument {name!r}. {instead}"
 
 
-_OLDER_NAMES_ONLY: dict[str, Any] = {
-    "save_artifact_name": None,
-    "save_latest_artifact_name": None,
-    "compute_training_metrics": True,
-    "fsdp_config": None,
-    "fsdp_auto_wrap": None,
-    "load_fsdp_monolith_rank0_only": None,
-}
-"""Arguments that have an older name only, with their defaults."""
-
+# Arguments that have an older name only, with their defaults.
+_OLDER_NAMES_ONLY = {each.name: each.default for each in fields(TrainerArguments) if each.default is not MISSING}
 _INTERVALS = {"epoch": "1ep", "batch": "1ba"}
 
 
@@ -581,12 +453,7 @@ class _Older:
 
 
 def translate(values: dict[str, Any], older: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with those of earlier releases translated to current ones.
-
-    Raises:
-        TypeError: If a name never was that of an argument.
-        ValueError: If an argument is passed under both names, or its value is not one that it could have.
-    """
+    """Return the arguments with those of earlier releases translated to current ones."""
     for name in older:
         if name not in _OLDER:
             raise TypeError(unknown_keyword_error("__init__", name, [*values, *_OLDER]))
@@ -615,8 +482,7 @@ def _clip_gradients(values: dict[str, Any], threshold: Any) -> None:
         raise ValueError(f"grad_clip_norm={threshold!r} must be a number; the norm of a gradient is clipped to it.")
     if threshold <= 0:
         return  # what -1 meant, the default of that time
-    algorithms = values["algorithms"]
-    several = [] if algorithms is None else list(algorithms) if isinstance(algorithms, (list, tuple)) else [algorithms]
+    several = list(ensure_tuple(values["algorithms"]))
     if any(isinstance(algorithm, GradientClipping) for algorithm in several):
         raise ValueError(
             f"grad_clip_norm={threshold!r} and algorithms={several!r} both clip gradients. Give the GradientClipping "

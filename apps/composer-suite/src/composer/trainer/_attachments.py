@@ -27,24 +27,9 @@ if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
 
-__all__ = [
-    "choose_destinations",
-    "record_failure",
-    "log_arguments",
-    "bind_profiler",
-    "check_profiler",
-    "check_log_level",
-    "set_log_level",
-]
-
 
 def choose_destinations(given: TrainerArguments) -> list[LoggerDestination]:
-    """Return the given loggers, then the recorder, the progress bar and the console if they are wanted.
-
-    Raises:
-        TypeError: If one of them is not a LoggerDestination.
-        ValueError: If the stream or the interval is unknown.
-    """
+    """Return the given loggers, then the recorder, the progress bar and the console if they are wanted."""
     destinations = list(ensure_tuple(given.loggers))
     if not any(isinstance(destination, RunRecorder) for destination in destinations):
         destinations += recorder_of_environment()
@@ -56,21 +41,30 @@ def choose_destinations(given: TrainerArguments) -> list[LoggerDestination]:
             destination.is_resuming = given.autoresume
     if given.progress_bar and not _is_given("progress_bar", ProgressBarLogger, destinations):
         destinations.append(ProgressBarLogger(given.console_stream, given.log_traces))
-    # Created even if it is not wanted, so that a wrong interval is an error on every rank and machine.
-    console = ConsoleLogger(given.console_log_interval, given.console_stream, given.log_traces)
-    if _wants_console(given) and not _is_given("log_to_console", ConsoleLogger, destinations):
-        if given.progress_bar:
-            warnings.warn(
-                "progress_bar=True and log_to_console=True both write to the console, each into the other's lines. "
-                "Give progress_bar=False.",
-                stacklevel=user_stacklevel(),
-            )
-        destinations.append(console)
+    _add_console(given, destinations)
     is_given = any(isinstance(destination, MosaicMLLogger) for destination in destinations)
     on_platform = os.environ.get(MOSAICML_PLATFORM_ENV_VAR, "").lower() == "true"
     if on_platform and os.environ.get(MOSAICML_ACCESS_TOKEN_ENV_VAR) and not is_given:
         destinations.append(MosaicMLLogger())
     return destinations
+
+
+def _add_console(given: TrainerArguments, destinations: list[LoggerDestination]) -> None:
+    # None was the default of earlier releases: the console, unless there is a progress bar.
+    is_wanted = not given.progress_bar if given.log_to_console is None else given.log_to_console
+    if not is_wanted and given.is_default("console_log_interval") and given.is_default("console_stream"):
+        return
+    # Created even if it is not wanted, so that a wrong interval is an error on every rank and machine.
+    console = ConsoleLogger(given.console_log_interval, given.console_stream, given.log_traces)
+    if not is_wanted or _is_given("log_to_console", ConsoleLogger, destinations):
+        return
+    if given.progress_bar:
+        warnings.warn(
+            "progress_bar=True and log_to_console=True both write to the console, each into the other's lines. "
+            "Give progress_bar=False.",
+            stacklevel=user_stacklevel(),
+        )
+    destinations.append(console)
 
 
 def record_failure(error: BaseException, state: State) -> None:
@@ -86,11 +80,6 @@ def record_failure(error: BaseException, state: State) -> None:
             destination.log_exception(error)
     if of_others is not None and isinstance(error, Exception) and str(error) not in of_others:
         error.add_note(of_others.rstrip())  # the cause is on another rank, and its traceback helps more than ours
-
-
-def _wants_console(given: TrainerArguments) -> bool:
-    # None was the default of earlier releases: the console, unless there is a progress bar.
-    return not given.progress_bar if given.log_to_console is None else given.log_to_console
 
 
 def _is_given(argument: str, kind: type, destinations: list[Any]) -> bool:
@@ -154,11 +143,7 @@ def log_arguments(given: TrainerArguments, parts: ResolvedArguments, state: Stat
 
 
 def check_profiler(profiler: Any, destinations: list[LoggerDestination]) -> None:
-    """Check the profiler, warn of its cost, and add the uploaders that its files need.
-
-    Raises:
-        TypeError: If it is not a Profiler.
-    """
+    """Check the profiler, warn of its cost, and add the uploaders that its files need."""
     if profiler is None:
         return
     from composer.profiler.profiler import Profiler  # a slow import that only profiled runs need
@@ -166,7 +151,7 @@ def check_profiler(profiler: Any, destinations: list[LoggerDestination]) -> None
 
     if not isinstance(profiler, Profiler):
         hint = " Call it: Profiler(schedule, trace_handlers)." if isinstance(profiler, type) else ""
-        raise TypeError(f"profiler={profiler!r} is no composer.profiler.Profiler.{hint}")
+        raise TypeError(f"profiler={profiler!r} is not a composer.profiler.Profiler.{hint}")
     warnings.warn(
         "The profiler is enabled. Using the profiler adds additional overhead when training.",
         stacklevel=user_stacklevel(),
@@ -178,13 +163,7 @@ def check_profiler(profiler: Any, destinations: list[LoggerDestination]) -> None
 
 
 def bind_profiler(profiler: Profiler | None, state: State, saver: CheckpointSaver | None) -> None:
-    """Attach a profiler to the state.
-
-    Args:
-        profiler: The profiler, or `None`.
-        state: Receives the profiler's callbacks at its end.
-        saver: The Trainer's own saver of checkpoints, which must stay behind all other callbacks.
-    """
+    """Attach a profiler to the state."""
     if profiler is None:
         return
     state.profiler = profiler
@@ -195,11 +174,7 @@ def bind_profiler(profiler: Profiler | None, state: State, saver: CheckpointSave
 
 
 def check_log_level(level: Any) -> None:
-    """Check a logging level.
-
-    Raises:
-        ValueError: If the level is unknown.
-    """
+    """Check a logging level."""
     known = logging.getLevelNamesMapping()
     if level is not None and (not isinstance(level, str) or level.upper() not in known):
         raise ValueError(f"python_log_level={level!r} must be None or one of {', '.join(map(str.lower, known))}.")

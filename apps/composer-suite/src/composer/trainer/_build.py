@@ -6,22 +6,22 @@ Nothing is written, loaded or communicated before all arguments have been checke
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import os
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from composer.trainer import _error_context as error_context
 from composer.trainer._arguments import (
     FitArguments,
     TrainerArguments,
     check_kinds,
     check_members,
     check_model,
-    check_same_precision,
-    check_seed,
     check_subset,
     choose_optimizers,
     choose_precision,
@@ -37,11 +37,10 @@ from composer.trainer._attachments import (
     record_failure,
     set_log_level,
 )
-from composer.trainer._checkpoints import Loading, Saving, check_load_path, check_uploaders, choose_saver, load_at_start
+from composer.trainer._checkpoints import check_load_path, check_uploaders, choose_saver, load_at_start
 from composer.trainer._data import Clock
-from composer.trainer._divergence_guard import make_guard, takes_none
-from composer.trainer._error_context import name_stage
-from composer.trainer._evaluation import Evaluation, check_metrics, make_evaluators, metrics_by_name, metrics_of
+from composer.trainer._divergence_guard import DivergenceGuard, takes_none
+from composer.trainer._evaluation import Evaluation, check_metrics, make_evaluators, metrics_by_name
 from composer.trainer._fit_settings import (
     FitPlan,
     Schedule,
@@ -53,33 +52,32 @@ from composer.trainer._fit_settings import (
     to_duration,
 )
 from composer.trainer._microbatching import Microbatching, refuse_unrepeatable, size_of_batches
-from composer.trainer._oom import AsGiven, HalveOnOom
+from composer.trainer._oom import HalveOnOom
 from composer.trainer._prediction import Prediction
 from composer.trainer._rank_sync import Ranks, begin_stage, broadcast_error, check_dist_timeout
 from composer.trainer._report import Report, log_run_facts
 from composer.trainer._scaler import ClosureGradScaler, ShardedGradScaler
-from composer.trainer._sharding import facts_of, needs_group, plan_sharding, read_parallelism, share_mesh
+from composer.trainer._sharding import plan_sharding, read_parallelism, share_mesh
 from composer.trainer._shutdown import Preemption, close_engine, postponed, take_signals
 from composer.trainer._step import BatchTrainer, TrainMetrics, make_autocast, needs_closure
 from composer.trainer._strategies import (
     Compilation,
     begin_fit,
+    check_agreement,
     check_recomputation,
-    check_same_on_ranks,
     choose_strategy,
     complete_deepspeed_config,
-    join_process_group,
     recompute_activations,
     seed_rank,
-    share_run_name,
     share_seed,
     size_for_deepspeed,
 )
 from composer.trainer.divergence import OnDivergence, to_policy
 from composer.trainer.loop import FitEvaluation, Loop
 from composer_checkpoint.data_position import DataPosition
-from composer_dist import Precision, dist, reproducibility, seed_context
+from composer_dist import Precision, dist, get_world_size, reproducibility, seed_context
 from composer_dist.devices import Device, get_device
+from composer_dist.env import check_environment
 from composer_events.algorithm import Algorithm
 from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback
@@ -93,6 +91,7 @@ from composer_time import Timestamp
 if TYPE_CHECKING:
     from composer.trainer._data import TrainBatches
     from composer.trainer.divergence import Divergence
+    from composer_algorithms.gradient_clipping import GradientClipping
     from composer_checkpoint.saver import CheckpointSaver
     from composer_dist.strategy import Strategy
     from composer_events.data_spec import DataSpec
@@ -100,20 +99,6 @@ if TYPE_CHECKING:
     from composer_fsdp import ParallelismConfig
     from composer_models import ComposerModel
     from composer_time import Time
-
-__all__ = [
-    "take_fit_arguments",
-    "check_scaler",
-    "fit_scaler",
-    "make_scaler",
-    "ResolvedArguments",
-    "Runtime",
-    "build",
-    "resolve",
-    "check_agreement",
-    "clip_by_strategy",
-    "make_state",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +131,6 @@ class ResolvedArguments:
     duration: Time[int] | None
     schedule: Schedule
     saver: CheckpointSaver | None
-    loading: Loading
     run_name: str | None
     on_divergence: OnDivergence | None
 
@@ -155,12 +139,13 @@ def build(arguments: TrainerArguments) -> Runtime:
     """Check the arguments, and create everything that trains. Every rank must call this.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: If an argument cannot be used, or contradicts another.
-        RankDisagreementError: If the ranks have different arguments, or do not all refuse theirs.
+        RankDisagreementError: If the ranks have different arguments, or do not all reject theirs.
     """
     resolved = resolve(arguments)
     set_log_level(arguments.python_log_level)
-    join_process_group(resolved.device, arguments.dist_timeout, is_needed=needs_group(resolved.placement.strategy))
+    check_environment(os.environ)
+    if get_world_size() > 1 or resolved.placement.strategy.prepares_before_load:  # sharding needs a group in any case
+        dist.initialize_dist(resolved.device, arguments.dist_timeout)  # all ranks block here for each other
     check_agreement(arguments, resolved)
     runtime = Runtime(arguments, resolved)
     try:
@@ -175,8 +160,7 @@ def resolve(arguments: TrainerArguments) -> ResolvedArguments:
     """Check the arguments. Every rank must call this, and `check_agreement` afterwards.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: If an argument cannot be used, or contradicts another.
-        RankDisagreementError: If so, and other ranks do not find the same.
+        RankDisagreementError: If this rank rejects its arguments, and other ranks do not find the same.
     """
     try:
         return _resolve_on_this_rank(arguments)
@@ -211,7 +195,6 @@ def _resolve_on_this_rank(arguments: TrainerArguments) -> ResolvedArguments:
         size = size_for_deepspeed(arguments.deepspeed_config, arguments.train_dataloader)
     microbatching = Microbatching.of(size, arguments.grad_accum, device, profiler=arguments.profiler)
     data_spec = None if arguments.train_dataloader is None else check_data(arguments.train_dataloader, microbatching)
-    check_seed(arguments.seed)
     check_dist_timeout(arguments.dist_timeout)
     on_divergence = to_policy(arguments.on_divergence, is_deepspeed=arguments.deepspeed_config is not None)
     optimizers = choose_optimizers(arguments.optimizers, model)
@@ -219,9 +202,11 @@ def _resolve_on_this_rank(arguments: TrainerArguments) -> ResolvedArguments:
     placement = _choose_placement(arguments, device, precision, microbatching, data_spec, algorithms, callbacks)
     scaler = None if placement.strategy.has_own_precision else make_scaler(precision, device, optimizers)
     run_name = choose_run_name(arguments.run_name)
-    loading = Loading.of(arguments)
+    check_uploaders(arguments, [*destinations, *callbacks])
     # Last, since a saver for a URI creates a local folder for its uploads.
-    saver = _add_saver(arguments, loading, run_name, callbacks, destinations)
+    saver = choose_saver(arguments, callbacks, run_name)
+    if saver is not None and saver not in callbacks:
+        callbacks.append(saver)
     return ResolvedArguments(
         model=model,
         compilation=compilation,
@@ -239,7 +224,6 @@ def _resolve_on_this_rank(arguments: TrainerArguments) -> ResolvedArguments:
         duration=duration,
         schedule=schedule,
         saver=saver,
-        loading=loading,
         run_name=run_name,
         on_divergence=on_divergence,
     )
@@ -278,69 +262,6 @@ def _choose_placement(
     return Placement(strategy, deepspeed_config, parallelism_config, recomputes)
 
 
-def _add_saver(
-    arguments: TrainerArguments,
-    loading: Loading,
-    run_name: str | None,
-    callbacks: list[Callback],
-    destinations: Iterable[LoggerDestination],
-) -> CheckpointSaver | None:
-    """Return the checkpoint saver, if there is one, and add it to the callbacks."""
-    saving = Saving.of(arguments)
-    check_uploaders(saving, loading, [*destinations, *callbacks])
-    saver = choose_saver(saving, loading, callbacks, run_name)
-    if saver is not None and saver not in callbacks:
-        callbacks.append(saver)
-    return saver
-
-
-def check_agreement(arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
-    """Compare the arguments of all ranks before they are used. Every rank must call this.
-
-    Raises:
-        ValueError: On every rank, with the differences, or with the error of another rank.
-    """
-    as_given = (
-        "seed",
-        "device_train_microbatch_size",
-        "grad_accum",
-        "train_subset_num_batches",
-        "scale_schedule_ratio",
-        "step_schedulers_every_batch",
-        "accumulate_train_batch_on_tokens",
-        "ddp_sync_strategy",
-        "ddp_comm_hook",
-        "compile_config",
-        "activation_checkpointing",
-        "on_divergence",
-        "load_path",
-        "autoresume",
-    )
-    check_same_on_ranks(
-        resolved.model,
-        resolved.optimizers,
-        resolved.algorithms,
-        resolved.schedule.schedulers,
-        resolved.evaluators,
-        None if resolved.data_spec is None else resolved.data_spec.dataloader,
-        {
-            **{name: getattr(arguments, name) for name in as_given},
-            "max_duration": resolved.duration,
-            "precision": resolved.precision,
-            "deepspeed_config": resolved.placement.deepspeed_config,
-            "parallelism_config": facts_of(resolved.placement.strategy),
-            "CheckpointSaver": None if resolved.saver is None else resolved.saver.filename.filename,
-        },
-    )
-
-
-def clip_by_strategy(algorithms: Iterable[Algorithm], strategy: Strategy) -> None:
-    """Make algorithms that clip gradient norms use the strategy's function, which handles sharded gradients."""
-    for algorithm in algorithms:
-        if hasattr(algorithm, "clip_grad_norm"):
-            vars(algorithm)["clip_grad_norm"] = strategy.clip_grad_norm
-
-
 def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_zero_seed: int) -> State:
     """Return the state before training. Every rank must call this."""
     state = State(
@@ -364,22 +285,16 @@ def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_ze
     bind_profiler(
         arguments.profiler, state, None if resolved.saver in ensure_tuple(arguments.callbacks) else resolved.saver
     )
-    state.run_name = share_run_name(state.run_name)
-    vars(state)["strategy"] = resolved.placement.strategy  # checkpoint saving asks the strategy for the whole weights
+    names = [state.run_name]
+    dist.broadcast_object_list(names, src=0)
+    state.run_name = names[0]
+    state.strategy = resolved.placement.strategy  # checkpoint saving asks the strategy for the whole weights
     share_mesh(resolved.placement.strategy, state)
     return state
 
 
 def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
-    """Check and apply the arguments of `fit`, and return the batches to train on.
-
-    Args:
-        runtime: The runtime to change. It is unchanged if an argument is invalid.
-        asked: The arguments.
-
-    Raises:
-        ValueError, TypeError: If an argument is invalid, a needed one is missing, or `max_duration` has been reached.
-    """
+    """Check and apply the arguments of `fit`, and return the batches to train on."""
     state, plan = runtime.state, runtime.plan
     if not state.optimizers:
         raise ValueError(
@@ -397,19 +312,20 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
         present=state.evaluators,
     )
     new_precision = choose_precision(asked.precision or state.precision, state.device)
-    if runtime.strategy.has_own_precision:
-        check_same_precision(new_precision, state.precision)
-    scaler = make_scaler(new_precision, state.device, state.optimizers)
-    microbatching = None
-    if asked.device_train_microbatch_size is not None or asked.grad_accum is not None:
-        microbatching = Microbatching.of(
-            asked.device_train_microbatch_size, asked.grad_accum, state.device, profiler=state.profiler
+    if runtime.strategy.has_own_precision and new_precision is not state.precision:
+        raise ValueError(
+            f"precision={new_precision.value!r} cannot be set by fit(): DeepSpeed's engine was made for "
+            f"{state.precision.value!r}. Give it to the constructor."
         )
+    scaler = make_scaler(new_precision, state.device, state.optimizers)
+    size, count = asked.device_train_microbatch_size, asked.grad_accum
+    microbatching = plan.settings.microbatching
+    if (size, count) != (None, None):
+        microbatching = Microbatching.of(size, count, state.device, profiler=state.profiler)
         refuse_unrepeatable(microbatching, runtime.strategy, is_deepspeed=state.deepspeed_enabled)
     stopped = None if longer is not None or asked.reset_time else state.stopped_duration
     with plan.unchanged_on_error():
-        if microbatching is not None:
-            plan.settings = replace(plan.settings, microbatching=microbatching)
+        plan.settings = replace(plan.settings, microbatching=microbatching)
         batches = plan.choose_batches(
             asked.train_dataloader, asked.train_dataloader_label, asked.train_subset_num_batches
         )
@@ -420,7 +336,8 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
         plan.set_schedule(schedule, begins_now=True)
     stay_stopped(state, stopped)
     if asked.reset_time:
-        plan.begin_again(batches)
+        batches.restart()
+        runtime.position.forget()
     if asked.spin_dataloaders is not None:
         runtime.position.spin = asked.spin_dataloaders
     if asked.eval_dataloader is not None:
@@ -431,11 +348,7 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
 
 
 def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optimizer]) -> GradScaler | None:
-    """Return the gradient scaler for `amp_fp16`, or `None` for other precisions.
-
-    Raises:
-        ValueError: If an optimizer evaluates the loss itself, which is not possible with loss scaling.
-    """
+    """Return the gradient scaler for `amp_fp16`, or `None` for other precisions."""
     if precision is not Precision.AMP_FP16:
         return None
     for optimizer in optimizers:
@@ -455,38 +368,13 @@ def fit_scaler(scaler: GradScaler | None, optimizers: Iterable[Optimizer], devic
     return scaler
 
 
-def check_scaler(scaler: GradScaler | None, precision: Precision) -> None:
-    """Raise if `amp_fp16` is used without a gradient scaler.
-
-    Raises:
-        RuntimeError: If the scaler has been removed from the state, or disabled.
-    """
-    if precision is Precision.AMP_FP16 and (scaler is None or not scaler.is_enabled()):
-        raise RuntimeError(
-            f"Attempting to use grad scaling with precision={precision.value!r}, but scaler is not enabled: "
-            f"state.scaler={scaler!r}. Leave the one that the Trainer made, or give precision='amp_bf16', which needs "
-            "none."
-        )
-
-
 class Runtime:
     """The objects of one Trainer. Every rank must create one.
-
-    Args:
-        arguments: The arguments of the Trainer.
-        resolved: The same arguments, checked.
 
     Attributes:
         model: The user's model; `state.model` may wrap it.
         saver: The checkpoint saver, if any.
-        state: The state of training.
-        engine: Runs the events.
-        logger: Passes values to the loggers.
-        strategy: The distributed strategy.
-        ranks: Communication between ranks during training.
         position: The position in the training data, which checkpoints store.
-        plan: The data and duration of training.
-        preemption: Handling of signals.
         halve_on_oom: The state of `'auto'` microbatching.
         divergences: The batches for which `on_divergence` acted.
         local_hparams: What `auto_log_hparams` logged.
@@ -502,7 +390,9 @@ class Runtime:
         self._on_divergence = resolved.on_divergence
         self.divergences: list[Divergence] = []
         self.strategy = resolved.placement.strategy
-        clip_by_strategy(resolved.algorithms, self.strategy)
+        for algorithm in resolved.algorithms:
+            if hasattr(algorithm, "clip_grad_norm"):  # the strategy's function handles sharded gradients
+                cast("GradientClipping", algorithm).clip_grad_norm = self.strategy.clip_grad_norm
         self.ranks = Ranks(self.strategy)
         rank_zero_seed = share_seed(arguments.seed)
         if arguments.deterministic_mode:
@@ -510,7 +400,7 @@ class Runtime:
         seed_rank(rank_zero_seed, self.strategy)
         self.strategy.place(resolved.model, resolved.optimizers)
         self.state = make_state(arguments, resolved, rank_zero_seed)
-        check_load_path(resolved.loading, self.state)
+        check_load_path(arguments, self.state)
         self.position = DataPosition.attach(self.state, arguments.spin_dataloaders)
         self.logger = Logger(self.state, resolved.destinations)
         self.engine = Engine(self.state, self.logger, arguments.algorithm_passes)
@@ -526,7 +416,8 @@ class Runtime:
     def begin(self, arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
         """Run the events from INIT to AFTER_LOAD, and prepare what each of them needs."""
         state = self.state
-        with self._drawing_alike():
+        # The same seed on all ranks, if the weights of rank 0 are not broadcast later.
+        with seed_context(state.rank_zero_seed) if self.strategy.prepares_before_load else nullcontext():
             self.engine.run_event(Event.INIT)
         self._take_model(state.model)  # an algorithm may have put another in its place
         if arguments.auto_log_hparams:
@@ -542,7 +433,7 @@ class Runtime:
         self.engine.run_event(Event.BEFORE_LOAD)
         state.scaler = fit_scaler(state.scaler, state.optimizers, state.device)
         with following_load(state):
-            load_at_start(resolved.loading, self.saver, state, self.logger, self.engine)
+            load_at_start(arguments, self.saver, state, self.logger, self.engine)
         self.engine.run_event(Event.AFTER_LOAD)
         state.scaler = fit_scaler(state.scaler, state.optimizers, state.device)
         if not self.strategy.prepares_before_load:
@@ -562,16 +453,12 @@ class Runtime:
 
     def _make_metrics(self, arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
         state = self.state
-        metrics = (
-            copy.deepcopy(metrics_by_name(self.model, is_train=True)) if arguments.compute_training_metrics else {}
-        )
+        metrics: Mapping[str, Any] = {}
+        if arguments.compute_training_metrics:
+            metrics = copy.deepcopy(metrics_by_name(self.model, is_train=True))
         check_metrics(metrics)
         state.train_metrics = {name: state.device.module_to_device(metric) for name, metric in metrics.items()}
         self.set_evaluators(resolved.evaluators)
-
-    def _drawing_alike(self) -> AbstractContextManager[None]:
-        """Return a context with the same seed on all ranks, if the weights of rank 0 are not broadcast later."""
-        return seed_context(self.state.rank_zero_seed) if self.strategy.prepares_before_load else nullcontext()
 
     def _prepare_model(self) -> None:
         state = self.state
@@ -588,11 +475,12 @@ class Runtime:
     def add_metrics(self, evaluators: Iterable[Evaluator]) -> None:
         """Make the metrics of evaluators ready."""
         for evaluator in evaluators:
-            self.state.eval_metrics[evaluator.label] = metrics_of(evaluator, self.model)
+            selected = evaluator.select_metrics(metrics_by_name(self.model, is_train=False))
+            self.state.eval_metrics[evaluator.label] = copy.deepcopy(selected)
 
     def take_evaluators(self) -> None:
         """Prepare evaluators that a user or callback has added to `state.evaluators`."""
-        evaluators: list[Any] = self.state.evaluators
+        evaluators = cast("list[Any]", self.state.evaluators)  # a user may have put in plain dataloaders
         for place, item in enumerate(evaluators):
             is_one = isinstance(item, Evaluator)
             if is_one and item.eval_interval is not None and item.label in self.state.eval_metrics:
@@ -615,7 +503,7 @@ class Runtime:
             self.strategy.zero_grad(optimizer)
 
     @contextmanager
-    def recording_failure(self) -> Iterator[None]:
+    def recording_failure(self) -> Generator[None]:
         """Return a context that names the stage in an error, records it, and remembers that this rank has failed."""
         begin_stage()
         try:
@@ -623,7 +511,7 @@ class Runtime:
         except BaseException as error:
             with postponed():
                 self.has_failed = True
-                name_stage(error, self.state)
+                error_context.name_stage(error, self.state)
                 record_failure(error, self.state)
             raise
 
@@ -639,8 +527,15 @@ class Runtime:
     def make_loop(self, batches: TrainBatches) -> Loop:
         """Return the training loop for these batches."""
         state = self.state
-        if not self.strategy.has_own_precision:
-            check_scaler(state.scaler, state.precision)
+        scaler, is_scaled = state.scaler, state.precision is Precision.AMP_FP16 and not self.strategy.has_own_precision
+        if is_scaled and (scaler is None or not scaler.is_enabled()):  # removed from the state, or disabled
+            raise RuntimeError(
+                f"Attempting to use grad scaling with precision={state.precision.value!r}, but scaler is not enabled: "
+                f"state.scaler={scaler!r}. Leave the one that the Trainer made, or give precision='amp_bf16', which "
+                "needs none."
+            )
+        policy = self._on_divergence
+        guard = None if policy is None else DivergenceGuard(policy, state, self.strategy, self.divergences)
         train_batch = BatchTrainer(
             state,
             self.engine,
@@ -652,11 +547,11 @@ class Runtime:
             create_graph=any(algorithm.backwards_create_graph for algorithm in state.algorithms),
             ranks=self.ranks,
             by_tokens=self._by_tokens,
-            guard=make_guard(self._on_divergence, state, self.strategy, self.divergences),
-            fitting=self.halve_on_oom if state.auto_microbatching else AsGiven(state),
+            guard=guard,
+            oom=self.halve_on_oom if state.auto_microbatching else None,
         )
         if self.saver is not None:
-            self.saver.before_save = train_batch.check_weights
+            self.saver.before_save = None if guard is None else guard.check_weights
         return Loop(
             state=state,
             engine=self.engine,

@@ -3,15 +3,15 @@
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
+from composer.trainer import _error_context as error_context
 from composer.trainer._arguments import user_stacklevel
-from composer.trainer._error_context import in_stage
 from composer.trainer._rank_sync import Ranks, next_batch
-from composer.trainer._step import transform_batch
+from composer.trainer._step import transform
 from composer_checkpoint.data_position import DataPosition, dataset_counts_samples, keeps_own_state
 from composer_dist import get_global_rank, get_local_rank, get_world_size
 from composer_dist.stale_memory import tidy_shared_memory
@@ -63,8 +63,15 @@ class TrainBatches:
             # If an exception prevented the step on the latest batch, it is yielded again.
             is_new = self._num_read == self._state.timestamp.num_batches_in_epoch
             if is_new and not self._ranks.all_have_a_batch(has_one := self._read()):
-                if has_one:
-                    self._say_others_had_none()
+                if has_one and not self._is_warned:
+                    self._is_warned = True
+                    warnings.warn(
+                        f"Another rank had no batch left after {self._num_read}, so epoch "
+                        f"{self._state.timestamp.num_epochs} ends there on all ranks; what global rank "
+                        f"{get_global_rank()} still had is not trained on. A sampler of dist.get_sampler(dataset) "
+                        "gives all ranks as many.",
+                        stacklevel=user_stacklevel(),
+                    )
                 # AFTER_DATALOADER has no batch to show here; only the profiler's span must end.
                 self._engine.run_marker_only_event(Event.AFTER_DATALOADER)
                 break
@@ -72,7 +79,7 @@ class TrainBatches:
             self._count(self._latest)
             yield self._latest
         if self._num_read == 0:
-            self._say_nothing_came()
+            self._raise_empty_dataloader()
         self._exhausted = True
 
     def resume(self) -> None:
@@ -85,7 +92,7 @@ class TrainBatches:
             tidy_shared_memory()
         self._position.restore_between_epochs(self._state)
 
-    @in_stage("the dataloader")
+    @error_context.stage("the dataloader")
     def begin_epoch(self) -> None:
         """Set the epoch of the data, before callbacks on EPOCH_START may choose another one."""
         self._position.begin(self._state, self.data_spec.dataloader)
@@ -111,7 +118,7 @@ class TrainBatches:
         passed = stamp.epoch_in_iteration if length.unit == TimeUnit.EPOCH else stamp.token_in_iteration
         return passed >= length
 
-    @in_stage("the dataloader")
+    @error_context.stage("the dataloader")
     def _read(self) -> bool:
         """Read the next batch, and return whether there was one."""
         assert self._open is not None
@@ -122,21 +129,10 @@ class TrainBatches:
         if batch is _NO_BATCH:
             return False
         self._is_untouched = False
-        self._latest = transform_batch(self.data_spec, batch)
+        self._latest = transform("batch_transforms", self.data_spec, batch)
         return True
 
-    def _say_others_had_none(self) -> None:
-        if self._is_warned:
-            return
-        self._is_warned = True
-        warnings.warn(
-            f"Another rank had no batch left after {self._num_read}, so epoch {self._state.timestamp.num_epochs} ends "
-            f"there on all ranks; what global rank {get_global_rank()} still had is not trained on. A sampler of "
-            "dist.get_sampler(dataset) gives all ranks as many.",
-            stacklevel=user_stacklevel(),
-        )
-
-    def _say_nothing_came(self) -> None:
+    def _raise_empty_dataloader(self) -> None:
         """Warn of an epoch without batches; raise if training would never end, or had batches before."""
         state = self._state
         message = (
@@ -176,7 +172,7 @@ class TrainBatches:
         length = self._state.dataloader_len
         return length is not None and self._num_read >= int(length)
 
-    @in_stage("the dataloader")
+    @error_context.stage("the dataloader")
     def _open_epoch(self) -> Iterator[Any]:
         self._num_read, self._is_untouched = self._state.timestamp.num_batches_in_epoch, True
         return self._position.open(self._state, self.data_spec.dataloader)
@@ -215,7 +211,7 @@ class Clock:
         return self._started_s - started_s
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Generator[None]:
         """Exclude the time of the context from the current batch."""
         paused_s = time.perf_counter()
         try:

@@ -3,18 +3,20 @@
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from composer.trainer._rank_sync import TOTAL, mean_total, missing_share
 from composer.trainer._restore import KeptBuffers, Snapshot, StepSnapshot
-from composer.trainer._sharding import watch_reductions
+from composer.trainer._scaler import states_of
+from composer.trainer._sharding import as_fsdp
 from composer.trainer.divergence import Divergence, DivergenceError, OnDivergence
 from composer_dist import get_world_size
 from composer_dist.strategy import Strategy
@@ -23,67 +25,6 @@ from composer_events.state import State
 
 if TYPE_CHECKING:
     from composer_dist.deepspeed import DeepSpeed
-
-
-class Guard(Protocol):
-    """Checks around each step of `BatchTrainer`."""
-
-    def begin_batch(self) -> None:
-        """Copy what the forward passes of a bad batch would ruin."""
-        ...
-
-    def mark(self, loss: Tensor) -> Tensor:
-        """Return the loss, marked so that no rank steps while the host does not know of a divergence yet."""
-        ...
-
-    def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Return whether the optimizer may step with the current gradients; act on a divergence."""
-        ...
-
-    def refuses(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Return whether a closure must stop; the action follows at the end of `closures`."""
-        ...
-
-    def closures(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Return the context of a step of an optimizer that evaluates the loss itself."""
-        ...
-
-    def check_weights(self) -> None:
-        """Raise if the weights are not fit to be saved. Every rank must call this."""
-        ...
-
-    def end_fit(self) -> None:
-        """Read what is still on its way from the device, and act on it. Every rank must call this."""
-        ...
-
-
-class Unguarded:
-    """Guard that lets every step happen."""
-
-    def begin_batch(self) -> None:
-        """Do nothing."""
-
-    def mark(self, loss: Tensor) -> Tensor:
-        """Return the loss."""
-        return loss
-
-    def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Return `True`."""
-        return True
-
-    def refuses(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Return `False`."""
-        return False
-
-    def closures(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return nullcontext()
-
-    def check_weights(self) -> None:
-        """Do nothing."""
-
-    def end_fit(self) -> None:
-        """Do nothing."""
 
 
 _log = logging.getLogger(__name__)
@@ -109,12 +50,6 @@ class DivergenceGuard:
     A `GradScaler` skips steps whose float16 gradients overflow and lowers its scale. With one, a divergence is an
     overflow of a batch whose loss is not finite, or 32 overflows in a row. DeepSpeed's engine keeps its gradients
     internal, so they are checked only when a loss is not finite.
-
-    Args:
-        policy: The action on a divergence.
-        state: Provides the model, the scaler, and the timestamp that names the batch.
-        strategy: Averages over the ranks.
-        divergences: Receives a record of each divergence.
     """
 
     def __init__(self, policy: OnDivergence, state: State, strategy: Strategy, divergences: list[Divergence]) -> None:
@@ -129,13 +64,15 @@ class DivergenceGuard:
         self._found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
         self._arrivals = DelayedReadback(device)
         # With sharded gradients, a reduction carries the result to all ranks; each rank sees only its own shard.
-        self._reductions = watch_reductions(strategy) if self._sees_gradients else None
+        fsdp = as_fsdp(strategy)
+        self._reductions = fsdp.watch_reductions() if fsdp is not None and self._sees_gradients else None
         self._defers = (
             device.type == "cuda"
             and policy.spike_factor is None
             and (state.scaler is not None or has_fused_step(state.optimizers[0]))
         )
-        self._buffers = KeptBuffers(state.model, num_batches=LAG + 1 if self._defers else 1)
+        buffers = KeptBuffers(state.model, num_batches=LAG + 1 if self._defers else 1)
+        self._buffers = buffers if buffers.owners else None
         self._rolls_back = policy.rolls_back
         self._snapshot: Snapshot | None = None
         self._num_since_snapshot = 0
@@ -152,7 +89,8 @@ class DivergenceGuard:
             self._act_on_arrivals()
             if self._policy.action == "skip":
                 self._found.zero_()  # each batch counts by itself; other actions block all steps until the host knows
-        self._buffers.keep()
+        if self._buffers is not None:
+            self._buffers.keep()
         if self._rolls_back:
             self._keep_snapshot()
 
@@ -173,8 +111,8 @@ class DivergenceGuard:
         self._act(divergence)
         return divergence.action == "log"
 
-    def refuses(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Return whether a closure with these losses must stop."""
+    def stops_closure(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
+        """Return whether a closure with these losses must stop; the action follows at the end of `closures`."""
         self._refused = self._look(optimizer, losses, may_defer=False)
         if self._refused is None or self._refused.action == "log":
             return False
@@ -184,7 +122,7 @@ class DivergenceGuard:
         return True
 
     @contextmanager
-    def closures(self, optimizer: Optimizer) -> Iterator[None]:
+    def closures(self, optimizer: Optimizer) -> Generator[None]:
         """Undo the step of an optimizer that evaluates the loss itself, if the loss turns out bad.
 
         An optimizer that accepts `None` from its closure undoes it itself. For any other, weights and state are copied
@@ -224,20 +162,29 @@ class DivergenceGuard:
 
     def _look(self, optimizer: Optimizer, losses: Mapping[str, Tensor], *, may_defer: bool = True) -> Divergence | None:
         """Return the divergence of the batch, if one is known."""
-        scaler, overflow = self._scaler, None
         is_bad_loss = missing_share(losses) != 0
-        if scaler is not None:
-            overflow = overflow_of(scaler, optimizer)
-            self._found.logical_or_(is_bad_loss & (overflow > 0))
-        elif self._sees_gradients:
-            self._look_at_gradients(optimizer)
-        else:
-            self._look_into_engine(is_bad_loss)
-        if self._defers and may_defer:
-            set_found_inf(optimizer, self._found if scaler is None else None)
-            facts = [self._found, torch.zeros_like(self._found) if overflow is None else overflow, is_bad_loss]
-            self._arrivals.send(self._state.timestamp.num_batches, torch.stack([fact.float() for fact in facts]))
+        overflow = self._find(optimizer, is_bad_loss)
+        if not (self._defers and may_defer):
+            return self._judge(losses, overflow, is_bad_loss)
+        set_found_inf(optimizer, self._found if self._scaler is None else None)
+        facts = [self._found, torch.zeros_like(self._found) if overflow is None else overflow, is_bad_loss]
+        self._arrivals.send(self._state.timestamp.num_batches, torch.stack([fact.float() for fact in facts]))
+        return None
+
+    def _find(self, optimizer: Optimizer, is_bad_loss: Tensor) -> Tensor | None:
+        """Set `found` on the device if the step would ruin the weights, and return the overflow of a scaler."""
+        if self._scaler is None:
+            if self._sees_gradients:
+                self._look_at_gradients(optimizer)
+            else:
+                self._look_into_engine(is_bad_loss)
             return None
+        overflow = overflow_of(self._scaler, optimizer)
+        self._found.logical_or_(is_bad_loss & (overflow > 0))
+        return overflow
+
+    def _judge(self, losses: Mapping[str, Tensor], overflow: Tensor | None, is_bad_loss: Tensor) -> Divergence | None:
+        """Read what was found, which synchronizes with the device."""
         has_overflown = overflow is not None and overflow.item() > 0
         # The loss may be bad on one rank only, while the averaged gradients overflow on all.
         if has_overflown and self._strategy.world_size > 1:
@@ -304,8 +251,8 @@ class DivergenceGuard:
         self._num_bad_losses += 1
         if self._num_bad_losses == 1:
             _log.warning(
-                "The loss of batch %d is not finite, but its gradients are: training goes on, and this loss enters no "
-                "average. The likely cause is a microbatch whose labels are all ignored (-100), so that its loss is "
+                "The loss of batch %d is not finite, but its gradients are: training continues, and this loss enters "
+                "no average. The likely cause is a microbatch whose labels are all ignored (-100), so that its loss is "
                 "0/0. Larger microbatches, or accumulate_train_batch_on_tokens=True, give it no weight.",
                 batch,
             )
@@ -336,7 +283,8 @@ class DivergenceGuard:
             _log.warning("%s The step is made all the same.", _sentence(divergence))
             return
         self._num_in_a_row += 1
-        self._buffers.restore()
+        if self._buffers is not None:
+            self._buffers.restore()
         message = self._explain(divergence)
         self._found.zero_()
         if divergence.action != "skip":
@@ -365,11 +313,11 @@ class DivergenceGuard:
             f"{_sentence(divergence)}{where} The optimizer made no step with it{again}; the weights are those before "
             "it, on every rank. Lower the learning rate, clip the gradients, or look at the batch; where all labels of "
             "a microbatch may be ignored, set accumulate_train_batch_on_tokens=True, which gives it no weight. "
-            "on_divergence='skip' leaves such batches out and None trains on whatever comes."
+            "on_divergence='skip' leaves such batches out, and None disables the check."
         )
 
     def _refuse_weights(self) -> None:
-        """Raise for weights that a step has ruined; there is no good copy to restore."""
+        """Raise for weights that a step has ruined; a good copy does not exist."""
         stamp = self._state.timestamp
         divergence = Divergence(max(stamp.num_batches - 1, 0), stamp.num_epochs, math.nan, False, "raise")
         self._divergences.append(divergence)
@@ -377,15 +325,10 @@ class DivergenceGuard:
         raise DivergenceError(
             f"After {stamp.num_batches} batches {f'the weights {names}' if names else 'what the optimizer keeps'} "
             "must be finite and are not, though the gradients were: a step itself has made them so, such as by "
-            "dividing by 0. They are not saved. Go on from the latest checkpoint with a lower learning rate, or with a "
-            "larger eps of the optimizer; on_divergence=None trains on whatever comes.",
+            "dividing by 0. They are not saved. Continue from the latest checkpoint with a lower learning rate, or "
+            "with a larger eps of the optimizer; on_divergence=None disables the check.",
             divergence,
         )
-
-
-def make_guard(policy: OnDivergence | None, state: State, strategy: Strategy, divergences: list[Divergence]) -> Guard:
-    """Return the guard for a policy."""
-    return Unguarded() if policy is None else DivergenceGuard(policy, state, strategy, divergences)
 
 
 def _sentence(divergence: Divergence) -> str:
@@ -418,9 +361,6 @@ class DelayedReadback:
 
     They are read after a fixed number of batches on all ranks: acting as soon as they arrive would leave the other
     ranks alone in their next collective.
-
-    Args:
-        device: The device that computes the numbers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -444,7 +384,7 @@ class DelayedReadback:
         while len(self._waiting) > (0 if wait else LAG):
             batch, on_host, event = self._waiting.popleft()
             event.synchronize()
-            yield batch, on_host.tolist()
+            yield batch, cast("list[float]", on_host.tolist())  # pyright: ignore[reportUnknownMemberType]
 
     def forget(self) -> None:
         """Drop all pending numbers."""
@@ -472,13 +412,14 @@ def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
         # GradScaler's kernel, dividing by 1, checks many tensors at once. A sum of norms, the public alternative, takes
         # five times as long. With DTensors it would reduce over the mesh of the first one, which may not be the mesh of
         # the others, so it gets the local shards.
-        torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
+        torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
             tensors if is_plain else [_local(tensor) for tensor in tensors], found, one
         )
     except (NotImplementedError, RuntimeError):  # sparse, complex, or several kinds
         values = [values for tensor in tensors if (values := _plain_values(tensor)).numel()]
         if values:
-            norms = torch.stack([torch.linalg.vector_norm(part, torch.inf).to(found) for part in values])
+            norm_of = cast("Callable[..., Tensor]", torch.linalg.vector_norm)  # pyright: ignore[reportUnknownMemberType]  # untyped
+            norms = torch.stack([norm_of(part, torch.inf).to(found) for part in values])
             found.logical_or_(~torch.isfinite(norms).all())
     return is_plain or not any(is_sharded(tensor) for tensor in tensors)
 
@@ -581,7 +522,7 @@ def set_found_inf(optimizer: Any, found: Tensor | None) -> None:
         del optimizer.grad_scale, optimizer.found_inf
 
 
-def overflow_of(scaler: Any, optimizer: Optimizer) -> Tensor:
-    """Return more than 0 if the scaler has found an overflow; there is no public method for this."""
-    per_device = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+def overflow_of(scaler: GradScaler, optimizer: Optimizer) -> Tensor:
+    """Return more than 0 if the scaler has found an overflow."""
+    per_device: dict[torch.device, Tensor] = states_of(scaler)[id(optimizer)]["found_inf_per_device"]
     return torch.stack([found.to(next(iter(per_device))) for found in per_device.values()]).sum()

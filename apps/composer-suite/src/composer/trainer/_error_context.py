@@ -1,29 +1,26 @@
 """Notes on exceptions that name the stage of training, so that the report of a multi-rank run can show it."""
 
-from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType, TracebackType
+import traceback
+from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 from composer_dist import get_global_rank, get_world_size
-from composer_events.callback import Callback
+from composer_events.engine import listening
 from composer_events.event import Event
 from composer_events.state import State
 
 TFunction = TypeVar("TFunction", bound=FunctionType)
 
+# By code object, which a traceback has: a wrapper around each function would slow down every call.
 _STAGES: dict[CodeType, str] = {}
 
 
-def in_stage(stage: str) -> Callable[[TFunction], TFunction]:
-    """Register a name for the stage that a function implements, used by `name_stage`. Calls cost nothing extra.
-
-    Args:
-        stage: The name, such as `'the forward pass'`.
-    """
+def stage(name: str) -> Callable[[TFunction], TFunction]:
+    """Decorate a function that implements a stage of training, such as `'the forward pass'`, for `name_stage`."""
 
     def register(function: TFunction) -> TFunction:
-        # By code object, which a traceback has; a wrapper would slow down every call.
-        _STAGES[function.__code__] = stage
+        _STAGES[function.__code__] = name
         return function
 
     return register
@@ -36,10 +33,12 @@ def name_stage(error: BaseException, state: State) -> None:
     cause came through one, the cause gets the note.
     """
     for each in (error, error.__cause__):
-        has_place = any(note.startswith("raised ") for note in getattr(each, "__notes__", ()))
-        if not isinstance(each, Exception) or has_place:
+        if not isinstance(each, Exception) or any(
+            note.startswith("raised ") for note in getattr(each, "__notes__", ())
+        ):
             return
-        stages = [_STAGES[code] for code in _codes(each.__traceback__) if code in _STAGES]
+        codes = (frame.f_code for frame, _ in traceback.walk_tb(each.__traceback__))
+        stages = [_STAGES[code] for code in codes if code in _STAGES]
         if stages:
             stamp = state.timestamp
             rank = f" on rank {get_global_rank()}" if get_world_size() > 1 else ""
@@ -50,12 +49,6 @@ def name_stage(error: BaseException, state: State) -> None:
                     "ddp_sync_strategy='forced_sync', which needs no gradient of theirs."
                 )
             return
-
-
-def _codes(traceback: TracebackType | None) -> Iterator[CodeType]:
-    while traceback is not None:
-        yield traceback.tb_frame.f_code
-        traceback = traceback.tb_next
 
 
 def name_dataset(error: Exception, dataloader: Any) -> None:
@@ -69,7 +62,7 @@ def name_dataset(error: Exception, dataloader: Any) -> None:
     said = f"{error} {error.__cause__}"  # these are PyTorch's messages, which contain no advice
     if "killed by signal: Killed" in said:
         error.add_note(
-            "A worker that somebody else kills was mostly too large for the machine's memory: have fewer workers, a "
+            "A worker that another process kills was mostly too large for the machine's memory: have fewer workers, a "
             "smaller prefetch_factor, or more memory."
         )
     elif "DataLoader timed out" in said:
@@ -80,25 +73,10 @@ def name_dataset(error: Exception, dataloader: Any) -> None:
 
 
 def name_setters(error: Exception, state: State, events: Iterable[Event]) -> None:
-    """Add the algorithms and callbacks that may have replaced a batch that cannot be split as a note.
-
-    Args:
-        error: The exception.
-        state: Holds the batch.
-        events: The events since the dataloader returned its batch.
-    """
+    """Add the algorithms and callbacks that may have replaced a batch that cannot be split as a note."""
     setters = [f"algorithm {type(algorithm).__name__}" for algorithm in state.algorithms]
     for event in events:
-        setters += [
-            f"callback {type(callback).__name__} on {event}" for callback in state.callbacks if _acts(callback, event)
-        ]
-    kind = type(state.batch).__name__
+        setters += [f"callback {type(callback).__name__} on {event}" for callback in listening(state.callbacks, event)]
     if setters:
+        kind = type(state.batch).__name__
         error.add_note(f"state.batch is a {kind}. If no dataloader gave that, it was set by {' or '.join(setters)}")
-
-
-def _acts(callback: Callback, event: Event) -> bool:
-    # A callback may override the hook of an event, or `run_event` for all of them.
-    methods = ("run_event", event.value)
-    own = vars(callback)
-    return any(name in own or getattr(type(callback), name) is not getattr(Callback, name) for name in methods)

@@ -9,20 +9,21 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from composer.trainer import _error_context as error_context
 from composer.trainer._arguments import check_interval, check_iterable, check_subset, user_stacklevel
 from composer.trainer._data import Clock
-from composer.trainer._error_context import in_stage, name_setters
 from composer.trainer._oom import Attempts, Stage, halve, release_memory
 from composer.trainer._rank_sync import Ranks, next_batch
 from composer.trainer._restore import MetricsUndo
-from composer.trainer._step import Autocast, cut, transform_batch, transform_microbatch
+from composer.trainer._step import Autocast, cut, transform
 from composer_checkpoint.data_position import set_epoch
 from composer_checkpoint.seeded_batches import SeededBatches, can_be_seeded, derive_seed, seeded
 from composer_dist import dist, get_global_rank, get_world_size
@@ -43,36 +44,30 @@ from composer_time import Time, Timestamp
 if TYPE_CHECKING:
     from composer.trainer._build import Runtime
 
-__all__ = ["EvaluationBatches", "evaluate_alone"]
 
 _NO_BATCH: Any = object()
 
 
+@dataclass(slots=True, eq=False)
 class Evaluation:
     """Runs of evaluators: events, forward passes, metrics.
 
     Every sample counts once, even where a DistributedSampler repeats some to give each rank equally many.
     """
 
-    def __init__(
-        self,
-        state: State,
-        engine: Engine,
-        logger: Logger,
-        strategy: Strategy,
-        *,
-        model: ComposerModel,
-        autocast: Autocast,
-    ) -> None:
-        self._state = state
-        self._strategy = strategy
-        self._engine = engine
-        self._logger = logger
-        self._model = model
-        self._eval_forward = _of_batch(model.eval_forward)
-        self._autocast = autocast
-        self._attempts = Attempts(strategy, ValueError)
-        self._clock = Clock()
+    state: State
+    engine: Engine
+    logger: Logger
+    strategy: Strategy
+    model: ComposerModel
+    autocast: Autocast
+    _clock: Clock = field(default_factory=Clock, init=False)
+    _attempts: Attempts = field(init=False)
+    _eval_forward: Callable[[Any], Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._attempts = Attempts(self.strategy, ValueError)
+        self._eval_forward = _of_batch(self.model.eval_forward)
 
     def run(
         self,
@@ -91,7 +86,7 @@ class Evaluation:
             subset_num_batches: The number of batches to read; -1 for all.
             open_batches: Replaces `iter` for reading the dataloader.
         """
-        state, run_event = self._state, self._engine.run_event
+        state, run_event = self.state, self.engine.run_event
         before = (state.dataloader, state.dataloader_label, state.dataloader_len)
         state.eval_timestamp = Timestamp()
         try:
@@ -101,27 +96,31 @@ class Evaluation:
                 share_buffers(state.model)  # after EVAL_START, where algorithms may swap in averaged weights
                 for metric in metrics.values():
                     state.device.module_to_device(metric).reset()
-                ranks, padding = Ranks(self._strategy), Padding(evaluator.dataloader.dataloader)
+                ranks, padding = Ranks(self.strategy), Padding(evaluator.dataloader.dataloader)
                 ranks.begin(evaluator.dataloader)
                 self._clock.start_batch()
                 for state.batch in self._batches(evaluator, ranks, open_batches):
                     self._evaluate_batch(evaluator, metrics, ranks, padding)
                 if evaluator.auto_microbatching:
                     key = f"trainer/{evaluator.label}/device_eval_microbatch_size"
-                    self._logger.log_metrics({key: evaluator.device_eval_microbatch_size})
+                    self.logger.log_metrics({key: evaluator.device_eval_microbatch_size})
                 if state.eval_timestamp.num_batches > 0:
                     self._report(evaluator.label, metrics)
                 else:
-                    _warn_of_nothing(evaluator)
+                    warnings.warn(
+                        f"No batches were evaluated for global rank {get_global_rank()}: the dataloader of evaluator "
+                        f"{evaluator.label!r} yielded none. An iterator, for one, can be read only once.",
+                        stacklevel=user_stacklevel(),
+                    )
                 run_event(Event.EVAL_END)
         finally:
             restore_dataloader(state, *before)
 
-    @in_stage("the dataloader of an evaluation")
+    @error_context.stage("the dataloader of an evaluation")
     def _batches(
         self, evaluator: Evaluator, ranks: Ranks, open_batches: Callable[[Evaluator], Iterator[Any]] | None
     ) -> Iterator[Any]:
-        state, spec = self._state, evaluator.dataloader
+        state, spec = self.state, evaluator.dataloader
         length = state.dataloader_len
         set_epoch(spec.dataloader, state.timestamp.num_batches)
         batches = iter(spec.dataloader) if open_batches is None else open_batches(evaluator)
@@ -132,11 +131,11 @@ class Evaluation:
             batch = next_batch(batches, spec.dataloader, num_read, _NO_BATCH) if may_read else _NO_BATCH
             if not ranks.all_have_a_batch(batch is not _NO_BATCH):
                 break
-            yield transform_batch(spec, batch)
+            yield transform("batch_transforms", spec, batch)
 
-    @in_stage("an evaluation")
+    @error_context.stage("an evaluation")
     def _evaluate_batch(self, evaluator: Evaluator, metrics: Mapping[str, Any], ranks: Ranks, padding: Padding) -> None:
-        state, run_event, spec = self._state, self._engine.run_event, evaluator.dataloader
+        state, run_event, spec = self.state, self.engine.run_event, evaluator.dataloader
         batch, num_samples = state.batch, spec.get_num_samples_in_batch(state.batch)
         num_tokens = spec.get_num_tokens_in_batch(batch)
         num_repeated, has_repeated = padding.in_batch(num_samples)
@@ -158,14 +157,14 @@ class Evaluation:
     ) -> None:
         spec = evaluator.dataloader
         try:
-            microbatches = cut(self._state.batch, spec, evaluator.device_eval_microbatch_size)
+            microbatches = cut(self.state.batch, spec, evaluator.device_eval_microbatch_size)
         except Exception as error:
-            name_setters(error, self._state, (Event.EVAL_BATCH_START,))
+            error_context.name_setters(error, self.state, (Event.EVAL_BATCH_START,))
             raise
         parts = [(microbatch, True) for microbatch in microbatches]
         if has_repeated:
             parts[-1] = without_last(microbatches[-1], spec)
-        if self._strategy.meets_in_forward and not ranks.same_batch_size:
+        if self.strategy.meets_in_forward and not ranks.same_batch_size:
             # Repeat the last one uncounted, so that ranks with fewer microbatches still join every collective.
             parts += [(microbatches[-1], False)] * (ranks.most(len(parts)) - len(parts))
         if not evaluator.auto_microbatching:
@@ -176,12 +175,12 @@ class Evaluation:
 
     def _evaluate_parts(self, spec: DataSpec, parts: Sequence[tuple[Any, bool]], metrics: Mapping[str, Any]) -> None:
         """Evaluate microbatches; those marked `False` do not count."""
-        state, run_event = self._state, self._engine.run_event
+        state, run_event = self.state, self.engine.run_event
         for microbatch, is_counted in parts:
             on_device = state.device.batch_to_device(microbatch)
-            state.batch = self._strategy.prepare_batch(transform_microbatch(spec, on_device))
+            state.batch = self.strategy.prepare_batch(transform("microbatch_transforms", spec, on_device))
             run_event(Event.EVAL_BEFORE_FORWARD)
-            with self._autocast():
+            with self.autocast():
                 state.outputs = self._eval_forward(state.batch)
             run_event(Event.EVAL_AFTER_FORWARD)
             if is_counted:
@@ -191,7 +190,7 @@ class Evaluation:
         self, evaluator: Evaluator, metrics: Mapping[str, Any], evaluate: Callable[[], None]
     ) -> None:
         """Evaluate a batch; halve the microbatches on all ranks until it fits on every rank."""
-        state, undo = self._state, MetricsUndo(metrics)
+        state, undo = self.state, MetricsUndo(metrics)
         batch = state.batch
         while not self._attempts.succeeds(evaluate, Stage.GRADIENTS):
             state.batch, state.outputs = batch, torch.empty(0)
@@ -213,16 +212,16 @@ class Evaluation:
             release_memory()
 
     def _update(self, metrics: Mapping[str, Any]) -> None:
-        state = self._state
-        with self._autocast():
+        state = self.state
+        with self.autocast():
             for metric in metrics.values():
-                state.metric_outputs = self._model.update_metric(state.batch, state.outputs, metric) or {}
+                state.metric_outputs = self.model.update_metric(state.batch, state.outputs, metric) or {}
 
     def _report(self, label: str, metrics: Mapping[str, Any]) -> None:
         _fill_shorter_lists(metrics)
         values = {name: metric.compute() for name, metric in metrics.items()}
-        self._state.eval_metric_values.update(values)
-        self._logger.log_metrics({f"metrics/{label}/{name}": value for name, value in by_entry(values).items()})
+        self.state.eval_metric_values.update(values)
+        self.logger.log_metrics({f"metrics/{label}/{name}": value for name, value in by_entry(values).items()})
 
 
 def restore_dataloader(state: State, dataloader: Any, label: str | None, length: Time[int] | None) -> None:
@@ -234,10 +233,10 @@ def _fill_shorter_lists(metrics: Mapping[str, Any]) -> None:
     """Pad the lists of each metric with empty tensors to the same length on every rank. Every rank must call this.
 
     torchmetrics gathers lists element by element. For a rank with an empty list, such as one without samples, it would
-    use a flat float32 tensor, whatever shape and dtype the others have.
+    use a flat float32 tensor, regardless of the shape and dtype of the others.
     """
-    parts = [part for metric in metrics.values() for part in metric.modules()]
-    lists = [[value for value in getattr(part, "metric_state", {}).values() if type(value) is list] for part in parts]
+    parts: list[Any] = [part for metric in metrics.values() for part in metric.modules()]
+    lists = [_lists_of(part) for part in parts]
     if get_world_size() == 1 or not any(lists):
         return
     own = [[[_kind_of(element) for element in found] for found in of_part] for of_part in lists]
@@ -247,20 +246,22 @@ def _fill_shorter_lists(metrics: Mapping[str, Any]) -> None:
             continue
         for found, kinds, *lengths in zip(of_part, longest, *of_ranks, strict=True):
             if min(map(len, lengths)) < len(kinds):
-                found[:] = map(torch.atleast_1d, found)  # a 0-d tensor has no empty form to pad with
-                found += [torch.empty(0, *kind[1], dtype=kind[0], device=part.device) for kind in kinds[len(found) :]]
+                _pad(found, kinds, part.device)
+
+
+def _lists_of(part: Any) -> list[list[Any]]:
+    states: dict[str, Any] = getattr(part, "metric_state", {})
+    return [value for value in states.values() if type(value) is list]
+
+
+def _pad(found: list[Tensor], kinds: Sequence[tuple[torch.dtype, torch.Size]], device: torch.device) -> None:
+    # A 0-d tensor has no empty form to pad with.
+    found[:] = [element.reshape(1) if element.ndim == 0 else element for element in found]
+    found += [torch.empty(0, *shape, dtype=dtype, device=device) for dtype, shape in kinds[len(found) :]]
 
 
 def _kind_of(element: Any) -> tuple[torch.dtype, torch.Size] | None:
-    return (element.dtype, element.shape[1:]) if isinstance(element, torch.Tensor) else None
-
-
-def _warn_of_nothing(evaluator: Evaluator) -> None:
-    warnings.warn(
-        f"No batches were evaluated for global rank {get_global_rank()}: the dataloader of evaluator "
-        f"{evaluator.label!r} yielded none. An iterator, for one, can be read only once.",
-        stacklevel=user_stacklevel(),
-    )
+    return (element.dtype, element.shape[1:]) if isinstance(element, Tensor) else None
 
 
 def _of_batch(eval_forward: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -283,15 +284,17 @@ class EvaluationBatches:
 
     def open(self, evaluator: Evaluator) -> Iterator[Any]:
         """Start reading an evaluator's dataloader."""
-        loader, batch = evaluator.dataloader.dataloader, self._state.timestamp.num_batches
+        loader: Any = evaluator.dataloader.dataloader
+        batch = self._state.timestamp.num_batches
         seed = derive_seed(self._state.rank_zero_seed, "evaluation", evaluator.label)
-        if isinstance(loader, DataLoader) and can_be_seeded(loader):
-            batches = self._seeded.setdefault(id(loader), SeededBatches(loader, get_global_rank()))
+        if not isinstance(loader, DataLoader):
+            return iter(loader)
+        torch_loader = cast("DataLoader[Any]", loader)
+        if can_be_seeded(torch_loader):
+            batches = self._seeded.setdefault(id(torch_loader), SeededBatches(torch_loader, get_global_rank()))
             return batches.open(seed, batch)
-        if isinstance(loader, DataLoader):
-            with seeded(derive_seed(seed, batch, get_global_rank())):
-                return iter(loader)
-        return iter(loader)
+        with seeded(derive_seed(seed, batch, get_global_rank())):
+            return iter(torch_loader)
 
 
 _log = logging.getLogger("composer.trainer.trainer")
@@ -310,16 +313,10 @@ def make_evaluators(
     Args:
         given: One dataloader, DataSpec or Evaluator, several of one kind, or None.
         model: Provides the metrics.
-        eval_interval: Default for evaluators without an interval.
-        subset_num_batches: Default for evaluators without a number of batches; -1 for all.
+        eval_interval: Of evaluators without an interval.
+        subset_num_batches: Of evaluators without a number of batches; -1 for all.
         device: The device of the evaluation.
         present: Existing evaluators, which stay if `given` is empty.
-
-    Raises:
-        TypeError: If the model's metrics have no names.
-        ValueError: If Evaluators and other dataloaders are mixed, if an evaluator names no metric of the model, if a
-            dataloader is endless and no subset limits it, if automatic microbatching is requested on another device
-            than a GPU, or if a metric is on the meta device.
     """
     items = _listed(given)
     if not items:
@@ -342,28 +339,36 @@ def make_evaluators(
     evaluators = [copy.copy(ensure_evaluator(item, names)) for item in items]
     warn_of_known_labels(evaluators, [])
     for evaluator in evaluators:
-        _check_names(evaluator, metrics)
-        if evaluator.auto_microbatching and device.name != "gpu":
-            raise ValueError(
-                f"Can only use adaptive device_eval_microbatch_size on GPU, and device is {device.name!r}: other "
-                f"devices do not say that they are out of memory. Give evaluator {evaluator.label!r} a number."
-            )
         if evaluator.subset_num_batches is None:
             evaluator.subset_num_batches = subset_num_batches
         if evaluator.eval_interval is None:
             evaluator.eval_interval = eval_interval
-        if evaluator.subset_num_batches == -1:
-            _refuse_endless(evaluator)
+        _check_evaluator(evaluator, metrics, device)
     return evaluators
 
 
-def _check_names(evaluator: Evaluator, metrics: Mapping[str, Any]) -> None:
+def _check_evaluator(evaluator: Evaluator, metrics: Mapping[str, Any], device: Device) -> None:
+    if evaluator.auto_microbatching and device.name != "gpu":
+        raise ValueError(
+            f"Can only use adaptive device_eval_microbatch_size on GPU, and device is {device.name!r}: other "
+            f"devices do not say that they are out of memory. Give evaluator {evaluator.label!r} a number."
+        )
     if evaluator.metric_names and not evaluator.select_metrics(metrics):
         there = ", ".join(metrics if evaluator.metrics is None else evaluator.metrics) or "none at all"
         raise ValueError(
             f"Evaluator {evaluator.label!r} has metric_names={evaluator.metric_names!r}, and no metric is called so. "
             f"There are {there}. Name some of these, or leave metric_names out for all."
         )
+    loader = evaluator.dataloader.dataloader
+    if evaluator.subset_num_batches != -1 or not hasattr(loader, "__len__"):
+        return
+    try:
+        len(loader)
+    except TypeError as error:
+        raise ValueError(
+            f"eval_subset_num_batches must be set when using an infinite sized dataloader: evaluator "
+            f"{evaluator.label!r} has {loader!r}, whose length is unknown. Say how many batches an evaluation reads."
+        ) from error
 
 
 def _warn_of_idle(eval_interval: Any, subset_num_batches: int, present: Sequence[Evaluator]) -> None:
@@ -395,10 +400,10 @@ def warn_of_known_labels(evaluators: Sequence[Evaluator], others: Iterable[Evalu
 
 
 def _listed(given: Any) -> Sequence[Any]:
-    if isinstance(given, (list, tuple)) and given and not all(map(_is_batch, given)):
-        return ensure_tuple(given)
-    is_none = given is None or (isinstance(given, (list, tuple)) and not given)
-    return () if is_none else (given,)
+    if not isinstance(given, (list, tuple)):
+        return () if given is None else (given,)
+    items = ensure_tuple(cast("Sequence[Any]", given))
+    return (cast(object, given),) if items and all(map(_is_batch, items)) else items
 
 
 def _is_batch(item: Any) -> bool:
@@ -406,25 +411,8 @@ def _is_batch(item: Any) -> bool:
     return isinstance(item, (tuple, Tensor)) or (isinstance(item, Mapping) and "dataloader" not in item)
 
 
-def _refuse_endless(evaluator: Evaluator) -> None:
-    loader = evaluator.dataloader.dataloader
-    if not hasattr(loader, "__len__"):
-        return
-    try:
-        len(loader)
-    except TypeError as error:
-        raise ValueError(
-            f"eval_subset_num_batches must be set when using an infinite sized dataloader: evaluator "
-            f"{evaluator.label!r} has {loader!r}, whose length is unknown. Say how many batches an evaluation reads."
-        ) from error
-
-
 def metrics_by_name(model: ComposerModel, *, is_train: bool) -> Mapping[str, Any]:
-    """Return the model's metrics for training or evaluation.
-
-    Raises:
-        TypeError: If `get_metrics` returns no dict.
-    """
+    """Return the model's metrics for training or evaluation."""
     metrics: Any = model.get_metrics(is_train=is_train)
     # By attribute, since neither ModuleDict nor MetricCollection is a Mapping.
     if hasattr(metrics, "keys") and hasattr(metrics, "items"):
@@ -437,24 +425,15 @@ def metrics_by_name(model: ComposerModel, *, is_train: bool) -> Mapping[str, Any
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:
-    """Reject metrics on the meta device, which have no values to start from.
-
-    Raises:
-        ValueError: With the name of such a metric.
-    """
+    """Reject metrics on the meta device, which have no values to start from."""
     for name, metric in metrics.items():
         states = [value for part in metric.modules() for value in getattr(part, "metric_state", {}).values()]
         if any(isinstance(state, Tensor) and state.is_meta for state in states):
             raise ValueError(
                 f"the metric {name!r} of the model, a {type(metric).__name__}, is on the meta device, where it has no "
-                f"numbers to count from and nobody can give it any. Make the model's metrics below "
+                f"numbers to count from. Make the model's metrics below "
                 f"`with torch.device('cpu'):`, also where the rest of the model is made on the meta device."
             )
-
-
-def metrics_of(evaluator: Evaluator, model: ComposerModel) -> dict[str, Any]:
-    """Return copies of the metrics that the evaluator selects."""
-    return copy.deepcopy(evaluator.select_metrics(metrics_by_name(model, is_train=False)))
 
 
 class Padding:
@@ -470,19 +449,14 @@ class Padding:
         self._num_repeated = 0
         self._is_own = False
         self._num_left = 0
-        sampler = getattr(getattr(dataloader, "batch_sampler", None), "sampler", None)
+        sampler: Any = getattr(getattr(dataloader, "batch_sampler", None), "sampler", None)
         if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
-            dataset: Any = sampler.dataset  # it has a length, which the sampler needed
-            self._num_repeated = sampler.total_size - len(dataset)
+            self._num_repeated = sampler.total_size - len(cast(Any, sampler).dataset)
             self._is_own = sampler.rank >= sampler.num_replicas - self._num_repeated
             self._num_left = sampler.num_samples
 
     def in_batch(self, num_samples: int | float) -> tuple[int, bool]:
-        """Return the number of repeated samples in the next batch over all ranks, and whether this rank has one.
-
-        Args:
-            num_samples: The number of samples of the batch on this rank.
-        """
+        """Return the number of repeated samples in the next batch over all ranks, and whether this rank has one."""
         if self._num_repeated == 0:
             return 0, False
         self._num_left -= int(num_samples)
@@ -502,11 +476,7 @@ def without_last(microbatch: Any, data_spec: DataSpec) -> tuple[Any, bool]:
 
 
 def evaluate_alone(runtime: Runtime, eval_dataloader: Any, subset_num_batches: int) -> None:
-    """Evaluate on a dataloader, or with all evaluators of the state.
-
-    Raises:
-        ValueError: If there is neither a dataloader nor an evaluator.
-    """
+    """Evaluate on a dataloader, or with all evaluators of the state."""
     state = runtime.state
     runtime.take_evaluators()
     evaluators: list[Evaluator] = list(state.evaluators)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import is_not
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from composer_events.data_spec import DataSpec
     from composer_events.engine import Engine
 
-__all__ = ["FitPlan", "FitSettings", "check_data"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,17 +53,17 @@ class SchedulerSteps:
 
     def before_batch(self) -> None:
         """Set the rates again if the time or the length of training has changed since a step set them."""
-        if self._schedulers and self._has_moved() and self._goes_on():
+        if self._has_moved() and self._goes_on():
             self.set_rates()
 
     def after_batch(self) -> None:
         """Step the schedulers if they go by batches, after the timestamp."""
-        if self._schedulers and self._steps_every_batch():
+        if self._steps_every_batch():
             self._step()
 
     def after_epoch(self) -> None:
         """Step the schedulers if they go by epochs, after the timestamp."""
-        if self._schedulers and not self._steps_every_batch():
+        if not self._steps_every_batch():
             self._step()
 
     def set_rates(self) -> None:
@@ -127,18 +126,25 @@ class Schedule:
 
     @classmethod
     def of(cls, schedulers: Any, ratio: float, every_batch: bool | None) -> Schedule:
-        """Check the arguments of the user.
-
-        Raises:
-            TypeError: If an element is not a scheduler, or the ratio is not a number.
-            ValueError: If a scheduler needs a loss, one was compiled without another, the ratio is not positive, or
-                there are settings for schedulers but no schedulers.
-        """
+        """Check the arguments of the user."""
         given = ensure_tuple(schedulers)
         for scheduler in given:
-            _check(scheduler)
-        check_together(given)
-        check_ratio(ratio)
+            if isinstance(scheduler, ReduceLROnPlateau):
+                raise ValueError(
+                    f"schedulers holds a {type(scheduler).__name__}, whose steps need a loss, and the trainer steps "
+                    f"schedulers without one. Use one that goes by time, or step it in a callback's eval_end."
+                )
+            is_class = isinstance(scheduler, type)
+            if not isinstance(scheduler, LRScheduler) and (is_class or not callable(scheduler)):
+                hint = f"Call it: {scheduler.__name__}(...)." if is_class else "Give one, such as LinearScheduler()."
+                raise TypeError(
+                    f"schedulers holds {scheduler!r}, which is not a scheduler of PyTorch or Composer, nor a function "
+                    f"of the state. {hint}"
+                )
+        if given:
+            check_together(given)
+        if ratio != 1.0:
+            check_ratio(ratio)
         for name, is_given in (
             ("scale_schedule_ratio", ratio != 1.0),
             ("step_schedulers_every_batch", every_batch is not None),
@@ -150,20 +156,25 @@ class Schedule:
         return cls(given, ratio, every_batch)
 
     def scale(self, duration: Time[Any] | None) -> Time[Any] | None:
-        """Return the duration, scaled like the schedules.
-
-        Raises:
-            ValueError: If the result is 0.
-        """
-        return duration if duration is None or self.ratio == 1.0 else _scaled(duration, self.ratio)
+        """Return the duration, scaled like the schedules."""
+        if duration is None or self.ratio == 1.0:
+            return duration
+        scaled = duration * self.ratio
+        if scaled.value <= 0:
+            raise ValueError(
+                f"Scale schedule has reduced the max_duration to 0: scale_schedule_ratio={self.ratio!r} of "
+                f"max_duration={duration.to_timestring()!r}. Raise either of them."
+            )
+        return scaled
 
     def compile(self, state: State) -> list[LRScheduler]:
-        """Scale every schedule, compile all to PyTorch schedulers, and set the learning rates.
-
-        Raises:
-            ValueError: If a scheduler cannot be scaled, or one was compiled for another state.
-        """
-        _check_state(self.schedulers, state)
+        """Scale every schedule, compile all to PyTorch schedulers, and set the learning rates."""
+        for scheduler in self.schedulers:
+            if compiled_for(scheduler) not in (None, state):
+                raise ValueError(
+                    f"schedulers holds a {type(scheduler).__name__} that was compiled for another State than the "
+                    f"trainer's, whose timestamp does not move. Give the Composer scheduler itself, uncompiled."
+                )
         if not all(isinstance(scheduler, LRScheduler) for scheduler in self.schedulers):
             return compile_composer_schedulers(self.schedulers, state, self.ratio)
         scale_pytorch_schedulers(self.schedulers, self.ratio)
@@ -171,7 +182,7 @@ class Schedule:
 
 
 @contextmanager
-def following_load(state: State) -> Iterator[None]:
+def following_load(state: State) -> Generator[None]:
     """Return a context for a load that keeps learning rates and schedulers consistent.
 
     PyTorch schedulers compute the next rate from the optimizer's rate. If only one of the two has been loaded, they
@@ -224,27 +235,8 @@ def _start_of_epoch(now: Timestamp) -> Timestamp:
     )
 
 
-def _check(scheduler: Any) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ValueError(
-            f"schedulers holds a {type(scheduler).__name__}, whose steps need a loss, and the trainer steps schedulers "
-            f"without one. Use one that goes by time, or step it in a callback's eval_end."
-        )
-    if not isinstance(scheduler, LRScheduler) and (not callable(scheduler) or isinstance(scheduler, type)):
-        is_class = isinstance(scheduler, type)
-        hint = f"Call it: {scheduler.__name__}(...)." if is_class else "Give an object, such as LinearScheduler()."
-        raise TypeError(
-            f"schedulers holds {scheduler!r}, which is no scheduler of PyTorch or Composer and no function of the "
-            f"state. {hint}"
-        )
-
-
 def check_optimizers_of(schedulers: tuple[Any, ...], optimizers: Sequence[Optimizer]) -> None:
-    """Raise if a scheduler changes the learning rate of an optimizer that does not train.
-
-    Raises:
-        ValueError: If a PyTorch scheduler's optimizer shares no parameter with these optimizers.
-    """
+    """Raise if a scheduler changes the learning rate of an optimizer that does not train."""
     trained = {id(parameter) for parameter in _parameters(optimizers)}
     for scheduler in schedulers:
         optimizer = getattr(scheduler, "optimizer", None) if isinstance(scheduler, LRScheduler) else None
@@ -259,37 +251,13 @@ def _parameters(optimizers: Iterable[Optimizer]) -> Iterator[Any]:
     return (parameter for one in optimizers for group in one.param_groups for parameter in group["params"])
 
 
-def _check_state(schedulers: tuple[Any, ...], state: State) -> None:
-    """Raise if a scheduler was compiled for another state, whose timestamp does not advance."""
-    for scheduler in schedulers:
-        if compiled_for(scheduler) not in (None, state):
-            raise ValueError(
-                f"schedulers holds a {type(scheduler).__name__} that was compiled for another State than the "
-                f"trainer's, whose timestamp does not move. Give the Composer scheduler itself, uncompiled."
-            )
-
-
-def _scaled(max_duration: Time[Any], ratio: float) -> Time[Any]:
-    scaled = max_duration * ratio
-    if scaled.value <= 0:
-        raise ValueError(
-            f"Scale schedule has reduced the max_duration to 0: scale_schedule_ratio={ratio!r} of "
-            f"max_duration={max_duration.to_timestring()!r}. Raise either of them."
-        )
-    return scaled
-
-
 def to_duration(given: int | str | Time[int] | None, name: str) -> Time[int] | None:
-    """Return a duration. A plain number counts epochs.
-
-    Raises:
-        ValueError: If it cannot be parsed, is not positive, or has a unit that training does not count.
-    """
+    """Return a duration. A plain number counts epochs."""
     if given is None:
         return None
     accepted = "Give epochs ('10ep'), batches ('500ba'), samples ('50000sp') or tokens ('1000000tok')."
     if isinstance(given, bool):
-        raise ValueError(f"{name}={given!r} is no length of training. {accepted}")
+        raise ValueError(f"{name}={given!r} is not a length of training. {accepted}")
     duration = ensure_time(given, TimeUnit.EPOCH)
     if duration.unit is TimeUnit.SECOND:
         raise ValueError(f"{name}={given!r}: Wall clock time not an allowed time unit. {accepted}")
@@ -301,12 +269,7 @@ def to_duration(given: int | str | Time[int] | None, name: str) -> Time[int] | N
 
 
 def stay_stopped(state: State, stopped_duration: str | None) -> None:
-    """Stop again if the loaded checkpoint is of a run that was stopped, unless the duration has changed.
-
-    Args:
-        state: The state before training.
-        stopped_duration: The `max_duration` that the stopped run had not reached, from the checkpoint.
-    """
+    """Stop again if the loaded checkpoint is of a run that was stopped, unless the duration has changed."""
     state.stopped_duration = None
     duration = state.max_duration
     if duration is None or duration.to_timestring() != stopped_duration:
@@ -323,11 +286,7 @@ def stay_stopped(state: State, stopped_duration: str | None) -> None:
 
 
 def check_time_left(state: State) -> None:
-    """Raise if there is nothing left to train.
-
-    Raises:
-        ValueError: If there is no duration, its end cannot be known, or it has been reached.
-    """
+    """Raise if there is nothing left to train."""
     now, max_duration = state.timestamp, state.max_duration
     if max_duration is None:
         raise ValueError(
@@ -350,11 +309,7 @@ def check_time_left(state: State) -> None:
 
 
 def check_data(dataloader: Any, microbatching: Microbatching) -> DataSpec:
-    """Return a dataloader as a DataSpec.
-
-    Raises:
-        TypeError, ValueError, AttributeError: If it cannot be iterated over, or its batches cannot be split.
-    """
+    """Return a dataloader as a DataSpec."""
     check_iterable("train_dataloader", dataloader)
     data_spec = ensure_data_spec(dataloader)
     microbatching.resolve(data_spec)
@@ -380,45 +335,8 @@ class FitSettings:
     steps_every_batch: bool | None = True
 
 
-@dataclass(frozen=True, slots=True)
-class _StateSettings:
-    """The same on the state."""
-
-    train_dataloader: Any
-    data: tuple[Any, str | None, Any]
-    max_duration: Time[Any] | None
-    stopped_duration: str | None
-    timestamp: Timestamp
-    microbatches: tuple[int | float | None, int | None, bool]
-    schedulers: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, state: State) -> _StateSettings:
-        return cls(
-            state.train_dataloader,
-            (state.dataloader, state.dataloader_label, state.dataloader_len),
-            state.max_duration,
-            state.stopped_duration,
-            state.timestamp,
-            (state.device_train_microbatch_size, state.grad_accum, state.auto_microbatching),
-            tuple(state.schedulers),
-        )
-
-    def restore(self, state: State) -> None:
-        state.train_dataloader = self.train_dataloader
-        state.max_duration, state.stopped_duration = self.max_duration, self.stopped_duration
-        state.timestamp = self.timestamp
-        state.device_train_microbatch_size, state.grad_accum, state.auto_microbatching = self.microbatches
-        state.schedulers = list(self.schedulers)
-        restore_dataloader(state, *self.data)
-
-
 class FitPlan:
-    """Holds the settings that a fit needs, from the constructor or from earlier fits.
-
-    Attributes:
-        settings: The settings now.
-    """
+    """Holds the settings that a fit needs, from the constructor or from earlier fits."""
 
     def __init__(
         self, state: State, engine: Engine, ranks: Ranks, position: DataPosition, microbatching: Microbatching
@@ -441,11 +359,7 @@ class FitPlan:
         return batches
 
     def choose_batches(self, dataloader: Any, label: str, subset_num_batches: int | None) -> TrainBatches:
-        """Return the batches of a new dataloader, or of the current one.
-
-        Raises:
-            ValueError: If there is neither.
-        """
+        """Return the batches of a new dataloader, or of the current one."""
         if subset_num_batches is not None:
             check_subset("train_subset_num_batches", subset_num_batches)
         if dataloader is not None:
@@ -474,15 +388,7 @@ class FitPlan:
         self.settings = replace(self.settings, split=(microbatching, data_spec))
 
     def set_schedule(self, schedule: Schedule, *, begins_now: bool = False) -> None:
-        """Compile the schedulers, or keep them until the duration and dataloader that they need are known.
-
-        Args:
-            schedule: The schedulers. If empty, the previous ones stay.
-            begins_now: Whether training starts now, so that time must be left.
-
-        Raises:
-            ValueError: If a scheduler or the duration is invalid. The learning rate is then unchanged.
-        """
+        """Compile the schedulers, or keep them until the duration and dataloader that they need are known."""
         state = self._state
         if schedule.schedulers:
             self.settings = replace(self.settings, pending=schedule)
@@ -498,11 +404,6 @@ class FitPlan:
         if begins_now:  # a load, another duration or a stop has changed the rates since they were set
             SchedulerSteps(state, self.settings.steps_every_batch).set_rates()
 
-    def begin_again(self, batches: TrainBatches) -> None:
-        """Restart the data, since the timestamp was reset."""
-        batches.restart()
-        self._position.forget()
-
     def close(self) -> None:
         """Stop the dataloader's worker processes, which may be persistent or in the middle of an epoch."""
         if self.settings.batches is not None:
@@ -510,12 +411,32 @@ class FitPlan:
         self._position.close()
 
     @contextmanager
-    def unchanged_on_error(self) -> Iterator[None]:
+    def unchanged_on_error(self) -> Generator[None]:
         """Return a context that restores all settings if the fit turns out to be impossible."""
-        settings, on_state = self.settings, _StateSettings.of(self._state)
+        settings, state = self.settings, self._state
+        data, schedulers = (state.dataloader, state.dataloader_label, state.dataloader_len), list(state.schedulers)
+        before = (
+            state.train_dataloader,
+            state.max_duration,
+            state.stopped_duration,
+            state.timestamp,
+            state.device_train_microbatch_size,
+            state.grad_accum,
+            state.auto_microbatching,
+        )
         try:
             yield
         except BaseException:
             self.settings = settings
-            on_state.restore(self._state)
+            (
+                state.train_dataloader,
+                state.max_duration,
+                state.stopped_duration,  # after the duration, whose assignment resets it
+                state.timestamp,
+                state.device_train_microbatch_size,
+                state.grad_accum,
+                state.auto_microbatching,
+            ) = before
+            state.schedulers = schedulers
+            restore_dataloader(state, *data)
             raise

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from composer.trainer._arguments import user_stacklevel
-from composer.trainer._sharding import check_repeatable
+from composer.trainer._sharding import as_fsdp
 from composer_dist.ddp import DDP
 from composer_dist.devices import Device
 from composer_dist.strategy import Strategy
+from composer_events.batches import ensure_tuple
 from composer_events.data_spec import DataSpec, default_split_batch
 from composer_events.state import State
-
-__all__ = ["Microbatching", "refuse_uncounted", "size_for", "warn_of_padding"]
 
 _AUTO = "auto"
 _COUNTED = (
@@ -42,45 +41,38 @@ class Microbatching:
 
     @classmethod
     def of(cls, size: Any, grad_accum: Any, device: Device, *, profiler: Any = None) -> "Microbatching":
-        """Create one from the arguments `device_train_microbatch_size` and `grad_accum`.
-
-        Raises:
-            ValueError: If one of them is not a valid size, if they contradict each other, or if `'auto'` cannot work
-                with the device or the profiler.
-        """
+        """Create one from the arguments `device_train_microbatch_size` and `grad_accum`."""
         if grad_accum is not None:
             _check_grad_accum(grad_accum)
-            _warn_of_grad_accum(grad_accum)
             if size is not None and grad_accum != 1:
                 raise ValueError(
                     "Cannot use both device_train_microbatch_size and grad_accum: they are "
                     f"device_train_microbatch_size={size!r} and grad_accum={grad_accum!r}. Give the first alone."
                 )
-        name, asked = "device_train_microbatch_size", size
-        if size is None and grad_accum is not None:
-            name, asked = "grad_accum", grad_accum
-        if asked == _AUTO:
-            _check_auto(name, device, profiler)
-        elif name == "device_train_microbatch_size":
-            _check_size(asked)
-        if name == "grad_accum":
-            return cls(count=1 if asked == _AUTO else asked, is_auto=asked == _AUTO)
-        return cls(size=None if asked == _AUTO else asked, is_auto=asked == _AUTO)
+        is_count = size is None and grad_accum is not None
+        if (grad_accum if is_count else size) == _AUTO:
+            _check_auto("grad_accum" if is_count else "device_train_microbatch_size", device, profiler)
+            return cls(count=1 if is_count else None, is_auto=True)
+        if is_count:
+            return cls(count=grad_accum)
+        if size is not None and (isinstance(size, bool) or not isinstance(size, (int, float))):
+            raise ValueError(
+                f"device_train_microbatch_size must be an int or ``'auto'``: device_train_microbatch_size={size!r} is "
+                "not a number of samples. Leave it out to train on whole batches."
+            )
+        if size is not None and not size > 0:
+            raise ValueError(_not_positive(size))
+        return cls(size=size)
 
     def resolve(self, data_spec: DataSpec) -> int | float | None:
-        """Return the number of samples in a microbatch of a dataloader; `None` if each batch has its own.
-
-        Raises:
-            ValueError: If it is neither given nor known, or not a positive number.
-            AttributeError: If it is `'auto'`, and the dataloader has no batch size to start from.
-        """
+        """Return the number of samples in a microbatch of a dataloader; `None` if each batch has its own."""
         if self.count is not None:
             return None
         size = _batch_size(data_spec, is_auto=self.is_auto) if self.size is None else self.size
         # A fraction of a sample is meaningful only for a custom `split_batch`.
         kinds = int if data_spec.split_batch is default_split_batch else (int, float)
         if isinstance(size, bool) or not isinstance(size, kinds) or not size > 0:
-            raise ValueError(_say_not_positive(size))
+            raise ValueError(_not_positive(size))
         if self.is_auto:
             _refuse_parts_of_samples(data_spec)
         return size
@@ -112,10 +104,15 @@ def size_for(batch: Any, data_spec: DataSpec, state: State) -> int | float:
     return state.device_train_microbatch_size
 
 
-def warn_of_padding(microbatches: Sequence[Any], data_spec: DataSpec) -> None:
-    """Warn if token weights would count padding, because all tokens are counted."""
+def check_token_weights(num_tokens: int | float, microbatches: Sequence[Any], data_spec: DataSpec) -> None:
+    """Reject token weights if no tokens are counted, and warn if they would count padding."""
     if not data_spec.counts_tokens_by_default:
         return
+    if not num_tokens:
+        raise ValueError(
+            "accumulate_train_batch_on_tokens=True, and no tokens are counted in a batch: it has no input_ids, and the "
+            f"dataset no max_seq_len. Have them counted: {_COUNTED}"
+        )
     if any(map(_has_ignored_labels, microbatches)):
         warnings.warn(
             f"accumulate_train_batch_on_tokens=True counts all tokens of a microbatch, also those with the label "
@@ -124,21 +121,8 @@ def warn_of_padding(microbatches: Sequence[Any], data_spec: DataSpec) -> None:
         )
 
 
-def refuse_uncounted(num_tokens: int | float, data_spec: DataSpec) -> None:
-    """Reject token weights if the tokens of a batch are unknown.
-
-    Raises:
-        ValueError: If a batch has no tokens and there is no custom count.
-    """
-    if not num_tokens and data_spec.counts_tokens_by_default:
-        raise ValueError(
-            "accumulate_train_batch_on_tokens=True, and no tokens are counted in a batch: it has no input_ids, and the "
-            f"dataset no max_seq_len. Have them counted: {_COUNTED}"
-        )
-
-
 def _has_ignored_labels(batch: Any) -> bool:
-    parts: Any = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    parts = ensure_tuple(batch) if isinstance(batch, (Mapping, list, tuple)) else ()
     labels = [part for part in parts if isinstance(part, torch.Tensor) and part.dtype in (torch.int32, torch.int64)]
     return any(
         each.layout is torch.strided and not each.is_nested and bool((each == _IGNORED).any()) for each in labels
@@ -146,11 +130,7 @@ def _has_ignored_labels(batch: Any) -> bool:
 
 
 def refuse_unrepeatable(microbatching: Microbatching, strategy: Strategy, *, is_deepspeed: bool = False) -> None:
-    """Reject `'auto'` if a step cannot be repeated.
-
-    Raises:
-        ValueError: If the strategy, its hook or DeepSpeed prevents it.
-    """
+    """Reject `'auto'` if a step cannot be repeated."""
     if not microbatching.is_auto:
         return
     if isinstance(strategy, DDP) and strategy.comm_hook is not None:
@@ -158,7 +138,8 @@ def refuse_unrepeatable(microbatching: Microbatching, strategy: Strategy, *, is_
             f"device_train_microbatch_size='auto' does not go with ddp_comm_hook={strategy.comm_hook!r}: gradients are "
             "averaged apart from the backward pass, past the hook. Leave the hook out, or give the size as a number."
         )
-    check_repeatable(strategy)
+    if fsdp := as_fsdp(strategy):
+        fsdp.check_repeatable()
     if is_deepspeed:
         raise ValueError(
             "device_train_microbatch_size='auto' does not go with deepspeed_config: DeepSpeed's engine cannot repeat "
@@ -166,30 +147,16 @@ def refuse_unrepeatable(microbatching: Microbatching, strategy: Strategy, *, is_
         )
 
 
-def _check_size(size: Any) -> None:
-    if size is not None and (isinstance(size, bool) or not isinstance(size, (int, float))):
-        raise ValueError(
-            f"device_train_microbatch_size must be an int or ``'auto'``: device_train_microbatch_size={size!r} is no "
-            "number of samples. Leave it out to train on whole batches."
-        )
-    if size is not None and not size > 0:
-        raise ValueError(_say_not_positive(size))
-
-
-def _say_not_positive(size: Any) -> str:
+def _not_positive(size: Any) -> str:
     return f"device_train_microbatch_size={size!r} must be a whole number of samples greater than 0."
 
 
 def _check_grad_accum(count: Any) -> None:
-    if count == _AUTO or (isinstance(count, int) and not isinstance(count, bool) and count >= 1):
-        return
-    raise ValueError(
-        f"grad_accum={count!r} must be a whole number of microbatches from 1, or 'auto'. Better give "
-        "device_train_microbatch_size, the number of samples in each."
-    )
-
-
-def _warn_of_grad_accum(count: int | str) -> None:
+    if count != _AUTO and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise ValueError(
+            f"grad_accum={count!r} must be a whole number of microbatches from 1, or 'auto'. Better give "
+            "device_train_microbatch_size, the number of samples in each."
+        )
     newer = "'auto'" if count == _AUTO else f"the batch size of a rank divided by {count}"
     warnings.warn(
         f"grad_accum={count!r} is an older spelling. Write device_train_microbatch_size=..., here {newer}. A "

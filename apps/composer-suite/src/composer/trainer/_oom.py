@@ -1,71 +1,26 @@
 """Handling of batches that do not fit into the device's memory."""
 
 import logging
-import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from composer.trainer._arguments import user_stacklevel
+from composer.trainer._microbatching import size_of_batches
 from composer.trainer._rank_sync import sum_over_everybody
 from composer.trainer._restore import BatchUndo, StepSnapshot
 from composer.trainer._scaler import forget_checks
 from composer_dist.strategy import Strategy
 from composer_events.state import State
 
-__all__ = ["AsGiven", "Fitting", "HalveOnOom", "halve", "release_memory", "Attempts", "Stage", "is_out_of_memory"]
-
 _log = logging.getLogger(__name__)
-_NOTHING = nullcontext()  # reentrant and without state, so one serves every batch
+_MOST_MICROBATCHES = 2**16  # of a dataloader that does not say how many samples its batches have
 _MOST_THRASHES = 2  # batches in a row that were slow for a lack of memory
-
-
-class Fitting(Protocol):
-    """Wrappers that `BatchTrainer` puts around the gradients and the step of each batch."""
-
-    def gradients(self, compute: Callable[[], None]) -> None:
-        """Compute gradients, perhaps several times."""
-        ...
-
-    def meeting(self, *, sync: bool) -> AbstractContextManager[Any]:
-        """Return the context of the microbatches, at whose end the ranks meet."""
-        ...
-
-    def step(self, optimizer: Optimizer, prepare: Callable[[], bool] | None, take: Callable[[], None]) -> None:
-        """Prepare an optimizer's step and take it if `prepare` admits it, perhaps several times."""
-        ...
-
-
-class AsGiven:
-    """Batches cut as the user said; the error of one that does not fit names the size."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def gradients(self, compute: Callable[[], None]) -> None:
-        """Compute the gradients, and add the size to an out-of-memory error."""
-        try:
-            compute()
-        except torch.OutOfMemoryError as error:
-            error.add_note(
-                f"with device_train_microbatch_size={self._state.device_train_microbatch_size}; give a smaller one, "
-                "or 'auto' to have it found"
-            )
-            raise
-
-    def meeting(self, *, sync: bool) -> AbstractContextManager[Any]:
-        """Return a context that does nothing."""
-        return _NOTHING
-
-    def step(self, optimizer: Optimizer, prepare: Callable[[], bool] | None, take: Callable[[], None]) -> None:
-        """Prepare a step and take it."""
-        if prepare is None or prepare():
-            take()
 
 
 class HalveOnOom:
@@ -79,10 +34,6 @@ class HalveOnOom:
 
     An optimizer that evaluates the loss itself may see smaller microbatches in the last evaluations of a step than in
     the first. Memory must not run out in AFTER_TRAIN_BATCH if a listener calls a collective there.
-
-    Args:
-        state: Its microbatch size, or number of microbatches, is changed.
-        strategy: Synchronizes the ranks.
 
     Attributes:
         cumulative_alloc_retries: How often the allocator had to free its cache and retry, since the process started.
@@ -99,11 +50,7 @@ class HalveOnOom:
         self._attempts = Attempts(strategy)
 
     def gradients(self, compute: Callable[[], None]) -> None:
-        """Compute gradients until it succeeds on every rank. Every rank must call this.
-
-        Raises:
-            RuntimeError: If memory runs out with microbatches of one sample.
-        """
+        """Compute gradients until it succeeds on every rank. Every rank must call this."""
         undo = BatchUndo(self._state)
         while not self._attempts.succeeds(compute, Stage.GRADIENTS):
             # The restored random states make the next attempt draw the same numbers.
@@ -115,11 +62,7 @@ class HalveOnOom:
         return self._attempts.meeting(sync=sync)
 
     def step(self, optimizer: Optimizer, prepare: Callable[[], bool] | None, take: Callable[[], None]) -> None:
-        """Prepare and take a step until it succeeds on every rank. Every rank must call this.
-
-        Raises:
-            RuntimeError: If memory runs out with microbatches of one sample.
-        """
+        """Prepare and take a step until it succeeds on every rank. Every rank must call this."""
         undo = BatchUndo(self._state)
         while prepare is None or prepare():
             undo_step = StepSnapshot(optimizer, on_host=prepare is None)
@@ -172,8 +115,10 @@ def release_memory() -> None:
 def _make_smaller(state: State, lack: str) -> bool:
     """Lower the size of microbatches, or raise their number, and return whether that was possible."""
     if state.grad_accum is not None:
-        name, old, new = "grad_accum", state.grad_accum, _more(state)
-        if new is None:
+        # The same on every rank. A batch that is cut finer than it can be is cut into samples.
+        most = size_of_batches(state.dataloader) or _MOST_MICROBATCHES
+        name, old, new = "grad_accum", state.grad_accum, min(2 * state.grad_accum, most)
+        if old >= most:
             return False
         state.grad_accum = new
         change = f"Train microbatch size will be decreased by grad_accum from {old} to {new}."
@@ -188,13 +133,6 @@ def _make_smaller(state: State, lack: str) -> bool:
     warnings.warn(f"A batch ran out of {lack}. {change}", RuntimeWarning, stacklevel=user_stacklevel())
     _log.info("%s is %s now.", name, new)
     return True
-
-
-def _more(state: State) -> int | None:
-    """Return the next larger number of microbatches, the same on every rank, or `None` if each is one sample."""
-    assert state.grad_accum is not None
-    most = getattr(state.dataloader, "batch_size", None) or math.inf  # a batch cut finer than it can be is in samples
-    return None if state.grad_accum >= most else min(2 * state.grad_accum, int(most))
 
 
 # Messages of out-of-memory errors that are not a `torch.OutOfMemoryError`.
@@ -274,7 +212,7 @@ class Attempts:
         return False
 
     @contextmanager
-    def meeting(self, *, sync: bool) -> Iterator[None]:
+    def meeting(self, *, sync: bool) -> Generator[None]:
         """Return the context of an attempt's microbatches, at whose end the ranks meet."""
         with self._strategy.attempt(self._report, sync=sync):
             self._may_fail = True

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from composer.trainer import _error_context as error_context
 from composer.trainer._arguments import check_iterable, check_subset
 from composer.trainer._data import Clock
-from composer.trainer._error_context import in_stage
 from composer.trainer._evaluation import Padding, restore_dataloader, without_last
 from composer.trainer._rank_sync import Ranks, next_batch
-from composer.trainer._step import split, transform_batch, transform_microbatch
+from composer.trainer._step import split, transform
 from composer_checkpoint.data_position import set_epoch
 from composer_dist.devices import DeviceCPU
-from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import check_flags
 from composer_events.data_spec import DataSpec, ensure_data_spec
 from composer_events.event import Event
@@ -26,23 +26,16 @@ from composer_time import Timestamp
 
 if TYPE_CHECKING:
     from composer.trainer._step import Autocast
-    from composer.utils.inference import ExportFormat
     from composer_dist.strategy import Strategy
     from composer_events.engine import Engine
-    from composer_events.logger import Logger
     from composer_events.state import State
 
-__all__ = ["export_model", "Prediction", "check_prediction"]
 
 _NO_BATCH: Any = object()
 
 
 def check_prediction(dataloader: Any, subset_num_batches: Any, microbatch_size: Any, return_outputs: Any) -> DataSpec:
-    """Check the arguments of `predict`, and return the dataloader as a DataSpec.
-
-    Raises:
-        TypeError, ValueError: If the dataloader cannot be read, or a number is invalid.
-    """
+    """Check the arguments of `predict`, and return the dataloader as a DataSpec."""
     check_flags(return_outputs=return_outputs)
     check_iterable("dataloader", dataloader)
     data_spec = ensure_data_spec(dataloader)
@@ -56,22 +49,22 @@ def check_prediction(dataloader: Any, subset_num_batches: Any, microbatch_size: 
     return data_spec
 
 
+@dataclass(slots=True, eq=False)
 class Prediction:
     """Runs of the model over a dataloader, with the events of `predict`; mode and dataloader are restored afterwards.
 
     Samples that a DistributedSampler repeats, to give each rank equally many, are not returned.
     """
 
-    def __init__(self, state: State, engine: Engine, strategy: Strategy, autocast: Autocast) -> None:
-        self._state = state
-        self._engine = engine
-        self._strategy = strategy
-        self._autocast = autocast
-        self._clock = Clock()
+    state: State
+    engine: Engine
+    strategy: Strategy
+    autocast: Autocast
+    _clock: Clock = field(default_factory=Clock, init=False)
 
     def run(self, data_spec: DataSpec, subset_num_batches: int, microbatch_size: int | None, keeps: bool) -> list[Any]:
         """Return the outputs of each batch on the CPU, or an empty list unless it `keeps` them."""
-        state, run_event = self._state, self._engine.run_event
+        state, run_event = self.state, self.engine.run_event
         before = (state.dataloader, state.dataloader_label, state.dataloader_len)
         state.predict_timestamp = Timestamp()
         outputs: list[Any] = []
@@ -79,7 +72,7 @@ class Prediction:
             with torch.no_grad(), model_eval_mode(state.model):
                 state.set_dataloader(data_spec.dataloader, "predict", subset_num_batches)
                 run_event(Event.PREDICT_START)
-                ranks, padding = Ranks(self._strategy), Padding(data_spec.dataloader)
+                ranks, padding = Ranks(self.strategy), Padding(data_spec.dataloader)
                 ranks.begin(data_spec, listens=bool(state.callbacks))
                 self._clock.start_batch()
                 for batch in self._batches(data_spec, ranks):
@@ -91,9 +84,9 @@ class Prediction:
             restore_dataloader(state, *before)
         return outputs
 
-    @in_stage("the dataloader of a prediction")
+    @error_context.stage("the dataloader of a prediction")
     def _batches(self, data_spec: DataSpec, ranks: Ranks) -> Iterator[Any]:
-        state = self._state
+        state = self.state
         length = state.dataloader_len
         set_epoch(data_spec.dataloader, state.timestamp.num_batches)
         batches = iter(data_spec.dataloader)
@@ -103,29 +96,31 @@ class Prediction:
             batch = next_batch(batches, data_spec.dataloader, num_read, _NO_BATCH) if may_read else _NO_BATCH
             if not ranks.all_have_a_batch(batch is not _NO_BATCH):
                 break
-            yield transform_batch(data_spec, batch)
+            yield transform("batch_transforms", data_spec, batch)
 
-    @in_stage("a prediction")
+    @error_context.stage("a prediction")
     def _predict(
         self, batch: Any, data_spec: DataSpec, ranks: Ranks, padding: Padding, microbatch_size: int | None, keeps: bool
     ) -> list[Any]:
         """Return the outputs of each microbatch of a batch, without those of a repeated sample."""
-        state, run_event = self._state, self._engine.run_event
+        state, run_event = self.state, self.engine.run_event
         num_samples, num_tokens = data_spec.get_num_samples_in_batch(batch), data_spec.get_num_tokens_in_batch(batch)
         num_repeated, has_repeated = padding.in_batch(num_samples)
-        microbatches = [batch] if microbatch_size is None else _cut(batch, data_spec, microbatch_size)
+        # `split_batch` would warn about a last batch that is smaller than a microbatch.
+        is_whole = microbatch_size is None or num_samples <= microbatch_size
+        microbatches = [batch] if is_whole else split(data_spec, batch, microbatch_size)
         parts = [(microbatch, True) for microbatch in microbatches]
         if has_repeated:
             parts[-1] = without_last(microbatches[-1], data_spec)
         outputs: list[Any] = []
         for index, (microbatch, is_counted) in enumerate(parts):
-            on_device = transform_microbatch(data_spec, state.device.batch_to_device(microbatch))
-            state.batch = self._strategy.prepare_batch(on_device)
+            on_device = transform("microbatch_transforms", data_spec, state.device.batch_to_device(microbatch))
+            state.batch = self.strategy.prepare_batch(on_device)
             # After the first microbatch is on the device, since callbacks expect a prepared batch.
             if index == 0:
                 run_event(Event.PREDICT_BATCH_START)
             run_event(Event.PREDICT_BEFORE_FORWARD)
-            with self._autocast():
+            with self.autocast():
                 state.outputs = state.model(state.batch)
             run_event(Event.PREDICT_AFTER_FORWARD)
             outputs += [DeviceCPU().batch_to_device(state.outputs)] if keeps and is_counted else []
@@ -136,11 +131,6 @@ class Prediction:
         return outputs
 
 
-def _cut(batch: Any, data_spec: DataSpec, size: int) -> Sequence[Any]:
-    # `split_batch` would warn about a last batch that is smaller than a microbatch.
-    return [batch] if data_spec.get_num_samples_in_batch(batch) <= size else split(data_spec, batch, size)
-
-
 def _join(parts: Sequence[Any]) -> Any:
     """Join the outputs of microbatches to those of the batch."""
     first = parts[0]
@@ -149,35 +139,8 @@ def _join(parts: Sequence[Any]) -> Any:
     if isinstance(first, Tensor):
         return torch.cat(list(parts)) if first.ndim else torch.stack(list(parts))
     if isinstance(first, Mapping):
-        return {key: _join([part[key] for part in parts]) for key in first}
+        return {key: _join([part[key] for part in parts]) for key in cast("Mapping[Any, Any]", first)}
     if isinstance(first, (list, tuple)):
-        return type(first)(_join(items) for items in zip(*parts, strict=True))
+        kind: Any = type(cast(object, first))
+        return kind(_join(items) for items in zip(*parts, strict=True))
     return first
-
-
-def export_model(
-    state: State, logger: Logger, save_format: str | ExportFormat, save_path: str, *, sample_input: Any, **settings: Any
-) -> None:
-    """Export the model of a state with `export_with_logger`; the latest batch is the sample if one is needed.
-
-    Args:
-        state: The state.
-        logger: The logger.
-        save_format: See `export_with_logger`.
-        save_path: See `export_with_logger`.
-        sample_input: One batch, or `None`.
-        **settings: See `export_with_logger`.
-    """
-    from composer.utils import inference  # a slow import that only exports need
-
-    needs_sample = inference.ExportFormat(save_format) in (inference.ExportFormat.ONNX, inference.ExportFormat.EXPORT)
-    if sample_input is None and needs_sample:
-        sample_input = state.batch
-    inference.export_with_logger(
-        model=unwrap_model(state.model),
-        save_format=save_format,
-        save_path=save_path,
-        logger=logger,
-        sample_input=(sample_input, {}),
-        **settings,
-    )

@@ -11,43 +11,28 @@ import math
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from contextlib import suppress
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as tdist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
+from torch.utils import data
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from composer.trainer._error_context import name_dataset
 from composer_dist import RankDisagreementError, agreement, dist, get_global_rank, get_world_size
 from composer_dist.ddp import sum_counts
-from composer_dist.devices import Device, get_device
+from composer_dist.devices import get_device
 from composer_dist.initialize import DEFAULT_TIMEOUT_S
 from composer_dist.strategy import Strategy
 from composer_events.data_spec import DataSpec
 
-__all__ = [
-    "begin_stage",
-    "first_failure_of_others",
-    "TOTAL",
-    "LossMeans",
-    "add_finite",
-    "mean_total",
-    "missing_share",
-    "over_their_shares",
-    "compare",
-    "broadcast_error",
-    "open_store",
-]
-
 
 class Ranks:
     """Facts about a run that one rank cannot know by itself, the same on every rank.
-
-    Args:
-        strategy: Provides the collectives.
 
     Attributes:
         same_num_batches: Whether every rank has the same number of batches.
@@ -55,7 +40,6 @@ class Ranks:
         listen: Whether any rank has a listener that reads the losses or the clock of each batch.
         may_stop: Whether any rank has a listener that can stop the training, such as an algorithm.
         may_stop_late: Whether one can do so on BATCH_CHECKPOINT, after the ranks have agreed on the batch.
-        log: Whether any rank has a logger.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -67,43 +51,28 @@ class Ranks:
         self.listen = True
         self.may_stop = True
         self.may_stop_late = True
-        self.log = True
         self._count_tokens: bool | None = None  # unknown before the first batch
         self._losses = LossMeans(strategy)
 
     def begin(
-        self,
-        data_spec: DataSpec,
-        *,
-        listens: bool = False,
-        may_stop: bool = False,
-        may_stop_late: bool = False,
-        logs: bool = False,
+        self, data_spec: DataSpec, *, listens: bool = False, may_stop: bool = False, may_stop_late: bool = False
     ) -> None:
-        """Compare the dataloaders before they are read. Every rank must call this.
-
-        Args:
-            data_spec: The dataloader of this rank.
-            listens: Whether a listener on this rank reads the losses or the clock.
-            may_stop: Whether a listener on this rank can stop the training.
-            may_stop_late: Whether one can do so on BATCH_CHECKPOINT.
-            logs: Whether this rank has a logger.
-        """
+        """Compare the dataloaders before they are read. Every rank must call this."""
         self._count_tokens = None
-        of_length, in_step, listening, stopping, late, logging = self._strategy.sum(
-            [
-                int(keeps_length(data_spec.dataloader)),
-                int(keeps_step(data_spec)),
-                int(listens),
-                int(may_stop),
-                int(may_stop_late),
-                int(logs),
-            ]
+        of_this_rank = {
+            "same_num_batches": keeps_length(data_spec.dataloader),
+            "same_batch_size": keeps_step(data_spec),
+            "listen": listens,
+            "may_stop": may_stop,
+            "may_stop_late": may_stop_late,
+        }
+        num_ranks = dict(
+            zip(of_this_rank, self._strategy.sum([int(fact) for fact in of_this_rank.values()]), strict=True)
         )
-        self.same_num_batches = of_length == self.world_size or self.world_size == 1
-        self.same_batch_size = in_step == self.world_size or self.world_size == 1
-        self.listen, self.may_stop, self.log = listening > 0, stopping > 0, logging > 0
-        self.may_stop_late = late > 0
+        self.same_num_batches = self.world_size in (1, num_ranks["same_num_batches"])
+        self.same_batch_size = self.world_size in (1, num_ranks["same_batch_size"])
+        self.listen, self.may_stop = num_ranks["listen"] > 0, num_ranks["may_stop"] > 0
+        self.may_stop_late = num_ranks["may_stop_late"] > 0
 
     def all_have_a_batch(self, has_batch: bool) -> bool:
         """Return whether every rank still has a batch; the rank that runs out first ends the epoch for all."""
@@ -120,7 +89,7 @@ class Ranks:
 
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers. Every rank must call this."""
-        # A sum with one slot per rank replaces a maximum, for which there is no helper.
+        # A sum with one slot per rank, because the strategies have no maximum.
         rank = get_global_rank()
         return max(sum_over_everybody([number if other == rank else 0 for other in range(get_world_size())]))
 
@@ -132,20 +101,15 @@ class Ranks:
         return over_their_shares(losses) if self.world_size == 1 else self._losses(losses)
 
     def total(self, num_samples: float, num_tokens: int, duration_s: float = 0.0) -> tuple[int, int, float]:
-        """Return the samples and tokens of a batch over all ranks, and rank 0's duration of it.
-
-        Args:
-            num_samples: The samples of this rank; a float if a rank holds part of a sample.
-            num_tokens: The tokens of this rank.
-            duration_s: The duration on this rank's clock.
-
-        Raises:
-            ValueError: If a batch has tokens although the first one had none.
-        """
+        """Return the samples and tokens of a batch over all ranks, and rank 0's duration of it."""
         if self._is_alone:
             return int(num_samples), num_tokens, duration_s
         if self.same_batch_size and not self.listen and self._count_tokens is False:
-            self._refuse_tokens(num_tokens)
+            if num_tokens:
+                raise ValueError(
+                    f"A batch has {num_tokens} tokens, but the first batch had none on any rank. Give a "
+                    "DataSpec(dataloader, get_num_tokens_in_batch=...) that counts the tokens of every batch."
+                )
             return round(num_samples * self.world_size), 0, duration_s
         of_rank_0 = duration_s if get_global_rank() == 0 else 0.0
         has_news = float(self._losses.has_news)
@@ -173,13 +137,6 @@ class Ranks:
         total, count, squares = self._strategy.sum([float(weight), num_microbatches, num_microbatches**2])
         return total / self.world_size, squares * self.world_size == count**2
 
-    def _refuse_tokens(self, num_tokens: int) -> None:
-        if num_tokens:
-            raise ValueError(
-                f"A batch has {num_tokens} tokens, but the first batch had none on any rank. Give a "
-                "DataSpec(dataloader, get_num_tokens_in_batch=...) that counts the tokens of every batch."
-            )
-
 
 def sum_over_everybody(values: Sequence[int]) -> Sequence[int]:
     """Return the sum of each number over all ranks, including ranks that share a batch. Every rank must call this."""
@@ -196,7 +153,7 @@ def next_batch(batches: Iterator[Any], dataloader: Any, num_read: int, default: 
         return next(batches)
     except StopIteration as end:
         if get_world_size() > 1 and keeps_length(dataloader) and num_read < len(dataloader):
-            dataset = type(dataloader.dataset)
+            dataset = cast("type[object]", type(dataloader.dataset))
             raise RuntimeError(
                 f"A StopIteration of {dataset.__module__}.{dataset.__qualname__} has ended the dataloader on global "
                 f"rank {get_global_rank()} after {num_read} of its {len(dataloader)} batches, which the other ranks go "
@@ -214,31 +171,35 @@ def keeps_length(dataloader: Any) -> bool:
 
     This is known for a DataLoader over a DistributedSampler.
     """
+    batch_sampler = getattr(dataloader, "batch_sampler", None)
+    sampler: Any = getattr(batch_sampler, "sampler", None)
     return (
         isinstance(dataloader, DataLoader)
-        and type(dataloader.batch_sampler) is BatchSampler
-        and type(dataloader.batch_sampler.sampler) is DistributedSampler
-        and dataloader.batch_sampler.sampler.num_replicas > 1  # else each rank may have a dataset of its own
-        and not isinstance(dataloader.dataset, IterableDataset)
+        and type(batch_sampler) is BatchSampler
+        and type(sampler) is DistributedSampler
+        and sampler.num_replicas > 1  # else each rank may have a dataset of its own
+        and not isinstance(cast(Any, dataloader).dataset, IterableDataset)
     )
 
 
 def keeps_step(data_spec: DataSpec) -> bool:
     """Return whether the batches also have the same number of samples on every rank: only PyTorch builds them."""
     loader = data_spec.dataloader
-    return keeps_length(loader) and loader.collate_fn is default_collate and data_spec.counts_by_default
+    return keeps_length(loader) and loader.collate_fn is cast(Any, data).default_collate and data_spec.counts_by_default
 
 
 def agreed_facts(dataloader: Any) -> dict[str, Any]:
     """Return the facts about a dataloader that must agree on all ranks that share one dataset."""
+    facts: dict[str, Any] = {"type": type(dataloader).__name__}
     if not isinstance(dataloader, DataLoader):
-        return {"type": type(dataloader).__name__}
-    facts: dict[str, Any] = {"type": type(dataloader).__name__, "dataset": type(dataloader.dataset).__name__}
-    sampler = getattr(dataloader.batch_sampler, "sampler", None)
+        return facts
+    loader = cast("DataLoader[Any]", dataloader)
+    facts["dataset"] = type(loader.dataset).__name__
+    sampler: Any = getattr(cast(Any, loader).batch_sampler, "sampler", None)
     if isinstance(sampler, DistributedSampler):
         names = ("num_replicas", "drop_last", "shuffle", "seed", "num_samples")
-        facts |= {f"sampler.{name}": getattr(sampler, name) for name in names}
-        facts |= {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
+        facts |= {f"sampler.{name}": getattr(cast(object, sampler), name) for name in names}
+        facts |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         if sampler.num_replicas == 1:  # then each rank may have a dataset of its own
             del facts["dataset"], facts["sampler.num_samples"]
     return facts
@@ -261,10 +222,6 @@ def first_failure_of_others(error: BaseException) -> str | None:
     """Publish the failure of this rank, and return the message of the rank that failed first.
 
     This does not block on other ranks: they may be gone, and the store with them.
-
-    Args:
-        error: The error that ends this rank's training. A signal is no failure of its own, but a launcher sends one
-            after a failure.
 
     Returns:
         The first rank and its traceback; `None` if this rank is the first, or no rank has published one.
@@ -310,7 +267,7 @@ def add_finite(losses: dict[str, Tensor], name: str, loss: Tensor, share: float)
 
 
 def missing_share(losses: Mapping[str, Tensor]) -> Tensor:
-    """Return the share of this rank's batch whose loss is not finite, 0 if there is none."""
+    """Return the share of this rank's batch whose loss is not finite; 0 if all of it is."""
     total = losses[TOTAL]
     return losses[_MISSING] if _MISSING in losses else torch.nan_to_num(total * 0, nan=1.0)
 
@@ -328,9 +285,6 @@ class LossMeans:
     that any rank has had, each with the share of the batch that has it now. The ranks compare their names at the first
     batch, and again after a batch in which a rank has a new one.
 
-    Args:
-        strategy: Averages over the ranks.
-
     Attributes:
         has_news: Whether this rank has a name that has not been compared yet.
     """
@@ -344,7 +298,7 @@ class LossMeans:
 
     def compare_names(self) -> None:
         """Collect the names of all ranks. Every rank must call this."""
-        self._names = sorted(set().union(*dist.all_gather_object(sorted(self._own))))
+        self._names = sorted(set[str]().union(*dist.all_gather_object(sorted(self._own))))
         self.has_news = False
 
     def __call__(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -398,7 +352,13 @@ def broadcast_error(refusal: Exception, device: Any, dist_timeout: Any) -> None:
     try:
         if get_world_size() == 1:
             return
-        dist.initialize_dist(_device_of(device), _timeout_s_of(dist_timeout))
+        chosen, timeout_s = None, DEFAULT_TIMEOUT_S
+        with suppress(Exception):  # else the default device, which most likely the other ranks have
+            chosen = get_device(device)
+        with suppress(Exception):
+            check_dist_timeout(dist_timeout)
+            timeout_s = dist_timeout
+        dist.initialize_dist(get_device(None) if chosen is None else chosen, timeout_s)
         compare({}, refusal)
     except RankDisagreementError:
         raise
@@ -410,10 +370,6 @@ def compare(facts: Mapping[str, Any], refusal: Exception | None = None) -> None:
     """Raise, on every rank alike, if the facts of the ranks differ or some reject their arguments.
 
     Every rank must call this, or `broadcast_error`.
-
-    Args:
-        facts: As for `check_agreement`.
-        refusal: The error with which this rank rejects its arguments, if any.
 
     Raises:
         RankDisagreementError: With the facts that differ, or with the error of each rank.
@@ -433,39 +389,16 @@ def compare(facts: Mapping[str, Any], refusal: Exception | None = None) -> None:
         ) from refusal
 
 
-def _device_of(device: Any) -> Device:
-    try:
-        return get_device(device)
-    except Exception:
-        return get_device(None)  # most likely the device of the other ranks
-
-
-def _timeout_s_of(dist_timeout: Any) -> float:
-    try:
-        check_dist_timeout(dist_timeout)
-    except Exception:
-        return DEFAULT_TIMEOUT_S
-    return dist_timeout
-
-
 def open_store(key: str) -> Any:
-    """Return a client of the default store.
-
-    Args:
-        key: The prefix of its keys.
-    """
+    """Return a client of the default store."""
     # PyTorch has no public accessor for its store, and a second store would need another port.
-    shared = distributed_c10d._get_default_store()
+    shared = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     # A clone, because calls of one client block each other.
     return tdist.PrefixStore(key, shared.clone())  # pyright: ignore[reportPrivateImportUsage]  # documented there
 
 
 def check_dist_timeout(timeout_s: Any) -> None:
-    """Check a timeout for the collectives.
-
-    Raises:
-        ValueError: If it is not a finite number greater than 0.
-    """
+    """Check a timeout for the collectives."""
     is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if not is_number or not 0 < timeout_s < math.inf:
         raise ValueError(

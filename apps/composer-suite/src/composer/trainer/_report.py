@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -14,14 +15,14 @@ from composer_events.state import State
 from composer_time import Timestamp
 
 
+@dataclass(slots=True, eq=False)
 class Report:
     """Logging of the training loop's values, at the step of the state's timestamp."""
 
-    def __init__(self, state: State, logger: Logger, metrics: TrainMetrics, ranks: Ranks) -> None:
-        self._state = state
-        self._logger = logger
-        self._metrics = metrics
-        self._ranks = ranks
+    _state: State
+    _logger: Logger
+    _metrics: TrainMetrics
+    _ranks: Ranks
 
     def algorithms(self) -> None:
         """Log the names of the algorithms."""
@@ -60,8 +61,9 @@ class Report:
         """Compute and log the metrics of the latest batch, if any rank has a destination or a listener."""
         # The condition on `listen` is the same on every rank, which the collectives of torchmetrics need.
         if self._ranks.listen and (self._logger.destinations or self._state.train_metrics):
-            values = by_entry(self._metrics.compute())
-            self._logger.log_metrics({f"metrics/train/{name}": value for name, value in values.items()})
+            values = self._metrics.compute()
+            if self._logger.destinations:
+                self._logger.log_metrics({f"metrics/train/{name}": value for name, value in by_entry(values).items()})
 
     def _log_tokens(self) -> None:
         stamp = self._state.timestamp

@@ -5,15 +5,13 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_events.state import State
-
-__all__ = ["copies_of", "copy_all", "local_part", "BatchUndo", "MetricsUndo", "StepSnapshot"]
 
 
 class BatchUndo:
@@ -104,8 +102,8 @@ class StepSnapshot:
                 present[name] = value if is_restored else copy.deepcopy(self._others[parameter, name])
 
 
-def _parts_of(metric: Any) -> Iterable[Any]:
-    return metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
+def _parts_of(metric: object) -> Iterable[object]:
+    return metric.modules() if isinstance(metric, nn.Module) else [metric]
 
 
 def _copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +113,7 @@ def _copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Tensor):
             copies[name] = value.clone()
         elif isinstance(value, list):
-            copies[name] = list(value)
+            copies[name] = list(cast("list[object]", value))
     return copies
 
 
@@ -142,25 +140,21 @@ class KeptBuffers:
 
     A buffer is copied again only if PyTorch has seen it change: a large constant costs memory once and no time. Custom
     kernels must report their changes with `torch.autograd.graph.increment_version`.
-
-    Args:
-        model: Its modules are looked up once, their buffers at each batch.
-        num_batches: The number of batches whose copies are kept.
     """
 
     def __init__(self, model: nn.Module, num_batches: int = 1) -> None:
         # The dict itself, here and below: named access to each buffer takes longer than the copy.
-        self._owners = [module for module in model.modules() if module._buffers]  # pyright: ignore[reportPrivateUsage]
+        self.owners = [module for module in model.modules() if module._buffers]  # pyright: ignore[reportPrivateUsage]
         self._kept: deque[list[_OfModule]] = deque(maxlen=num_batches)
 
     def keep(self) -> None:
         """Copy the buffers before a batch."""
-        if not self._owners:
+        if not self.owners:
             return
-        latest = self._kept[-1] if self._kept else [None] * len(self._owners)
+        latest = self._kept[-1] if self._kept else [None] * len(self.owners)
         kept: list[_OfModule] = []
         made: list[_OfModule] = []
-        for owner, before in zip(self._owners, latest, strict=True):
+        for owner, before in zip(self.owners, latest, strict=True):
             if before is None or not before.is_current():
                 # With a single copy, its memory can be overwritten.
                 before = _OfModule(owner, room=before if self._kept.maxlen == 1 else None)
@@ -176,12 +170,7 @@ class KeptBuffers:
 
 
 class _OfModule:
-    """Buffers of one module, and copies of their values once `_fill` has made them.
-
-    Args:
-        owner: The module.
-        room: Earlier copies whose memory may be reused.
-    """
+    """Buffers of one module, and copies of their values once `_fill` has made them."""
 
     def __init__(self, owner: nn.Module, room: "_OfModule | None") -> None:
         self._buffers = owner._buffers  # pyright: ignore[reportPrivateUsage]
@@ -216,11 +205,11 @@ class _OfModule:
 
 def _fill(made: list[_OfModule]) -> None:
     """Copy the current values, into existing memory where it fits."""
-    anew = [of_module for of_module in made if not of_module.copies]
+    without_copies = [of_module for of_module in made if not of_module.copies]
     old = [of_module for of_module in made if of_module.copies]
     copy_all([c for of_module in old for c in of_module.copies], [t for of_module in old for t in of_module.tensors])
-    copies = iter(copies_of([tensor for of_module in anew for tensor in of_module.tensors]))
-    for of_module in anew:
+    copies = iter(copies_of([tensor for of_module in without_copies for tensor in of_module.tensors]))
+    for of_module in without_copies:
         of_module.copies = [next(copies) for _ in of_module.tensors]
 
 
@@ -256,7 +245,7 @@ def local_part(tensor: Tensor) -> Tensor:
 def copy_all(to: list[Tensor], source: list[Tensor]) -> None:
     """Copy each source tensor into its target."""
     if to:
-        torch._foreach_copy_(to, source)  # pyright: ignore[reportPrivateImportUsage]  # no public name
+        torch._foreach_copy_(to, source)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]  # no public name
 
 
 @torch.no_grad()

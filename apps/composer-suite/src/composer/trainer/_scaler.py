@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 
 from composer_dist import dist
 
-__all__ = ["ClosureGradScaler", "ShardedGradScaler", "forget_checks"]
-
 
 class ShardedGradScaler(GradScaler):
     """A `GradScaler` for models with some or all weights sharded.
@@ -19,9 +17,6 @@ class ShardedGradScaler(GradScaler):
     torch's scaler refuses to mix both kinds, and reduces over the ranks that share the first gradient, which may not be
     the ranks that share the others. This one checks each rank's shards and combines the results of all ranks, so that
     all ranks step, or none. Without sharded weights it behaves as torch's.
-
-    Args:
-        device: The type of the gradients' device, `'cuda'` or `'cpu'`; further arguments are those of `GradScaler`.
     """
 
     # Overridden because the public `unscale_` divides and checks in one call of this method.
@@ -73,9 +68,6 @@ class ClosureGradScaler(ShardedGradScaler):
             *args: As for `GradScaler.step`.
             **kwargs: As for `GradScaler.step`, and `closure`, which computes the loss and scaled gradients, and may
                 unscale them. The optimizer may pass arguments to it.
-
-        Returns:
-            The return value of the optimizer's `step`.
         """
         closure: Callable[..., Any] | None = kwargs.pop("closure", None)
         if closure is None or not self.is_enabled():
@@ -83,27 +75,28 @@ class ClosureGradScaler(ShardedGradScaler):
             return super().step(optimizer, *args, **kwargs, **own)
 
         def checked(**settings: Any) -> Any:
-            _forget(self, optimizer)  # `unscale_` refuses a second call within a step
+            states_of(self).pop(id(optimizer), None)  # `unscale_` refuses a second call within a step
             optimizer.zero_grad()
             with torch.enable_grad():
                 value = closure(**settings)
-            if _state(self, optimizer)["stage"] is OptState.READY:
+            if states_of(self)[id(optimizer)]["stage"] is OptState.READY:
                 self.unscale_(optimizer)
             return None if self._is_infinite_anywhere(optimizer) else value
 
         result = optimizer.step(*args, closure=checked, **kwargs)  # pyright: ignore[reportCallIssue]  # takes what it knows
-        _state(self, optimizer)["stage"] = OptState.STEPPED
+        states_of(self)[id(optimizer)]["stage"] = OptState.STEPPED
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Update the scale from the gradients of all ranks. Every rank must call this."""
         if self.is_enabled() and new_scale is None:
-            for found in _all_found(self):
-                dist.all_reduce(found, "MAX")
+            for state in states_of(self).values():
+                for found in state["found_inf_per_device"].values():
+                    dist.all_reduce(found, "MAX")
         super().update(new_scale)
 
     def _is_infinite_anywhere(self, optimizer: Optimizer) -> bool:
-        found = list(_state(self, optimizer)["found_inf_per_device"].values())
+        found = list(states_of(self)[id(optimizer)]["found_inf_per_device"].values())
         # Reduced as one number, because the ranks' gradients may lie on different numbers of devices.
         together = torch.stack([one.to(found[0].device) for one in found]).amax() if found else torch.zeros(())
         dist.all_reduce(together, "MAX")
@@ -126,18 +119,10 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
 
 def forget_checks(scaler: GradScaler) -> None:
     """Reset the checks of a scaler, because gradients that it has unscaled are computed again."""
-    # `update` does this too, but also changes the scale; there is no public method for the reset alone.
-    scaler._per_optimizer_states.clear()
+    # `update` does this too, but also changes the scale; a public method for the reset alone does not exist.
+    states_of(scaler).clear()
 
 
-def _forget(scaler: GradScaler, optimizer: Optimizer) -> None:
-    scaler._per_optimizer_states.pop(id(optimizer), None)
-
-
-def _state(scaler: GradScaler, optimizer: Optimizer) -> dict[str, Any]:
-    return scaler._per_optimizer_states[id(optimizer)]
-
-
-def _all_found(scaler: GradScaler) -> list[torch.Tensor]:
-    states = scaler._per_optimizer_states.values()
-    return [found for state in states for found in state["found_inf_per_device"].values()]
+def states_of(scaler: GradScaler) -> dict[int, dict[str, Any]]:
+    """Return the scaler's state of each optimizer by its `id`, for which torch has no public method."""
+    return scaler._per_optimizer_states  # pyright: ignore[reportPrivateUsage]

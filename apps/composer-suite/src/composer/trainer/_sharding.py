@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from composer.trainer._arguments import user_stacklevel
-from composer_dist import get_global_rank, get_world_size
+from composer_dist import get_world_size
 
 if TYPE_CHECKING:
     from composer.trainer._arguments import TrainerArguments
@@ -16,28 +16,10 @@ if TYPE_CHECKING:
     from composer_events.algorithm import Algorithm
     from composer_events.state import State
     from composer_fsdp import FSDP, ParallelismConfig, ShardingPlan
-    from composer_fsdp.gradients import ReductionWatch
-
-__all__ = [
-    "batch_rank",
-    "facts_of",
-    "make_strategy",
-    "needs_group",
-    "plan_sharding",
-    "read_parallelism",
-    "refuse_late_surgery",
-    "check_repeatable",
-    "share_mesh",
-    "watch_reductions",
-]
 
 
 def read_parallelism(given: TrainerArguments) -> ParallelismConfig | None:
-    """Return the sharding settings from the arguments, or `None`.
-
-    Raises:
-        ValueError, TypeError: If the arguments contradict each other, or one is invalid.
-    """
+    """Return the sharding settings from the arguments, or `None`."""
     arguments = (given.parallelism_config, given.fsdp_config)
     if all(argument is None for argument in arguments):
         return None
@@ -53,16 +35,7 @@ def read_parallelism(given: TrainerArguments) -> ParallelismConfig | None:
 
 
 def plan_sharding(config: ParallelismConfig | None, precision: Precision, *, is_auto: bool) -> ShardingPlan | None:
-    """Return the sharding plan for parallelism settings, or `None` without any.
-
-    Args:
-        config: The settings.
-        precision: The precision of the run.
-        is_auto: Whether the microbatch size is `'auto'`.
-
-    Raises:
-        ValueError: If the settings contradict each other.
-    """
+    """Return the sharding plan for parallelism settings, or `None` without any."""
     if config is None:
         return None
     if is_auto and config.fsdp2 is not None:
@@ -82,20 +55,7 @@ def make_strategy(
     sync_strategy: str | DDPSyncStrategy | None,
     comm_hook: str | None,
 ) -> Strategy:
-    """Return the strategy for a sharding plan.
-
-    Raises:
-        ValueError: If an algorithm or an argument of another strategy is incompatible with it.
-    """
-    _refuse_with_sharding(algorithms, sync_strategy, comm_hook)
-    from composer_fsdp.strategy import FSDP  # here, because it imports torch's sharding
-
-    return FSDP(device, plan)
-
-
-def _refuse_with_sharding(
-    algorithms: Iterable[Algorithm], sync_strategy: str | DDPSyncStrategy | None, comm_hook: str | None
-) -> None:
+    """Return the strategy for a sharding plan, unless an algorithm or an argument is incompatible with it."""
     if sync_strategy is not None or comm_hook is not None:
         raise ValueError(
             f"ddp_sync_strategy={sync_strategy!r} and ddp_comm_hook={comm_hook!r} do not go with parallelism_config: "
@@ -107,14 +67,22 @@ def _refuse_with_sharding(
                 f"{type(algorithm).__name__} differentiates through the gradients (backwards_create_graph=True), which "
                 "FSDP cannot. Leave out parallelism_config or the algorithm."
             )
+    from composer_fsdp.strategy import FSDP  # here, because it imports torch's sharding
+
+    return FSDP(device, plan)
+
+
+def as_fsdp(strategy: Strategy) -> FSDP | None:
+    """Return a strategy that shards the model, and `None` for any other, without importing the class."""
+    return cast("FSDP", strategy) if hasattr(strategy, "plan") else None
 
 
 def facts_of(strategy: Strategy) -> dict[str, Any] | None:
     """Return the sharding settings that must agree on all ranks."""
-    plan: ShardingPlan | None = getattr(strategy, "plan", None)
-    if plan is None:
+    fsdp = as_fsdp(strategy)
+    if fsdp is None:
         return None
-    facts = plan.to_dict()
+    plan, facts = fsdp.plan, fsdp.plan.to_dict()
     # Ranks may belong to different parts of a mesh. Their lists of ranks differ then, and are compared later.
     if plan.device_mesh is not None:
         facts["device_mesh"] = (plan.device_mesh.mesh_dim_names, tuple(plan.device_mesh.shape))
@@ -123,49 +91,11 @@ def facts_of(strategy: Strategy) -> dict[str, Any] | None:
     return facts
 
 
-def batch_rank(strategy: Strategy) -> int:
-    """Return the index of this rank's part of a step's batch; tensor parallel ranks read the same part."""
-    return cast("FSDP", strategy).batch_rank if hasattr(strategy, "plan") else get_global_rank()
-
-
-def needs_group(strategy: Strategy) -> bool:
-    """Return whether even a single process needs a process group."""
-    return strategy.prepares_before_load
-
-
-def refuse_late_surgery(strategy: Strategy) -> None:
-    """Reject a model whose layers were replaced after sharding.
-
-    Raises:
-        ValueError: With the names of the affected weights.
-    """
-    if hasattr(strategy, "plan"):
-        cast("FSDP", strategy).sharded.check_unchanged()
-
-
-def watch_reductions(strategy: Strategy) -> ReductionWatch | None:
-    """Return the watch that finds non-finite sharded gradients without an extra message, if there is one.
-
-    Every rank must call this.
-    """
-    return cast("FSDP", strategy).watch_reductions() if hasattr(strategy, "plan") else None
-
-
-def check_repeatable(strategy: Strategy) -> None:
-    """Reject a sharded model whose steps cannot be repeated.
-
-    Raises:
-        ValueError: If the torch version cannot repeat them.
-    """
-    if hasattr(strategy, "plan"):
-        cast("FSDP", strategy).check_repeatable()
-
-
 def share_mesh(strategy: Strategy, state: State) -> None:
     """Give the strategy and the state the same device mesh, whichever of them created it."""
-    if not hasattr(strategy, "plan"):
+    fsdp = as_fsdp(strategy)
+    if fsdp is None:
         return
-    fsdp = cast("FSDP", strategy)
     fsdp.seed = state.rank_zero_seed
     if state.device_mesh is not None:
         fsdp.mesh = state.device_mesh

@@ -21,8 +21,9 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,16 +37,6 @@ if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
 
-__all__ = [
-    "Preemption",
-    "StopAgreement",
-    "TERMINATION_SIGNALS",
-    "close_engine",
-    "end_run",
-    "is_free_signal",
-    "postponed",
-    "take_signals",
-]
 
 _POLL_S: Final = 0.5  # delay until a request is noticed; each poll is one short message to the store
 _ANSWER_POLL_S: Final = 0.02  # the same, after a request
@@ -79,7 +70,7 @@ class StopAgreement:
 
     @property
     def is_agreed(self) -> bool:
-        """Whether all ranks have agreed on a last batch."""
+        """Return whether all ranks have agreed on a last batch."""
         return self._last is not None
 
     def begin(self) -> None:
@@ -104,11 +95,7 @@ class StopAgreement:
         return self._last is not None and ended >= self._last
 
     def end(self, *, has_failed: bool) -> None:
-        """Stop polling, and return when no other rank needs an answer.
-
-        Args:
-            has_failed: Whether this rank leaves its training early, and so cannot agree to a last batch.
-        """
+        """Stop polling, and return when no other rank needs an answer."""
         self._has_failed = has_failed
         self._is_over.set()
         self._thread.join(2 * _PATIENCE_S)
@@ -209,9 +196,6 @@ def take_signals(engine: Engine) -> None:
     """Make signals that would kill this process raise `SystemExit`, until the engine is closed or collected.
 
     A custom handler stays, and so does a signal that is ignored.
-
-    Args:
-        engine: The engine of a Trainer. It is closed at interpreter exit, if not before.
     """
     global _process
     if threading.current_thread() is not threading.main_thread():
@@ -227,9 +211,6 @@ def take_signals(engine: Engine) -> None:
 def close_engine(engine: Engine) -> None:
     """Close the callbacks of an engine, and restore the default signal handlers after the last engine.
 
-    Args:
-        engine: The engine that was given to `take_signals`.
-
     Raises:
         SystemExit: After closing, if a signal arrived meanwhile.
     """
@@ -239,8 +220,10 @@ def close_engine(engine: Engine) -> None:
             engine.close()
         finally:
             _process.engines.discard(engine)
-            if is_main and not list(_process.engines):
-                _give_back()
+            is_last = is_main and not list(_process.engines)
+            for signum in TERMINATION_SIGNALS if is_last else ():
+                if signal.getsignal(signum) is end_run:
+                    signal.signal(signum, signal.SIG_DFL)
         is_asked = is_main and _process.is_asked
         _process.is_asked &= not is_asked
     if is_asked:
@@ -248,7 +231,7 @@ def close_engine(engine: Engine) -> None:
 
 
 @contextmanager
-def postponed() -> Iterator[None]:
+def postponed() -> Generator[None]:
     """Postpone termination by a signal to the end of the context."""
     _process.num_busy += 1
     try:
@@ -297,12 +280,6 @@ def is_free_signal(signum: int) -> bool:
     return not int(caught, 16) >> (signum - 1) & 1
 
 
-def _give_back() -> None:
-    for signum in TERMINATION_SIGNALS:
-        if signal.getsignal(signum) is end_run:
-            signal.signal(signum, signal.SIG_DFL)
-
-
 def _is_busy() -> bool:
     return _process.num_busy > 0 or is_closing()
 
@@ -329,22 +306,22 @@ _NOT_CALLED = (signal.default_int_handler, end_run)
 _log = logging.getLogger("composer.trainer.trainer")
 
 
+@dataclass(slots=True, eq=False)
 class Preemption:
     """Stop of a training by a signal, on all ranks after the same batch, whichever rank received it.
 
     The exit status is 143 for SIGTERM and SIGUSR1, 130 for SIGINT. A second SIGINT raises `KeyboardInterrupt` at once.
     """
 
-    def __init__(self, state: State, logger: Logger, saver: CheckpointSaver | None) -> None:
-        self._state = state
-        self._logger = logger
-        self._saver = saver
-        self._received: int | None = None
-        self._previous: dict[int, Any] = {}
-        self._agreement: StopAgreement | None = None
+    _state: State
+    _logger: Logger
+    _saver: CheckpointSaver | None
+    _received: int | None = None
+    _previous: dict[int, Any] = field(default_factory=dict[int, Any])
+    _agreement: StopAgreement | None = None
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> Generator[None]:
         """Handle signals in the context if it runs in the main thread; previous handlers are restored at its end.
 
         Every rank must enter this.

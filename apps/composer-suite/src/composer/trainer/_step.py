@@ -4,17 +4,18 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composer.trainer._divergence_guard import Guard
-from composer.trainer._error_context import in_stage, name_setters
-from composer.trainer._microbatching import refuse_uncounted, size_for, warn_of_padding
-from composer.trainer._oom import Fitting
+from composer.trainer import _error_context as error_context
+from composer.trainer._divergence_guard import DivergenceGuard
+from composer.trainer._microbatching import check_token_weights, size_for
+from composer.trainer._oom import HalveOnOom
 from composer.trainer._rank_sync import TOTAL, Ranks, add_finite, mean_total
 from composer_dist import get_precision_context
 from composer_dist.devices import Precision
@@ -24,8 +25,6 @@ from composer_events.engine import Engine
 from composer_events.event import Event
 from composer_events.state import State
 from composer_models import ComposerModel, model_eval_mode
-
-__all__ = ["split", "transform_batch", "transform_microbatch"]
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -72,7 +71,7 @@ class TrainMetrics:
         if self._state.train_metrics:
             self._kept = _copy_containers(microbatch)
 
-    @in_stage("the metrics of training")
+    @error_context.stage("the metrics of training")
     def update(self, outputs: Any, autocast: Autocast) -> None:
         """Update every metric with the kept microbatch and the model's outputs, under the training precision."""
         metrics = self._state.train_metrics
@@ -102,175 +101,182 @@ class TrainMetrics:
 def _copy_containers(batch: Any) -> Any:
     """Copy the dicts, lists and tuples of a batch; the tensors in them stay the same objects."""
     if isinstance(batch, Mapping):
-        return {key: _copy_containers(value) for key, value in batch.items()}
+        return {key: _copy_containers(value) for key, value in cast("Mapping[Any, Any]", batch).items()}
     if type(batch) in (list, tuple):
         return type(batch)(_copy_containers(value) for value in batch)
     return batch
 
 
+@dataclass(slots=True, eq=False)
 class BatchTrainer:
     """Training step on `state.batch`.
 
     The gradient of a batch is the mean over its samples, however it is cut: each microbatch's loss counts with its
     share of the samples, or of the tokens that make up the loss, of all ranks together.
 
-    Args:
+    Attributes:
         state: Its `batch`, `outputs` and `loss` follow the microbatch at work; the whole batch is back at the end.
-        engine: Runs the events.
-        strategy: Computes and applies the gradients.
         model: The user's model, whose `loss` is called; `state.model` may wrap it.
-        data_spec: Splits the batch, counts it and prepares it on the device.
-        autocast: Creates the precision context of a forward pass and a loss.
         metrics: Receives each microbatch as it was before algorithms changed it.
         create_graph: Whether an algorithm differentiates through the gradients.
-        ranks: Provides the weight of the batch over all ranks.
         by_tokens: Whether microbatches are weighted by their loss-generating tokens instead of their samples.
-        guard: Decides whether each step may be taken.
-        fitting: Handles batches that do not fit into memory.
+        guard: Decides whether each step may be taken; `None` takes all.
+        oom: Repeats batches that do not fit into memory; `None` if the microbatch size is fixed.
     """
 
-    def __init__(
-        self,
-        state: State,
-        engine: Engine,
-        strategy: Strategy,
-        *,
-        model: ComposerModel,
-        data_spec: DataSpec,
-        autocast: Autocast,
-        metrics: TrainMetrics,
-        create_graph: bool,
-        ranks: Ranks,
-        by_tokens: bool,
-        guard: Guard,
-        fitting: Fitting,
-    ) -> None:
-        self._state = state
-        self._engine = engine
-        self._strategy = strategy
-        self._model = model
-        self._data_spec = data_spec
-        self._autocast = autocast
-        self._metrics = metrics
-        self._create_graph = create_graph
-        self._ranks = ranks
-        self._by_tokens = by_tokens
-        self._guard = guard
-        self._fitting = fitting
-        self._optimizers = state.optimizers  # the list object never changes, only its items
-        self._has_looked_at_tokens = False
-        self._needs_closure: dict[Optimizer, bool] = {}  # per optimizer, since algorithms may replace it
+    state: State
+    engine: Engine
+    strategy: Strategy
+    model: ComposerModel
+    data_spec: DataSpec
+    autocast: Autocast
+    metrics: TrainMetrics
+    create_graph: bool
+    ranks: Ranks
+    by_tokens: bool
+    guard: DivergenceGuard | None
+    oom: HalveOnOom | None
+    _optimizers: Sequence[Optimizer] = field(init=False)
+    _has_looked_at_tokens: bool = field(default=False, init=False)
+    _needs_closure: dict[Optimizer, bool] = field(
+        default_factory=dict[Optimizer, bool], init=False
+    )  # algorithms may replace it
+
+    def __post_init__(self) -> None:
+        self._optimizers = self.state.optimizers  # the list object never changes, only its items
 
     def __call__(self) -> dict[str, Tensor]:
         """Run the step and return the losses to log, as scalars on the device, by their log names."""
-        optimizer, scaler = self._optimizers[0], self._state.scaler
+        optimizer, scaler, guard = self._optimizers[0], self.state.scaler, self.guard
         if optimizer not in self._needs_closure:
             self._needs_closure[optimizer] = needs_closure(optimizer)
         losses: dict[str, Tensor] = {}
-        self._guard.begin_batch()
+        if guard is not None:
+            guard.begin_batch()
         if self._needs_closure[optimizer]:
-
-            def closure(*, ddp_sync: bool = True, loss_dict: dict[str, Tensor] | None = None) -> Tensor | None:
-                seen = losses if loss_dict is None else loss_dict  # the optimizer chooses which evaluation is logged
-                self._compute_gradients(seen, sync=ddp_sync)
-                if not ddp_sync:
-                    return seen[TOTAL]
-                loss = mean_total(seen, self._strategy)  # optimizers that branch on the loss must agree on every rank
-                return None if self._guard.refuses(optimizer, seen) else loss
-
-            with self._guard.closures(optimizer):
-                self._fitting.step(optimizer, None, partial(self._step, optimizer, closure, scaler=scaler))
+            with nullcontext() if guard is None else guard.closures(optimizer):
+                self._step_with_closure(optimizer, losses)
+        elif self.oom is None:
+            self._compute_gradients(losses)
+            if guard is None or guard.admits(optimizer, losses):
+                self._step(optimizer)
         else:
 
             def prepare() -> bool:
                 self._compute_gradients(losses)
-                return self._guard.admits(optimizer, losses)
+                return guard is None or guard.admits(optimizer, losses)
 
-            self._fitting.step(optimizer, prepare, partial(self._step, optimizer, scaler=scaler))
+            self.oom.step(optimizer, prepare, partial(self._step, optimizer))
         if scaler is not None:
             scaler.update()
         return losses
 
-    def check_weights(self) -> None:
-        """Raise if the weights are not fit to be saved."""
-        self._guard.check_weights()
-
     def finish(self) -> None:
         """Handle the results of the latest steps that have not reached the host yet."""
-        self._guard.end_fit()
+        if self.guard is not None:
+            self.guard.end_fit()
 
-    @in_stage("the optimizer's step")
-    def _step(self, optimizer: Optimizer, closure: Any = None, *, scaler: Any = None) -> None:
-        self._strategy.step(optimizer, closure, scaler=scaler)
+    def _step_with_closure(self, optimizer: Optimizer, losses: dict[str, Tensor]) -> None:
+        """Take the step of an optimizer that evaluates the loss itself, once or several times."""
+
+        def closure(*, ddp_sync: bool = True, loss_dict: dict[str, Tensor] | None = None) -> Tensor | None:
+            seen = losses if loss_dict is None else loss_dict  # the optimizer chooses which evaluation is logged
+            self._compute_gradients(seen, sync=ddp_sync)
+            if not ddp_sync:
+                return seen[TOTAL]
+            loss = mean_total(seen, self.strategy)  # optimizers that branch on the loss must agree on every rank
+            return None if self.guard is not None and self.guard.stops_closure(optimizer, seen) else loss
+
+        take = partial(self._step, optimizer, closure)
+        if self.oom is None:
+            take()
+        else:
+            self.oom.step(optimizer, None, take)
+
+    @error_context.stage("the optimizer's step")
+    def _step(self, optimizer: Optimizer, closure: Any = None) -> None:
+        self.strategy.step(optimizer, closure, scaler=self.state.scaler)
 
     def _compute_gradients(self, losses: dict[str, Tensor], *, sync: bool = True) -> None:
         """Compute the gradients of the batch, and add its losses to `losses`.
 
         Without `sync`, the gradients are those of this rank's part of the batch.
         """
-        self._fitting.gradients(partial(self._attempt_gradients, losses, sync=sync))
+        if self.oom is not None:
+            self.oom.gradients(partial(self._attempt_gradients, losses, sync=sync))
+            return
+        try:
+            self._attempt_gradients(losses, sync=sync)
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                f"with device_train_microbatch_size={self.state.device_train_microbatch_size}; give a smaller one, "
+                "or 'auto' to have it found"
+            )
+            raise
 
     def _attempt_gradients(self, losses: dict[str, Tensor], *, sync: bool) -> None:
-        state = self._state
+        state = self.state
         losses.clear()
-        self._engine.run_event(Event.BEFORE_TRAIN_BATCH)
+        self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
         for optimizer in self._optimizers:
-            self._strategy.zero_grad(optimizer)
-        self._metrics.reset()
+            self.strategy.zero_grad(optimizer)
+        self.metrics.reset()
 
         batch = state.batch
         microbatches = self._cut(batch)
         shares, is_aligned = self._weigh(microbatches)
-        averages = len(microbatches) > 1 or self._ranks.world_size > 1
-        with self._fitting.meeting(sync=sync):
+        averages = len(microbatches) > 1 or self.ranks.world_size > 1
+        with _NOTHING if self.oom is None else self.oom.meeting(sync=sync):
             for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True), 1):
                 self._move(microbatch)
                 is_last = index == len(microbatches)
-                with self._strategy.microbatch(is_last=is_last, sync=sync, is_aligned=is_aligned):
+                with self.strategy.microbatch(is_last=is_last, sync=sync, is_aligned=is_aligned):
                     self._train_microbatch(share, losses, averages=averages)
         state.batch = batch
         if state.scaler is not None:
             state.scaler.unscale_(state.optimizers[0])  # AFTER_TRAIN_BATCH must see gradients at their true size
-        self._engine.run_event(Event.AFTER_TRAIN_BATCH)
+        self.engine.run_event(Event.AFTER_TRAIN_BATCH)
 
-    @in_stage("the cutting into microbatches")
+    @error_context.stage("the cutting into microbatches")
     def _cut(self, batch: Any) -> Sequence[Any]:
         try:
-            return cut(batch, self._data_spec, size_for(batch, self._data_spec, self._state))
+            size = self.state.device_train_microbatch_size
+            if size is None or self.state.grad_accum is not None:
+                size = size_for(batch, self.data_spec, self.state)
+            return cut(batch, self.data_spec, size)
         except Exception as error:
-            name_setters(error, self._state, (Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH))
+            error_context.name_setters(
+                error, self.state, (Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH)
+            )
             raise
 
-    @in_stage("the preparation of a microbatch")
+    @error_context.stage("the preparation of a microbatch")
     def _move(self, microbatch: Any) -> None:
         """Move a microbatch to the device and to the state."""
-        on_device = self._state.device.batch_to_device(microbatch)
-        self._state.batch = self._strategy.prepare_batch(transform_microbatch(self._data_spec, on_device))
+        on_device = self.state.device.batch_to_device(microbatch)
+        self.state.batch = self.strategy.prepare_batch(transform("microbatch_transforms", self.data_spec, on_device))
 
     def _weigh(self, microbatches: Sequence[Any]) -> tuple[Sequence[float], bool]:
         """Return each microbatch's share in the loss, and whether all ranks have the same number of them.
 
         The shares of all ranks add up to the number of ranks.
         """
-        spec = self._data_spec
-        if self._by_tokens:
+        spec = self.data_spec
+        if self.by_tokens:
             weights = [spec.get_num_tokens_in_batch(part, token_type="loss_generating") for part in microbatches]
         else:
             weights = [spec.get_num_samples_in_batch(part) for part in microbatches]
-        whole, is_aligned = self._ranks.compare_batch(
-            sum(weights), len(weights), is_count_of_samples=not self._by_tokens
-        )
-        if self._by_tokens and not self._has_looked_at_tokens:
-            refuse_uncounted(whole, spec)
-            warn_of_padding(microbatches, spec)
+        whole, is_aligned = self.ranks.compare_batch(sum(weights), len(weights), is_count_of_samples=not self.by_tokens)
+        if self.by_tokens and not self._has_looked_at_tokens:
+            check_token_weights(whole, microbatches, spec)
             self._has_looked_at_tokens = True
         if len(weights) == 1 and weights[0] == whole and whole:
             return [1.0], is_aligned
         return [weight / whole if whole else 0.0 for weight in weights], is_aligned
 
     def _train_microbatch(self, share: float, losses: dict[str, Tensor], *, averages: bool) -> None:
-        state, run_event = self._state, self._engine.run_event
-        self._metrics.keep(state.batch)
+        state, run_event = self.state, self.engine.run_event
+        self.metrics.keep(state.batch)
 
         run_event(Event.BEFORE_FORWARD)
         self._forward()
@@ -295,25 +301,28 @@ class BatchTrainer:
         self._backward(weighted, share)
         run_event(Event.AFTER_BACKWARD)
 
-        self._metrics.update(state.outputs, self._autocast)
+        self.metrics.update(state.outputs, self.autocast)
 
-    @in_stage("the forward pass")
+    @error_context.stage("the forward pass")
     def _forward(self) -> None:
-        with self._autocast():
-            self._state.outputs = self._state.model(self._state.batch)
+        with self.autocast():
+            self.state.outputs = self.state.model(self.state.batch)
 
-    @in_stage("the loss")
+    @error_context.stage("the loss")
     def _compute_loss(self) -> None:
-        with self._autocast():
-            self._state.loss = self._model.loss(self._state.outputs, self._state.batch)
+        with self.autocast():
+            self.state.loss = self.model.loss(self.state.outputs, self.state.batch)
 
-    @in_stage("the backward pass")
+    @error_context.stage("the backward pass")
     def _backward(self, loss: Tensor, share: float) -> None:
         # A microbatch of zero weight may have a NaN loss, such as a mean over no tokens, but must join the collectives.
-        loss = self._guard.mark(loss) if share else _zero_over(self._state.outputs)
-        if self._state.scaler is not None:
-            loss = self._state.scaler.scale(loss)
-        self._strategy.backward(loss, create_graph=self._create_graph)
+        if not share:
+            loss = _zero_over(self.state.outputs)
+        elif self.guard is not None:
+            loss = self.guard.mark(loss)
+        if self.state.scaler is not None:
+            loss = self.state.scaler.scale(loss)
+        self.strategy.backward(loss, create_graph=self.create_graph)
 
 
 def cut(batch: Any, data_spec: DataSpec, size: Any) -> Sequence[Any]:
@@ -328,25 +337,22 @@ def cut(batch: Any, data_spec: DataSpec, size: Any) -> Sequence[Any]:
     return split(data_spec, batch, size)
 
 
-def name_losses(loss: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:
+def name_losses(loss: object) -> dict[str, Tensor]:
     """Return the parts of a loss and the total to minimize, by their log names.
 
     The total is the entry `total` of a dict; for any other dict or sequence it is the sum.
-
-    Raises:
-            TypeError: If the loss is neither a dict nor a sequence of tensors.
     """
-    named: Mapping[str, Any] = {}
+    named: Mapping[str, object] = {}
     if isinstance(loss, Mapping):
-        named = loss
+        named = cast("Mapping[str, object]", loss)
     elif isinstance(loss, Sequence):
-        named = {f"loss{index}": part for index, part in enumerate(loss)}
+        named = {f"loss{index}": part for index, part in enumerate(cast("Sequence[object]", loss))}
     if not named or not all(isinstance(part, Tensor) for part in named.values()):
         raise TypeError(
             f"The model's loss() returned {loss!r}. It must return a tensor, a sequence of tensors, or a dict of "
             "tensors (optionally with the key 'total')."
         )
-    parts = {f"loss/train/{name}": _mean(part) for name, part in named.items()}
+    parts = {f"loss/train/{name}": _mean(part) for name, part in named.items() if isinstance(part, Tensor)}
     if TOTAL not in parts:
         parts[TOTAL] = torch.stack(list(parts.values())).sum()
     return parts
@@ -363,7 +369,7 @@ def _zero_over(outputs: Any) -> Tensor:
     if isinstance(outputs, Tensor):
         # NaN * 0 would be NaN again.
         return torch.nan_to_num(outputs).sum() * 0
-    parts = outputs.values() if isinstance(outputs, Mapping) else outputs
+    parts = cast("Mapping[Any, Any]", outputs).values() if isinstance(outputs, Mapping) else outputs
     return torch.stack([_zero_over(part) for part in parts if isinstance(part, (Tensor, Mapping, list, tuple))]).sum()
 
 
@@ -380,24 +386,18 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def transform_batch(spec: DataSpec, batch: Any) -> Any:
-    """Apply `batch_transforms` to a batch; raise TypeError if it returns `None`."""
-    transformed = spec.batch_transforms(batch)
-    return _returned_nothing("batch_transforms", spec) if transformed is None else transformed
-
-
-def transform_microbatch(spec: DataSpec, microbatch: Any) -> Any:
-    """Apply `microbatch_transforms` to a microbatch; raise TypeError if it returns `None`."""
-    transformed = spec.microbatch_transforms(microbatch)
-    return _returned_nothing("microbatch_transforms", spec) if transformed is None else transformed
+def transform(name: Literal["batch_transforms", "microbatch_transforms"], spec: DataSpec, batch: Any) -> Any:
+    """Apply a transform of a DataSpec to a batch."""
+    transformed = getattr(spec, name)(batch)
+    if transformed is None:
+        raise TypeError(
+            f"{name}={getattr(spec, name)!r} returned None. It must return the batch, also if it changes it in place."
+        )
+    return transformed
 
 
 def split(spec: DataSpec, batch: Any, size: Any) -> Sequence[Any]:
-    """Split a batch into microbatches with `split_batch`.
-
-    Raises:
-            TypeError: If `split_batch` returns no list, or an empty one.
-    """
+    """Split a batch into microbatches with `split_batch`."""
     microbatches = spec.split_batch(batch, size)
     if not hasattr(microbatches, "__len__") or not len(microbatches):
         raise TypeError(
@@ -405,9 +405,3 @@ def split(spec: DataSpec, batch: Any, size: Any) -> Sequence[Any]:
             f"one at least."
         )
     return microbatches
-
-
-def _returned_nothing(name: str, spec: DataSpec) -> NoReturn:
-    raise TypeError(
-        f"{name}={getattr(spec, name)!r} returned None. It must return the batch, also if it changes it in place."
-    )

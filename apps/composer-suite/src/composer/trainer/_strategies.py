@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -17,21 +16,21 @@ from torch import nn
 from composer.trainer._arguments import user_stacklevel
 from composer.trainer._microbatching import size_of_batches
 from composer.trainer._rank_sync import Ranks, agreed_facts, compare
-from composer.trainer._sharding import batch_rank, make_strategy, refuse_late_surgery
+from composer.trainer._sharding import as_fsdp, facts_of, make_strategy
 from composer_dist import agreement, dist, get_global_rank, get_world_size, reproducibility
 from composer_dist.ddp import DDP
 from composer_dist.deepspeed import check_deepspeed_fits, parse_deepspeed_config
-from composer_dist.env import check_environment
 from composer_dist.strategy import SingleDevice, Strategy
 from composer_events.arguments import overrides
 from composer_events.callback import Callback
-from composer_events.logger_destination import LoggerDestination
 from composer_models import MissingConditionalImportError
 from composer_time import Time, TimeUnit
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from composer.trainer._arguments import TrainerArguments
+    from composer.trainer._build import ResolvedArguments
     from composer_dist.ddp import DDPSyncStrategy
     from composer_dist.devices import Device, Precision
     from composer_events.algorithm import Algorithm
@@ -40,24 +39,9 @@ if TYPE_CHECKING:
     from composer_events.evaluator import Evaluator
     from composer_events.state import State
     from composer_fsdp import ParallelismConfig, ShardingPlan
-    from composer_models import ComposerModel
 
-__all__ = ["Compilation", "check_recomputation", "recompute_activations"]
 
 _PLAIN = (bool, int, float, str, Time, type(None))
-
-
-def join_process_group(device: Device, timeout_s: float, *, is_needed: bool) -> None:
-    """Create the process group if this process is one of several; all ranks block here for each other.
-
-    Args:
-        device: The device of this rank.
-        timeout_s: The timeout of collectives in seconds.
-        is_needed: Whether even a single process needs a group.
-    """
-    check_environment(os.environ)
-    if get_world_size() > 1 or is_needed:
-        dist.initialize_dist(device, timeout_s)
 
 
 def choose_strategy(
@@ -68,11 +52,7 @@ def choose_strategy(
     deepspeed_config: Mapping[str, Any] | None,
     sharding: ShardingPlan | None = None,
 ) -> Strategy:
-    """Return the strategy: DeepSpeed or FSDP if configured, else DDP, or a single device.
-
-    Raises:
-        ValueError: If the synchronization is unknown, or an algorithm is incompatible with it.
-    """
+    """Return the strategy: DeepSpeed or FSDP if configured, else DDP, or a single device."""
     if sharding is not None:
         return make_strategy(sharding, device, algorithms, sync_strategy, comm_hook)
     find_unused = any(algorithm.find_unused_parameters for algorithm in algorithms)
@@ -85,35 +65,34 @@ def choose_strategy(
         from composer_dist.deepspeed import DeepSpeed  # requires the package deepspeed
 
         return DeepSpeed(device, deepspeed_config, find_unused_parameters=find_unused)
-    if get_world_size() > 1:
-        _refuse_second_derivatives(algorithms)
-    # Created for a single process as well, so that an unknown name is an error there, too.
-    ddp = DDP(device, sync_strategy=sync_strategy, find_unused_parameters=find_unused, comm_hook=comm_hook)
-    return ddp if get_world_size() > 1 else SingleDevice(device)
-
-
-def _refuse_second_derivatives(algorithms: Iterable[Algorithm]) -> None:
+    is_alone = get_world_size() == 1
+    if is_alone and sync_strategy is None and comm_hook is None:
+        return SingleDevice(device)
     for algorithm in algorithms:
-        if algorithm.backwards_create_graph:
+        if algorithm.backwards_create_graph and not is_alone:
             raise ValueError(
                 f"{type(algorithm).__name__} differentiates through the gradients (backwards_create_graph=True), which "
                 f"DistributedDataParallel cannot, and WORLD_SIZE is {get_world_size()}. Train in one process, or leave "
                 "the algorithm out."
             )
+    # Created for a single process as well, so that an unknown name is an error there, too.
+    ddp = DDP(device, sync_strategy=sync_strategy, find_unused_parameters=find_unused, comm_hook=comm_hook)
+    return SingleDevice(device) if is_alone else ddp
 
 
 def size_for_deepspeed(config: Any, dataloader: Any) -> int | None:
     """Return the microbatch size from DeepSpeed's configuration, if the dataloader has no batch size."""
     if not isinstance(config, Mapping) or size_of_batches(getattr(dataloader, "dataloader", dataloader)) is not None:
         return None
-    size, total = (config.get(key) for key in ("train_micro_batch_size_per_gpu", "train_batch_size"))
+    settings = cast("Mapping[str, object]", config)
+    size, total = settings.get("train_micro_batch_size_per_gpu"), settings.get("train_batch_size")
     if isinstance(size, int):
         return size
     return total // get_world_size() if isinstance(total, int) else None
 
 
 def complete_deepspeed_config(
-    config: Mapping[str, Any] | None,
+    config: object,
     *,
     parallelism_config: object = None,
     data_spec: DataSpec | None,
@@ -122,13 +101,7 @@ def complete_deepspeed_config(
     algorithms: Iterable[Algorithm],
     callbacks: Iterable[Callback],
 ) -> dict[str, Any] | None:
-    """Complete DeepSpeed's configuration from the other arguments, or return `None` without one.
-
-    Raises:
-        MissingConditionalImportError: If the package is not installed.
-        ValueError: If the configuration contradicts another argument.
-        RuntimeError: If the dataloader has no batch size.
-    """
+    """Complete DeepSpeed's configuration from the other arguments, or return `None` without one."""
     if config is None:
         return None
     if not isinstance(config, Mapping):
@@ -136,6 +109,7 @@ def complete_deepspeed_config(
             f"deepspeed_config={config!r} must be a dict of DeepSpeed's settings, such as "
             "{'zero_optimization': {'stage': 2}}, or {} for the defaults."
         )
+    config = cast("Mapping[str, Any]", config)
     _refuse_methods(config, algorithms)
     if find_spec("deepspeed") is None:
         raise MissingConditionalImportError("deepspeed", "deepspeed", distribution="composer-suite")
@@ -156,7 +130,7 @@ def complete_deepspeed_config(
 def _refuse_methods(config: Mapping[str, Any], algorithms: Iterable[Algorithm]) -> None:
     """Reject algorithms that need whole weights or gradients, which ZeRO stage 3 does not have."""
     zero = config.get("zero_optimization")
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    stage = cast("Mapping[str, object]", zero).get("stage", 0) if isinstance(zero, Mapping) else 0
     if stage != 3:
         return
     from composer_algorithms import EMA, SWA  # a slow import that only stage 3 needs
@@ -193,14 +167,9 @@ def share_seed(seed: int | None) -> int:
 
 def seed_rank(rank_zero_seed: int, strategy: Strategy) -> None:
     """Seed this rank, so that dropout and augmentation differ between ranks, unless ranks share a batch."""
-    reproducibility.seed_all((rank_zero_seed + batch_rank(strategy)) % (reproducibility.MAX_SEED + 1))
-
-
-def share_run_name(run_name: str) -> str:
-    """Return the run's name on rank 0. Every rank must call this."""
-    name = [run_name]
-    dist.broadcast_object_list(name, src=0)
-    return name[0]
+    fsdp = as_fsdp(strategy)
+    batch_rank = get_global_rank() if fsdp is None else fsdp.batch_rank  # tensor parallel ranks read the same part
+    reproducibility.seed_all((rank_zero_seed + batch_rank) % (reproducibility.MAX_SEED + 1))
 
 
 def share_length(state: State) -> None:
@@ -220,13 +189,9 @@ def share_length(state: State) -> None:
 
 
 def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec, strategy: Strategy) -> None:
-    """Compare the state of the ranks, and determine what they have to exchange. Every rank must call this.
-
-    Raises:
-        ValueError: On every rank, if their positions in training or their arguments differ, or if a sharded model was
-            changed so that it cannot be trained.
-    """
-    refuse_late_surgery(strategy)
+    """Compare the state of the ranks, and determine what they have to exchange. Every rank must call this."""
+    if fsdp := as_fsdp(strategy):
+        fsdp.sharded.check_unchanged()
     if get_world_size() > 1:
         agreement.check_agreement(
             {
@@ -242,67 +207,77 @@ def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec, strategy: Strateg
                 "eval_dataloader": _evaluator_facts(state.evaluators),
             }
         )
-    follow_clock = any(_may_follow_clock(evaluator.eval_interval) for evaluator in state.evaluators)
-    listens = bool(state.callbacks) or follow_clock
-    logs = any(isinstance(callback, LoggerDestination) for callback in state.callbacks)
-    may_stop = listens or bool(state.algorithms)
+    # A function of the user may read the clock, on which the ranks must then agree.
+    lengths = [getattr(evaluator.eval_interval, "interval", None) for evaluator in state.evaluators]
+    follows_clock = any(length is None or length.unit is TimeUnit.SECOND for length in lengths)
+    listens = bool(state.callbacks) or follows_clock
     may_stop_late = any(
         overrides(callback, Callback, name) and not hasattr(callback, "is_save_due")  # as savers have
         for callback in state.callbacks
         for name in ("batch_checkpoint", "run_event")
     )
-    ranks.begin(data_spec, listens=listens, may_stop=may_stop, may_stop_late=may_stop_late, logs=logs)
+    may_stop = listens or bool(state.algorithms)
+    ranks.begin(data_spec, listens=listens, may_stop=may_stop, may_stop_late=may_stop_late)
 
 
-def _may_follow_clock(interval: Any) -> bool:
-    """Return whether an interval function may read the clock, on which the ranks must then agree."""
-    length = _length_of(interval)
-    return length is None or length.unit is TimeUnit.SECOND
+# Arguments that must be the same on all ranks, as they were passed.
+_SAME_AS_GIVEN = (
+    "seed",
+    "device_train_microbatch_size",
+    "grad_accum",
+    "train_subset_num_batches",
+    "scale_schedule_ratio",
+    "step_schedulers_every_batch",
+    "accumulate_train_batch_on_tokens",
+    "ddp_sync_strategy",
+    "ddp_comm_hook",
+    "compile_config",
+    "activation_checkpointing",
+    "on_divergence",
+    "load_path",
+    "autoresume",
+)
 
 
-def _length_of(interval: Any) -> Time[Any] | None:
-    """Return the length of an interval function made by the library; `None` for a custom one."""
-    cells = getattr(interval, "__closure__", None)
-    length = cells[-1].cell_contents if cells else None  # the closure of `create_interval_scheduler`
-    return length if isinstance(length, Time) else None
-
-
-def check_same_on_ranks(
-    model: ComposerModel,
-    optimizers: Sequence[Optimizer],
-    algorithms: Sequence[Algorithm],
-    schedulers: Sequence[object],
-    evaluators: Sequence[Evaluator],
-    dataloader: Any,
-    arguments: Mapping[str, Any],
-) -> None:
+def check_agreement(arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
     """Compare the arguments of all ranks before any of them is used. Every rank must call this.
 
     Callbacks and loggers may differ, since they are often given to rank 0 alone.
 
     Raises:
-        ValueError: On every rank, with the differences, or with the error of another rank.
+        RankDisagreementError: On every rank, with the differences, or with the error of another rank.
     """
     if get_world_size() == 1:
         return
-    facts: dict[str, Any] = {
-        name: {key: str(part) for key, part in value.items()} if isinstance(value, Mapping) else str(value)
-        for name, value in arguments.items()
+    values: dict[str, Any] = {
+        **{name: getattr(arguments, name) for name in _SAME_AS_GIVEN},
+        "max_duration": resolved.duration,
+        "precision": resolved.precision,
+        "deepspeed_config": resolved.placement.deepspeed_config,
+        "parallelism_config": facts_of(resolved.placement.strategy),
+        "CheckpointSaver": None if resolved.saver is None else resolved.saver.filename.filename,
     }
-    facts["model"] = agreement.describe_model(model)
-    facts["optimizers"] = {type(optimizer).__name__: _settings(optimizer) for optimizer in optimizers}
-    facts["algorithms"] = [_name(algorithm) for algorithm in algorithms]
-    facts["schedulers"] = [_name(scheduler) for scheduler in schedulers]
-    facts["eval_dataloader"] = _evaluator_facts(evaluators)
-    facts["train_dataloader"] = None if dataloader is None else agreed_facts(dataloader)
+    facts: dict[str, Any] = {name: _described(value) for name, value in values.items()}
+    facts["model"] = agreement.describe_model(resolved.model)
+    facts["optimizers"] = {type(optimizer).__name__: _settings(optimizer) for optimizer in resolved.optimizers}
+    facts["algorithms"] = [_name(algorithm) for algorithm in resolved.algorithms]
+    facts["schedulers"] = [_name(scheduler) for scheduler in resolved.schedule.schedulers]
+    facts["eval_dataloader"] = _evaluator_facts(resolved.evaluators)
+    facts["train_dataloader"] = None if resolved.data_spec is None else agreed_facts(resolved.data_spec.dataloader)
     compare(facts)
+
+
+def _described(value: object) -> str | dict[Any, str]:
+    if isinstance(value, Mapping):
+        return {key: str(part) for key, part in cast("Mapping[Any, object]", value).items()}
+    return str(value)
 
 
 def _evaluator_facts(evaluators: Iterable[Evaluator]) -> dict[str, Any]:
     return {
         str(index): {
             "label": evaluator.label,
-            "eval_interval": str(_length_of(evaluator.eval_interval)),
+            "eval_interval": str(getattr(evaluator.eval_interval, "interval", None)),
             "subset_num_batches": evaluator.subset_num_batches,
             **agreed_facts(evaluator.dataloader.dataloader),
         }
@@ -316,7 +291,8 @@ def _name(member: object) -> str:
     # The default repr has an address; simple attributes identify the object instead.
     if " at 0x" not in said:
         return said
-    settings = {name: str(value) for name, value in sorted(vars(member).items()) if isinstance(value, _PLAIN)}
+    values: list[tuple[str, object]] = sorted(vars(member).items())
+    settings = {name: str(cast(object, value)) for name, value in values if isinstance(value, _PLAIN)}
     return f"{type(member).__name__}({settings})"
 
 
@@ -350,12 +326,7 @@ class Compilation:
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None, model: Any) -> Compilation:
-        """Check the arguments, and take the model out of a compiled wrapper.
-
-        Raises:
-            TypeError: If `config` is not a dict, or has a key that `torch.compile` does not accept.
-            ValueError: If `torch.compile` rejects a value, such as an unknown backend.
-        """
+        """Check the arguments, and take the model out of a compiled wrapper."""
         if config is not None:
             _check(config)
         inner = getattr(model, "_orig_mod", None)  # the module inside a wrapper of `torch.compile`
@@ -367,13 +338,14 @@ class Compilation:
             _log.warning("`model` is already compiled with `torch.compile`; it trains as it was compiled.")
         # PyTorch has no public way to run a module in place through an existing wrapper. `Module.compile` itself uses
         # these two attributes.
-        vars(inner)["_compiled_call_impl"] = vars(model)["dynamo_ctx"](inner._call_impl)
+        untyped = cast(Any, inner)
+        untyped._compiled_call_impl = vars(model)["dynamo_ctx"](untyped._call_impl)
         return cls(inner, None, is_compiled=True)
 
     def apply(self, model: nn.Module) -> None:
         """Compile a model in place, which may be wrapped for several ranks."""
         if self.config is not None:
-            model.compile(**self.config)
+            cast(Any, model).compile(**self.config)
 
 
 def _check(config: Any) -> None:
@@ -382,19 +354,20 @@ def _check(config: Any) -> None:
             f"compile_config={config!r} must be a dict of arguments of torch.compile, such as "
             "{'mode': 'reduce-overhead'}, or {} for the defaults."
         )
+    settings = dict(cast("Mapping[str, Any]", config))
     known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
-    unknown = [name for name in config if name not in known]
+    unknown = [name for name in settings if name not in known]
     if unknown:
         raise TypeError(
             f"compile_config has {unknown[0]!r}, which torch.compile does not accept. Use {', '.join(known)}."
         )
     try:
         # This checks the backend and all options at once; compilation itself would only start at the first call.
-        torch.compile(lambda: None, **config)
+        torch.compile(lambda: None, **settings)
     except Exception as error:
         raise ValueError(
-            f"compile_config={dict(config)!r} is refused by torch.compile: {error} Backends here are "
-            f"{', '.join(torch.compiler.list_backends())}; {{}} takes the defaults."
+            f"compile_config={settings!r} is refused by torch.compile: {error} Backends here are "
+            f"{', '.join(cast(Any, torch.compiler).list_backends())}; {{}} takes the defaults."
         ) from error
 
 
@@ -402,11 +375,7 @@ _SELECTIVE = "selective"
 
 
 def check_recomputation(setting: Any, parallelism_config: ParallelismConfig | None) -> bool | str:
-    """Check the argument `activation_checkpointing`.
-
-    Raises:
-        ValueError: If the value is unknown, or the sharding settings have their own.
-    """
+    """Check the argument `activation_checkpointing`."""
     if not isinstance(setting, bool) and setting != _SELECTIVE:
         raise ValueError(
             f"activation_checkpointing={setting!r} is unknown. Use True, False or {_SELECTIVE!r}, which "

@@ -77,7 +77,7 @@ class OnDivergence:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether any of the actions is a rollback."""
+        """Return whether any of the actions is a rollback."""
         return self.action == "rollback" or (self.spike_factor is not None and self.on_spike == "rollback")
 
 
@@ -128,7 +128,7 @@ def to_policy(given: Any, *, is_deepspeed: bool = False) -> OnDivergence | None:
         kind = ValueError if isinstance(given, str) else TypeError
         raise kind(
             f"on_divergence={given!r} says nothing that can be done about a divergence. Give 'raise', 'skip', "
-            "'rollback', an OnDivergence(...) for more, or None to train on whatever comes."
+            "'rollback', an OnDivergence(...) for more, or None to disable the check."
         )
     if is_deepspeed and (policy.action != "raise" or policy.on_spike not in ("raise", "log")):
         raise ValueError(

@@ -16,9 +16,9 @@ from composer.trainer._report import Report
 from composer.trainer._shutdown import Preemption
 from composer.trainer._step import BatchTrainer
 from composer_events.engine import Engine
-from composer_events.evaluator import Evaluator
 from composer_events.event import Event
 from composer_events.state import State
+from composer_time import Timestamp
 
 
 class FitEvaluation:
@@ -33,17 +33,18 @@ class FitEvaluation:
         self._clock = clock
         self._data = EvaluationBatches(state)
         self._take_evaluators = take_evaluators
-        self._version: int | None = None  # of the list of evaluators, when they were made ready
+        self._evaluators = state.evaluators  # always the same list object
+        self._version: int | None = None  # of the list, when they were made ready
 
     def __call__(self, event: Event) -> None:
         """Run the evaluators that are due on BATCH_END, EPOCH_END or FIT_END."""
-        state = self._state
-        if not state.evaluators:
+        state, evaluators = self._state, self._evaluators
+        if not evaluators:
             return
-        if state.evaluators.version != self._version:
+        if evaluators.version != self._version:
             self._take_evaluators()
-            self._version = state.evaluators.version
-        due = [evaluator for evaluator in state.evaluators if _is_due(evaluator, state, event)]
+            self._version = evaluators.version
+        due = [each for each in evaluators if each.eval_interval is not None and each.eval_interval(state, event)]
         if not due:
             return
         with self._clock.paused():
@@ -53,10 +54,6 @@ class FitEvaluation:
                 metrics = state.eval_metrics[evaluator.label]
                 self._evaluation.run(evaluator, metrics, -1 if subset is None else subset, self._data.open)
             self._engine.run_event(Event.EVAL_AFTER_ALL)
-
-
-def _is_due(evaluator: Evaluator, state: State, event: Event) -> bool:
-    return evaluator.eval_interval is not None and evaluator.eval_interval(state, event)
 
 
 @dataclass(slots=True)
@@ -76,7 +73,7 @@ class Loop:
 
     def fit(self) -> None:
         """Train until `state.max_duration` is reached."""
-        state, run_event = self.state, self.engine.run_event
+        state, run_event, schedulers = self.state, self.engine.run_event, self.state.schedulers
 
         self.report.algorithms()
         run_event(Event.FIT_START)
@@ -91,7 +88,8 @@ class Loop:
                 self.report.epoch()
 
             for state.batch in self._batches_of_this_epoch():
-                self.schedulers.before_batch()
+                if schedulers:
+                    self.schedulers.before_batch()
                 run_event(Event.AFTER_DATALOADER)
                 run_event(Event.BATCH_START)
                 self.report.time()
@@ -100,7 +98,8 @@ class Loop:
                 self.report.losses(losses)
                 self.report.train_metrics()
                 self._advance_batch()
-                self.schedulers.after_batch()
+                if schedulers:
+                    self.schedulers.after_batch()
 
                 run_event(Event.BATCH_END)
                 self.evaluate(Event.BATCH_END)
@@ -112,15 +111,16 @@ class Loop:
 
             if self.batches.epoch_is_complete():
                 self.report.train_metrics()
-                self._advance_epoch()
-                self.schedulers.after_epoch()
+                self._advance(state.timestamp.to_next_epoch())
+                if schedulers:
+                    self.schedulers.after_epoch()
 
                 run_event(Event.EPOCH_END)
                 self.evaluate(Event.EPOCH_END)
                 self._goes_on()
                 run_event(Event.EPOCH_CHECKPOINT)
                 if self.batches.iteration_is_complete():
-                    self._advance_iteration()
+                    self._advance(state.timestamp.to_next_iteration())
 
                     run_event(Event.ITERATION_END)
                     self._goes_on()
@@ -148,19 +148,11 @@ class Loop:
         return iter(self.batches)
 
     def _advance_batch(self) -> None:
-        state = self.state
         samples, tokens, seconds = self.ranks.total(
             self.batches.num_samples, self.batches.num_tokens, self.clock.end_batch_s()
         )
-        state.previous_timestamp = state.timestamp
-        state.timestamp = state.timestamp.to_next_batch(
-            samples=samples, tokens=tokens, duration=datetime.timedelta(seconds=seconds)
-        )
+        duration = datetime.timedelta(seconds=seconds)
+        self._advance(self.state.timestamp.to_next_batch(samples=samples, tokens=tokens, duration=duration))
 
-    def _advance_epoch(self) -> None:
-        self.state.previous_timestamp = self.state.timestamp
-        self.state.timestamp = self.state.timestamp.to_next_epoch()
-
-    def _advance_iteration(self) -> None:
-        self.state.previous_timestamp = self.state.timestamp
-        self.state.timestamp = self.state.timestamp.to_next_iteration()
+    def _advance(self, timestamp: Timestamp) -> None:
+        self.state.previous_timestamp, self.state.timestamp = self.state.timestamp, timestamp

@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 from composer.trainer._arguments import FitArguments, TrainerArguments, suggest_keywords
 from composer.trainer._build import build
 from composer.trainer._evaluation import evaluate_alone
-from composer.trainer._prediction import check_prediction, export_model
+from composer.trainer._prediction import check_prediction
 from composer.trainer.divergence import OnDivergence
 from composer.utils import checkpoint
 from composer_checkpoint.ignore_keys import IgnoreKeys
 from composer_dist.ddp import DDPSyncStrategy
 from composer_dist.devices import Device, Precision
 from composer_dist.initialize import DEFAULT_TIMEOUT_S
+from composer_dist.wrapping import unwrap_model
 from composer_events.algorithm import Algorithm
 from composer_events.callback import Callback
 from composer_events.event import Event
@@ -370,13 +371,18 @@ class Trainer:
             ValueError: If the model is sharded, or a sample input is needed and missing.
             RuntimeError: If the model cannot be exported in this format.
         """
-        export_model(
-            self.state,
-            self.logger,
-            save_format,
-            save_path,
+        from composer.utils import inference  # a slow import that only exports need
+
+        formats = inference.ExportFormat
+        if sample_input is None and formats(save_format) in (formats.ONNX, formats.EXPORT):
+            sample_input = self.state.batch
+        inference.export_with_logger(
+            model=unwrap_model(self.state.model),
+            save_format=save_format,
+            save_path=save_path,
+            logger=self.logger,
             save_object_store=save_object_store,
-            sample_input=sample_input,
+            sample_input=(sample_input, {}),
             transforms=transforms,
             input_names=input_names,
             output_names=output_names,
@@ -424,7 +430,7 @@ class Trainer:
         """
         if self._runtime.saver is None:
             raise ValueError(
-                "There is no folder to save to: the Trainer has neither a save_folder nor a CheckpointSaver. Give "
+                "The Trainer has no folder to save to, neither a save_folder nor a CheckpointSaver. Give "
                 "save_folder, or call save_checkpoint(name)."
             )
         self._runtime.saver.save(self.state, self.logger)
