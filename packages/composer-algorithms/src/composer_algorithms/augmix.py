@@ -21,7 +21,7 @@ from composer_algorithms.augmentation.primitives import (
     map_pillow_function,
 )
 from composer_algorithms.dataset_transforms import TransformedDatasets
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 
@@ -31,24 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AugMix", "AugmentAndMixTransform", "augmix_image", "METADATA"]
 
-METADATA = Metadata(
-    name="AugMix",
-    class_name="AugMix",
-    functional="augmix_image",
-    tldr="Mixes each image with several augmented versions of itself",
-    attribution="(Hendrycks et al, 2020)",
-    link="https://arxiv.org/abs/1912.02781",
-    domains=("cv",),
-    summary=(
-        "Takes several copies of an image through random chains of changes and mixes them, in random parts, with each "
-        "other and with the image. Models so trained are more robust against corrupted images."
-    ),
-    use=(
-        "Use severity=3, width=3, depth=-1, alpha=1. On its own it brings about 0.5% accuracy; the paper's consistency "
-        "loss is not part of it. It costs much time of the CPU: training may take from 1.1 to 10 times as long. Data "
-        "of ImageNet-C and CIFAR-10-C are seen in training with the set 'all'."
-    ),
-)
+METADATA = METHODS["augmix"]
 
 TImage = TypeVar("TImage", bound=Tensor | Image)
 

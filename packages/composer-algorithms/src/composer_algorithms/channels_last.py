@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from composer_algorithms._arguments import check_is_module
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 
@@ -17,23 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ChannelsLast", "apply_channels_last", "METADATA"]
 
-METADATA = Metadata(
-    name="Channels Last",
-    class_name="ChannelsLast",
-    functional="apply_channels_last",
-    tldr="Uses the channels-last memory format",
-    attribution="PyTorch",
-    link="https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html",
-    domains=("cv",),
-    summary=(
-        "Stores filters, and with them everything that flows through convolutions, with the channels side by side, "
-        "which is how the tensor cores of GPUs read them. The results are the same."
-    ),
-    use=(
-        "Recommended for convolutional networks in mixed precision on a GPU. It loses where many layers have no "
-        "kernels for this format. torch.compile chooses formats by itself, so it gains little there."
-    ),
-)
+METADATA = METHODS["channels_last"]
 
 _log = logging.getLogger("composer.algorithms.channels_last")
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

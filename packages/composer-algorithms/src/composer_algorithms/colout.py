@@ -9,7 +9,7 @@ from composer_algorithms._arguments import check_number
 from composer_algorithms._draws import ResumableDraws
 from composer_algorithms._tensors import batch_tensor, image_size, is_pil
 from composer_algorithms.dataset_transforms import TransformedDatasets
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 
@@ -21,20 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ColOut", "ColOutTransform", "colout_batch", "METADATA"]
 
-METADATA = Metadata(
-    name="ColOut",
-    class_name="ColOut",
-    functional="colout_batch",
-    tldr="Drops random rows and columns of the images",
-    attribution="Many",
-    link="",
-    domains=("cv",),
-    summary="Removes a random part of the rows and columns of the images, which are then smaller and train faster.",
-    use=(
-        "Use p_row=0.15 and p_col=0.15. It trades a little accuracy for throughput; gains shrink beside progressive "
-        "resizing and selective backprop. With batch=True whole batches are cut, after they are loaded."
-    ),
-)
+METADATA = METHODS["colout"]
 
 ResizeTarget = bool | Literal["auto"]
 

@@ -10,28 +10,12 @@ from torch import Tensor
 from composer_algorithms._arguments import accept_legacy_arguments, check_number, warn_deprecated
 from composer_algorithms._draws import draw_beta, draw_integer
 from composer_algorithms._pairs import DrawPer, PairMixing, check_pairs
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_models.targets import ensure_targets_one_hot
 
 __all__ = ["CutMix", "cutmix", "cutmix_batch", "METADATA"]
 
-METADATA = Metadata(
-    name="CutMix",
-    class_name="CutMix",
-    functional="cutmix_batch",
-    tldr="Combines pairs of examples and labels by a box of one in the other",
-    attribution="(Yun et al, 2019)",
-    link="https://arxiv.org/abs/1905.04899",
-    domains=("cv",),
-    summary=(
-        "Puts a box of one image into another one of the batch and weighs their targets by area, so that the model "
-        "learns to recognise objects by any of their parts."
-    ),
-    use=(
-        "Use alpha=1. It costs next to nothing and helps where training is long enough to overfit; gains shrink "
-        "beside other regularizers such as MixUp. The loss must accept one value for each class."
-    ),
-)
+METADATA = METHODS["cutmix"]
 
 Box = tuple[int, int, int, int]
 """`(x1, y1, x2, y2)`: half-open ranges, x along the second to last dim and y along the last."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from composer_algorithms._arguments import accept_legacy_arguments, check_count, check_number, warn_deprecated
 from composer_algorithms._draws import ResumableDraws, draw_integer
 from composer_algorithms._tensors import batch_tensor, image_size, is_pil
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 
@@ -21,22 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CutOut", "CutOutTransform", "cutout_batch", "METADATA"]
 
-METADATA = Metadata(
-    name="CutOut",
-    class_name="CutOut",
-    functional="cutout_batch",
-    tldr="Blacks out squares of the images",
-    attribution="(DeVries et al, 2017)",
-    link="https://arxiv.org/abs/1708.04552",
-    domains=("cv",),
-    summary=(
-        "Sets one or more squares of each image to zero, so that the model cannot rely on any one part of an object."
-    ),
-    use=(
-        "One hole with length=0.5, or a quarter of the side. Well-tuned ResNets gain little from it, and less still "
-        "beside MixUp or label smoothing."
-    ),
-)
+METADATA = METHODS["cutout"]
 
 TImage = TypeVar("TImage", bound="Tensor | Image")
 

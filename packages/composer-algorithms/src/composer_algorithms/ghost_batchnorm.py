@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_count
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_algorithms.module_surgery import (
     InitSurgery,
     count_module_instances,
@@ -33,23 +33,7 @@ __all__ = [
     "METADATA",
 ]
 
-METADATA = Metadata(
-    name="Ghost BatchNorm",
-    class_name="GhostBatchNorm",
-    functional="apply_ghost_batchnorm",
-    tldr="Replaces batch normalization by one over smaller ghost batches",
-    attribution="(Dimitriou et al, 2020)",
-    link="https://arxiv.org/abs/2007.08554",
-    domains=("cv",),
-    summary=(
-        "Splits each batch into ghost batches and normalizes each by its own mean and variance, so that a large batch "
-        "regularizes as a small one does."
-    ),
-    use=(
-        "Use ghost_batch_size of 16, 32 or 64. Between -0.3 and +0.3% for ResNet-50 on ImageNet; the paper reports 0 "
-        "to 3%. It costs about 5% of training time."
-    ),
-)
+METADATA = METHODS["ghost_batchnorm"]
 
 _log = logging.getLogger("composer.algorithms.ghost_batchnorm")
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from composer_algorithms._arguments import check_number, warn_deprecated
 from composer_algorithms._maximal_batch import clip_norm, clip_to_weights, clip_value, unit_coefficients, unit_norms
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_algorithms.module_surgery import has_flat_parameters
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
@@ -20,23 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AGC", "GradientClipping", "apply_agc", "apply_gradient_clipping", "METADATA"]
 
-METADATA = Metadata(
-    name="Gradient Clipping",
-    class_name="GradientClipping",
-    functional="apply_gradient_clipping",
-    tldr="Bounds the gradients before the optimizer's step",
-    attribution="(Brock et al, 2021, Mikolov, 2012)",
-    link="https://arxiv.org/abs/2102.06171",
-    domains=("cv", "nlp"),
-    summary=(
-        "Scales or clamps gradients that are too large, so that single batches cannot throw training off its course. "
-        "The bound is on the norm of the whole gradient, on each value, or on each unit relative to its weights."
-    ),
-    use=(
-        "'norm' with 1.0 is usual for transformers; published runs use 0.1 to 2.0. 'adaptive' with 0.01 suits batches "
-        "of 1024 to 4096 and normalizer-free networks, up to 0.16 smaller batches; leave the last layer out."
-    ),
-)
+METADATA = METHODS["gradient_clipping"]
 
 _TYPES = ("norm", "value", "adaptive")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_algorithms._arguments import check_count, check_number
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_algorithms.module_surgery import replace_module_classes
 from composer_dist.wrapping import unwrap_model
 from composer_events.algorithm import Algorithm
@@ -24,20 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GyroDropout", "GyroDropoutLayer", "apply_gyro_dropout", "METADATA"]
 
-METADATA = Metadata(
-    name="Gyro Dropout",
-    class_name="GyroDropout",
-    functional="apply_gyro_dropout",
-    tldr="Replaces dropout by one that trains a fixed number of subnetworks",
-    attribution="(Lee et al, 2022)",
-    link="",
-    domains=("cv",),
-    summary=(
-        "Draws a fixed number of dropout masks once, and trains a few of them at a time for many steps, so that each "
-        "subnetwork is trained well and the ensemble of all is stronger."
-    ),
-    use="Use (sigma, tau) = (256, 16) for AlexNet and LeNet, (1024, 8) for ResNet-18 and BERT, as the paper does.",
-)
+METADATA = METHODS["gyro_dropout"]
 
 _log = logging.getLogger("composer.algorithms.gyro_dropout")
 

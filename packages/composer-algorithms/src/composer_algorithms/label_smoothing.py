@@ -7,7 +7,7 @@ from torch import Tensor
 from composer_algorithms._arguments import accept_legacy_arguments, check_number
 from composer_algorithms._smoothed_targets import SmoothedTargets, are_labels
 from composer_algorithms._tensors import batch_tensor, require_tensor
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_models.targets import ensure_targets_one_hot, infer_target_type
@@ -18,20 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LabelSmoothing", "smooth_labels", "METADATA"]
 
-METADATA = Metadata(
-    name="Label Smoothing",
-    class_name="LabelSmoothing",
-    functional="smooth_labels",
-    tldr="Smooths the targets with a uniform prior",
-    attribution="(Szegedy et al, 2015)",
-    link="https://arxiv.org/abs/1512.00567",
-    domains=("cv",),
-    summary=(
-        "Takes a share of the target's probability and spreads it evenly over all classes, so that the model is not "
-        "pushed towards ever larger logits."
-    ),
-    use="Start with smoothing=0.1. It improves accuracy on image classification and costs no measurable time.",
-)
+METADATA = METHODS["label_smoothing"]
 
 
 @accept_legacy_arguments("smooth_labels", renamed={"alpha": "smoothing", "targets": "target"})

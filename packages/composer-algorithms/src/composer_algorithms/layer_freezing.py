@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_is_module, check_number
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 
@@ -19,24 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerFreezing", "freeze_layers", "METADATA"]
 
-METADATA = Metadata(
-    name="Layer Freezing",
-    class_name="LayerFreezing",
-    functional="freeze_layers",
-    tldr="Progressively freezes layers during training",
-    attribution="Many (Raghu et al, 2017)",
-    link="https://arxiv.org/abs/1706.05806",
-    domains=("cv", "nlp"),
-    summary=(
-        "Stops training the first layers, which settle earlier than the last ones, so that the backward pass ends "
-        "before it reaches them."
-    ),
-    use=(
-        "Set freeze_start to at least 0.1. On ResNet-50 and ImageNet it brings about 5% throughput for 0.5 to 1% "
-        "accuracy, which is rarely worth it. Frozen layers need find_unused_parameters under DDP, which the Trainer "
-        "sets."
-    ),
-)
+METADATA = METHODS["layer_freezing"]
 
 _log = logging.getLogger("composer.algorithms.layer_freezing")
 _REPORTED: WeakSet[nn.Module] = WeakSet()  # models already reported to have no layer to freeze

@@ -9,27 +9,11 @@ from torch import Tensor
 from composer_algorithms._arguments import accept_legacy_arguments, check_number
 from composer_algorithms._draws import draw_beta
 from composer_algorithms._pairs import DrawPer, PairMixing, check_pairs
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 
 __all__ = ["MixUp", "mixup_batch", "METADATA"]
 
-METADATA = Metadata(
-    name="MixUp",
-    class_name="MixUp",
-    functional="mixup_batch",
-    tldr="Blends pairs of examples and labels",
-    attribution="(Zhang et al, 2017)",
-    link="https://arxiv.org/abs/1710.09412",
-    domains=("cv",),
-    summary=(
-        "Trains on weighted averages of two examples of a batch and on equally weighted averages of their targets, "
-        "which keeps the model from memorising single examples."
-    ),
-    use=(
-        "Use alpha=0.2 on ImageNet and alpha=1.0 on CIFAR-10. Recommended for image classification when training is "
-        "long enough to overfit; gains shrink beside other regularizers such as CutMix. It costs next to nothing."
-    ),
-)
+METADATA = METHODS["mixup"]
 
 
 @accept_legacy_arguments(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_algorithms.module_surgery import InitSurgery
 from composer_models.base import ComposerModel
 
@@ -20,20 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NoOpModel", "NoOpModelClass", "METADATA"]
 
-METADATA = Metadata(
-    name="No Op Model",
-    class_name="NoOpModel",
-    functional="",
-    tldr="Replaces the model by one that computes next to nothing",
-    attribution="MosaicML",
-    link="",
-    domains=("cv", "nlp"),
-    summary=(
-        "Puts a model with one parameter into the place of the model, so that the time of a training step is that of "
-        "everything else."
-    ),
-    use="For profiling the dataloader. What is trained is worth nothing.",
-)
+METADATA = METHODS["no_op_model"]
 
 
 class NoOpModelClass(ComposerModel):

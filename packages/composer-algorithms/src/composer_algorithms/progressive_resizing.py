@@ -10,7 +10,7 @@ from torch import Tensor
 from composer_algorithms._arguments import check_count, check_number
 from composer_algorithms._draws import ResumableDraws, draw_integer
 from composer_algorithms._tensors import UnsupportedBatchError, batch_tensor, require_tensor
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 
@@ -20,20 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ProgressiveResizing", "resize_batch", "METADATA"]
 
-METADATA = Metadata(
-    name="Progressive Resizing",
-    class_name="ProgressiveResizing",
-    functional="resize_batch",
-    tldr="Increases the size of the input images during training",
-    attribution="Fast AI",
-    link="https://github.com/fastai/fastbook/blob/master/07_sizing_and_tta.ipynb",
-    domains=("cv",),
-    summary="Trains on downsized or cropped images at first and on images of full size in the end, which is faster.",
-    use=(
-        "initial_scale=0.5, delay_fraction=0.5, finetune_fraction=0.2 and size_increment=4 suit ResNet-50 on ImageNet. "
-        "Use mode='resize' for ImageNet and 'crop' for CIFAR. Early epochs may be bound by the loading of data."
-    ),
-)
+METADATA = METHODS["progressive_resizing"]
 
 Interpolation = Literal["nearest", "bilinear", "area"]
 

@@ -17,7 +17,7 @@ from composer_algorithms.augmentation.primitives import (
     map_pillow_function,
 )
 from composer_algorithms.dataset_transforms import TransformedDatasets
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 
@@ -27,22 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RandAugment", "RandAugmentTransform", "randaugment_image", "METADATA"]
 
-METADATA = Metadata(
-    name="RandAugment",
-    class_name="RandAugment",
-    functional="randaugment_image",
-    tldr="Applies a series of random augmentations to each image",
-    attribution="(Cubuk et al, 2020)",
-    link="https://openaccess.thecvf.com/content_CVPRW_2020/html/w40/Cubuk_Randaugment_Practical_Automated_Data_Augmentation_With_a_Reduced_Search_Space_CVPRW_2020_paper.html",
-    domains=("cv",),
-    summary=(
-        "Draws a few of thirteen changes of colour and geometry for each image and applies them one after the other."
-    ),
-    use=(
-        "Use depth=1 or 2 with severity=9. It brings 0.3 to 1.4% accuracy on ResNets and ImageNet, and costs time of "
-        "the CPU, which may become the bottleneck."
-    ),
-)
+METADATA = METHODS["randaugment"]
 
 TImage = TypeVar("TImage", bound=Tensor | Image)
 

@@ -14,7 +14,7 @@ from composer_algorithms._arguments import check_count, check_number
 from composer_algorithms._draws import ResumableDraws
 from composer_algorithms._maximal_batch import joint_norm, local_part
 from composer_algorithms._optimizer_surgery import as_optimizers
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 
@@ -24,23 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SAM", "SAMOptimizer", "METADATA"]
 
-METADATA = Metadata(
-    name="SAM",
-    class_name="SAM",
-    functional="",
-    tldr="Sharpness-aware minimization seeks minima whose neighbourhood has a low loss too",
-    attribution="(Foret et al, 2021)",
-    link="https://arxiv.org/abs/2010.01412",
-    domains=("cv",),
-    summary=(
-        "Goes uphill to the worst point nearby, takes the gradient there, and steps from where it was. Flat minima "
-        "found so generalise better."
-    ),
-    use=(
-        "rho=0.05 with interval=1 doubles the time of a step; interval=10 with rho=0.5 costs about 7% and brought 0.7% "
-        "accuracy on ResNet-50 and ImageNet. No gain is known for language models that see their data once."
-    ),
-)
+METADATA = METHODS["sam"]
 
 
 class SAMOptimizer(Optimizer):

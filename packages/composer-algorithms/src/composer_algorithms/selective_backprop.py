@@ -15,7 +15,7 @@ from composer_algorithms._draws import ResumableDraws
 from composer_algorithms._loss import find_loss
 from composer_algorithms._pairs import check_pairs
 from composer_algorithms._tensors import UnsupportedBatchError, batch_tensor, require_tensor
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_dist.devices import get_precision_context
 from composer_dist.wrapping import unwrap_model
 from composer_events.algorithm import Algorithm
@@ -29,23 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SelectiveBackprop", "select_using_loss", "selective_backprop", "should_selective_backprop", "METADATA"]
 
-METADATA = Metadata(
-    name="Selective Backprop",
-    class_name="SelectiveBackprop",
-    functional="select_using_loss",
-    tldr="Drops examples with small loss contributions",
-    attribution="(Jiang et al, 2019)",
-    link="https://arxiv.org/abs/1910.00762",
-    domains=("cv",),
-    summary=(
-        "Computes the loss of each example first and trains on a random part of the batch in which examples with a "
-        "large loss are more likely to be."
-    ),
-    use=(
-        "Use start=0.5, end=0.9, keep=0.5, and scale_factor=0.5 where the model takes smaller images. On ResNet-50 and "
-        "ImageNet training took about 6% less time at the same accuracy."
-    ),
-)
+METADATA = METHODS["selective_backprop"]
 
 _INTERPOLATION = {3: "linear", 4: "bilinear", 5: "trilinear"}
 

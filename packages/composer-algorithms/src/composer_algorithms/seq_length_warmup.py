@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from composer_algorithms._arguments import check_count, check_number
 from composer_algorithms._maximal_batch import run_maximal_batch
 from composer_algorithms._tensors import UnsupportedBatchError
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_dist.wrapping import unwrap_model
 from composer_events.algorithm import Algorithm
 from composer_events.batches import ensure_tuple
@@ -24,23 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SeqLengthWarmup", "set_batch_sequence_length", "METADATA"]
 
-METADATA = Metadata(
-    name="Sequence Length Warmup",
-    class_name="SeqLengthWarmup",
-    functional="set_batch_sequence_length",
-    tldr="Progressively increases the sequence length",
-    attribution="(Li et al, 2021)",
-    link="https://arxiv.org/abs/2108.06084",
-    domains=("nlp",),
-    summary=(
-        "Shortens the sequences of the first batches, by truncation or by cutting them into several, which is faster "
-        "and lets training begin with larger steps."
-    ),
-    use=(
-        "Use duration=0.3 with lengths that are multiples of 8. GPT-2 with 125M parameters reached the same loss about "
-        "1.5 times as fast."
-    ),
-)
+METADATA = METHODS["seq_length_warmup"]
 
 TBatch = TypeVar("TBatch", bound=MutableMapping[str, Any])
 

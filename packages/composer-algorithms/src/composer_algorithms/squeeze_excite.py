@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_number
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_algorithms.module_surgery import InitSurgery, count_module_instances, replace_module_classes
 
 if TYPE_CHECKING:
@@ -20,23 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SqueezeExcite", "SqueezeExcite2d", "SqueezeExciteConv2d", "apply_squeeze_excite", "METADATA"]
 
-METADATA = Metadata(
-    name="Squeeze Excite",
-    class_name="SqueezeExcite",
-    functional="apply_squeeze_excite",
-    tldr="Replaces eligible layers with Squeeze-Excite layers",
-    attribution="Hu et al, 2017",
-    link="https://arxiv.org/abs/1709.01507",
-    domains=("cv",),
-    summary=(
-        "Scales each channel behind a convolution by a factor that a small network computes from the means of all "
-        "channels, so that the network can turn channels up and down by what is in the image."
-    ),
-    use=(
-        "Accuracy rises consistently, and inference is about 20% slower. Use latent_channels of 64 or more; for "
-        "ImageNet min_channels=512 keeps the cost low. It puts in more blocks than the paper."
-    ),
-)
+METADATA = METHODS["squeeze_excite"]
 
 _log = logging.getLogger("composer.algorithms.squeeze_excite")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from composer_algorithms._arguments import accept_legacy_arguments, check_count, check_number
 from composer_algorithms.ema.averaging import EMAParameters, compute_ema
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_dist.wrapping import canonical_name
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
@@ -24,23 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SWA", "METADATA"]
 
-METADATA = Metadata(
-    name="SWA",
-    class_name="SWA",
-    functional="",
-    tldr="Averages the weights of the last part of training",
-    attribution="(Izmailov et al, 2018)",
-    link="https://arxiv.org/abs/1803.05407",
-    domains=("cv", "nlp"),
-    summary=(
-        "Takes the mean of the weights at intervals in the last part of training and continues with it: points on the "
-        "edge of a wide minimum have their mean nearer to its middle."
-    ),
-    use=(
-        "Start at 0.7dur and end at 0.97dur, so that at least an epoch is left in which batch norms measure their "
-        "statistics anew. A learning rate schedule of its own has little effect. Do not combine it with EMA."
-    ),
-)
+METADATA = METHODS["swa"]
 
 # Composer's logger name, which users' logging configurations refer to.
 _log = logging.getLogger("composer.algorithms.swa")

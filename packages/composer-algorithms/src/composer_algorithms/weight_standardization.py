@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from composer_algorithms._arguments import check_count, check_is_module
 from composer_algorithms._optimizer_surgery import rename_in_optimizer
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_algorithms.module_surgery import InitSurgery
 
 if TYPE_CHECKING:
@@ -20,23 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WeightStandardization", "apply_weight_standardization", "METADATA"]
 
-METADATA = Metadata(
-    name="Weight Standardization",
-    class_name="WeightStandardization",
-    functional="apply_weight_standardization",
-    tldr="Standardizes the weights of convolutions",
-    attribution="(Qiao 2019)",
-    link="https://arxiv.org/abs/1903.10520",
-    domains=("cv",),
-    summary=(
-        "Gives each filter of a convolution mean 0 and variance 1 whenever it is used, while the weights behind it are "
-        "trained. It makes training with small batches, and without batch normalization, easier."
-    ),
-    use=(
-        "From scratch only, not on weights that were trained without it. It adds 0.7 mIoU to DeepLabv3+ with "
-        "ResNet-101 on ADE20k with n_last_layers_ignore=15, and nothing to ResNet-50 on ImageNet."
-    ),
-)
+METADATA = METHODS["weight_standardization"]
 
 _log = logging.getLogger("composer.algorithms.weight_standardization")
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
