@@ -256,7 +256,8 @@ def _truncated(name: str, value: Tensor, length: int) -> Tensor:
             f"batch[{name!r}] of shape {tuple(value.shape)} has no dim of length to truncate: pass (batch, length, "
             f"...), or name it in non_sequence_keys."
         )
-    return value[:, :length].contiguous()
+    # A copy even of a single sequence, whose slice is contiguous: the last token is written into it.
+    return value[:, :length].clone(memory_format=torch.contiguous_format)
 
 
 def _keep_last_token(shorter: Mapping[str, Tensor], sequences: Mapping[str, Tensor], length: int) -> None:
