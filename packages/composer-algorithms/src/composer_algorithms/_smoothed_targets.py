@@ -133,6 +133,8 @@ def _from_indices(
     # In 16 bits, the sum over many examples would overflow.
     total = loss.sum(dtype=torch.promote_types(loss.dtype, torch.float32))
     if reduction == "mean":
+        # By the number of labels also with class weights, as for the dense targets that these stand for. cross_entropy
+        # with label_smoothing= would divide by the sum of the labels' weights.
         counts = [(each >= 0).sum(dtype=total.dtype) for each in labels]
         total = total / (torch.lerp(counts[1], counts[0], target.own_weight) if len(counts) > 1 else counts[0])
     return total if is_wide else total.to(loss.dtype)

@@ -80,8 +80,9 @@ class LabelSmoothing(Algorithm):
     On `BEFORE_LOSS` the targets in `state.batch` become `smooth_labels(state.outputs, targets, smoothing)`; on
     `AFTER_LOSS` they are restored. The loss must accept one value per class. These values are computed lazily:
     `torch.nn.functional.cross_entropy` does not need them, as it smooths class indices itself. Labels that are negative
-    or its `ignore_index`, such as 255, add nothing to its loss. It runs after MixUp and CutMix, which mix the original
-    labels.
+    or its `ignore_index`, such as 255, add nothing to its loss. With class weights, its mean is that of targets with one
+    value per class, which divides by the number of labels, whereas its `label_smoothing` divides by the sum of their
+    weights. It runs after MixUp and CutMix, which mix the original labels.
 
     Args:
         smoothing: Fraction of the probability to spread over the classes, in [0, 1].
