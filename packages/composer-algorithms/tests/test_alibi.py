@@ -155,7 +155,7 @@ def test_a_mapping_that_cannot_be_changed_is_copied():
 
 @pytest.mark.parametrize(("length", "scaling"), [(0, 0.25), (-1, 0.25), (16, 0), (16, -0.5)])
 def test_numbers_that_leave_no_tokens_are_refused(length, scaling):
-    with pytest.raises(ValueError, match=r"leaves no tokens|is not a number of tokens"):
+    with pytest.raises(ValueError, match=r"is not in [([]"):
         Alibi(length, scaling)
 
 

@@ -79,40 +79,41 @@ def _translate(owner: str, kwargs: dict[str, Any], renamed: Mapping[str, str], i
         warn_deprecated(f"{owner}({name}=...) is now called {new_name}: write {new_name}={value!r}.", stacklevel=3)
 
 
-def check_number(argument: str, value: Any, accepted: str) -> None:
-    """Validate that an argument is a number. The caller checks its range.
-
-    Args:
-        argument: Name of the argument in the message.
-        value: Value to check.
-        accepted: Valid values, for the message.
+def check_interval(interval: str, /, **numbers: Any) -> None:
+    """Validate that arguments are numbers in an interval such as `'[0, 1)'`; NaN is in none.
 
     Raises:
-        TypeError: If `value` is not a number. Booleans are rejected, too.
+        TypeError: If a value is not a number. Booleans are rejected, too.
+        ValueError: If a value is outside the interval.
     """
-    # NumPy numbers and one-element tensors pass: they have __float__ without being registered as numbers.Real.
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise TypeError(f"{argument}={value!r} is not a number: pass {accepted}.")
+    low, high = map(float, interval[1:-1].split(","))
+    for name, value in numbers.items():
+        # NumPy numbers and one-element tensors pass: they have __float__ without being registered as numbers.Real.
+        if isinstance(value, bool) or not hasattr(value, "__float__"):
+            raise TypeError(f"{name}={value!r} is not a number: pass one in {interval}.")
+        is_open_end = (value == low and interval[0] == "(") or (value == high and interval[-1] == ")")
+        if is_open_end or not low <= value <= high:
+            raise ValueError(f"{name}={value!r} is not in {interval}.")
 
 
-def check_count(argument: str, value: Any, of: str, least: int = 1) -> None:
-    """Validate that an argument is a whole number of at least `least`.
-
-    Args:
-        argument: Name of the argument in the message.
-        value: Value to check.
-        of: Counted unit, for the message.
-        least: Smallest valid value.
+def check_counts(least: int = 1, /, **counts: Any) -> None:
+    """Validate that arguments are whole numbers of at least `least`.
 
     Raises:
-        TypeError: If `value` is not an integer.
-        ValueError: If `value` is less than `least`, or NaN.
+        TypeError: If a value is not an integer.
+        ValueError: If a value is less than `least`, or NaN.
     """
-    check_number(argument, value, f"a whole number, {least} or more")
-    if not value >= least:  # also true for NaN
-        raise ValueError(f"{argument}={value!r} is not a number of {of}: pass {least} or more.")
-    if not isinstance(value, Integral):
-        raise TypeError(f"{argument}={value!r} is not a whole number: pass {least} or more {of}.")
+    check_interval(f"[{least}, inf)", **counts)
+    for name, value in counts.items():
+        if not isinstance(value, Integral):
+            raise TypeError(f"{name}={value!r} is not a whole number: pass {least} or more.")
+
+
+def check_choice(choices: Collection[str], /, **values: Any) -> None:
+    """Validate that arguments are among the given names."""
+    for name, value in values.items():
+        if value not in choices:
+            raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}.")
 
 
 def check_is_module(model: object, lacks: str) -> None:

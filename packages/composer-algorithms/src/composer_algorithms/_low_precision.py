@@ -2,26 +2,22 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from composer_algorithms._method import ModelSurgery
 from composer_algorithms.module_surgery import replace_module_classes
 from composer_dist.devices import Precision
-from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_events.warnings import NoEffectWarning
-
-if TYPE_CHECKING:
-    from composer_events.state import State
 
 _PRECISIONS = (Precision.AMP_FP16, Precision.AMP_BF16)
 _APPLY_AT = (Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD)
 
 
-class LowPrecisionNorm(Algorithm):
+class LowPrecisionNorm(ModelSurgery):
     """Base of the algorithms that convert the norms of a model to low precision at one event.
 
     Args:
@@ -42,15 +38,6 @@ class LowPrecisionNorm(Algorithm):
             )
         self.apply_at = apply_at
         self.acts_on = frozenset({apply_at})
-
-    @staticmethod
-    def required_on_load() -> bool:
-        """Return true: a resumed run must train in the same precision."""
-        return True
-
-    def match(self, event: Event, state: "State") -> bool:
-        """Return whether the event is `apply_at`."""
-        return event == self.apply_at
 
     def __repr__(self) -> str:
         # Checkpoints record this representation, and the event must be readable from it.

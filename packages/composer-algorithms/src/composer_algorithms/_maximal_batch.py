@@ -3,17 +3,16 @@
 import logging
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from composer_algorithms._loss import find_loss
+from composer_algorithms._loss import find_loss, precision_context
 from composer_algorithms.module_surgery import is_dtensor
 from composer_dist import dist
-from composer_dist.devices import get_precision_context
 
 if TYPE_CHECKING:
     from composer_events.state import State
@@ -79,23 +78,12 @@ def _run(state: "State", microbatch: Any) -> None:
     with ExitStack() as stack:
         # A resumed run skips this pass and must draw the same random numbers as this one.
         stack.enter_context(torch.random.fork_rng(devices=devices))
-        stack.enter_context(_without_sync(state.model))
-        with _autocast(state):
+        # DDP builds its buckets in the first synchronized pass, which must be a training pass.
+        stack.enter_context(getattr(state.model, "no_sync", nullcontext)())
+        with precision_context(state, state.device.torch_device.type):
             outputs = state.model(microbatch)
             loss = find_loss(state.model)(outputs, microbatch)
         loss.backward()
-
-
-def _without_sync(model: Any) -> AbstractContextManager[Any]:
-    # DDP builds its buckets in the first synchronized pass, which must be a training pass.
-    no_sync: Any = getattr(model, "no_sync", nullcontext)
-    return no_sync()
-
-
-def _autocast(state: "State") -> AbstractContextManager[Any]:
-    if state.precision is None:
-        return nullcontext()
-    return get_precision_context(state.precision, state.precision_config, device_type=state.device.torch_device.type)
 
 
 _ONE = torch.ones((), dtype=torch.float32)  # zero-dim, so it combines with tensors on any device

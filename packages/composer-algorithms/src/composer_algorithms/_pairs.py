@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from composer_algorithms._arguments import check_choice
 from composer_algorithms._draws import ResumableDraws
 from composer_algorithms._loss import loss_for_target
+from composer_algorithms._method import Method
 from composer_algorithms._smoothed_targets import SmoothedTargets, are_labels
 from composer_algorithms._tensors import batch_tensor, require_tensor
-from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_models.targets import ensure_targets_one_hot
 
@@ -58,7 +59,7 @@ _TWICE_MIXED = (
 )
 
 
-class PairMixing(ResumableDraws, Algorithm):
+class PairMixing(ResumableDraws, Method):
     """Base of the algorithms that mix each example with another one of its batch.
 
     Subclasses define in `_mix` how inputs are mixed, and may define in `_mix_target` how targets are mixed.
@@ -77,14 +78,13 @@ class PairMixing(ResumableDraws, Algorithm):
     conflicts_with = MappingProxyType(dict.fromkeys(("MixUp", "CutMix"), _TWICE_MIXED))
 
     def __init__(self, interpolate_loss: bool, input_key: Any, target_key: Any, draw_per: DrawPer) -> None:
-        if draw_per not in ("microbatch", "batch"):
-            raise ValueError(f"draw_per={draw_per!r} is neither 'microbatch' nor 'batch': pass one of them.")
+        check_choice(("microbatch", "batch"), draw_per=draw_per)
         self.interpolate_loss = interpolate_loss
         self.input_key = input_key
         self.target_key = target_key
         self.draw_per = draw_per
         # Only the events that these settings need, so that the engine skips the algorithm at the others.
-        self.acts_on = self._events = frozenset(
+        self.acts_on = frozenset(
             {
                 *(_OF_BATCHES if draw_per == "batch" else ()),
                 Event.BEFORE_FORWARD,
@@ -97,10 +97,6 @@ class PairMixing(ResumableDraws, Algorithm):
         self._original_target: Tensor | None = None
         self._batch_targets = torch.empty(0)  # permuted targets of the whole batch
         self._num_taken = 0  # number of those already used by microbatches
-
-    def match(self, event: Event, state: "State") -> bool:
-        """Return whether inputs, targets or the loss are mixed at this event."""
-        return event in self._events
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Mix inputs, targets or losses, as the event requires."""

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from composer_algorithms._arguments import check_is_module
+from composer_algorithms._method import Method
 from composer_algorithms.metadata import METHODS
-from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def apply_channels_last(model: nn.Module) -> None:
         )
 
 
-class ChannelsLast(Algorithm):
+class ChannelsLast(Method):
     """Convert `state.model` to the channels-last memory format on `INIT`, in place.
 
     It acts after all algorithms that create or replace convolutions. It has no state, and checkpoints of models with
@@ -77,19 +77,12 @@ class ChannelsLast(Algorithm):
     def __init__(self) -> None:
         pass  # the base accepts any arguments; this class has none
 
-    def match(self, event: Event, state: "State") -> bool:
-        """Return whether the event is INIT."""
-        return event == Event.INIT
-
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Convert the model."""
         if state.fsdp_config is not None or state.deepspeed_enabled:
             _convert_inputs(state.model)
         else:
             apply_channels_last(state.model)
-
-    def __repr__(self) -> str:
-        return "ChannelsLast()"
 
 
 def _convert_inputs(model: nn.Module) -> None:

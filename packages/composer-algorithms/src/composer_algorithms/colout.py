@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from composer_algorithms._arguments import check_number
+from composer_algorithms._arguments import check_interval
 from composer_algorithms._draws import ResumableDraws
+from composer_algorithms._method import Method, NamedArguments
 from composer_algorithms._tensors import batch_tensor, image_size, is_pil
 from composer_algorithms.dataset_transforms import TransformedDatasets
 from composer_algorithms.metadata import METHODS
-from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def colout_batch(
     """
     if sample is None:
         return ColOutTransform(p_row, p_col, resize_target)
-    _check_probabilities(p_row, p_col)
+    check_interval("[0, 1]", p_row=p_row, p_col=p_col)
     input, target = _unpacked(sample)
     height, width = image_size(input)
     resizes = _resizes_target(input, target, resize_target)
@@ -78,7 +78,7 @@ def colout_batch(
     return _selected(input, rows, columns), _selected(target, rows, columns)
 
 
-class ColOutTransform:
+class ColOutTransform(NamedArguments):
     """Dataset transform that applies `colout_batch`.
 
     Args:
@@ -92,7 +92,7 @@ class ColOutTransform:
     """
 
     def __init__(self, p_row: float = 0.15, p_col: float = 0.15, resize_target: ResizeTarget | str = "auto") -> None:
-        _check_probabilities(p_row, p_col)
+        check_interval("[0, 1]", p_row=p_row, p_col=p_col)
         _check_resize_target(resize_target)
         self.p_row = p_row
         self.p_col = p_col
@@ -102,11 +102,8 @@ class ColOutTransform:
         """Return the smaller image, or image and target."""
         return colout_batch(sample, self.p_row, self.p_col, self.resize_target)
 
-    def __repr__(self) -> str:
-        return f"ColOutTransform(p_row={self.p_row!r}, p_col={self.p_col!r}, resize_target={self.resize_target!r})"
 
-
-class ColOut(ResumableDraws, Algorithm):
+class ColOut(ResumableDraws, Method):
     """Drop rows and columns of the images.
 
     With `batch=True` it acts on `AFTER_DATALOADER`: all images of a batch lose the same rows and columns, as do the
@@ -144,7 +141,7 @@ class ColOut(ResumableDraws, Algorithm):
         input_key: Any = 0,
         target_key: Any = 1,
     ) -> None:
-        _check_probabilities(p_row, p_col)
+        check_interval("[0, 1]", p_row=p_row, p_col=p_col)
         _check_resize_target(resize_target)
         if resize_target is True and not batch:
             raise NotImplementedError(
@@ -183,12 +180,6 @@ class ColOut(ResumableDraws, Algorithm):
             result, smaller_target = cast("tuple[Tensor, Tensor]", result)
             state.batch_set_item(self.target_key, smaller_target)
         state.batch_set_item(self.input_key, result)
-
-    def __repr__(self) -> str:
-        return (
-            f"ColOut(p_row={self.p_row!r}, p_col={self.p_col!r}, batch={self.batch!r}, "
-            f"resize_target={self.resize_target!r}, input_key={self.input_key!r}, target_key={self.target_key!r})"
-        )
 
 
 def _kept(size: int, p: float, generator: torch.Generator | None) -> Tensor:
@@ -234,10 +225,3 @@ def _resizes_target(input: Any, target: Any, resize_target: ResizeTarget | str) 
 def _check_resize_target(resize_target: ResizeTarget | str) -> None:
     if not isinstance(resize_target, bool) and str(resize_target).lower() != "auto":
         raise ValueError(f"resize_target={resize_target!r} is unknown: pass True, False or 'auto'.")
-
-
-def _check_probabilities(p_row: float, p_col: float) -> None:
-    for name, p in (("p_row", p_row), ("p_col", p_col)):
-        check_number(name, p, "a part of the image, from 0 to 1")
-        if not 0 <= p <= 1:
-            raise ValueError(f"{name}={p!r} is no part of the image: pass a number from 0 to 1.")

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_count
+from composer_algorithms._arguments import check_counts
+from composer_algorithms._method import ModelSurgery, report
 from composer_algorithms.metadata import METHODS
 from composer_algorithms.module_surgery import (
-    InitSurgery,
     count_module_instances,
     replace_module_classes,
     transfer_hooks,
@@ -60,7 +60,7 @@ class _GhostBatchNorm(nn.Module):
 
     def __init__(self, base_batchnorm: _BatchNorm, ghost_batch_size: int = 32) -> None:
         super().__init__()
-        _check_ghost_batch_size(ghost_batch_size)
+        check_counts(ghost_batch_size=ghost_batch_size)
         self.ghost_batch_size = ghost_batch_size
         self.path = ""  # in the model, for messages
         self.batchnorm = base_batchnorm
@@ -88,7 +88,7 @@ class _GhostBatchNorm(nn.Module):
         if input.ndim not in self.num_dims:
             raise ValueError(
                 f"the input of shape {tuple(input.shape)} has {input.ndim} dims, and {type(self).__name__} takes "
-                f"{' or '.join(map(str, self.num_dims))}{self._place()}."
+                f"{' or '.join(map(str, self.num_dims))}{f' in the module {self.path!r}' if self.path else ''}."
             )
         norm = self.batchnorm
         mean, var = (norm.running_mean, norm.running_var) if norm.training else (None, None)
@@ -118,9 +118,6 @@ class _GhostBatchNorm(nn.Module):
             return torch.cat([self.batchnorm(one) for one in chunks])
         finally:
             self.batchnorm.momentum = momentum
-
-    def _place(self) -> str:
-        return f" in the module {self.path!r}" if self.path else ""
 
     def extra_repr(self) -> str:
         """Return the size of the ghost batches."""
@@ -223,7 +220,7 @@ def apply_ghost_batchnorm(
         Dimitriou and Arandjelovic, "A New Look at Ghost Normalization", 2020, arXiv:2007.08554; Hoffer et al., "Train
         longer, generalize better", NeurIPS 2017, arXiv:1705.08741, algorithm 1.
     """
-    _check_ghost_batch_size(ghost_batch_size)
+    check_counts(ghost_batch_size=ghost_batch_size)
     policy = functools.partial(_ghost_of, ghost_batch_size=ghost_batch_size)
     replace_module_classes(model, dict.fromkeys(_GHOSTS, policy), optimizers)
     for path, module in model.named_modules():
@@ -242,7 +239,7 @@ def _ghost_of(module: _BatchNorm, module_index: int, ghost_batch_size: int) -> n
     return _GhostBatchNorm.from_batchnorm(module, ghost_batch_size)
 
 
-class GhostBatchNorm(InitSurgery):
+class GhostBatchNorm(ModelSurgery):
     """Wrap the batch norms of `state.model` on `INIT`, so that they normalize ghost batches.
 
     It acts after the algorithms that replace operators. A microbatch with fewer examples, such as the last one of an
@@ -266,20 +263,11 @@ class GhostBatchNorm(InitSurgery):
     surgery_rank = 3
 
     def __init__(self, ghost_batch_size: int = 32) -> None:
-        _check_ghost_batch_size(ghost_batch_size)
+        check_counts(ghost_batch_size=ghost_batch_size)
         self.ghost_batch_size = ghost_batch_size
 
     def apply(self, event: "Event", state: "State", logger: "Logger | None" = None) -> None:
         """Wrap the batch norms, and log their number."""
         apply_ghost_batchnorm(state.model, self.ghost_batch_size, state.optimizers)
         count = count_module_instances(state.model, _GhostBatchNorm)
-        _log.info("GhostBatchNorm: %d batch norms normalize ghost batches.", count)
-        if logger is not None:
-            logger.log_hyperparameters({"GhostBatchNorm/num_new_modules": count})
-
-    def __repr__(self) -> str:
-        return f"GhostBatchNorm(ghost_batch_size={self.ghost_batch_size!r})"
-
-
-def _check_ghost_batch_size(ghost_batch_size: int) -> None:
-    check_count("ghost_batch_size", ghost_batch_size, "examples")
+        report(_log, logger, {"GhostBatchNorm/num_new_modules": count})

@@ -1,17 +1,16 @@
 """Gradient clipping: bound the gradients by their norm, by value, or by the norms of the weights they belong to."""
 
-import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from composer_algorithms._arguments import check_number, warn_deprecated
+from composer_algorithms._arguments import check_choice, check_interval, warn_deprecated
 from composer_algorithms._maximal_batch import clip_norm, clip_to_weights, clip_value, unit_coefficients, unit_norms
+from composer_algorithms._method import Method
 from composer_algorithms.metadata import METHODS
 from composer_algorithms.module_surgery import has_flat_parameters
-from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def apply_agc(model: nn.Module | Iterable[Tensor], clipping_threshold: float = 0
     apply_gradient_clipping(model, "adaptive", clipping_threshold)
 
 
-class GradientClipping(Algorithm):
+class GradientClipping(Method):
     """Clip the gradients of each step.
 
     On `AFTER_TRAIN_BATCH`, when the gradients of all microbatches are complete and unscaled, it calls
@@ -156,14 +155,10 @@ class GradientClipping(Algorithm):
         self.eps = eps
         self.clip_grad_norm: Callable[[Iterable[Tensor], float], Any] | None = None
 
-    def match(self, event: Event, state: "State") -> bool:
-        """Return whether the event is INIT or AFTER_TRAIN_BATCH."""
-        return event in (Event.INIT, Event.AFTER_TRAIN_BATCH)
-
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Clip the gradients; on INIT, reject settings that DeepSpeed does not support."""
         if state.deepspeed_enabled:
-            _check_deepspeed(self.clipping_type, self.clipping_threshold)
+            self._check_for_deepspeed()
         elif event != Event.AFTER_TRAIN_BATCH:
             return
         elif self.clipping_type == "norm" and self.clip_grad_norm is not None:
@@ -183,6 +178,18 @@ class GradientClipping(Algorithm):
             f"GradientClipping(clipping_type={self.clipping_type!r}, clipping_threshold={self.clipping_threshold!r}"
             f"{eps})"
         )
+
+    def _check_for_deepspeed(self) -> None:
+        if self.clipping_type != "norm":
+            raise NotImplementedError(
+                f"clipping_type={self.clipping_type!r} cannot be used under DeepSpeed, which clips by 'norm' only: use "
+                f"that, or train without DeepSpeed."
+            )
+        if self.clipping_threshold <= 0:
+            raise ValueError(
+                f"clipping_threshold={self.clipping_threshold!r} cannot be used under DeepSpeed, which takes 0 for no "
+                f"clipping: pass a number above 0."
+            )
 
 
 def AGC(clipping_threshold: float = 0.01) -> GradientClipping:  # the name of the class in Composer 0.7
@@ -213,27 +220,8 @@ def _clip_under_fsdp1(model: nn.Module, clipping_type: str, threshold: float) ->
 
 
 def _check(clipping_type: str, threshold: float, eps: float) -> None:
-    if clipping_type not in _TYPES:
-        raise ValueError(f"clipping_type={clipping_type!r} is unknown: choose one of {', '.join(map(repr, _TYPES))}.")
-    check_number("clipping_threshold", threshold, "a finite number, 0 or more")
-    if not threshold >= 0 or math.isinf(threshold):
-        raise ValueError(f"clipping_threshold={threshold!r} is not a threshold: pass a finite number, 0 or more.")
-    check_number("eps", eps, "the smallest norm of weights, 0 or more")
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"eps={eps!r} is not a norm of weights: pass a finite number, 0 or more.")
-
-
-def _check_deepspeed(clipping_type: str, threshold: float) -> None:
-    if clipping_type != "norm":
-        raise NotImplementedError(
-            f"clipping_type={clipping_type!r} cannot be used under DeepSpeed, which clips by 'norm' only: use that, or "
-            f"train without DeepSpeed."
-        )
-    if threshold <= 0:
-        raise ValueError(
-            f"clipping_threshold={threshold!r} cannot be used under DeepSpeed, which takes 0 for no clipping: pass a "
-            f"number above 0."
-        )
+    check_choice(_TYPES, clipping_type=clipping_type)
+    check_interval("[0, inf)", clipping_threshold=threshold, eps=eps)
 
 
 _CHECKPOINTS = frozenset({Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT})

@@ -8,9 +8,9 @@ from weakref import WeakSet
 from torch import nn
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_is_module, check_number
+from composer_algorithms._arguments import check_interval, check_is_module
+from composer_algorithms._method import Method, elapsed_fraction
 from composer_algorithms.metadata import METHODS
-from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -66,12 +66,7 @@ def freeze_layers(
     """
     check_is_module(model, "layers to freeze")
     del optimizers  # only in Composer's signature
-    _check(freeze_start, freeze_level)
-    check_number("current_duration", current_duration, "a part of training, from 0 to 1")
-    if not 0 <= current_duration <= 1:
-        raise ValueError(
-            f"current_duration={current_duration!r} is not a fraction of training: pass a number from 0 to 1."
-        )
+    check_interval("[0, 1]", freeze_start=freeze_start, freeze_level=freeze_level, current_duration=current_duration)
     fraction = 0.0
     if current_duration > freeze_start:
         fraction = freeze_level * (current_duration - freeze_start) / (1 - freeze_start)
@@ -83,7 +78,7 @@ def freeze_layers(
     return depth, fraction
 
 
-class LayerFreezing(Algorithm):
+class LayerFreezing(Method):
     """Progressively stop training the first layers of the model.
 
     On `EPOCH_END` it applies `freeze_layers` and logs `layer_freezing/layers_frozen` and
@@ -109,7 +104,7 @@ class LayerFreezing(Algorithm):
     acts_on = frozenset({Event.AFTER_LOAD, Event.FIT_START, Event.EPOCH_END})
 
     def __init__(self, freeze_start: float = 0.5, freeze_level: float = 1.0) -> None:
-        _check(freeze_start, freeze_level)
+        check_interval("[0, 1]", freeze_start=freeze_start, freeze_level=freeze_level)
         self.freeze_start = freeze_start
         self.freeze_level = freeze_level
         self._freeze_depth = 0
@@ -131,12 +126,7 @@ class LayerFreezing(Algorithm):
             _freeze(state.model, self._freeze_depth)
             self._is_loaded = False
             return
-        elapsed = state.get_elapsed_duration()
-        if elapsed is None:
-            raise RuntimeError(
-                "LayerFreezing goes by the part of training that is done, which is not known without a max_duration: "
-                "set state.max_duration."
-            )
+        elapsed = elapsed_fraction(state, "LayerFreezing")
         depth, fraction = freeze_layers(
             state.model, state.optimizers, min(float(elapsed), 1.0), self.freeze_start, self.freeze_level
         )
@@ -162,9 +152,6 @@ class LayerFreezing(Algorithm):
         self._freeze_depth = int(state.get("freeze_depth", 0))
         self._freeze_fraction = float(state.get("freeze_fraction", 0.0))
         self._is_loaded = self._freeze_depth > 0
-
-    def __repr__(self) -> str:
-        return f"LayerFreezing(freeze_start={self.freeze_start!r}, freeze_level={self.freeze_level!r})"
 
 
 def _layers(model: nn.Module) -> list[list[nn.Parameter]]:
@@ -194,10 +181,3 @@ def _freeze(model: nn.Module, depth: int) -> None:
 
 def _flat(layers: Iterable[Iterable[nn.Parameter]]) -> Iterable[nn.Parameter]:
     return (parameter for layer in layers for parameter in layer)
-
-
-def _check(freeze_start: float, freeze_level: float) -> None:
-    for name, value in (("freeze_start", freeze_start), ("freeze_level", freeze_level)):
-        check_number(name, value, "a part of a whole, from 0 to 1")
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name}={value!r} is not a fraction: pass a number from 0 to 1.")

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,6 @@ from composer_algorithms._optimizer_surgery import (
     update_params_in_optimizer,
 )
 from composer_dist.wrapping import canonical_name, is_model_deepspeed, unwrap_model
-from composer_events.algorithm import Algorithm
-from composer_events.event import Event
-
-if TYPE_CHECKING:
-    from composer_events.state import State
 
 __all__ = ["ReplacementFunction", "count_module_instances", "replace_module_classes", "update_params_in_optimizer"]
 
@@ -398,21 +393,6 @@ def _finish(
             "parameters.",
             len(replacements),
         )
-
-
-class InitSurgery(Algorithm):
-    """Base of the algorithms that change the model on INIT, and with it the weights of checkpoints."""
-
-    acts_on = frozenset({Event.INIT})
-
-    @staticmethod
-    def required_on_load() -> bool:
-        """Return true: a checkpoint loads only into a model that was changed in the same way."""
-        return True
-
-    def match(self, event: Event, state: "State") -> bool:
-        """Return whether the event is INIT."""
-        return event == Event.INIT
 
 
 def canonical_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from composer_algorithms._method import ModelSurgery
 from composer_algorithms.metadata import METHODS
-from composer_algorithms.module_surgery import InitSurgery
 from composer_models.base import ComposerModel
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class NoOpModelClass(ComposerModel):
         metric.update(targets, targets)
 
 
-class NoOpModel(InitSurgery):
+class NoOpModel(ModelSurgery):
     """Replace `state.model` by a `NoOpModelClass` on `INIT`.
 
     Its one parameter joins the first group of the first optimizer; all other groups become empty. It acts before all
@@ -97,9 +97,6 @@ class NoOpModel(InitSurgery):
                 group["params"] = [state.model.weights] if is_first else []
                 if "param_names" in group:  # torch 2.6 and later keep them with the parameters
                     group["param_names"] = ["weights"] if is_first else []
-
-    def __repr__(self) -> str:
-        return "NoOpModel()"
 
 
 def _targets(batch: Any) -> Tensor:

@@ -6,19 +6,18 @@ from typing import TYPE_CHECKING, TypeVar, overload
 from PIL.Image import Image
 from torch import Tensor
 
-from composer_algorithms._arguments import check_count
+from composer_algorithms._arguments import check_counts, check_interval
+from composer_algorithms._method import Method
 from composer_algorithms.augmentation.primitives import (
     AugmentationFunction,
     augmentation_sets,
     change,
     check_mode,
-    check_severity,
     find_set,
     map_pillow_function,
 )
 from composer_algorithms.dataset_transforms import TransformedDatasets
 from composer_algorithms.metadata import METHODS
-from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -104,8 +103,8 @@ class RandAugmentTransform:
     def __init__(
         self, severity: float = 9, depth: int = 2, augmentation_set: str | Sequence[AugmentationFunction] = "all"
     ) -> None:
-        check_severity(severity)
-        check_count("depth", depth, "changes", least=0)
+        check_interval("[0, 10]", severity=severity)
+        check_counts(0, depth=depth)
         self.severity = severity
         self.depth = depth
         self.augmentation_set = find_set(augmentation_set)
@@ -124,7 +123,7 @@ class RandAugmentTransform:
         return change(image, self.augmentation_set, self.depth, self.severity)
 
 
-class RandAugment(Algorithm):
+class RandAugment(Method):
     """Apply a few random augmentations to each training image.
 
     On `FIT_START` it adds a `RandAugmentTransform` to the training dataset, before the transforms that convert images
@@ -165,8 +164,3 @@ class RandAugment(Algorithm):
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Add the transform to the dataset."""
         self._datasets.add(state)
-
-    def __repr__(self) -> str:
-        return (
-            f"RandAugment(severity={self.severity!r}, depth={self.depth!r}, augmentation_set={self.augmentation_set!r})"
-        )

@@ -1,7 +1,6 @@
 """Sharpness-aware minimization (SAM): step with the gradient at a nearby point of higher loss, towards flat minima."""
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_count, check_number
+from composer_algorithms._arguments import check_counts, check_interval
 from composer_algorithms._draws import ResumableDraws
 from composer_algorithms._maximal_batch import joint_norm, local_part
+from composer_algorithms._method import Method
 from composer_algorithms._optimizer_surgery import as_optimizers
 from composer_algorithms.metadata import METHODS
-from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -85,7 +84,8 @@ class SAMOptimizer(Optimizer):
         replay: bool = True,
         **defaults: Any,
     ) -> None:
-        _check(rho, epsilon, interval)
+        check_interval("[0, inf)", rho=rho, epsilon=epsilon)
+        check_counts(interval=interval)
         as_optimizers(base_optimizer)
         self._sam_defaults: dict[str, Any] = {"rho": rho, "epsilon": epsilon, "global_step": 0, **defaults}
         super().__init__(base_optimizer.param_groups, self._sam_defaults)
@@ -221,7 +221,7 @@ class SAMOptimizer(Optimizer):
         return {parameter.device for group in self.param_groups for parameter in group["params"]}
 
 
-class SAM(Algorithm):
+class SAM(Method):
     """Wrap each optimizer in a `SAMOptimizer`.
 
     On `BEFORE_LOAD`, or on `AFTER_LOAD` in loops without it, it replaces `state.optimizers` by wrappers. In a two-point
@@ -252,7 +252,8 @@ class SAM(Algorithm):
     acts_on = frozenset({Event.BEFORE_LOAD, Event.AFTER_LOAD})
 
     def __init__(self, rho: float = 0.05, epsilon: float = 1.0e-12, interval: int = 1) -> None:
-        _check(rho, epsilon, interval)
+        check_interval("[0, inf)", rho=rho, epsilon=epsilon)
+        check_counts(interval=interval)
         self.rho = rho
         self.epsilon = epsilon
         self.interval = interval
@@ -271,9 +272,6 @@ class SAM(Algorithm):
         state.optimizers = [
             optimizer if _is_wrapped(optimizer) else self._wrap(optimizer, state) for optimizer in state.optimizers
         ]
-
-    def __repr__(self) -> str:
-        return f"SAM(rho={self.rho!r}, epsilon={self.epsilon!r}, interval={self.interval!r})"
 
     def _wrap(self, optimizer: Optimizer, state: "State") -> SAMOptimizer:
         wrapped = SAMOptimizer(optimizer, self.rho, self.epsilon, self.interval)
@@ -310,11 +308,3 @@ def _by_device(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[torch.d
 
 def _is_wrapped(optimizer: object) -> bool:
     return isinstance(optimizer, SAMOptimizer)
-
-
-def _check(rho: float, epsilon: float, interval: int) -> None:
-    for name, value in (("rho", rho), ("epsilon", epsilon)):
-        check_number(name, value, "0 or more")
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value!r} cannot be used: pass a finite number, 0 or more.")
-    check_count("interval", interval, "steps")

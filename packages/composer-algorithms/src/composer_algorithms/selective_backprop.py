@@ -3,22 +3,21 @@
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composer_algorithms._arguments import check_count, check_number, warn_deprecated
+from composer_algorithms._arguments import check_choice, check_counts, check_interval, warn_deprecated
 from composer_algorithms._draws import ResumableDraws
-from composer_algorithms._loss import find_loss
+from composer_algorithms._loss import find_loss, precision_context
+from composer_algorithms._method import Method, elapsed_fraction
 from composer_algorithms._pairs import check_pairs
 from composer_algorithms._tensors import UnsupportedBatchError, batch_tensor, require_tensor
 from composer_algorithms.metadata import METHODS
-from composer_dist.devices import get_precision_context
 from composer_dist.wrapping import unwrap_model
-from composer_events.algorithm import Algorithm
 from composer_events.batches import batch_set
 from composer_events.event import Event
 from composer_models.base import model_eval_mode
@@ -109,7 +108,7 @@ def selective_backprop(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return select_using_loss(*args, **kwargs)
 
 
-class SelectiveBackprop(ResumableDraws, Algorithm):
+class SelectiveBackprop(ResumableDraws, Method):
     """Train on a subset of each batch that favors examples with a large loss.
 
     On `AFTER_DATALOADER`, while training is between `start` and `end`, the batch is moved to the device, its losses are
@@ -161,10 +160,12 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
         *,
         score_mode: Literal["train", "eval"] = "train",
     ) -> None:
-        _check_selection(keep, scale_factor)
-        _check_window(start, end, interrupt)
-        if score_mode not in ("train", "eval"):
-            raise ValueError(f"score_mode={score_mode!r} is unknown: choose 'train' or 'eval'.")
+        check_interval("(0, 1]", keep=keep, scale_factor=scale_factor)
+        check_interval("[0, 1]", start=start, end=end)
+        if start > end:
+            raise ValueError(f"start={start!r} is after end={end!r}, so no example would be dropped: exchange them.")
+        check_counts(0, interrupt=interrupt)
+        check_choice(("train", "eval"), score_mode=score_mode)
         self.start = start
         self.end = end
         self.keep = keep
@@ -180,26 +181,29 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
             return True
         if event != Event.AFTER_DATALOADER or self.keep >= 1:
             return False
-        elapsed = state.get_elapsed_duration()
-        if elapsed is None:
-            raise RuntimeError(
-                "SelectiveBackprop goes by the part of training that is done, which is not known without a "
-                "max_duration: set state.max_duration."
-            )
+        elapsed = elapsed_fraction(state, "SelectiveBackprop")
         batch_idx = state.timestamp.batch_in_epoch.value
         return should_selective_backprop(float(elapsed), batch_idx, self.start, self.end, self.interrupt)
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Validate the model on INIT, and drop examples on AFTER_DATALOADER."""
         if event == Event.INIT:
-            _check_model(state.model)
+            from composer_models.base import ComposerModel  # loads the metrics, which select_using_loss does not need
+
+            if not isinstance(unwrap_model(state.model), ComposerModel):
+                raise RuntimeError(
+                    f"SelectiveBackprop computes losses with the model's own loss, and "
+                    f"{type(state.model).__qualname__} is no ComposerModel: make one of it with "
+                    f"ComposerModel.from_module(module, loss_fn)."
+                )
             if self.keep < 1:  # otherwise the loss is never called with `reduction`
                 _check_loss(_inner_loss(state.model))
             return
         to_device = state.device.tensor_to_device
         input = to_device(batch_tensor(state, self.input_key, "input_key"))
         target = to_device(batch_tensor(state, self.target_key, "target_key"))
-        with _mode_of(self.score_mode, state.model), _precision(state, input):
+        mode = model_eval_mode(state.model) if self.score_mode == "eval" else nullcontext()
+        with mode, precision_context(state, input.device.type):
             chosen = _choose(
                 input,
                 target,
@@ -211,13 +215,6 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
             )
         if chosen is not None:
             state.batch = self._selected(state, input[chosen], target[chosen], chosen)
-
-    def __repr__(self) -> str:
-        return (
-            f"SelectiveBackprop(start={self.start!r}, end={self.end!r}, keep={self.keep!r}, "
-            f"scale_factor={self.scale_factor!r}, interrupt={self.interrupt!r}, input_key={self.input_key!r}, "
-            f"target_key={self.target_key!r}, score_mode={self.score_mode!r})"
-        )
 
     def _scored_batch(self, state: "State", input: Tensor, target: Tensor) -> Any:
         batch = batch_set(copy.copy(state.batch), self.input_key, input)
@@ -267,7 +264,7 @@ def _choose(
     generator: torch.Generator | None,
 ) -> Tensor | None:
     """Return the indices of the examples to keep, or `None` for all."""
-    _check_selection(keep, scale_factor)
+    check_interval("(0, 1]", keep=keep, scale_factor=scale_factor)
     _check_loss(loss_fun)
     check_pairs(input, target, None)
     if scale_factor != 1 and not input.is_floating_point():
@@ -336,42 +333,3 @@ def _inner_loss(model: nn.Module) -> object:
         if getattr(loss, "__func__", None) is kind.loss:
             return getattr(loss.__self__, name)
     return loss
-
-
-def _check_selection(keep: float, scale_factor: float) -> None:
-    for name, value in (("keep", keep), ("scale_factor", scale_factor)):
-        check_number(name, value, "a number above 0, up to 1")
-    if not 0 < keep <= 1:
-        raise ValueError(f"keep={keep!r} is no part of a batch: pass a number above 0, up to 1.")
-    if not 0 < scale_factor <= 1:
-        raise ValueError(f"scale_factor={scale_factor!r} does not make inputs smaller: pass a number above 0, up to 1.")
-
-
-def _check_window(start: float, end: float, interrupt: int) -> None:
-    for name, value in (("start", start), ("end", end)):
-        check_number(name, value, "a part of training, from 0 to 1")
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name}={value!r} is no part of training: pass a number from 0 to 1.")
-    if start > end:
-        raise ValueError(f"start={start!r} is after end={end!r}, so no example would be dropped: exchange them.")
-    check_count("interrupt", interrupt, "batches", least=0)
-
-
-def _check_model(model: nn.Module) -> None:
-    from composer_models.base import ComposerModel  # loads the metrics, as above
-
-    if not isinstance(unwrap_model(model), ComposerModel):
-        raise RuntimeError(
-            f"SelectiveBackprop computes losses with the model's own loss, and {type(model).__qualname__} is no "
-            f"ComposerModel: make one of it with ComposerModel.from_module(module, loss_fn)."
-        )
-
-
-def _mode_of(score_mode: str, model: nn.Module) -> AbstractContextManager[Any]:
-    return model_eval_mode(model) if score_mode == "eval" else nullcontext()
-
-
-def _precision(state: "State", input: Tensor) -> AbstractContextManager[Any]:
-    if state.precision is None:  # a custom loop that does not set the precision
-        return nullcontext()
-    return get_precision_context(state.precision, state.precision_config, device_type=input.device.type)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from composer_algorithms._arguments import check_count, check_number
+from composer_algorithms._arguments import check_counts, check_interval
 from composer_algorithms._maximal_batch import run_maximal_batch
+from composer_algorithms._method import NO_LENGTH, Method
 from composer_algorithms._tensors import UnsupportedBatchError
 from composer_algorithms.metadata import METHODS
 from composer_dist.wrapping import unwrap_model
-from composer_events.algorithm import Algorithm
 from composer_events.batches import ensure_tuple
 from composer_events.event import Event
 from composer_time import TimeUnit
@@ -72,7 +72,7 @@ def set_batch_sequence_length(
             f"the batch is a {type(batch).__qualname__}, and sequences are found by name: use batches that are "
             f"mappings of tensors, such as {{'input_ids': ...}}."
         )
-    check_count("curr_seq_len", curr_seq_len, "tokens")
+    check_counts(curr_seq_len=curr_seq_len)
     sequences = _sequences(batch, non_sequence_keys)
     if curr_seq_len >= _length_of(sequences):
         return batch
@@ -88,7 +88,7 @@ def set_batch_sequence_length(
     return result
 
 
-class SeqLengthWarmup(Algorithm):
+class SeqLengthWarmup(Method):
     """Increase the sequence length during training.
 
     On `AFTER_DATALOADER` it applies `set_batch_sequence_length` to `state.batch`, with a length that grows from
@@ -136,7 +136,13 @@ class SeqLengthWarmup(Algorithm):
         *,
         non_sequence_keys: Collection[str] = (),
     ) -> None:
-        _check_schedule(duration, min_seq_length, max_seq_length, step_size)
+        check_interval("[0, 1]", duration=duration)
+        check_counts(min_seq_length=min_seq_length, max_seq_length=max_seq_length, step_size=step_size)
+        if max_seq_length < min_seq_length:
+            raise ValueError(
+                f"max_seq_length={max_seq_length!r} is less than min_seq_length={min_seq_length!r}: sequences grow "
+                f"from the one to the other."
+            )
         self.duration = duration
         self.min_seq_length = min_seq_length
         self.max_seq_length = max_seq_length
@@ -165,7 +171,11 @@ class SeqLengthWarmup(Algorithm):
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Validate the model on INIT, and shorten the sequences on AFTER_DATALOADER."""
         if event == Event.INIT:
-            _check_model(state.model)
+            if not isinstance(getattr(unwrap_model(state.model), "model", None), nn.Module):
+                raise RuntimeError(
+                    f"SeqLengthWarmup needs a model that wraps one of Hugging Face, with the attribute model, and "
+                    f"this is a {type(state.model).__qualname__}: wrap it in a HuggingFaceModel."
+                )
             self._is_checked = True
             return
         length = self.seq_length(self._warmup_done(state))
@@ -173,7 +183,13 @@ class SeqLengthWarmup(Algorithm):
         if not self._activated and not state.deepspeed_enabled:
             run_maximal_batch(state, _of_length(state.batch, self.max_seq_length, self.non_sequence_keys))
             self._activated = True
-        state.batch = self._with_length(state.batch, length)
+        state.batch = set_batch_sequence_length(
+            state.batch,
+            length,
+            self.truncate,
+            self.preserve_end_of_sequence,
+            non_sequence_keys=self.non_sequence_keys,
+        )
         if logger is not None:
             first = next(iter(_sequences(state.batch, self.non_sequence_keys).values()))
             logger.log_metrics({"seq_length_warmup/curr_seq_len": length, "seq_length_warmup/curr_bs": len(first)})
@@ -187,26 +203,10 @@ class SeqLengthWarmup(Algorithm):
         super().load_state_dict(state)
         self._activated = bool(state.get("activated", False))
 
-    def __repr__(self) -> str:
-        return (
-            f"SeqLengthWarmup(duration={self.duration!r}, min_seq_length={self.min_seq_length!r}, "
-            f"max_seq_length={self.max_seq_length!r}, step_size={self.step_size!r}, truncate={self.truncate!r}, "
-            f"preserve_end_of_sequence={self.preserve_end_of_sequence!r}, "
-            f"non_sequence_keys={self.non_sequence_keys!r})"
-        )
-
-    def _with_length(self, batch: Any, length: int) -> Any:
-        return set_batch_sequence_length(
-            batch, length, self.truncate, self.preserve_end_of_sequence, non_sequence_keys=self.non_sequence_keys
-        )
-
     def _warmup_done(self, state: "State") -> float | Fraction:
         max_duration = state.max_duration
         if max_duration is None:
-            raise RuntimeError(
-                "SeqLengthWarmup goes by the part of training that is done, which is not known without a max_duration: "
-                "set state.max_duration."
-            )
+            raise RuntimeError(NO_LENGTH.format("SeqLengthWarmup"))
         if self.duration == 0:
             return 1
         if max_duration.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH):
@@ -302,25 +302,3 @@ def _of_length(batch: Any, length: int, non_sequence_keys: Collection[str]) -> d
         if value.ndim > 1:
             result[name] = value[:, torch.arange(length, device=value.device) % value.shape[1]]
     return result
-
-
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(getattr(unwrap_model(model), "model", None), nn.Module):
-        raise RuntimeError(
-            f"SeqLengthWarmup needs a model that wraps one of Hugging Face, with the attribute model, and this is a "
-            f"{type(model).__qualname__}: wrap it in a HuggingFaceModel."
-        )
-
-
-def _check_schedule(duration: float, min_seq_length: int, max_seq_length: int, step_size: int) -> None:
-    check_number("duration", duration, "a part of training, from 0 to 1")
-    if not 0 <= duration <= 1:
-        raise ValueError(f"duration={duration!r} is no part of training: pass a number from 0 to 1.")
-    lengths = {"min_seq_length": min_seq_length, "max_seq_length": max_seq_length, "step_size": step_size}
-    for name, value in lengths.items():
-        check_count(name, value, "tokens")
-    if max_seq_length < min_seq_length:
-        raise ValueError(
-            f"max_seq_length={max_seq_length!r} is less than min_seq_length={min_seq_length!r}: sequences grow from "
-            f"the one to the other."
-        )

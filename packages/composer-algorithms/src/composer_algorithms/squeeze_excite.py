@@ -2,16 +2,16 @@
 
 import functools
 import logging
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_number
+from composer_algorithms._arguments import check_interval
+from composer_algorithms._method import ModelSurgery, report
 from composer_algorithms.metadata import METHODS
-from composer_algorithms.module_surgery import InitSurgery, count_module_instances, replace_module_classes
+from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
 
 if TYPE_CHECKING:
     from composer_events.event import Event
@@ -47,7 +47,7 @@ class SqueezeExcite2d(nn.Module):
 
     def __init__(self, num_features: int, latent_channels: float = 0.125) -> None:
         super().__init__()
-        _check_latent_channels(latent_channels)
+        check_interval("(0, inf)", latent_channels=latent_channels)
         # At least one, as a small fraction of few channels would round down to an empty layer.
         latent_channels = max(1, int(latent_channels if latent_channels >= 1 else latent_channels * num_features))
         self.latent_channels = latent_channels
@@ -131,8 +131,8 @@ def apply_squeeze_excite(
     Reference:
         Hu et al., "Squeeze-and-Excitation Networks", CVPR 2018, arXiv:1709.01507.
     """
-    _check_latent_channels(latent_channels)
-    _check_min_channels(min_channels)
+    check_interval("(0, inf)", latent_channels=latent_channels)
+    check_interval("[-inf, inf]", min_channels=min_channels)
     policy = functools.partial(_excited_conv, latent_channels=latent_channels, min_channels=min_channels)
     replace_module_classes(model, {nn.Conv2d: policy}, optimizers)
     if not count_module_instances(model, SqueezeExciteConv2d):
@@ -153,7 +153,7 @@ def _excited_conv(
     return SqueezeExciteConv2d.from_conv2d(module, module_index, latent_channels)
 
 
-class SqueezeExcite(InitSurgery):
+class SqueezeExcite(ModelSurgery):
     """Add squeeze-and-excitation after wide convolutions.
 
     On `INIT` it applies `apply_squeeze_excite` to `state.model`. The new parameters join the optimizer groups of their
@@ -179,8 +179,8 @@ class SqueezeExcite(InitSurgery):
     surgery_rank = 3  # after algorithms that replace convolutions, before those that change their weights
 
     def __init__(self, latent_channels: float = 64, min_channels: int = 128) -> None:
-        _check_latent_channels(latent_channels)
-        _check_min_channels(min_channels)
+        check_interval("(0, inf)", latent_channels=latent_channels)
+        check_interval("[-inf, inf]", min_channels=min_channels)
         self.latent_channels = latent_channels
         self.min_channels = min_channels
 
@@ -188,22 +188,4 @@ class SqueezeExcite(InitSurgery):
         """Change the model, and log its number of squeeze-and-excitation layers."""
         apply_squeeze_excite(state.model, self.latent_channels, self.min_channels, state.optimizers)
         count = count_module_instances(state.model, SqueezeExciteConv2d)
-        _log.info("SqueezeExcite: %d convolutions are followed by squeeze-and-excitation.", count)
-        if logger is not None:
-            logger.log_hyperparameters({"squeeze_excite/num_squeeze_excite_layers": count})
-
-    def __repr__(self) -> str:
-        return f"SqueezeExcite(latent_channels={self.latent_channels!r}, min_channels={self.min_channels!r})"
-
-
-def _check_latent_channels(latent_channels: float) -> None:
-    check_number("latent_channels", latent_channels, "a number of channels, or a share between 0 and 1")
-    if not 0 < latent_channels < math.inf:
-        raise ValueError(
-            f"latent_channels={latent_channels!r} leaves no hidden layer: pass a number of channels, or a share of the "
-            f"output channels between 0 and 1."
-        )
-
-
-def _check_min_channels(min_channels: int) -> None:
-    check_number("min_channels", min_channels, "a number of channels, such as 128")
+        report(_log, logger, {"squeeze_excite/num_squeeze_excite_layers": count})

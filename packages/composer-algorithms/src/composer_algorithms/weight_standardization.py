@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from composer_algorithms._arguments import check_count, check_is_module
+from composer_algorithms._arguments import check_counts, check_is_module
+from composer_algorithms._method import ModelSurgery, report
 from composer_algorithms._optimizer_surgery import rename_in_optimizer
 from composer_algorithms.metadata import METHODS
-from composer_algorithms.module_surgery import InitSurgery
 
 if TYPE_CHECKING:
     from composer_events.event import Event
@@ -74,7 +74,7 @@ def apply_weight_standardization(module: nn.Module, n_last_layers_ignore: int = 
         arXiv:1903.10520, eq. (6).
     """
     check_is_module(module, "convolutions")
-    _check_n_last_layers_ignore(n_last_layers_ignore)
+    check_counts(0, n_last_layers_ignore=n_last_layers_ignore)
     convs = {name: conv for name, conv in module.named_modules() if isinstance(conv, _CONVS)}
     # Tracing is slow and may fail, so only where the order matters.
     names = _in_order_of_execution(module, list(convs)) if 0 < n_last_layers_ignore < len(convs) else list(convs)
@@ -148,7 +148,7 @@ def _in_order_of_execution(module: nn.Module, names: list[str]) -> list[str]:
     return names
 
 
-class WeightStandardization(InitSurgery):
+class WeightStandardization(ModelSurgery):
     """Standardize the filters of convolutions.
 
     On `INIT` it applies `apply_weight_standardization` to `state.model`, after all algorithms that add or replace
@@ -173,7 +173,7 @@ class WeightStandardization(InitSurgery):
     surgery_rank = 4  # after the algorithms that add or replace convolutions
 
     def __init__(self, n_last_layers_ignore: int = 0) -> None:
-        _check_n_last_layers_ignore(n_last_layers_ignore)
+        check_counts(0, n_last_layers_ignore=n_last_layers_ignore)
         self.n_last_layers_ignore = n_last_layers_ignore
 
     def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
@@ -181,13 +181,4 @@ class WeightStandardization(InitSurgery):
         count = apply_weight_standardization(state.model, self.n_last_layers_ignore)
         # Optimizers created with named parameters keep the names in their groups.
         rename_in_optimizer(state.model, state.optimizers)
-        _log.info("WeightStandardization: %d convolutions are standardized.", count)
-        if logger is not None:
-            logger.log_hyperparameters({"WeightStandardization/num_weights_standardized": count})
-
-    def __repr__(self) -> str:
-        return f"WeightStandardization(n_last_layers_ignore={self.n_last_layers_ignore!r})"
-
-
-def _check_n_last_layers_ignore(n_last_layers_ignore: int) -> None:
-    check_count("n_last_layers_ignore", n_last_layers_ignore, "convolutions", least=0)
+        report(_log, logger, {"WeightStandardization/num_weights_standardized": count})

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from composer_algorithms._arguments import check_count, check_number
+from composer_algorithms._arguments import check_counts, check_interval
+from composer_algorithms._method import ModelSurgery
 from composer_algorithms.alibi.surgery import LEGACY_ARGUMENTS, apply_alibi, check_legacy_arguments
-from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _log = logging.getLogger("composer.algorithms.alibi")
 _LEGACY = (*LEGACY_ARGUMENTS, "attention_module_name")
 
 
-class Alibi(Algorithm):
+class Alibi(ModelSurgery):
     """Replace position embeddings with ALiBi on `INIT`, and train on shorter sequences.
 
     On `AFTER_DATALOADER` each sequence of a batch is split into `1 / train_sequence_length_scaling` shorter ones: a
@@ -52,21 +52,11 @@ class Alibi(Algorithm):
 
     def __init__(self, max_sequence_length: int, train_sequence_length_scaling: float = 0.25, **legacy: Any) -> None:
         check_legacy_arguments("Alibi", list(legacy), _LEGACY, "are not used any more: leave them out.", stacklevel=3)
-        check_count("max_sequence_length", max_sequence_length, "tokens")
-        check_number("train_sequence_length_scaling", train_sequence_length_scaling, "a number above 0")
-        if not 0 < train_sequence_length_scaling < math.inf:
-            raise ValueError(
-                f"train_sequence_length_scaling={train_sequence_length_scaling!r} leaves no tokens: pass a number "
-                f"above 0."
-            )
+        check_counts(max_sequence_length=max_sequence_length)
+        check_interval("(0, inf)", train_sequence_length_scaling=train_sequence_length_scaling)
         self.max_sequence_length = max_sequence_length
         self.train_sequence_length_scaling = train_sequence_length_scaling
         self._applied = False
-
-    @staticmethod
-    def required_on_load() -> bool:
-        """Return true: the table of position embeddings has another shape."""
-        return True
 
     def match(self, event: Event, state: "State") -> bool:
         """Return whether the event is the first INIT, or AFTER_DATALOADER."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_count, warn_deprecated
+from composer_algorithms._arguments import check_counts, warn_deprecated
 from composer_algorithms.alibi.attention import add_bias, register_alibi, zero_and_freeze_expand_position_embeddings
 from composer_algorithms.alibi.registry import AlibiReplacementFunction
 from composer_algorithms.module_surgery import ReplacementFunction, replace_module_classes
@@ -57,7 +57,7 @@ def apply_alibi(
         Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation", ICLR
         2022, arXiv:2108.12409. Bidirectional attention, as in BERT, has the same bias by distance.
     """
-    check_count("max_sequence_length", max_sequence_length, "tokens")
+    check_counts(max_sequence_length=max_sequence_length)
     if legacy and apply_legacy_alibi(model, max_sequence_length, optimizers, **legacy):
         return
     # transformers is optional and slow to import. The registry is read at each call, since users may add to it.

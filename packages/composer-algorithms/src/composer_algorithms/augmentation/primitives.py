@@ -12,7 +12,6 @@ from PIL import ImageEnhance, ImageOps
 from PIL.Image import Image, Resampling, Transform, frombytes, merge
 from torch import Tensor
 
-from composer_algorithms._arguments import check_number
 from composer_algorithms._draws import draw_integer, draw_uniform
 from composer_algorithms._tensors import from_pixels, is_pil, to_pixels
 
@@ -199,13 +198,6 @@ def find_set(augmentation_set: str | Sequence[AugmentationFunction]) -> Sequence
             f"{', '.join(map(repr, augmentation_sets))}, or pass a list of functions."
         )
     return augmentation_sets[augmentation_set]
-
-
-def check_severity(severity: float) -> None:
-    """Validate that a severity is a level from 0 to 10."""
-    check_number("severity", severity, "a level from 0 to 10")
-    if not 0 <= severity <= 10:
-        raise ValueError(f"severity={severity!r} is not a level: pass a number from 0 to 10.")
 
 
 def check_mode(image: Image, functions: Sequence[AugmentationFunction]) -> None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from composer_algorithms._arguments import warn_deprecated
+from composer_algorithms._method import Method, is_reached
 from composer_algorithms.ema.averaging import EMAParameters, averaging_settings, compute_ema, start_time
 from composer_algorithms.gradient_clipping import CHANGES_OF_WEIGHTS, ActiveWeights
 from composer_dist.wrapping import canonical_name
-from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_time import Time, TimeUnit
 
@@ -29,7 +29,7 @@ _MODEL_MAY_HAVE_MOVED = frozenset(
 _WARMED_UP = 1_000_000
 
 
-class EMA(Algorithm):
+class EMA(Method):
     """Keep an exponential moving average of the weights, and evaluate and save the average instead of the weights.
 
     Once training has reached `ema_start`, the average starts as a copy of the weights at the next end of a batch or
@@ -91,7 +91,13 @@ class EMA(Algorithm):
         warmup: bool = False,
         train_with_ema_weights: bool | None = None,
     ) -> None:
-        _check_train_with_ema_weights(train_with_ema_weights)
+        if train_with_ema_weights:
+            raise ValueError(
+                f"train_with_ema_weights={train_with_ema_weights!r} is not supported: the weights being trained are "
+                f"never replaced by the average. Leave it out, and evaluate with the average as EMA does by itself."
+            )
+        if train_with_ema_weights is not None:
+            warn_deprecated("EMA(train_with_ema_weights=False) is what EMA always does: leave it out.", stacklevel=2)
         self.smoothing, self.update_interval = averaging_settings(half_life, smoothing, update_interval)
         self.half_life = half_life
         self.ema_start = start_time(ema_start)
@@ -111,7 +117,7 @@ class EMA(Algorithm):
             return True
         if event == self._update_event:
             # `apply` takes the copy. A caller of `apply` that does not call `match` requests an update.
-            self._starts_now = not self.ema_started and self._is_start_reached(state)
+            self._starts_now = not self.ema_started and is_reached(self.ema_start, state, "ema_start")
             return self._starts_now or (self.ema_started and self._is_update_due(state))
         return self.ema_started and (event in _MODEL_MAY_HAVE_MOVED or self._active.concerned_by(event, state))
 
@@ -236,19 +242,6 @@ class EMA(Algorithm):
         if loaded is not None:
             self.load_state_dict(loaded)
 
-    def _is_start_reached(self, state: "State") -> bool:
-        if self.ema_start.unit != TimeUnit.DURATION:
-            return state.timestamp.get(self.ema_start.unit) >= self.ema_start
-        if self.ema_start.value == 0:
-            return True
-        elapsed = state.get_elapsed_duration()
-        if elapsed is None:
-            raise RuntimeError(
-                f"ema_start={str(self.ema_start)!r} is a part of training, whose length is not known (max_duration is "
-                f"None): set state.max_duration, or give ema_start in batches ('500ba') or epochs ('2ep')."
-            )
-        return elapsed >= self.ema_start
-
     def _is_update_due(self, state: "State") -> bool:
         return state.timestamp.get(self.update_interval.unit).value % self.update_interval.value == 0
 
@@ -270,16 +263,6 @@ class EMA(Algorithm):
         assert self.ema_model is not None  # the callers have checked that an average exists
         self.ema_model.transfer_ema_params(model)
         return model
-
-
-def _check_train_with_ema_weights(train_with_ema_weights: bool | None) -> None:
-    if train_with_ema_weights:
-        raise ValueError(
-            f"train_with_ema_weights={train_with_ema_weights!r} is not supported: the weights being trained are never "
-            f"replaced by the average. Leave it out, and evaluate with the average as EMA does by itself."
-        )
-    if train_with_ema_weights is not None:
-        warn_deprecated("EMA(train_with_ema_weights=False) is what EMA always does: leave it out.", stacklevel=3)
 
 
 FORMAT = 2
