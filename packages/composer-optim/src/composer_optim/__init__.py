@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from composer_optim.warmup import MultiStepWithWarmupScheduler as MultiStepWithWarmupScheduler
     from composer_optim.warmup import PolynomialWithWarmupScheduler as PolynomialWithWarmupScheduler
 
+    __version__: str
+
 # The schedulers need no torch, so each name imports only its own module.
 _HOME = {
     "DecoupledSGDW": "composer_optim.decoupled",
@@ -51,32 +53,7 @@ _HOME = {
     "lambda_lr": "composer_optim.raw_loop",
 }
 
-__all__ = [
-    "DecoupledSGDW",
-    "DecoupledAdamW",
-    "ComposerScheduler",
-    "StepScheduler",
-    "MultiStepScheduler",
-    "ConstantScheduler",
-    "LinearScheduler",
-    "ExponentialScheduler",
-    "CosineAnnealingScheduler",
-    "CosineAnnealingWarmRestartsScheduler",
-    "PolynomialScheduler",
-    "MultiStepWithWarmupScheduler",
-    "ConstantWithWarmupScheduler",
-    "LinearWithWarmupScheduler",
-    "CosineAnnealingWithWarmupScheduler",
-    "PolynomialWithWarmupScheduler",
-    "compile_composer_scheduler",
-    "compile_composer_schedulers",
-    "scale_pytorch_scheduler",
-    "lr_lambda",
-    "lambda_lr",
-    "__version__",
-]
-
-__version__: str
+__all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]  # declared in the block above
 
 
 def __getattr__(name: str) -> object:

@@ -42,35 +42,6 @@ def last_update(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> 
     return (adam + rate * _local(param)) / (1 - rate)
 
 
-def square_norms(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Square the norms in place."""
-    for name in metrics:
-        if name.startswith(_NORM):
-            metrics[name] = metrics[name] ** 2
-    return metrics
-
-
-def reduce_over_ranks(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add the squared norms of all ranks and take roots; average other metrics. In place; every rank must call it."""
-    # Gathered first: ranks may have different metrics, and all_reduce needs tensors of equal size on all ranks.
-    names_by_rank = dist.all_gather_object(sorted(metrics))
-    if dist.is_initialized():
-        names = sorted(set().union(*names_by_rank))
-        if not names:
-            return metrics
-        device = next(iter(metrics.values())).device if metrics else _communication_device()
-        zero = torch.zeros((), device=device)
-        sums = torch.stack([metrics.get(name, zero).to(device, torch.float32) for name in names])
-        tdist.all_reduce(sums)
-        metrics.update(zip(names, sums.unbind(), strict=True))
-    for name, value in metrics.items():
-        if name.startswith(_NORM):
-            metrics[name] = value.sqrt()
-        else:
-            metrics[name] = value / sum(name in names for names in names_by_rank)
-    return metrics
-
-
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, as real numbers and detached."""
     part = tensor.detach()
@@ -316,7 +287,10 @@ class DecoupledAdamW(AdamW):
         Returns:
             `optimizer_metrics`.
         """
-        return square_norms(optimizer_metrics)
+        for name in optimizer_metrics:
+            if name.startswith(_NORM):
+                optimizer_metrics[name] = optimizer_metrics[name] ** 2
+        return optimizer_metrics
 
     @staticmethod
     def dist_reduce_metrics(optimizer_metrics: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -331,7 +305,24 @@ class DecoupledAdamW(AdamW):
         Returns:
             `optimizer_metrics`.
         """
-        return reduce_over_ranks(optimizer_metrics)
+        # Gathered first: ranks may have different metrics, and all_reduce needs tensors of equal size on all ranks.
+        names_by_rank = dist.all_gather_object(sorted(optimizer_metrics))
+        if dist.is_initialized():
+            names = sorted(set().union(*names_by_rank))
+            if not names:
+                return optimizer_metrics
+            held = next(iter(optimizer_metrics.values()), None)
+            device = _communication_device() if held is None else held.device
+            zero = torch.zeros((), device=device)
+            sums = torch.stack([optimizer_metrics.get(name, zero).to(device, torch.float32) for name in names])
+            tdist.all_reduce(sums)
+            optimizer_metrics.update(zip(names, sums.unbind(), strict=True))
+        for name, value in optimizer_metrics.items():
+            if name.startswith(_NORM):
+                optimizer_metrics[name] = value.sqrt()
+            else:
+                optimizer_metrics[name] = value / sum(name in names for names in names_by_rank)
+        return optimizer_metrics
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
         """Return the group of a parameter; one search serves all parameters while the groups stay the same."""
