@@ -1,6 +1,7 @@
 """Argument checks, and deprecated argument names of older releases."""
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from numbers import Integral
@@ -80,12 +81,7 @@ def _translate(owner: str, kwargs: dict[str, Any], renamed: Mapping[str, str], i
 
 
 def check_interval(interval: str, /, **numbers: Any) -> None:
-    """Validate that arguments are numbers in an interval such as `'[0, 1)'`; NaN is in none.
-
-    Raises:
-        TypeError: If a value is not a number. Booleans are rejected, too.
-        ValueError: If a value is outside the interval.
-    """
+    """Validate that arguments are numbers, not booleans, in an interval such as `'[0, 1)'`; NaN is in none."""
     low, high = map(float, interval[1:-1].split(","))
     for name, value in numbers.items():
         # NumPy numbers and one-element tensors pass: they have __float__ without being registered as numbers.Real.
@@ -97,12 +93,7 @@ def check_interval(interval: str, /, **numbers: Any) -> None:
 
 
 def check_counts(least: int = 1, /, **counts: Any) -> None:
-    """Validate that arguments are whole numbers of at least `least`.
-
-    Raises:
-        TypeError: If a value is not an integer.
-        ValueError: If a value is less than `least`, or NaN.
-    """
+    """Validate that arguments are whole numbers of at least `least`."""
     check_interval(f"[{least}, inf)", **counts)
     for name, value in counts.items():
         if not isinstance(value, Integral):
@@ -114,6 +105,12 @@ def check_choice(choices: Collection[str], /, **values: Any) -> None:
     for name, value in values.items():
         if value not in choices:
             raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}.")
+
+
+def takes_keyword(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function can be called with a keyword argument of that name."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def check_is_module(model: object, lacks: str) -> None:

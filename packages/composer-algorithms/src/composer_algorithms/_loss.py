@@ -32,12 +32,7 @@ def loss_for_target(state: "State", target_key: Any, target: Tensor) -> Tensor:
 
 
 def find_loss(model: nn.Module) -> Callable[..., Any]:
-    """Return `model.loss`, or `model.module.loss` where the model is wrapped.
-
-    Raises:
-        AttributeError: If neither exists.
-        TypeError: If the attribute is not callable.
-    """
+    """Return `model.loss`, or `model.module.loss` where the model is wrapped."""
     for owner in (model, getattr(model, "module", None)):
         loss = getattr(owner, "loss", None)
         if loss is None:

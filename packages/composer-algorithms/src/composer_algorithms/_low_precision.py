@@ -18,14 +18,7 @@ _APPLY_AT = (Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD)
 
 
 class LowPrecisionNorm(ModelSurgery):
-    """Base of the algorithms that convert the norms of a model to low precision at one event.
-
-    Args:
-        apply_at: `Event.INIT`, `Event.BEFORE_LOAD` or `Event.AFTER_LOAD`.
-
-    Raises:
-        ValueError: If `apply_at` is any other event.
-    """
+    """Base of the algorithms that convert the norms of a model to low precision at one event."""
 
     surgery_rank = 5  # after the algorithms that replace norms
     acts_on = _APPLY_AT
@@ -84,13 +77,7 @@ def swap_norms(
 
 
 def to_low_precision(module: nn.Module, base: type[nn.Module], low: type[nn.Module]) -> nn.Module | None:
-    """Convert a norm in place; return `None` for a subclass with a `forward` of its own.
-
-    Raises:
-        TypeError: If the module is not an instance of `base`.
-    """
-    if not isinstance(module, base):
-        raise TypeError(f"module={module!r} is not a torch.nn.{base.__name__}: only those have a low precision form.")
+    """Convert a norm in place; return `None` for a subclass with a `forward` of its own."""
     if isinstance(module, low):
         return module
     if type(module).forward is not base.forward:

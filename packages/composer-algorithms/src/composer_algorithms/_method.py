@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
@@ -26,7 +26,13 @@ class NamedArguments:
 
 
 class Method(NamedArguments, Algorithm):
-    """Base of the algorithms, which act on the events in `acts_on`."""
+    """Base of the algorithms, which act on the events in `acts_on`.
+
+    Attributes:
+        computes_losses: Whether the algorithm calls the model and its loss, in addition to the training loop.
+    """
+
+    computes_losses: ClassVar[bool] = False
 
     def match(self, event: Event, state: "State") -> bool:
         """Return whether the event is in `acts_on`."""
@@ -59,11 +65,7 @@ NO_LENGTH = (
 
 
 def elapsed_fraction(state: "State", owner: str) -> Time[float]:
-    """Return the completed fraction of training; `owner` names in the error what needs it.
-
-    Raises:
-        RuntimeError: If training has no `max_duration`.
-    """
+    """Return the completed fraction of training; `owner` names in the error what needs it."""
     elapsed = state.get_elapsed_duration()
     if elapsed is None:
         raise RuntimeError(NO_LENGTH.format(owner))

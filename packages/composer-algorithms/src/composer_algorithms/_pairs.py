@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_pairs(input: Tensor, target: Tensor, indices: Tensor | None) -> None:
-    """Validate that inputs, targets and permutation describe the same examples.
-
-    Raises:
-        TypeError: If an argument is not a tensor, or `indices` are not integers.
-        ValueError: If they differ in length.
-    """
+    """Validate that inputs, targets and permutation describe the same examples."""
     require_tensor(input, "input")
     require_tensor(target, "target")
     if input.shape[:1] != target.shape[:1] or input.ndim == 0:
@@ -63,15 +58,6 @@ class PairMixing(ResumableDraws, Method):
     """Base of the algorithms that mix each example with another one of its batch.
 
     Subclasses define in `_mix` how inputs are mixed, and may define in `_mix_target` how targets are mixed.
-
-    Args:
-        interpolate_loss: Mix the losses instead of the targets.
-        input_key: Index, key or `(getter, setter)` pair of the inputs in the batch.
-        target_key: The same for the targets.
-        draw_per: `'microbatch'` or `'batch'`.
-
-    Raises:
-        ValueError: If `draw_per` is anything else.
     """
 
     acts_on = frozenset({*_OF_BATCHES, Event.BEFORE_FORWARD, *_OF_TARGETS, Event.BEFORE_BACKWARD})

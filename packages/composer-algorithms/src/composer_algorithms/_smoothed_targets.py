@@ -37,14 +37,7 @@ class SmoothedTargets(Tensor):
 
     @classmethod
     def of(cls, logits: Tensor, *labels: Tensor, own_weight: float = 1.0, smoothing: float = 0.0) -> "SmoothedTargets":
-        """Create targets of shape `logits.shape`.
-
-        Args:
-            logits: Only the shape is used.
-            labels: Class indices; for mixed targets, also those of the other examples.
-            own_weight: Weight of the first labels.
-            smoothing: Share of the targets that is spread over all classes.
-        """
+        """Create targets of shape `logits.shape` from labels: class indices, and for mixed targets also the others."""
         # An expanded scalar has the shape of the logits and the memory of one element.
         targets = torch.zeros((), device=labels[0].device).expand(logits.shape).as_subclass(cls)
         targets.labels, targets.own_weight, targets.smoothing, targets.found = labels, own_weight, smoothing, None

@@ -100,16 +100,7 @@ def augmix_image(
 class AugmentAndMixTransform:
     """Dataset transform that applies `augmix_image`.
 
-    Args:
-        severity: See `augmix_image`.
-        depth: See `augmix_image`.
-        width: See `augmix_image`.
-        alpha: See `augmix_image`.
-        augmentation_set: See `augmix_image`.
-
-    Raises:
-        ValueError: If `severity` is outside [0, 10], `width` is less than 1, or `alpha` is not above 0.
-        KeyError: If no set has that name.
+    It takes the same arguments as `augmix_image`, without the image.
     """
 
     def __init__(

@@ -81,10 +81,7 @@ def colout_batch(
 class ColOutTransform(NamedArguments):
     """Dataset transform that applies `colout_batch`.
 
-    Args:
-        p_row: See `colout_batch`.
-        p_col: See `colout_batch`.
-        resize_target: See `colout_batch`.
+    It takes the same arguments as `colout_batch`, without the sample.
 
     Example:
         >>> ColOutTransform(p_row=0.5, p_col=0.5)(torch.rand(3, 8, 8)).shape

@@ -118,10 +118,7 @@ def _square(width: int, height: int, x: int, y: int, length: int) -> tuple[int, 
 class CutOutTransform(NamedArguments):
     """Dataset transform that applies `cutout_batch`.
 
-    Args:
-        num_holes: See `cutout_batch`.
-        length: See `cutout_batch`.
-        uniform_sampling: See `cutout_batch`.
+    It takes the same arguments as `cutout_batch`, without the input.
 
     Example:
         >>> CutOutTransform()(torch.ones(3, 8, 8)).shape

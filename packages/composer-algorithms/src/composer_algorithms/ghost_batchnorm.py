@@ -46,14 +46,6 @@ class _GhostBatchNorm(nn.Module):
     running averages in turn, with the momentum divided by `n`. There is one part less if the last one would have a
     single value per channel, which has no variance, and a batch of fewer than `ghost_batch_size` examples is one part.
     Evaluation mode, which uses the averages, splits nothing.
-
-    Args:
-        base_batchnorm: The batch norm; it becomes the child `batchnorm`.
-        ghost_batch_size: Examples per ghost batch.
-
-    Raises:
-        ValueError: If `ghost_batch_size` is not above 0; in `forward`, if the input has a number of dims that the batch
-            norm does not support.
     """
 
     num_dims: ClassVar[tuple[int, ...]] = ()
@@ -155,12 +147,7 @@ class GhostBatchNorm1d(_GhostBatchNorm):
 class GhostBatchNorm2d(_GhostBatchNorm):
     """Normalize each ghost batch by its own statistics, as a replacement for `torch.nn.BatchNorm2d`.
 
-    Args:
-        base_batchnorm: The batch norm; it becomes the child `batchnorm`.
-        ghost_batch_size: Examples in a ghost batch.
-
-    Raises:
-        ValueError: If `ghost_batch_size` is not above 0.
+    It takes the same arguments as `GhostBatchNorm1d`.
 
     Example:
         >>> GhostBatchNorm2d(nn.BatchNorm2d(8), 16)(torch.rand(32, 8, 2, 2)).shape
@@ -173,12 +160,7 @@ class GhostBatchNorm2d(_GhostBatchNorm):
 class GhostBatchNorm3d(_GhostBatchNorm):
     """Normalize each ghost batch by its own statistics, as a replacement for `torch.nn.BatchNorm3d`.
 
-    Args:
-        base_batchnorm: The batch norm; it becomes the child `batchnorm`.
-        ghost_batch_size: Examples in a ghost batch.
-
-    Raises:
-        ValueError: If `ghost_batch_size` is not above 0.
+    It takes the same arguments as `GhostBatchNorm1d`.
 
     Example:
         >>> GhostBatchNorm3d(nn.BatchNorm3d(8), 16)(torch.rand(32, 8, 2, 2, 2)).shape

@@ -78,11 +78,7 @@ def twin(module: ModuleT) -> ModuleT:
 
 
 class TiedParameters:
-    """Parameters shared by several modules, which stay shared while modules are replaced.
-
-    Args:
-        root: Model that contains the modules.
-    """
+    """Parameters shared by several modules, which stay shared while modules are replaced."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -91,13 +87,7 @@ class TiedParameters:
             self._add_owner(module)
 
     def follow(self, path: str, old: nn.Module, old_params: Mapping[str, Tensor], new: nn.Module) -> None:
-        """Give other owners of the old module's parameters the parameters that replace them.
-
-        Call this while the old module is still in the tree.
-
-        Raises:
-            ValueError: If the new module has no parameter that can replace a shared one.
-        """
+        """Give other owners of the old module's parameters those that replace them, while it is still in the tree."""
         new_params = dict(new.named_parameters())
         kept = {id(tensor) for tensor in new_params.values()}
         for name, tensor in old_params.items():

@@ -90,14 +90,7 @@ def randaugment_image(
 class RandAugmentTransform:
     """Dataset transform that applies `randaugment_image` to each image.
 
-    Args:
-        severity: See `randaugment_image`.
-        depth: See `randaugment_image`.
-        augmentation_set: See `randaugment_image`.
-
-    Raises:
-        ValueError: If `severity` is outside [0, 10] or `depth` is negative.
-        KeyError: If the name of the set is unknown.
+    It takes the same arguments as `randaugment_image`, without the image.
     """
 
     def __init__(

@@ -1,6 +1,5 @@
 """Sharpness-aware minimization (SAM): step with the gradient at a nearby point of higher loss, towards flat minima."""
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -9,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_counts, check_interval
+from composer_algorithms._arguments import check_counts, check_interval, takes_keyword
 from composer_algorithms._draws import ResumableDraws
-from composer_algorithms._maximal_batch import joint_norm, local_part
 from composer_algorithms._method import Method
 from composer_algorithms._optimizer_surgery import as_optimizers
+from composer_algorithms.gradient_clipping import joint_norm, local_part
 from composer_algorithms.metadata import METHODS
 from composer_events.event import Event
 
@@ -181,9 +180,7 @@ class SAMOptimizer(Optimizer):
 
     def _look_twice(self, closure: Callable[..., Any]) -> tuple[Any, bool]:
         """Return the loss, and whether the gradients are finite."""
-        parameters = inspect.signature(closure).parameters
-        takes_losses = "loss_dict" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        second = partial(closure, loss_dict={}) if takes_losses else closure
+        second = partial(closure, loss_dict={}) if takes_keyword(closure, "loss_dict") else closure
         draws = _Draws(self._devices(), self.algorithms) if self.replay else None
         with torch.enable_grad():
             loss = closure()

@@ -1,7 +1,6 @@
 """Selective backprop: run the backward pass mainly for examples with a large loss."""
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composer_algorithms._arguments import check_choice, check_counts, check_interval, warn_deprecated
+from composer_algorithms._arguments import check_choice, check_counts, check_interval, takes_keyword, warn_deprecated
 from composer_algorithms._draws import ResumableDraws
 from composer_algorithms._loss import find_loss, precision_context
 from composer_algorithms._method import Method, elapsed_fraction
@@ -146,6 +145,7 @@ class SelectiveBackprop(ResumableDraws, Method):
 
     surgery_rank = 7
     runs_first = True
+    computes_losses = True
     acts_on = frozenset({Event.INIT, Event.AFTER_DATALOADER})
 
     def __init__(
@@ -312,10 +312,9 @@ def _check_loss(loss_fun: object) -> None:
         # Module.__call__ accepts any arguments, so look at forward.
         called = loss_fun.forward if isinstance(loss_fun, nn.Module) else loss_fun
         try:
-            parameters = inspect.signature(called).parameters
+            if takes_keyword(called, "reduction"):
+                return
         except ValueError:  # written in C, without a signature
-            return
-        if "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return
     raise TypeError(
         f"loss_fun={loss_fun!r} must take a keyword argument `reduction`. Selective backprop calls it with "

@@ -1,7 +1,9 @@
 """Sequence length warm-up: train on short sequences first and increase their length during training."""
 
 import copy
+import logging
 from collections.abc import Collection, Mapping, MutableMapping
+from contextlib import ExitStack, nullcontext
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -9,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from composer_algorithms._arguments import check_counts, check_interval
-from composer_algorithms._maximal_batch import run_maximal_batch
+from composer_algorithms._loss import find_loss, precision_context
 from composer_algorithms._method import NO_LENGTH, Method
 from composer_algorithms._tensors import UnsupportedBatchError
 from composer_algorithms.metadata import METHODS
+from composer_dist import dist
 from composer_dist.wrapping import unwrap_model
 from composer_events.batches import ensure_tuple
 from composer_events.event import Event
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["SeqLengthWarmup", "set_batch_sequence_length", "METADATA"]
 
 METADATA = METHODS["seq_length_warmup"]
+
+_log = logging.getLogger("composer.algorithms.seq_length_warmup")
 
 TBatch = TypeVar("TBatch", bound=MutableMapping[str, Any])
 
@@ -123,6 +128,7 @@ class SeqLengthWarmup(Method):
     """
 
     surgery_rank = 7
+    computes_losses = True  # of the batch of maximal length
     acts_on = frozenset({Event.INIT, Event.AFTER_DATALOADER})
 
     def __init__(
@@ -181,7 +187,7 @@ class SeqLengthWarmup(Method):
         length = self.seq_length(self._warmup_done(state))
         # Before the batch is shortened, since the maximal batch is made from it.
         if not self._activated and not state.deepspeed_enabled:
-            run_maximal_batch(state, _of_length(state.batch, self.max_seq_length, self.non_sequence_keys))
+            _run_maximal_batch(state, _of_length(state.batch, self.max_seq_length, self.non_sequence_keys))
             self._activated = True
         state.batch = set_batch_sequence_length(
             state.batch,
@@ -302,3 +308,66 @@ def _of_length(batch: Any, length: int, non_sequence_keys: Collection[str]) -> d
         if value.ndim > 1:
             result[name] = value[:, torch.arange(length, device=value.device) % value.shape[1]]
     return result
+
+
+def _run_maximal_batch(state: "State", batch: dict[str, Any]) -> None:
+    """Run the first microbatch forward and backward without changing weights, gradients or random state.
+
+    The allocator then holds the memory that the largest microbatch needs. With `state.auto_microbatching`, a
+    microbatch that does not fit on some rank is halved on all ranks. Every rank must call this.
+    """
+    size = _microbatch_size(state)
+    while not _fits(state, batch, size):
+        if size == 1:
+            raise RuntimeError(
+                "a microbatch of one sample of the maximal sequence length does not fit into the device's memory: "
+                "lower max_seq_length, or use a smaller model."
+            )
+        size = max(size // 2, 1)
+        _log.info("device_train_microbatch_size is now %d, so that sequences of maximal length fit.", size)
+        state.device_train_microbatch_size = size
+
+
+def _microbatch_size(state: "State") -> int:
+    size: Any = state.device_train_microbatch_size
+    if size is None:
+        size = state.dataloader.batch_size  # an AttributeError names what another dataloader lacks
+    if size is None:
+        raise RuntimeError(
+            "the dataloader has batch_size=None, so the size of a microbatch is not known: set "
+            "device_train_microbatch_size."
+        )
+    return max(int(size), 1)
+
+
+def _fits(state: "State", batch: dict[str, Any], size: int) -> bool:
+    microbatch = {name: value[:size] if isinstance(value, Tensor) else value for name, value in batch.items()}
+    has_failed = False
+    try:
+        _forward_backward(state, state.device.batch_to_device(microbatch))
+    except torch.OutOfMemoryError:
+        if not state.auto_microbatching:
+            raise
+        has_failed = True
+    finally:
+        for optimizer in state.optimizers:
+            optimizer.zero_grad()
+    if not state.auto_microbatching:
+        return True
+    # All ranks must agree on the size, or their collectives in backward would not pair up.
+    failures = torch.tensor([int(has_failed)], dtype=torch.uint8, device=state.device.torch_device)
+    dist.all_reduce(failures, reduce_operation="MAX")
+    return not failures.item()
+
+
+def _forward_backward(state: "State", microbatch: Any) -> None:
+    devices = [state.device.torch_device.index] if state.device.torch_device.type == "cuda" else []
+    with ExitStack() as stack:
+        # A resumed run skips this pass and must draw the same random numbers as this one.
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        # DDP builds its buckets in the first synchronized pass, which must be a training pass.
+        stack.enter_context(getattr(state.model, "no_sync", nullcontext)())
+        with precision_context(state, state.device.torch_device.type):
+            outputs = state.model(microbatch)
+            loss = find_loss(state.model)(outputs, microbatch)
+        loss.backward()

@@ -81,13 +81,12 @@ class Alibi(ModelSurgery):
 def _cut(batch: Mapping[str, Any], scaling: float) -> Mapping[str, Any]:
     if scaling == 1:
         return batch
-    tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
-    sequences = [value for value in tensors.values() if value.ndim >= 2]
+    tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor) and value.ndim}
+    sequences = {key: value for key, value in tensors.items() if value.ndim >= 2}
     if not sequences:
         return batch
     # Other tensors, such as attention masks of higher rank, may have other leading dims.
-    first = tensors["input_ids"] if "input_ids" in tensors else sequences[0]
-    old_size, old_length = first.shape[:2]
+    old_size, old_length = sequences.get("input_ids", next(iter(sequences.values()))).shape[:2]
     size, length = round(old_size / scaling), round(old_length * scaling)
     if not (math.isclose(size, old_size / scaling) and math.isclose(length, old_length * scaling)):
         raise ValueError(
@@ -98,11 +97,11 @@ def _cut(batch: Mapping[str, Any], scaling: float) -> Mapping[str, Any]:
     # A copy, since the dataloader may keep its batches and yield them again.
     cut: Any = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
     for key, value in tensors.items():
-        if value.ndim >= 2 and value.shape[:2] == (old_size, old_length):
+        if value.shape[:2] == (old_size, old_length):
             cut[key] = value.reshape(size, length, *value.shape[2:])
         elif value.ndim == 1 and len(value) == old_size and size % old_size == 0:
             cut[key] = value.repeat_interleave(size // old_size)
-        elif value.ndim:
+        else:
             raise ValueError(
                 f"the batch's {key!r} of shape {tuple(value.shape)} has neither a value for each of the {old_size} "
                 f"times {old_length} tokens nor one for each sequence, so it cannot be cut by "

@@ -202,11 +202,7 @@ def apply_legacy_alibi(
     optimizers: Optimizer | Sequence[Optimizer] | None,
     **legacy: Any,
 ) -> bool:
-    """Apply ALiBi to a custom model as in older releases; return whether the legacy arguments describe one.
-
-    Raises:
-        TypeError: If an argument is unknown.
-    """
+    """Apply ALiBi to a custom model as in older releases; return whether the legacy arguments describe one."""
     attribute = legacy.get("attr_to_replace")
     is_used = attribute is not None and hasattr(legacy.get("attention_module"), attribute)
     advice = "are for models that policy_registry does not know" if is_used else "are not needed for this model"

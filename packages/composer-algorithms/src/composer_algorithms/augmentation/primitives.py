@@ -176,13 +176,7 @@ _PRIMITIVES = [function for functions in augmentation_sets.values() for function
 
 
 def find_set(augmentation_set: str | Sequence[AugmentationFunction]) -> Sequence[AugmentationFunction]:
-    """Return the set with a given name, or the given functions themselves.
-
-    Raises:
-        KeyError: If no set has that name.
-        TypeError: If the argument is neither a name nor a list of functions.
-        ValueError: If the list is empty.
-    """
+    """Return the set with a given name, or the given functions themselves."""
     if not isinstance(augmentation_set, str):
         if not isinstance(augmentation_set, Sequence) or not all(map(callable, augmentation_set)):
             raise TypeError(
@@ -201,11 +195,7 @@ def find_set(augmentation_set: str | Sequence[AugmentationFunction]) -> Sequence
 
 
 def check_mode(image: Image, functions: Sequence[AugmentationFunction]) -> None:
-    """Validate that the PIL operations behind the primitives all support the mode of an image.
-
-    Raises:
-        TypeError: If the image does not have one or three channels of eight bits.
-    """
+    """Validate that the PIL operations behind the primitives all support the mode of an image."""
     if image.mode not in ("L", "RGB") and any(function in _PRIMITIVES for function in functions):
         raise TypeError(
             f"a PIL image of mode {image.mode!r} cannot be augmented: convert it to 'RGB' or 'L' before, such as by "

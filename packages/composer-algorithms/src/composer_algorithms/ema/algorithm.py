@@ -1,7 +1,7 @@
 """EMA as an Algorithm: schedule of the updates, and of the exchanges between average and weights."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from composer_algorithms._arguments import warn_deprecated
 from composer_algorithms._method import Method, is_reached
 from composer_algorithms.ema.averaging import EMAParameters, averaging_settings, compute_ema, start_time
-from composer_algorithms.gradient_clipping import CHANGES_OF_WEIGHTS, ActiveWeights
 from composer_dist.wrapping import canonical_name
 from composer_events.event import Event
 from composer_time import Time, TimeUnit
@@ -27,6 +26,77 @@ _MODEL_MAY_HAVE_MOVED = frozenset(
 )
 # Assumed for checkpoints without a count of updates: more than any warm-up lasts.
 _WARMED_UP = 1_000_000
+
+
+_CHECKPOINTS = frozenset({Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT})
+_EVALUATIONS_BEGIN = frozenset({Event.EVAL_BEFORE_ALL, Event.EVAL_STANDALONE_START})
+_EVALUATIONS_END = frozenset({Event.EVAL_AFTER_ALL, Event.EVAL_STANDALONE_END})
+# BATCH_START would suffice for the forward pass. But other algorithms act on these events too, and the weights that
+# they see must not depend on whether a checkpoint was just saved.
+_TRAINING = frozenset(
+    {
+        Event.ITERATION_START,
+        Event.EPOCH_START,
+        Event.BEFORE_DATALOADER,
+        Event.BATCH_START,
+        Event.BATCH_END,
+        Event.EPOCH_END,
+        Event.ITERATION_END,
+        Event.FIT_END,
+    }
+)
+# Events on which the two sets may have to be exchanged.
+_CHANGES_OF_WEIGHTS = frozenset(
+    {*_CHECKPOINTS, *_EVALUATIONS_BEGIN, *_EVALUATIONS_END, *_TRAINING, Event.EVAL_START, Event.EVAL_END}
+)
+
+
+class _ActiveWeights:
+    """Track which set of weights the model holds, and exchange the sets when an event requires the other one.
+
+    Evaluation and checkpoints get the average, everything else the weights being trained. Between the events that
+    enclose several evaluators the average stays in place, so that they cost only two exchanges in total.
+    """
+
+    def __init__(self) -> None:
+        self.is_average = False
+        self._among_evaluators = False
+
+    def concerned_by(self, event: Event, state: "State") -> bool:
+        """Return whether `follow` would act on this event."""
+        if event in _CHECKPOINTS and not _is_save_due(event, state):
+            return False
+        wanted = self._wanted(event)
+        return wanted is not None and wanted != self.is_average
+
+    def follow(self, event: Event, exchange: Callable[[], None]) -> None:
+        """Call `exchange` if the event requires the set of weights that the model does not hold."""
+        wanted = self._wanted(event)
+        if event in _EVALUATIONS_BEGIN:
+            self._among_evaluators = True
+        elif event in _EVALUATIONS_END or event in _TRAINING:  # a failed evaluation has no end event
+            self._among_evaluators = False
+        if wanted is not None and wanted != self.is_average:
+            exchange()
+            self.is_average = wanted
+
+    def _wanted(self, event: Event) -> bool | None:
+        if event in _CHECKPOINTS or event in _EVALUATIONS_BEGIN or event == Event.EVAL_START:
+            return True
+        if event in _TRAINING or event in _EVALUATIONS_END:
+            return False
+        if event == Event.EVAL_END and not self._among_evaluators:
+            return False
+        return None
+
+
+def _is_save_due(event: Event, state: "State") -> bool:
+    # Checkpoint callbacks are recognized by their interval: their class is in a package that this one cannot import.
+    for callback in state.callbacks:
+        is_due: object = getattr(callback, "is_save_due", None) or getattr(callback, "save_interval", None)
+        if callable(is_due) and is_due(state, event):
+            return True
+    return False
 
 
 class EMA(Method):
@@ -73,7 +143,7 @@ class EMA(Method):
     """
 
     surgery_rank = 7  # after the algorithms that rebuild the model
-    acts_on = frozenset({Event.INIT, *_MODEL_MAY_HAVE_MOVED, *CHANGES_OF_WEIGHTS})
+    acts_on = frozenset({Event.INIT, *_MODEL_MAY_HAVE_MOVED, *_CHANGES_OF_WEIGHTS})
     conflicts_with = MappingProxyType(
         {
             "SWA": "Each keeps an average of the weights as if there were no other. Use one of them.",
@@ -233,7 +303,7 @@ class EMA(Method):
         self.ema_started = False
         self.num_updates = 0
         self._starts_now = False
-        self._active = ActiveWeights()
+        self._active = _ActiveWeights()
 
     def _begin_run(self, state: "State") -> None:
         loaded = self.state_dict() if self._loaded_before_init else None
@@ -275,12 +345,9 @@ Tensors = Mapping[str, Tensor]
 
 
 def read_parameters(state: Mapping[str, Any], current: EMAParameters | None, strict: bool) -> EMAParameters:
-    """Return the set of weights in a saved state of EMA.
+    """Return the set of weights in a saved state of EMA, possibly of an older release.
 
-    Args:
-        state: Result of EMA's `state_dict`, possibly of an older release.
-        current: Weights of the current model, which provide the expected names, and tensors missing in the state.
-        strict: Raise if names differ, instead of logging a warning.
+    `current`, the weights of the current model, has the expected names, and the tensors that the state lacks.
     """
     if (version := state.get("format", 1)) > FORMAT:
         raise ValueError(

@@ -32,11 +32,7 @@ _KIND = attrgetter("dtype", "device")
 
 
 class AveragingPlan:
-    """Pairs of average and model tensors, grouped for multi-tensor kernels.
-
-    Args:
-        pairs: Each tensor of the average with the model's tensor.
-    """
+    """Pairs of average and model tensors, grouped for multi-tensor kernels."""
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         # One call for all tensors of a kind, since launching a kernel for each costs more than the arithmetic. Only
@@ -71,10 +67,7 @@ class AveragingPlan:
 class Fingerprint:
     """Identities of the objects in a model and an average, which reveal changes much faster than names would.
 
-    Args:
-        model: Referenced weakly, but its parts live as long as the fingerprint.
-        parameters: Parameters of the average, by name.
-        buffers: Buffers of the average, by name.
+    The model is referenced weakly, but its parts live as long as the fingerprint.
     """
 
     def __init__(self, model: nn.Module, parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:

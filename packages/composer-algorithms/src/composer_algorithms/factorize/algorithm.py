@@ -1,6 +1,5 @@
 """Factorization as a function on a model and as an Algorithm."""
 
-import functools
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -78,40 +77,35 @@ def apply_factorization(
     check_interval("(0, inf)", latent_channels=latent_channels, latent_features=latent_features)
     # Counted before any replacement: a shared weight has to stay one tensor, which no two factors can be.
     uses = Counter(id(tensor) for module in model.modules() for tensor in module.parameters(recurse=False))
+
+    def can_be_replaced(module: nn.Conv2d | nn.Linear, kind: type[nn.Module], latent_size: int | float) -> bool:
+        is_plain = type(module).forward is kind.forward and uses[id(module.weight)] == 1
+        return is_plain and factorizing_could_speedup(module, latent_size)
+
+    def factorize_conv(module: nn.Conv2d, module_index: int) -> nn.Module | None:
+        is_large = min(module.in_channels, module.out_channels) >= min_channels
+        if is_large and can_be_replaced(module, nn.Conv2d, latent_channels):
+            return FactorizedConv2d.from_conv2d(module, module_index, latent_channels)
+        return None
+
+    def factorize_linear(module: nn.Linear, module_index: int) -> nn.Module | None:
+        if isinstance(module, NonDynamicallyQuantizableLinear):  # MultiheadAttention reads the weight of its output
+            return None
+        is_large = min(module.in_features, module.out_features) >= min_features
+        if is_large and can_be_replaced(module, nn.Linear, latent_features):
+            return FactorizedLinear.from_linear(module, module_index, latent_features)
+        return None
+
     if factorize_convs:
-        conv = functools.partial(_factorized_conv, uses=uses, min_size=min_channels, latent_size=latent_channels)
-        replace_module_classes(model, {nn.Conv2d: conv}, optimizers)
+        replace_module_classes(model, {nn.Conv2d: factorize_conv}, optimizers)
     if factorize_linears:
-        linear = functools.partial(_factorized_linear, uses=uses, min_size=min_features, latent_size=latent_features)
-        replace_module_classes(model, {nn.Linear: linear}, optimizers)
+        replace_module_classes(model, {nn.Linear: factorize_linear}, optimizers)
     if not count_module_instances(model, (FactorizedConv2d, FactorizedLinear)):
         _log.warning(
             "Factorize has no effect on this %s: below it there is no Conv2d of min_channels=%r and no Linear of "
             "min_features=%r or more that would do less work with latent_channels=%r and latent_features=%r.",
             *(type(model).__qualname__, min_channels, min_features, latent_channels, latent_features),
         )
-
-
-def _factorized_conv(
-    module: nn.Conv2d, module_index: int, uses: Counter[int], min_size: int, latent_size: int | float
-) -> FactorizedConv2d | None:
-    is_large = min(module.in_channels, module.out_channels) >= min_size
-    is_plain = type(module).forward is nn.Conv2d.forward and uses[id(module.weight)] == 1
-    if is_large and is_plain and factorizing_could_speedup(module, latent_size):
-        return FactorizedConv2d.from_conv2d(module, module_index, latent_size)
-    return None
-
-
-def _factorized_linear(
-    module: nn.Linear, module_index: int, uses: Counter[int], min_size: int, latent_size: int | float
-) -> FactorizedLinear | None:
-    is_large = min(module.in_features, module.out_features) >= min_size
-    is_plain = type(module).forward is nn.Linear.forward and uses[id(module.weight)] == 1
-    if isinstance(module, NonDynamicallyQuantizableLinear):  # output of MultiheadAttention, which reads the weight
-        return None
-    if is_large and is_plain and factorizing_could_speedup(module, latent_size):
-        return FactorizedLinear.from_linear(module, module_index, latent_size)
-    return None
 
 
 class Factorize(ModelSurgery):

@@ -28,9 +28,6 @@ class BlockDraws:
     Without a seed the decisions come from PyTorch's CPU generator, like dropout's: they differ between ranks,
     checkpoints restore them, and activation checkpointing repeats them. With a seed they are the same on all ranks, as
     a sharded model requires, whose ranks have to gather the weights of a block together.
-
-    Args:
-        seed: Seed shared by all ranks, or `None`.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -154,20 +151,7 @@ def make_resnet_basic_block_stochastic(
     draws: BlockDraws | None = None,
     rescale: Rescale = "eval",
 ) -> nn.Module:
-    """Make a torchvision `BasicBlock` drop its main branch in training.
-
-    Args:
-        module: Block, changed in place: a subclass of its class gives it another `forward`.
-        module_index: Its position among the blocks of the model, from 0.
-        module_count: Number of these blocks.
-        drop_rate: Drop probability of the last block, in [0, 1].
-        drop_distribution: `'linear'` or `'uniform'`, as in `make_resnet_bottleneck_stochastic`.
-        stochastic_method: `'block'` or `'sample'`, as in `make_resnet_bottleneck_stochastic`.
-        draws: Source of the decisions about whole batches.
-        rescale: `'eval'` or `'train'`; see `apply_stochastic_depth`.
-
-    Returns:
-        The block.
+    """Make a torchvision `BasicBlock` drop its main branch in training, as `make_resnet_bottleneck_stochastic` does.
 
     Example:
         >>> from torchvision.models.resnet import BasicBlock
