@@ -296,7 +296,6 @@ def model_eval_mode(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         # `modules()` yields the root first.
-
         model.train(modes[0][1])
         for module, mode in modes:
             module.training = mode

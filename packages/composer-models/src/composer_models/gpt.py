@@ -131,11 +131,7 @@ class ResidualProjection(nn.Linear):
 
 
 class CausalSelfAttention(nn.Module):
-    """Causal self-attention: each token attends to itself and the tokens before it.
-
-    Args:
-        config: The settings of the model.
-    """
+    """Causal self-attention: each token attends to itself and the tokens before it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -145,15 +141,7 @@ class CausalSelfAttention(nn.Module):
         self.out = ResidualProjection(config.d_model, config.d_model, device=config.device)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Compute the attention output of each token.
-
-        Args:
-            x: Shape `(batch, tokens, d_model)`.
-            mask: True where a token may attend to another, shape `(batch, 1, tokens, tokens)`; causal if `None`.
-
-        Returns:
-            The shape of `x`.
-        """
+        """Compute the attention output of each token; the shapes are those of `GPTBlock.forward`."""
         # Dimensions: b batch, l tokens, h heads, d width of a head.
         q_bhld, k_bhld, v_bhld = self.qkv(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
         mixed_bhld = F.scaled_dot_product_attention(

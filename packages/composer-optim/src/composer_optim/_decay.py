@@ -86,15 +86,7 @@ _FLAGS = ("nesterov", "amsgrad", "maximize", "capturable", "foreach", "fused")
 
 
 def check_group(options: Mapping[str, Any]) -> None:
-    """Validate the options of one group of parameters.
-
-    Args:
-        options: By name. Unknown options are left to the optimizer.
-
-    Raises:
-        TypeError: If an option has the wrong type.
-        ValueError: If a number is NaN, infinite, or out of its range.
-    """
+    """Validate the options of one group of parameters; unknown ones are left to the optimizer."""
     for name, value in options.items():
         if isinstance(value, Tensor):  # reading one may synchronize with its device
             continue
@@ -105,14 +97,17 @@ def check_group(options: Mapping[str, Any]) -> None:
         elif name in _FLAGS and not (value is None and name in ("foreach", "fused")):
             check_flag(name, value)
     if "betas" in options:
-        betas = options["betas"]
-        if isinstance(betas, str | Tensor) or not isinstance(betas, Sequence) or len(betas) != 2:
-            raise ValueError(f"betas={betas!r} must be two numbers, such as (0.9, 0.95).")
-        for index, beta in enumerate(betas):
-            if not isinstance(beta, Tensor) and not 0 <= as_finite(f"betas[{index}]", beta) < 1:
-                raise ValueError(f"betas[{index}]={beta!r} must be 0 or more and less than 1.")
+        _check_betas(options["betas"])
     if options.get("nesterov") and (options.get("momentum", 0) <= 0 or options.get("dampening", 0) != 0):
         raise ValueError(
             f"nesterov=True needs momentum above 0 and no dampening; got momentum={options.get('momentum', 0)!r}, "
             f"dampening={options.get('dampening', 0)!r}. Use a momentum above 0, and no dampening."
         )
+
+
+def _check_betas(betas: object) -> None:
+    if isinstance(betas, str | Tensor) or not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"betas={betas!r} must be two numbers, such as (0.9, 0.95).")
+    for index, beta in enumerate(betas):
+        if not isinstance(beta, Tensor) and not 0 <= as_finite(f"betas[{index}]", beta) < 1:
+            raise ValueError(f"betas[{index}]={beta!r} must be 0 or more and less than 1.")

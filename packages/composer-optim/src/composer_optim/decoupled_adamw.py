@@ -19,16 +19,8 @@ __all__ = ["DecoupledAdamW"]
 _NORM = "l2_norm"
 
 
-def _norm(tensor: Tensor) -> Tensor:
+def _norm(tensor: Any) -> Tensor:
     return torch.linalg.vector_norm(_local(tensor))
-
-
-METRIC_FUNCTIONS = {
-    f"{_NORM}/moment": lambda param, optim_state, step_tensor: _norm(optim_state["exp_avg"]),
-    f"{_NORM}/param": lambda param, optim_state, step_tensor: _norm(param),
-    f"{_NORM}/update": lambda param, optim_state, step_tensor: _norm(step_tensor),
-    f"{_NORM}/grad": lambda param, optim_state, step_tensor: _norm(param.grad),
-}
 
 
 def last_update(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
@@ -89,7 +81,12 @@ class DecoupledAdamW(AdamW):
         Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, arXiv:1711.05101, algorithm 2.
     """
 
-    metric_functions: ClassVar[dict[str, Callable[[Tensor, dict[str, Any], Tensor], Tensor]]] = METRIC_FUNCTIONS
+    metric_functions: ClassVar[dict[str, Callable[[Tensor, dict[str, Any], Tensor], Tensor]]] = {
+        f"{_NORM}/moment": lambda param, optim_state, step_tensor: _norm(optim_state["exp_avg"]),
+        f"{_NORM}/param": lambda param, optim_state, step_tensor: _norm(param),
+        f"{_NORM}/update": lambda param, optim_state, step_tensor: _norm(step_tensor),
+        f"{_NORM}/grad": lambda param, optim_state, step_tensor: _norm(param.grad),
+    }
 
     # Group index and position of each parameter by id, as of the last search.
     _places: Mapping[int, tuple[int, int]] = MappingProxyType({})
@@ -217,12 +214,6 @@ class DecoupledAdamW(AdamW):
             beta2: The decay rate of `exp_avg_sqs`.
             lr: The current learning rate.
             initial_lr: The initial learning rate.
-            weight_decay: As for the class.
-            eps: As for the class.
-            maximize: As for the class.
-            foreach: As for the class.
-            capturable: As for the class.
-            fused: As for the class.
             grad_scale: Divisor of the gradients; only with `fused`.
             found_inf: Not 0 to skip the step, because a gradient is not finite; only with `fused`.
         """

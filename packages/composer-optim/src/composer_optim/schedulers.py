@@ -293,12 +293,7 @@ def _convert_period(period: Time, name: str, state: SchedulerState, ssr: float) 
 
 
 def as_finite(name: str, value: Any, least: float = -math.inf) -> Any:
-    """Return a number, unchanged, if it is finite and at least `least`.
-
-    Raises:
-        TypeError: If it is not a number.
-        ValueError: If it is NaN, infinite, too large for a float, or less than `least`.
-    """
+    """Return a number, unchanged, if it is finite, fits into a float and is at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={value!r} is not a number. Give one, such as 0.1.")
     try:
