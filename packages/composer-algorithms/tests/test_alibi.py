@@ -76,7 +76,7 @@ class TestPolicyRegistry:
 
         with pytest.raises(ValueError, match="without a class"):
             PolicyRegistry().register()
-        with pytest.raises(TypeError, match=r"no subclass of torch\.nn\.Module"):
+        with pytest.raises(TypeError, match=r"not a subclass of torch\.nn\.Module"):
             PolicyRegistry().register(int)(policy)
 
     def test_a_function_that_cannot_be_called_so_is_refused(self):

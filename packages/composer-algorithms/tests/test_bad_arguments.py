@@ -108,7 +108,7 @@ def test_numbers_are_finite(name, argument):
         (lambda: cf.mixup_batch([1], LABELS), TypeError, "input is a list"),
         (lambda: cf.mixup_batch(IMAGES, None), TypeError, "target is a NoneType"),
         (lambda: cf.mixup_batch(IMAGES, LABELS, mixing="0.5"), TypeError, "mixing='0.5' is not a number"),
-        (lambda: cf.mixup_batch(IMAGES, LABELS, indices=[1, 0, 3, 2]), TypeError, "no tensor of integers"),
+        (lambda: cf.mixup_batch(IMAGES, LABELS, indices=[1, 0, 3, 2]), TypeError, "not a tensor of integers"),
         (lambda: cf.cutmix_batch(IMAGES, LABELS, indices=torch.arange(3)), ValueError, r"indices of shape \(3,\)"),
         (lambda: cf.cutmix_batch(IMAGES, LABELS, length="half"), TypeError, "length='half' is not a number"),
         (lambda: cf.cutmix_batch(IMAGES, LABELS, bbox=(0, 0, 4)), ValueError, r"bbox=\(0, 0, 4\) is not a box"),
@@ -156,7 +156,7 @@ def test_bad_input_is_refused_by_name(make, error, message):
 def test_surgery_refuses_what_is_no_optimizer_before_it_changes_the_model(pick):
     layer = nn.Linear(3, 3)
     model = nn.Sequential(nn.MaxPool2d(2))
-    with pytest.raises(TypeError, match=r"optimizers holds an object of type .* no torch\.optim\.Optimizer: pass"):
+    with pytest.raises(TypeError, match=r"optimizers holds an object of type .* not a torch\.optim\.Optimizer: pass"):
         cf.apply_blurpool(model, optimizers=pick(layer))
     assert type(model[0]) is nn.MaxPool2d
 

@@ -34,7 +34,7 @@ def check_pairs(input: Tensor, target: Tensor, indices: Tensor | None) -> None:
         return
     if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32):
         raise TypeError(
-            f"indices={indices!r} is no tensor of integers: pass a permutation of range({len(input)}), such as "
+            f"indices={indices!r} is not a tensor of integers: pass a permutation of range({len(input)}), such as "
             f"torch.randperm({len(input)})."
         )
     if indices.shape != input.shape[:1]:

@@ -111,7 +111,8 @@ def _from_indices(
     reduction: str = "mean",
     is_wide: bool = True,
 ) -> Tensor:
-    labels = [_without_ignored(each.long(), ignore_index) for each in target.labels]
+    given = [each.long() for each in target.labels]
+    labels = [each.where((each >= 0) & (each != ignore_index), _IGNORED) for each in given]
     for each in labels:
         if can_read_values(each) and each.numel() and int(each.max()) >= input.shape[1]:
             ensure_targets_one_hot(input, each)  # raises an error that names the number of classes
@@ -131,10 +132,6 @@ def _from_indices(
         counts = [(each >= 0).sum(dtype=total.dtype) for each in labels]
         total = total / (torch.lerp(counts[1], counts[0], target.own_weight) if len(counts) > 1 else counts[0])
     return total if is_wide else total.to(loss.dtype)
-
-
-def _without_ignored(labels: Tensor, ignore_index: int) -> Tensor:
-    return labels.where((labels >= 0) & (labels != ignore_index), _IGNORED)
 
 
 def _with_values(arguments: Any) -> Any:

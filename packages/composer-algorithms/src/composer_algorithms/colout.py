@@ -63,7 +63,9 @@ def colout_batch(
     if sample is None:
         return ColOutTransform(p_row, p_col, resize_target)
     check_interval("[0, 1]", p_row=p_row, p_col=p_col)
-    input, target = _unpacked(sample)
+    if isinstance(sample, tuple) and len(sample) != 2:
+        raise ValueError(f"sample is a tuple of {len(sample)} parts: pass an image, or a pair of image and target.")
+    input, target = cast("tuple[Any, Any]", sample if isinstance(sample, tuple) else (sample, None))
     height, width = image_size(input)
     resizes = _resizes_target(input, target, resize_target)
     rows = _kept(height, p_row, generator)
@@ -200,14 +202,6 @@ def _selected(image: "Tensor | Image", rows: Tensor, columns: Tensor) -> "Tensor
     places = (rows[:, None] * tensor.shape[-1] + columns).flatten()
     pixels = tensor.flatten(-2)
     return pixels.gather(-1, places.expand(*pixels.shape[:-1], -1)).unflatten(-1, (len(rows), len(columns)))
-
-
-def _unpacked(sample: Any) -> tuple[Any, Any]:
-    if not isinstance(sample, tuple):
-        return sample, None
-    if len(sample) != 2:
-        raise ValueError(f"sample is a tuple of {len(sample)} parts: pass an image, or a pair of image and target.")
-    return sample
 
 
 def _resizes_target(input: Any, target: Any, resize_target: ResizeTarget | str) -> bool:

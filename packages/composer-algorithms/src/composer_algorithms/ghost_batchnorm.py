@@ -1,6 +1,5 @@
 """Ghost batch normalization: normalize small parts of the batch by their own statistics."""
 
-import functools
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -122,7 +121,7 @@ class _GhostBatchNorm(nn.Module):
             if isinstance(module, base):
                 return ghost(module, ghost_batch_size)
         raise TypeError(
-            f"module={module!r} is none of {', '.join(base.__name__ for base in _GHOSTS)}: no ghost form of it exists."
+            f"module={module!r} is not a {' or '.join(base.__name__ for base in _GHOSTS)}: it has no ghost form."
         )
 
 
@@ -203,8 +202,12 @@ def apply_ghost_batchnorm(
         longer, generalize better", NeurIPS 2017, arXiv:1705.08741, algorithm 1.
     """
     check_counts(ghost_batch_size=ghost_batch_size)
-    policy = functools.partial(_ghost_of, ghost_batch_size=ghost_batch_size)
-    replace_module_classes(model, dict.fromkeys(_GHOSTS, policy), optimizers)
+
+    def ghost_of(module: _BatchNorm, module_index: int) -> nn.Module | None:
+        is_inside = hasattr(module, "_already_ghost_batchnormed")
+        return None if is_inside else _GhostBatchNorm.from_batchnorm(module, ghost_batch_size)
+
+    replace_module_classes(model, dict.fromkeys(_GHOSTS, ghost_of), optimizers)
     for path, module in model.named_modules():
         if isinstance(module, _GhostBatchNorm):
             module.path = path
@@ -213,12 +216,6 @@ def apply_ghost_batchnorm(
             "GhostBatchNorm has no effect on this %s: below it there is no BatchNorm1d, 2d or 3d.",
             type(model).__qualname__,
         )
-
-
-def _ghost_of(module: _BatchNorm, module_index: int, ghost_batch_size: int) -> nn.Module | None:
-    if hasattr(module, "_already_ghost_batchnormed"):
-        return None
-    return _GhostBatchNorm.from_batchnorm(module, ghost_batch_size)
 
 
 class GhostBatchNorm(ModelSurgery):

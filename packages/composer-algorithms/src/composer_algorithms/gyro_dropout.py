@@ -162,7 +162,7 @@ def apply_gyro_dropout(
     replace_module_classes(model, {nn.Dropout: gyro})
     if not _gyro_layers(model):
         warnings.warn(
-            f"GyroDropout has no effect on this {type(model).__qualname__}: below it there is no torch.nn.Dropout. "
+            f"GyroDropout has no effect on this {type(model).__qualname__}: it has no torch.nn.Dropout below it. "
             f"Leave GyroDropout out.",
             NoEffectWarning,
             stacklevel=2,

@@ -1,7 +1,8 @@
 """Layer freezing: progressively stop training the first layers of a model."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -172,12 +173,8 @@ def _report_no_effect(model: nn.Module, num_freezable: int, freeze_level: float)
 def _freeze(model: nn.Module, depth: int) -> None:
     layers = _layers(model)
     # A weight shared with a later layer, such as that of an embedding and the output layer, keeps training.
-    still_trained = {id(parameter) for parameter in _flat(layers[depth:])}
-    for parameter in _flat(layers[:depth]):
+    still_trained = {id(parameter) for parameter in chain.from_iterable(layers[depth:])}
+    for parameter in chain.from_iterable(layers[:depth]):
         if id(parameter) not in still_trained:
             parameter.requires_grad_(False)
             parameter.grad = None
-
-
-def _flat(layers: Iterable[Iterable[nn.Parameter]]) -> Iterable[nn.Parameter]:
-    return (parameter for layer in layers for parameter in layer)

@@ -290,7 +290,14 @@ def replace_module_classes(
             if recurse_on_replacements:
                 queue.append(_Site(new, site.path, site.parents))
                 queue.extend(_sites(new, site.path))
-    _finish(module, replacements, optimizers)
+    if replacements and optimizers:
+        follow_replacements(replacements, module, optimizers)
+    elif replacements:
+        _log.info(
+            "%d modules were replaced, and no optimizer was passed: one that was built before does not train the new "
+            "parameters.",
+            len(replacements),
+        )
     return replaced
 
 
@@ -358,31 +365,11 @@ def _hang(site: _Site, new: nn.Module, old_params: Mapping[str, Tensor], ties: T
             f"the model itself is a {type(site.module).__qualname__}, in whose place nothing can be put: a policy "
             f"answered with a new {type(new).__qualname__}. Put the model into an nn.Sequential first."
         )
-    adopt(site.module, new, _first_device(root))
+    first = next(itertools.chain(root.parameters(), root.buffers()), None)
+    adopt(site.module, new, None if first is None else first.device)
     ties.follow(site.path, site.module, old_params, new)  # needs the old module in the tree
     for parent, name in site.parents:
         setattr(parent, name, new)
-
-
-def _first_device(root: nn.Module) -> torch.device | None:
-    for tensor in itertools.chain(root.parameters(), root.buffers()):
-        return tensor.device
-    return None
-
-
-def _finish(
-    root: nn.Module, replacements: Sequence[Replacement], optimizers: Optimizer | Sequence[Optimizer] | None
-) -> None:
-    if not replacements:
-        return
-    if optimizers:
-        follow_replacements(replacements, root, optimizers)
-    else:
-        _log.info(
-            "%d modules were replaced, and no optimizer was passed: one that was built before does not train the new "
-            "parameters.",
-            len(replacements),
-        )
 
 
 def canonical_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:

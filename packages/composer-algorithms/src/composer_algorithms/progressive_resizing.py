@@ -222,7 +222,7 @@ def _sample(
 ) -> Tensor:
     if not (tensor.is_floating_point() or tensor.dtype == torch.uint8):
         raise UnsupportedBatchError(
-            f"images of dtype {tensor.dtype} cannot be sampled anew: pass floating point or uint8, or mode='crop'."
+            f"images of dtype {tensor.dtype} cannot be resampled: pass floating point or uint8, or mode='crop'."
         )
     mode: str = interpolation
     if interpolation == "bilinear":

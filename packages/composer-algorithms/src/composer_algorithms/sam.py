@@ -181,7 +181,8 @@ class SAMOptimizer(Optimizer):
     def _look_twice(self, closure: Callable[..., Any]) -> tuple[Any, bool]:
         """Return the loss, and whether the gradients are finite."""
         second = partial(closure, loss_dict={}) if takes_keyword(closure, "loss_dict") else closure
-        draws = _Draws(self._devices(), self.algorithms) if self.replay else None
+        devices = {parameter.device for group in self.param_groups for parameter in group["params"]}
+        draws = _Draws(devices, self.algorithms) if self.replay else None
         with torch.enable_grad():
             loss = closure()
         if loss is None:
@@ -213,9 +214,6 @@ class SAMOptimizer(Optimizer):
                 # The gradients may be overwritten, since the second call of the closure computes new ones.
                 torch._foreach_mul_(steps, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
                 torch._foreach_add_(parameters, steps)  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
-
-    def _devices(self) -> set[torch.device]:
-        return {parameter.device for group in self.param_groups for parameter in group["params"]}
 
 
 class SAM(Method):
@@ -257,7 +255,8 @@ class SAM(Method):
 
     def match(self, event: Event, state: "State") -> bool:
         """Return whether a checkpoint may be loaded at this event, and an optimizer is not wrapped."""
-        return event in (Event.BEFORE_LOAD, Event.AFTER_LOAD) and not all(map(_is_wrapped, state.optimizers))
+        is_load = event in (Event.BEFORE_LOAD, Event.AFTER_LOAD)
+        return is_load and not all(isinstance(one, SAMOptimizer) for one in state.optimizers)
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Wrap the optimizers that are not yet wrapped."""
@@ -266,14 +265,12 @@ class SAM(Method):
                 f"{self!r} cannot be used under DeepSpeed, whose engine steps without a closure: train with DDP or "
                 f"parallelism_config={{'fsdp': {{}}}} instead, or leave SAM out."
             )
-        state.optimizers = [
-            optimizer if _is_wrapped(optimizer) else self._wrap(optimizer, state) for optimizer in state.optimizers
-        ]
-
-    def _wrap(self, optimizer: Optimizer, state: "State") -> SAMOptimizer:
-        wrapped = SAMOptimizer(optimizer, self.rho, self.epsilon, self.interval)
-        wrapped.algorithms = state.algorithms  # not a copy: algorithms may be added later
-        return wrapped
+        optimizers = list(state.optimizers)
+        for i, optimizer in enumerate(optimizers):
+            if not isinstance(optimizer, SAMOptimizer):
+                optimizers[i] = wrapped = SAMOptimizer(optimizer, self.rho, self.epsilon, self.interval)
+                wrapped.algorithms = state.algorithms  # not a copy: algorithms may be added later
+        state.optimizers = optimizers
 
 
 class _Draws:
@@ -301,7 +298,3 @@ def _by_device(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[torch.d
         parameters.append(parameter)
         gradients.append(gradient)
     return ((device, *lists) for device, lists in groups.items())
-
-
-def _is_wrapped(optimizer: object) -> bool:
-    return isinstance(optimizer, SAMOptimizer)

@@ -240,7 +240,7 @@ def _sequences(batch: Mapping[str, Any], non_sequence_keys: Collection[str]) -> 
         if not isinstance(value, Tensor):
             raise UnsupportedBatchError(
                 f"batch[{name!r}] is a {type(value).__qualname__}, but sequences are tensors of shape (batch, length, "
-                f"...): name it in non_sequence_keys if it is none."
+                f"...): if it is not a sequence, name it in non_sequence_keys."
             )
         sequences[name] = value
     return sequences

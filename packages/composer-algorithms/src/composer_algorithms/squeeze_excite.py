@@ -1,6 +1,5 @@
 """Squeeze-and-excitation: scale the channels of an image depending on the means of all channels."""
 
-import functools
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -133,8 +132,14 @@ def apply_squeeze_excite(
     """
     check_interval("(0, inf)", latent_channels=latent_channels)
     check_interval("[-inf, inf]", min_channels=min_channels)
-    policy = functools.partial(_excited_conv, latent_channels=latent_channels, min_channels=min_channels)
-    replace_module_classes(model, {nn.Conv2d: policy}, optimizers)
+
+    def excite(module: nn.Conv2d, module_index: int) -> SqueezeExciteConv2d | None:
+        is_wide = min(module.in_channels, module.out_channels) >= min_channels
+        if not is_wide or hasattr(module, "_already_squeeze_excited"):
+            return None
+        return SqueezeExciteConv2d.from_conv2d(module, module_index, latent_channels)
+
+    replace_module_classes(model, {nn.Conv2d: excite}, optimizers)
     if not count_module_instances(model, SqueezeExciteConv2d):
         _log.warning(
             "SqueezeExcite has no effect on this %s: below it there is no Conv2d with at least min_channels=%r input "
@@ -142,15 +147,6 @@ def apply_squeeze_excite(
             type(model).__qualname__,
             min_channels,
         )
-
-
-def _excited_conv(
-    module: nn.Conv2d, module_index: int, latent_channels: float, min_channels: int
-) -> SqueezeExciteConv2d | None:
-    is_wide = min(module.in_channels, module.out_channels) >= min_channels
-    if not is_wide or hasattr(module, "_already_squeeze_excited"):
-        return None
-    return SqueezeExciteConv2d.from_conv2d(module, module_index, latent_channels)
 
 
 class SqueezeExcite(ModelSurgery):

@@ -85,7 +85,12 @@ class SWA(Method):
         swa_lr: float | None = None,
     ) -> None:
         self.swa_start, self.swa_end = _window(swa_start, swa_end)
-        self.update_interval = _interval(update_interval)
+        self.update_interval = interval = parse_time("update_interval", update_interval)
+        if interval.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or interval.value < 1:
+            raise ValueError(
+                f"update_interval={str(interval)!r} cannot be counted: pass at least one batch ('10ba') or epoch "
+                f"('1ep')."
+            )
         if str(anneal_strategy).lower() not in _STRATEGIES:
             raise ValueError(f"anneal_strategy={anneal_strategy!r} is unknown: choose 'linear' or 'cos'.")
         check_counts(anneal_steps=anneal_steps)
@@ -285,12 +290,3 @@ def _window(swa_start: str | Time[Any], swa_end: str | Time[Any]) -> tuple[Time[
             "the weights."
         )
     return start, end
-
-
-def _interval(update_interval: str | Time[Any]) -> Time[int]:
-    interval = parse_time("update_interval", update_interval)
-    if interval.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or interval.value < 1:
-        raise ValueError(
-            f"update_interval={str(interval)!r} cannot be counted: pass at least one batch ('10ba') or epoch ('1ep')."
-        )
-    return interval

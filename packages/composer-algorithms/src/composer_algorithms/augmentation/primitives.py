@@ -264,7 +264,7 @@ def image_as_type(image: Tensor | Image, typ: type) -> Any:
         ValueError: If a tensor to be converted to a PIL image has another shape.
     """
     if typ not in (Tensor, Image):
-        raise TypeError(f"typ={typ!r} is no type of image: pass torch.Tensor or PIL.Image.Image.")
+        raise TypeError(f"typ={typ!r} is not a type of image: pass torch.Tensor or PIL.Image.Image.")
     if isinstance(image, typ):
         return image
     if is_pil(image):

@@ -169,7 +169,7 @@ class TrainerEvents(LoopEvents, TrainerCallback):
         self.start_epoch()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let algorithms see the gradients of a step."""
+        """Run the event after the gradients of a step."""
         if not (args.max_grad_norm and args.max_grad_norm > 0):  # clipping has already unscaled them
             self._trainer.accelerator.unscale_gradients()
         self.engine.run_event(Event.AFTER_TRAIN_BATCH)

@@ -48,13 +48,8 @@ class BridgedModel(ComposerModel):
 class LoopEvents:
     """State and engine of a foreign training loop.
 
-    Args:
-        model: Model that algorithms change: a `BridgedModel`, or the user's own.
-        algorithms: Algorithms to run.
-        bridge: Name of the bridge in messages.
-        served: Events that the bridge runs.
-        device: A `torch.device`.
-        **of_state: Further arguments of `State`.
+    Algorithms change the model: a `BridgedModel`, or the user's own. `bridge` is the name of the bridge in messages,
+    and `served` are the events that it runs; `of_state` are further arguments of `State`.
     """
 
     def __init__(
@@ -253,12 +248,6 @@ def shallow_copy(batch: Any) -> Any:
     return copy.copy(batch) if isinstance(batch, (Mapping, MutableSequence)) else batch
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's first parameter."""
-    first = next(model.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
-
-
 def length_of(dataloader: Any) -> int | None:
     """Return the number of batches of a dataloader, if known."""
     try:
@@ -316,7 +305,9 @@ class DeferredTargets(Tensor):
         """Intercept losses, and compute everything else with the values."""
         named = dict(kwargs or {})
         if func in _LOSSES:
-            outputs, targets, others = _arguments(args, named)
+            others = {name: value for name, value in named.items() if name not in ("input", "target")}
+            outputs = next(iter(args), named.get("input"))
+            targets = args[1] if len(args) > 1 else named.get("target")
             if isinstance(targets, cls) and not isinstance(outputs, cls):
                 return targets.compute(outputs, lambda outputs, targets: func(outputs, targets, *args[2:], **others))
         with torch._C.DisableTorchFunctionSubclass():  # as in PyTorch's notes on extending it
@@ -324,12 +315,6 @@ class DeferredTargets(Tensor):
         if func in _UNCHANGING:
             return cls.of(result, args[0].compute)
         return _plain(result)
-
-
-def _arguments(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    others = {name: value for name, value in named.items() if name not in ("input", "target")}
-    outputs = args[0] if args else named.get("input")
-    return outputs, args[1] if len(args) > 1 else named.get("target"), others
 
 
 def _plain(result: Any) -> Any:

@@ -13,7 +13,6 @@ from composer_algorithms.bridges._loop_events import (
     Epochs,
     LoopBatch,
     LoopEvents,
-    device_of,
     needs_closure,
     shallow_copy,
 )
@@ -99,7 +98,7 @@ class AlgorithmLoop:
             algorithms,
             bridge="this loop",
             served=tuple(Event),
-            device=device_of(model),
+            device=next(model.parameters()).device,  # there are some, since the optimizer holds them
             rank_zero_seed=torch.initial_seed() % 2**32 if seed is None else seed,
             optimizers=optimizer,
             precision=precision,

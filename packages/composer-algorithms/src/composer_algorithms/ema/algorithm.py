@@ -226,10 +226,12 @@ class EMA(Method):
             )
         if not self.ema_started:
             raise ValueError(
-                f"there is no average yet (ema_started=False): it begins at the first {self._update_event.value!r} "
+                f"EMA has no average yet (ema_started=False): it begins at the first {self._update_event.value!r} "
                 f"event from ema_start={str(self.ema_start)!r} on. Until then use the model itself."
             )
-        return self._transfer_to(model)
+        assert self.ema_model is not None  # since the average exists
+        self.ema_model.transfer_ema_params(model)
+        return model
 
     def get_training_model(self, model: nn.Module) -> nn.Module:
         """Copy the weights being trained into a model, while the model being trained holds the average.
@@ -248,7 +250,9 @@ class EMA(Method):
                 "the weights being trained are currently in the model (ema_weights_active=False): use that model, or "
                 "get_ema_model for the average."
             )
-        return self._transfer_to(model)
+        assert self.ema_model is not None  # since the average exists
+        self.ema_model.transfer_ema_params(model)
+        return model
 
     def state_dict(self) -> dict[str, Any]:
         """Return the set of weights that is not in the model, and a flag for which set that is.
@@ -328,11 +332,6 @@ class EMA(Method):
             compute_ema(state.model, self.ema_model, smoothing)
             self.ema_started = True  # for callers that apply the event without `match`
             self.num_updates += 1
-
-    def _transfer_to(self, model: nn.Module) -> nn.Module:
-        assert self.ema_model is not None  # the callers have checked that an average exists
-        self.ema_model.transfer_ema_params(model)
-        return model
 
 
 FORMAT = 2

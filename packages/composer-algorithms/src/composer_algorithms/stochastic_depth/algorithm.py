@@ -178,8 +178,15 @@ class StochasticDepth(ModelSurgery):
 
     def _convert_blocks(self, state: "State", logger: "Logger | None") -> None:
         is_sharded = state.fsdp_config is not None or state.deepspeed_enabled
-        if self.use_same_gpu_seed is False and self.find_unused_parameters:
-            _refuse_own_draws(state)
+        stage = ((state.deepspeed_config or {}).get("zero_optimization") or {}).get("stage", 0)
+        is_exchanging = dist.get_world_size() > 1 and (state.fsdp_config is not None or bool(stage))
+        if self.use_same_gpu_seed is False and self.find_unused_parameters and is_exchanging:
+            by = f"DeepSpeed's stage {stage}" if stage else "FSDP"
+            raise ValueError(
+                f"StochasticDepth(use_same_gpu_seed=False) lets each rank drop other blocks, but under {by} the ranks "
+                f"exchange the gradients of the same ones. Leave use_same_gpu_seed out, or use "
+                f"stochastic_method='sample'."
+            )
         if self.use_same_gpu_seed or (self.use_same_gpu_seed is None and is_sharded):
             # The same decisions on all ranks: sharded ranks gather the weights of a block together.
             self._draws.seed = state.rank_zero_seed
@@ -205,16 +212,6 @@ class StochasticDepth(ModelSurgery):
         if self.drop_warmup.unit != TimeUnit.DURATION:
             return float(state.timestamp.get(self.drop_warmup.unit) / self.drop_warmup)
         return float(elapsed_fraction(state, f"drop_warmup={str(self.drop_warmup)!r}") / self.drop_warmup)
-
-
-def _refuse_own_draws(state: "State") -> None:
-    stage = ((state.deepspeed_config or {}).get("zero_optimization") or {}).get("stage", 0)
-    if dist.get_world_size() > 1 and (state.fsdp_config is not None or stage):
-        by = f"DeepSpeed's stage {stage}" if stage else "FSDP"
-        raise ValueError(
-            f"StochasticDepth(use_same_gpu_seed=False) lets each rank drop other blocks, but under {by} the ranks "
-            f"exchange the gradients of the same ones. Leave use_same_gpu_seed out, or use stochastic_method='sample'."
-        )
 
 
 def _warmup_time(drop_warmup: Any) -> Time[Any]:
