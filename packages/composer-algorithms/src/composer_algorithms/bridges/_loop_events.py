@@ -313,7 +313,7 @@ class DeferredTargets(Tensor):
         with torch._C.DisableTorchFunctionSubclass():  # as in PyTorch's notes on extending it
             result = func(*args, **named)
         if func in _UNCHANGING:
-            return cls.of(result, args[0].compute)
+            return cls.of(result, next(iter(args)).compute)
         return _plain(result)
 
 
