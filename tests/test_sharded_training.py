@@ -262,7 +262,11 @@ BAD = [
         TypeError,
         "Did you mean 'sharding_strategy'",
     ),
-    ({"parallelism_config": {"fsdp": {"sharding_strategy": "ALL"}}}, ValueError, "sharding_strategy='ALL' is not a valid value"),
+    (
+        {"parallelism_config": {"fsdp": {"sharding_strategy": "ALL"}}},
+        ValueError,
+        "sharding_strategy='ALL' is not a valid value",
+    ),
     ({"parallelism_config": {"fsdp": {}}, "fsdp_config": {}}, ValueError, "were both given"),
     (
         {"parallelism_config": {"fsdp": {}}, "deepspeed_config": {}},

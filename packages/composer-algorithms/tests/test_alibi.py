@@ -76,7 +76,7 @@ class TestPolicyRegistry:
 
         with pytest.raises(ValueError, match="without a class"):
             PolicyRegistry().register()
-        with pytest.raises(TypeError, match=r"no subclass of torch\.nn\.Module"):
+        with pytest.raises(TypeError, match=r"not a subclass of torch\.nn\.Module"):
             PolicyRegistry().register(int)(policy)
 
     def test_a_function_that_cannot_be_called_so_is_refused(self):
@@ -155,7 +155,7 @@ def test_a_mapping_that_cannot_be_changed_is_copied():
 
 @pytest.mark.parametrize(("length", "scaling"), [(0, 0.25), (-1, 0.25), (16, 0), (16, -0.5)])
 def test_numbers_that_leave_no_tokens_are_refused(length, scaling):
-    with pytest.raises(ValueError, match=r"leaves no tokens|is not a number of tokens"):
+    with pytest.raises(ValueError, match=r"is not in [([]"):
         Alibi(length, scaling)
 
 

@@ -165,7 +165,7 @@ def test_an_image_is_given_as_the_type_that_is_asked_for():
     as_tensor = image_as_type(image, torch.Tensor)
     torch.testing.assert_close(as_tensor, torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) / 255)
     assert image_as_type(as_tensor, Image.Image).tobytes() == image.tobytes()
-    with pytest.raises(TypeError, match="no type of image"):
+    with pytest.raises(TypeError, match="not a type of image"):
         image_as_type(image, np.ndarray)
     with pytest.raises(ValueError, match="each image of a batch by itself"):
         image_as_type(batch, Image.Image)

@@ -127,8 +127,8 @@ def test_a_generator_repeats_the_draws_and_without_one_the_global_seed_does():
     ("arguments", "message"),
     [
         ({"length": 0.5, "bbox": (0, 0, 1, 1)}, "both say how large the box is"),
-        ({"length": 1.5}, r"length=1\.5 is not a fraction"),
-        ({"alpha": -1.0}, r"alpha=-1\.0 is not a parameter"),
+        ({"length": 1.5}, r"length=1\.5 is not in \[0, 1\]"),
+        ({"alpha": -1.0}, r"alpha=-1\.0 is not in \[0, inf"),
         ({"bbox": (0, 0, 9, 2)}, r"bbox=\(0, 0, 9, 2\) does not lie in images of 8 x 6"),
         ({"bbox": (3, 0, 1, 2)}, r"bbox=\(3, 0, 1, 2\)"),
         ({"target": torch.zeros(3)}, r"target of shape \(3,\)"),

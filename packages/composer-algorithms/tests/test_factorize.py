@@ -295,7 +295,7 @@ def test_a_model_without_large_layers_is_logged(caplog):
 
 @pytest.mark.parametrize("argument", ["latent_channels", "latent_features"])
 def test_nothing_in_between_is_refused(argument):
-    with pytest.raises(ValueError, match=f"{argument}=0 leaves nothing in between"):
+    with pytest.raises(ValueError, match=rf"{argument}=0 is not in \(0, inf"):
         Factorize(**{argument: 0})
 
 

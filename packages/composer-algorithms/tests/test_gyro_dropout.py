@@ -102,7 +102,7 @@ def test_a_model_without_dropout_is_warned_about():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"p": 1.0}, r"p=1\.0 is not a prob"),
+        ({"p": 1.0}, r"p=1\.0 is not in \[0, 1\)"),
         ({"p": -0.1}, r"p=-0\.1"),
         ({"sigma": 0}, "sigma=0"),
         ({"tau": 0}, "tau=0"),
@@ -118,8 +118,8 @@ def test_settings_out_of_range_are_refused(settings, message):
 @pytest.mark.parametrize(
     ("iters", "epochs", "error", "message"),
     [
-        (-1, 2, ValueError, "iters_per_epoch=-1 is not a number of steps"),
-        (10, float("nan"), ValueError, "max_epoch=nan is not a number of epochs"),
+        (-1, 2, ValueError, r"iters_per_epoch=-1 is not in \[0, inf"),
+        (10, float("nan"), ValueError, r"max_epoch=nan is not in \[0, inf"),
         ("10", 2, TypeError, "iters_per_epoch='10' is not a number"),
     ],
 )

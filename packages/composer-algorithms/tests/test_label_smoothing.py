@@ -69,7 +69,7 @@ def test_ignored_labels_add_nothing_to_the_loss():
 
 @pytest.mark.parametrize("smoothing", [-0.1, 1.1, float("nan")])
 def test_a_smoothing_that_is_no_share_is_refused_with_its_value(smoothing):
-    with pytest.raises(ValueError, match=rf"smoothing={smoothing!r} is not a share"):
+    with pytest.raises(ValueError, match=rf"smoothing={smoothing!r} is not in \[0, 1\]"):
         smooth_labels(torch.zeros(1, 2), torch.tensor([0]), smoothing)
     with pytest.raises(ValueError, match="smoothing="):
         LabelSmoothing(smoothing)

@@ -94,9 +94,9 @@ def test_a_model_that_has_layers_to_freeze_is_not_logged(caplog):
 
 @pytest.mark.parametrize("name", ["freeze_start", "freeze_level"])
 def test_a_part_that_is_none_is_refused(name):
-    with pytest.raises(ValueError, match=rf"{name}=1\.5 is not a fraction"):
+    with pytest.raises(ValueError, match=rf"{name}=1\.5 is not in \[0, 1\]"):
         LayerFreezing(**{name: 1.5})
-    with pytest.raises(ValueError, match=rf"{name}=-0\.5 is not a fraction"):
+    with pytest.raises(ValueError, match=rf"{name}=-0\.5 is not in \[0, 1\]"):
         freeze_layers(nn.Linear(1, 1), [], 0.5, **{name: -0.5})
     with pytest.raises(ValueError, match="current_duration=2"):
         freeze_layers(nn.Linear(1, 1), [], 2)

@@ -141,7 +141,7 @@ def test_an_impossible_alpha_is_refused_with_its_value(alpha):
 
 
 def test_a_weight_outside_zero_to_one_is_refused():
-    with pytest.raises(ValueError, match=r"mixing=1\.5 is not a weight"):
+    with pytest.raises(ValueError, match=r"mixing=1\.5 is not in \[0, 1\]"):
         mixup_batch(torch.rand(2, 1), torch.arange(2), 1.5)
 
 
@@ -508,5 +508,5 @@ def test_drawn_once_per_batch_a_loop_without_batch_start_is_refused(state):
 
 
 def test_drawing_per_anything_else_is_refused():
-    with pytest.raises(ValueError, match="draw_per='epoch' is neither"):
+    with pytest.raises(ValueError, match="draw_per='epoch' is unknown"):
         MixUp(draw_per="epoch")

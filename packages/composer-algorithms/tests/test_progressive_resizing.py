@@ -92,7 +92,7 @@ def test_targets_of_another_size_are_cropped_at_the_same_place():
         ({"mode": "shrink"}, "mode='shrink' is unknown"),
         ({"interpolation": "cubic"}, "interpolation='cubic' is unknown"),
         ({"antialias": True}, "goes with interpolation='bilinear'"),
-        ({"scale_factor": 0}, "scale_factor=0 leaves nothing"),
+        ({"scale_factor": 0}, r"scale_factor=0 is not in \(0, inf"),
         ({"input": torch.rand(4, 4)}, r"input of shape \(4, 4\) has no dims of space"),
         ({"target": torch.zeros(2), "resize_targets": True}, r"these have the shape \(2,\)"),
         ({"target": None, "resize_targets": True}, "has no target to resize"),

@@ -187,7 +187,7 @@ def test_a_copy_of_an_optimizer_with_a_scheduler_steps_for_itself(carry):
 
 
 def test_what_is_no_optimizer_cannot_be_wrapped():
-    with pytest.raises(TypeError, match=r"type str, which is no torch\.optim\.Optimizer"):
+    with pytest.raises(TypeError, match=r"type str, which is not a torch\.optim\.Optimizer"):
         SAMOptimizer("adam")
 
 

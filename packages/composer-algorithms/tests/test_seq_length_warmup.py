@@ -44,6 +44,14 @@ def test_the_last_token_is_kept_at_the_new_end(ends, length):
             assert torch.equal(value[row], expected)
 
 
+def test_a_batch_of_one_sequence_is_not_changed_by_keeping_its_end():
+    """Seen before: the slice of a single sequence is contiguous, and the last token was written into the batch."""
+    batch = {"input_ids": torch.arange(8)[None], "attention_mask": torch.ones(1, 8, dtype=torch.long)}
+    shorter = set_batch_sequence_length(batch, 4, preserve_end_of_sequence=True)
+    assert shorter["input_ids"].tolist() == [[0, 1, 2, 7]]
+    assert batch["input_ids"].tolist() == [list(range(8))]
+
+
 @given(length=st.integers(1, 7))
 def test_sequences_cut_into_several_follow_one_another(length):
     batch = {**text(), "position_ids": torch.arange(8).repeat(3, 1)}

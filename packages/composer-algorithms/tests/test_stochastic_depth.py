@@ -183,11 +183,11 @@ def test_torch_script_takes_a_model_with_it(kind, name, method, rescale):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target_layer_name": "VGG"}, "target_layer_name='VGG' is unknown: pass one of 'ResNetBottleneck'"),
-        ({"stochastic_method": "half"}, "stochastic_method='half' is unknown: pass one of 'block', 'sample'"),
+        ({"target_layer_name": "VGG"}, "target_layer_name='VGG' is unknown: choose one of 'ResNetBottleneck'"),
+        ({"stochastic_method": "half"}, "stochastic_method='half' is unknown: choose one of 'block', 'sample'"),
         ({"drop_distribution": "flat"}, "drop_distribution='flat' is unknown"),
-        ({"drop_rate": 1.2}, r"drop_rate=1.2 is not a probability"),
-        ({"drop_rate": -0.2}, r"drop_rate=-0.2 is not a probability"),
+        ({"drop_rate": 1.2}, r"drop_rate=1.2 is not in \[0, 1\]"),
+        ({"drop_rate": -0.2}, r"drop_rate=-0.2 is not in \[0, 1\]"),
         (
             {"stochastic_method": "sample", "drop_warmup": "5ba"},
             "drop_warmup='5ba' goes with stochastic_method='block'",
@@ -227,7 +227,9 @@ def test_a_warm_up_that_is_a_part_of_an_unknown_length_is_refused():
     state, algorithm = state_of(block()), StochasticDepth("ResNetBottleneck", drop_warmup=0.5)
     algorithm.apply(Event.INIT, state, None)
     state.max_duration = None
-    with pytest.raises(RuntimeError, match=r"drop_warmup='0\.5dur' is a part of training, whose length is not known"):
+    with pytest.raises(
+        RuntimeError, match=r"drop_warmup='0\.5dur' depends on the completed fraction of training, whose length"
+    ):
         algorithm.apply(Event.BATCH_START, state, None)
 
 

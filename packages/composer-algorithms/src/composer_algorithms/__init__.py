@@ -1,7 +1,7 @@
 """Published training speed-up methods, each as a function for any training loop and as an `Algorithm` for an `Engine`.
 
 `composer_algorithms.functional` collects the functions. Each method has a module of its own, such as
-`composer_algorithms.mixup`, with both forms and the `METADATA` from which the table of methods is generated.
+`composer_algorithms.mixup`, with both forms and `METADATA`, its row in the table of methods.
 """
 
 from importlib import import_module

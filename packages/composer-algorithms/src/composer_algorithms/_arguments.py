@@ -1,6 +1,7 @@
 """Argument checks, and deprecated argument names of older releases."""
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from numbers import Integral
@@ -79,40 +80,37 @@ def _translate(owner: str, kwargs: dict[str, Any], renamed: Mapping[str, str], i
         warn_deprecated(f"{owner}({name}=...) is now called {new_name}: write {new_name}={value!r}.", stacklevel=3)
 
 
-def check_number(argument: str, value: Any, accepted: str) -> None:
-    """Validate that an argument is a number. The caller checks its range.
-
-    Args:
-        argument: Name of the argument in the message.
-        value: Value to check.
-        accepted: Valid values, for the message.
-
-    Raises:
-        TypeError: If `value` is not a number. Booleans are rejected, too.
-    """
-    # NumPy numbers and one-element tensors pass: they have __float__ without being registered as numbers.Real.
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise TypeError(f"{argument}={value!r} is not a number: pass {accepted}.")
+def check_interval(interval: str, /, **numbers: Any) -> None:
+    """Validate that arguments are numbers, not booleans, in an interval such as `'[0, 1)'`; NaN is in none."""
+    low, high = map(float, interval[1:-1].split(","))
+    for name, value in numbers.items():
+        # NumPy numbers and one-element tensors pass: they have __float__ without being registered as numbers.Real.
+        if isinstance(value, bool) or not hasattr(value, "__float__"):
+            raise TypeError(f"{name}={value!r} is not a number: pass one in {interval}.")
+        is_open_end = (value == low and interval[0] == "(") or (value == high and interval[-1] == ")")
+        if is_open_end or not low <= value <= high:
+            raise ValueError(f"{name}={value!r} is not in {interval}.")
 
 
-def check_count(argument: str, value: Any, of: str, least: int = 1) -> None:
-    """Validate that an argument is a whole number of at least `least`.
+def check_counts(least: int = 1, /, **counts: Any) -> None:
+    """Validate that arguments are whole numbers of at least `least`."""
+    check_interval(f"[{least}, inf)", **counts)
+    for name, value in counts.items():
+        if not isinstance(value, Integral):
+            raise TypeError(f"{name}={value!r} is not a whole number: pass {least} or more.")
 
-    Args:
-        argument: Name of the argument in the message.
-        value: Value to check.
-        of: Counted unit, for the message.
-        least: Smallest valid value.
 
-    Raises:
-        TypeError: If `value` is not an integer.
-        ValueError: If `value` is less than `least`, or NaN.
-    """
-    check_number(argument, value, f"a whole number, {least} or more")
-    if not value >= least:  # also true for NaN
-        raise ValueError(f"{argument}={value!r} is not a number of {of}: pass {least} or more.")
-    if not isinstance(value, Integral):
-        raise TypeError(f"{argument}={value!r} is not a whole number: pass {least} or more {of}.")
+def check_choice(choices: Collection[str], /, **values: Any) -> None:
+    """Validate that arguments are among the given names."""
+    for name, value in values.items():
+        if value not in choices:
+            raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}.")
+
+
+def takes_keyword(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function can be called with a keyword argument of that name."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def check_is_module(model: object, lacks: str) -> None:

@@ -45,6 +45,13 @@ def _python_random(generator: torch.Generator | None) -> random.Random:
     return random.Random(draw_integer(0, 2**63 - 1, generator))
 
 
+def generator_for(source: str) -> torch.Generator:
+    """Return a CPU generator seeded from a text."""
+    # Not hash(): Python salts the hashes of strings per process, and a resumed run must seed the same generators.
+    digest = hashlib.blake2b(source.encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+
+
 class ResumableDraws(Serializable):
     """Mixin for algorithms that draw random numbers: `next_generator(state)` is the source of each draw.
 
@@ -63,9 +70,7 @@ class ResumableDraws(Serializable):
         # seed would share their draws.
         source = f"{state.rank_zero_seed}/{state.seed}/{type(self).__qualname__}/{self._num_draws}"
         self._num_draws += 1
-        # Not hash(): Python salts the hashes of strings per process, and a resumed run must seed the same generators.
-        digest = hashlib.blake2b(source.encode(), digest_size=8).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+        return generator_for(source)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the next base class and the number of draws."""

@@ -25,19 +25,14 @@ def loss_for_target(state: "State", target_key: Any, target: Tensor) -> Tensor:
     own_target = state.batch_get_item(target_key)
     state.batch_set_item(target_key, _smoothed(state, target_key, outputs, target))
     try:  # the batch must get its own target back even if the loss fails
-        with _precision_of_loss(state, outputs):
+        with precision_context(state, outputs.device.type):
             return require_tensor(loss_fn(outputs, state.batch), "the model's loss")
     finally:
         state.batch_set_item(target_key, own_target)
 
 
 def find_loss(model: nn.Module) -> Callable[..., Any]:
-    """Return `model.loss`, or `model.module.loss` where the model is wrapped.
-
-    Raises:
-        AttributeError: If neither exists.
-        TypeError: If the attribute is not callable.
-    """
+    """Return `model.loss`, or `model.module.loss` where the model is wrapped."""
     for owner in (model, getattr(model, "module", None)):
         loss = getattr(owner, "loss", None)
         if loss is None:
@@ -62,8 +57,8 @@ def _smoothed(state: "State", target_key: Any, outputs: Tensor, target: Tensor) 
     return target
 
 
-def _precision_of_loss(state: "State", outputs: Tensor) -> AbstractContextManager[Any]:
-    # The loop computes its own loss under autocast, but runs BEFORE_BACKWARD outside of it.
+def precision_context(state: "State", device_type: str) -> AbstractContextManager[Any]:
+    """Return the autocast of the run, which the loop enters for its own passes, but not for most events."""
     if state.precision is None:  # a custom loop whose state leaves precision alone
         return nullcontext()
-    return get_precision_context(state.precision, state.precision_config, device_type=outputs.device.type)
+    return get_precision_context(state.precision, state.precision_config, device_type=device_type)

@@ -2,34 +2,23 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from composer_algorithms._method import ModelSurgery
 from composer_algorithms.module_surgery import replace_module_classes
 from composer_dist.devices import Precision
-from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_events.warnings import NoEffectWarning
-
-if TYPE_CHECKING:
-    from composer_events.state import State
 
 _PRECISIONS = (Precision.AMP_FP16, Precision.AMP_BF16)
 _APPLY_AT = (Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD)
 
 
-class LowPrecisionNorm(Algorithm):
-    """Base of the algorithms that convert the norms of a model to low precision at one event.
-
-    Args:
-        apply_at: `Event.INIT`, `Event.BEFORE_LOAD` or `Event.AFTER_LOAD`.
-
-    Raises:
-        ValueError: If `apply_at` is any other event.
-    """
+class LowPrecisionNorm(ModelSurgery):
+    """Base of the algorithms that convert the norms of a model to low precision at one event."""
 
     surgery_rank = 5  # after the algorithms that replace norms
     acts_on = _APPLY_AT
@@ -42,15 +31,6 @@ class LowPrecisionNorm(Algorithm):
             )
         self.apply_at = apply_at
         self.acts_on = frozenset({apply_at})
-
-    @staticmethod
-    def required_on_load() -> bool:
-        """Return true: a resumed run must train in the same precision."""
-        return True
-
-    def match(self, event: Event, state: "State") -> bool:
-        """Return whether the event is `apply_at`."""
-        return event == self.apply_at
 
     def __repr__(self) -> str:
         # Checkpoints record this representation, and the event must be readable from it.
@@ -83,7 +63,11 @@ def swap_norms(
         return model
 
     def convert(module: nn.Module, module_index: int) -> nn.Module | None:
-        return to_low_precision(module, base, low)
+        if not isinstance(module, low):
+            if type(module).forward is not base.forward:  # a subclass that computes something of its own
+                return None
+            module.__class__ = low  # not a new object, so that parameters, hooks and optimizers keep their references
+        return module
 
     replace_module_classes(model, {base: convert}, optimizers, include_root=True)
     if not any(isinstance(module, low) for module in model.modules()):
@@ -94,19 +78,3 @@ def swap_norms(
             stacklevel=3,
         )
     return model
-
-
-def to_low_precision(module: nn.Module, base: type[nn.Module], low: type[nn.Module]) -> nn.Module | None:
-    """Convert a norm in place; return `None` for a subclass with a `forward` of its own.
-
-    Raises:
-        TypeError: If the module is not an instance of `base`.
-    """
-    if not isinstance(module, base):
-        raise TypeError(f"module={module!r} is not a torch.nn.{base.__name__}: only those have a low precision form.")
-    if isinstance(module, low):
-        return module
-    if type(module).forward is not base.forward:
-        return None
-    module.__class__ = low  # not a new object, so that parameters, hooks and optimizers keep their references
-    return module

@@ -21,24 +21,16 @@ class Replacement:
     new: nn.Module
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Position of an optimizer, and of one of its parameter groups."""
-
-    optimizer: int
-    group: int
+_Place = tuple[int, int]  # positions of an optimizer, and of one of its parameter groups
 
 
 def as_optimizers(optimizers: Any) -> tuple[Optimizer, ...]:
-    """Return one optimizer, several or none as a tuple, after a check of their types.
-
-    Wrappers with `param_groups` and `state` count as optimizers.
-    """
+    """Return one optimizer, several or none as a tuple; wrappers with `param_groups` and `state` are accepted."""
     opts = ensure_tuple(optimizers)
     for opt in opts:
         if not (hasattr(opt, "param_groups") and hasattr(opt, "state")):
             raise TypeError(
-                f"optimizers holds an object of type {type(opt).__qualname__}, which is no torch.optim.Optimizer: "
+                f"optimizers holds an object of type {type(opt).__qualname__}, which is not a torch.optim.Optimizer: "
                 "pass the model's optimizer, a list of them, or None where it is built afterwards."
             )
     return opts
@@ -127,7 +119,7 @@ def _without(tensors: Mapping[int, Tensor], others: Mapping[int, Tensor]) -> dic
 
 def _places(optimizers: Sequence[Optimizer]) -> dict[int, _Place]:
     return {
-        id(tensor): _Place(o, g)
+        id(tensor): (o, g)
         for o, optimizer in enumerate(optimizers)
         for g, group in enumerate(optimizer.param_groups)
         for tensor in group["params"]
@@ -137,11 +129,10 @@ def _places(optimizers: Sequence[Optimizer]) -> dict[int, _Place]:
 def _is_optimized(name: str, tensor: Tensor, replacement: Replacement, places: Mapping[int, _Place]) -> bool:
     if tensor.requires_grad:
         return True
-    if name in replacement.old_params:
-        alike = [replacement.old_params[name]]
-    else:
-        leaf = name.rpartition(".")[2]
-        alike = [old for old_name, old in replacement.old_params.items() if old_name.rpartition(".")[2] == leaf]
+    leaf, old_params = name.rpartition(".")[2], replacement.old_params
+    alike = [old for old_name, old in old_params.items() if old_name.rpartition(".")[2] == leaf]
+    if name in old_params:
+        alike = [old_params[name]]
     return any(id(old) in places and not old.requires_grad for old in alike)
 
 
@@ -165,11 +156,11 @@ def _only_place(optimizers: Sequence[Optimizer], candidates: set[_Place], what: 
     if len(candidates) == 1:
         return next(iter(candidates))
     if len(optimizers) == 1 and len(optimizers[0].param_groups) == 1:
-        return _Place(0, 0)
+        return (0, 0)
     where = "more than one" if candidates else "none"
     error = RuntimeError if len(optimizers) == 1 else NotImplementedError
     raise error(
-        f"there is no single parameter group for {what} of a module that was replaced: the parameters of the module "
+        f"no single parameter group fits {what} of a module that was replaced: the parameters of the module "
         f"before are in {where} of the {sum(len(one.param_groups) for one in optimizers)} groups of "
         f"{len(optimizers)} optimizer(s). Replace modules first and build the optimizer from the changed model."
     )
@@ -185,7 +176,7 @@ def _exchange(
         for tensor in removed.values():
             optimizer.state.pop(tensor, None)
         for g, group in enumerate(optimizer.param_groups):
-            newcomers = [tensor for tensor, place in added.values() if place == _Place(o, g)]
+            newcomers = [tensor for tensor, place in added.values() if place == (o, g)]
             if "param_names" in group:  # parallel to "params" since torch 2.6
                 group["param_names"] = _new_names(group, removed, newcomers, names)
             group["params"] = [tensor for tensor in group["params"] if id(tensor) not in removed] + newcomers

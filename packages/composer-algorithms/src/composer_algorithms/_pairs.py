@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from composer_algorithms._arguments import check_choice
 from composer_algorithms._draws import ResumableDraws
 from composer_algorithms._loss import loss_for_target
+from composer_algorithms._method import Method
 from composer_algorithms._smoothed_targets import SmoothedTargets, are_labels
 from composer_algorithms._tensors import batch_tensor, require_tensor
-from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_models.targets import ensure_targets_one_hot
 
@@ -21,12 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_pairs(input: Tensor, target: Tensor, indices: Tensor | None) -> None:
-    """Validate that inputs, targets and permutation describe the same examples.
-
-    Raises:
-        TypeError: If an argument is not a tensor, or `indices` are not integers.
-        ValueError: If they differ in length.
-    """
+    """Validate that inputs, targets and permutation describe the same examples."""
     require_tensor(input, "input")
     require_tensor(target, "target")
     if input.shape[:1] != target.shape[:1] or input.ndim == 0:
@@ -38,7 +34,7 @@ def check_pairs(input: Tensor, target: Tensor, indices: Tensor | None) -> None:
         return
     if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32):
         raise TypeError(
-            f"indices={indices!r} is no tensor of integers: pass a permutation of range({len(input)}), such as "
+            f"indices={indices!r} is not a tensor of integers: pass a permutation of range({len(input)}), such as "
             f"torch.randperm({len(input)})."
         )
     if indices.shape != input.shape[:1]:
@@ -58,33 +54,23 @@ _TWICE_MIXED = (
 )
 
 
-class PairMixing(ResumableDraws, Algorithm):
+class PairMixing(ResumableDraws, Method):
     """Base of the algorithms that mix each example with another one of its batch.
 
     Subclasses define in `_mix` how inputs are mixed, and may define in `_mix_target` how targets are mixed.
-
-    Args:
-        interpolate_loss: Mix the losses instead of the targets.
-        input_key: Index, key or `(getter, setter)` pair of the inputs in the batch.
-        target_key: The same for the targets.
-        draw_per: `'microbatch'` or `'batch'`.
-
-    Raises:
-        ValueError: If `draw_per` is anything else.
     """
 
     acts_on = frozenset({*_OF_BATCHES, Event.BEFORE_FORWARD, *_OF_TARGETS, Event.BEFORE_BACKWARD})
     conflicts_with = MappingProxyType(dict.fromkeys(("MixUp", "CutMix"), _TWICE_MIXED))
 
     def __init__(self, interpolate_loss: bool, input_key: Any, target_key: Any, draw_per: DrawPer) -> None:
-        if draw_per not in ("microbatch", "batch"):
-            raise ValueError(f"draw_per={draw_per!r} is neither 'microbatch' nor 'batch': pass one of them.")
+        check_choice(("microbatch", "batch"), draw_per=draw_per)
         self.interpolate_loss = interpolate_loss
         self.input_key = input_key
         self.target_key = target_key
         self.draw_per = draw_per
         # Only the events that these settings need, so that the engine skips the algorithm at the others.
-        self.acts_on = self._events = frozenset(
+        self.acts_on = frozenset(
             {
                 *(_OF_BATCHES if draw_per == "batch" else ()),
                 Event.BEFORE_FORWARD,
@@ -97,10 +83,6 @@ class PairMixing(ResumableDraws, Algorithm):
         self._original_target: Tensor | None = None
         self._batch_targets = torch.empty(0)  # permuted targets of the whole batch
         self._num_taken = 0  # number of those already used by microbatches
-
-    def match(self, event: Event, state: "State") -> bool:
-        """Return whether inputs, targets or the loss are mixed at this event."""
-        return event in self._events
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Mix inputs, targets or losses, as the event requires."""

@@ -37,14 +37,7 @@ class SmoothedTargets(Tensor):
 
     @classmethod
     def of(cls, logits: Tensor, *labels: Tensor, own_weight: float = 1.0, smoothing: float = 0.0) -> "SmoothedTargets":
-        """Create targets of shape `logits.shape`.
-
-        Args:
-            logits: Only the shape is used.
-            labels: Class indices; for mixed targets, also those of the other examples.
-            own_weight: Weight of the first labels.
-            smoothing: Share of the targets that is spread over all classes.
-        """
+        """Create targets of shape `logits.shape` from labels: class indices, and for mixed targets also the others."""
         # An expanded scalar has the shape of the logits and the memory of one element.
         targets = torch.zeros((), device=labels[0].device).expand(logits.shape).as_subclass(cls)
         targets.labels, targets.own_weight, targets.smoothing, targets.found = labels, own_weight, smoothing, None
@@ -118,7 +111,8 @@ def _from_indices(
     reduction: str = "mean",
     is_wide: bool = True,
 ) -> Tensor:
-    labels = [_without_ignored(each.long(), ignore_index) for each in target.labels]
+    given = [each.long() for each in target.labels]
+    labels = [each.where((each >= 0) & (each != ignore_index), _IGNORED) for each in given]
     for each in labels:
         if can_read_values(each) and each.numel() and int(each.max()) >= input.shape[1]:
             ensure_targets_one_hot(input, each)  # raises an error that names the number of classes
@@ -133,13 +127,11 @@ def _from_indices(
     # In 16 bits, the sum over many examples would overflow.
     total = loss.sum(dtype=torch.promote_types(loss.dtype, torch.float32))
     if reduction == "mean":
+        # By the number of labels also with class weights, as for the dense targets that these stand for. cross_entropy
+        # with label_smoothing= would divide by the sum of the labels' weights.
         counts = [(each >= 0).sum(dtype=total.dtype) for each in labels]
         total = total / (torch.lerp(counts[1], counts[0], target.own_weight) if len(counts) > 1 else counts[0])
     return total if is_wide else total.to(loss.dtype)
-
-
-def _without_ignored(labels: Tensor, ignore_index: int) -> Tensor:
-    return labels.where((labels >= 0) & (labels != ignore_index), _IGNORED)
 
 
 def _with_values(arguments: Any) -> Any:

@@ -63,12 +63,7 @@ def is_pil(value: object) -> "TypeGuard[Image]":
 
 
 def image_size(image: "Tensor | Image") -> tuple[int, int]:
-    """Return the height and width of an image.
-
-    Raises:
-        TypeError: If the value is neither a tensor nor a PIL image.
-        ValueError: If a tensor has fewer than three dims.
-    """
+    """Return the height and width of an image."""
     if is_pil(image):
         return image.height, image.width
     if not isinstance(image, Tensor):

@@ -1,6 +1,5 @@
 """AugMix: mix each image with several chains of augmentations of itself."""
 
-import math
 from collections.abc import Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, TypeVar, overload
@@ -9,20 +8,19 @@ import torch
 from PIL.Image import Image, frombytes
 from torch import Tensor
 
-from composer_algorithms._arguments import check_count, check_number
+from composer_algorithms._arguments import check_counts, check_interval
 from composer_algorithms._draws import draw_beta, draw_dirichlet, draw_integer
+from composer_algorithms._method import Method
 from composer_algorithms.augmentation.primitives import (
     AugmentationFunction,
     augmentation_sets,
     change,
     check_mode,
-    check_severity,
     find_set,
     map_pillow_function,
 )
 from composer_algorithms.dataset_transforms import TransformedDatasets
-from composer_algorithms.metadata import Metadata
-from composer_events.algorithm import Algorithm
+from composer_algorithms.metadata import METHODS
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -31,24 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AugMix", "AugmentAndMixTransform", "augmix_image", "METADATA"]
 
-METADATA = Metadata(
-    name="AugMix",
-    class_name="AugMix",
-    functional="augmix_image",
-    tldr="Mixes each image with several augmented versions of itself",
-    attribution="(Hendrycks et al, 2020)",
-    link="https://arxiv.org/abs/1912.02781",
-    domains=("cv",),
-    summary=(
-        "Takes several copies of an image through random chains of changes and mixes them, in random parts, with each "
-        "other and with the image. Models so trained are more robust against corrupted images."
-    ),
-    use=(
-        "Use severity=3, width=3, depth=-1, alpha=1. On its own it brings about 0.5% accuracy; the paper's consistency "
-        "loss is not part of it. It costs much time of the CPU: training may take from 1.1 to 10 times as long. Data "
-        "of ImageNet-C and CIFAR-10-C are seen in training with the set 'all'."
-    ),
-)
+METADATA = METHODS["augmix"]
 
 TImage = TypeVar("TImage", bound=Tensor | Image)
 
@@ -119,16 +100,7 @@ def augmix_image(
 class AugmentAndMixTransform:
     """Dataset transform that applies `augmix_image`.
 
-    Args:
-        severity: See `augmix_image`.
-        depth: See `augmix_image`.
-        width: See `augmix_image`.
-        alpha: See `augmix_image`.
-        augmentation_set: See `augmix_image`.
-
-    Raises:
-        ValueError: If `severity` is outside [0, 10], `width` is less than 1, or `alpha` is not above 0.
-        KeyError: If no set has that name.
+    It takes the same arguments as `augmix_image`, without the image.
     """
 
     def __init__(
@@ -139,13 +111,11 @@ class AugmentAndMixTransform:
         alpha: float = 1.0,
         augmentation_set: str | Sequence[AugmentationFunction] = "all",
     ) -> None:
-        check_severity(severity)
-        check_count("width", width, "chains")
+        check_interval("[0, 10]", severity=severity)
+        check_interval("(0, inf)", alpha=alpha)
+        check_counts(width=width)
         if not isinstance(depth, Integral):
             raise TypeError(f"depth={depth!r} is not a whole number: pass a number of changes, or 0 to draw it.")
-        check_number("alpha", alpha, "a number above 0")
-        if not 0 < alpha < math.inf:
-            raise ValueError(f"alpha={alpha!r} is not a parameter of a Dirichlet distribution: pass a number above 0.")
         self.severity = severity
         self.depth = depth
         self.width = width
@@ -177,7 +147,7 @@ class AugmentAndMixTransform:
         return frombytes(image.mode, image.size, mixed.to(torch.uint8).numpy().tobytes())
 
 
-class AugMix(Algorithm):
+class AugMix(Method):
     """Mix each training image with several chains of augmentations of itself.
 
     On `FIT_START` an `AugmentAndMixTransform` is inserted into the training dataset, before the conversion to tensors.
@@ -230,12 +200,6 @@ class AugMix(Algorithm):
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Add the transform to the dataset."""
         self._datasets.add(state)
-
-    def __repr__(self) -> str:
-        return (
-            f"AugMix(severity={self.severity!r}, depth={self.depth!r}, width={self.width!r}, alpha={self.alpha!r}, "
-            f"augmentation_set={self.augmentation_set!r})"
-        )
 
 
 def _values(image: Image) -> Tensor:

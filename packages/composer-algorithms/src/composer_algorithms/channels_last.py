@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from composer_algorithms._arguments import check_is_module
-from composer_algorithms.metadata import Metadata
-from composer_events.algorithm import Algorithm
+from composer_algorithms._method import Method
+from composer_algorithms.metadata import METHODS
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -17,23 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ChannelsLast", "apply_channels_last", "METADATA"]
 
-METADATA = Metadata(
-    name="Channels Last",
-    class_name="ChannelsLast",
-    functional="apply_channels_last",
-    tldr="Uses the channels-last memory format",
-    attribution="PyTorch",
-    link="https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html",
-    domains=("cv",),
-    summary=(
-        "Stores filters, and with them everything that flows through convolutions, with the channels side by side, "
-        "which is how the tensor cores of GPUs read them. The results are the same."
-    ),
-    use=(
-        "Recommended for convolutional networks in mixed precision on a GPU. It loses where many layers have no "
-        "kernels for this format. torch.compile chooses formats by itself, so it gains little there."
-    ),
-)
+METADATA = METHODS["channels_last"]
 
 _log = logging.getLogger("composer.algorithms.channels_last")
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -72,7 +56,7 @@ def apply_channels_last(model: nn.Module) -> None:
         )
 
 
-class ChannelsLast(Algorithm):
+class ChannelsLast(Method):
     """Convert `state.model` to the channels-last memory format on `INIT`, in place.
 
     It acts after all algorithms that create or replace convolutions. It has no state, and checkpoints of models with
@@ -93,19 +77,12 @@ class ChannelsLast(Algorithm):
     def __init__(self) -> None:
         pass  # the base accepts any arguments; this class has none
 
-    def match(self, event: Event, state: "State") -> bool:
-        """Return whether the event is INIT."""
-        return event == Event.INIT
-
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Convert the model."""
         if state.fsdp_config is not None or state.deepspeed_enabled:
             _convert_inputs(state.model)
         else:
             apply_channels_last(state.model)
-
-    def __repr__(self) -> str:
-        return "ChannelsLast()"
 
 
 def _convert_inputs(model: nn.Module) -> None:

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from composer_algorithms._arguments import check_number
+from composer_algorithms._arguments import check_interval
 from composer_algorithms._draws import ResumableDraws
+from composer_algorithms._method import Method, NamedArguments
 from composer_algorithms._tensors import batch_tensor, image_size, is_pil
 from composer_algorithms.dataset_transforms import TransformedDatasets
-from composer_algorithms.metadata import Metadata
-from composer_events.algorithm import Algorithm
+from composer_algorithms.metadata import METHODS
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -21,20 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ColOut", "ColOutTransform", "colout_batch", "METADATA"]
 
-METADATA = Metadata(
-    name="ColOut",
-    class_name="ColOut",
-    functional="colout_batch",
-    tldr="Drops random rows and columns of the images",
-    attribution="Many",
-    link="",
-    domains=("cv",),
-    summary="Removes a random part of the rows and columns of the images, which are then smaller and train faster.",
-    use=(
-        "Use p_row=0.15 and p_col=0.15. It trades a little accuracy for throughput; gains shrink beside progressive "
-        "resizing and selective backprop. With batch=True whole batches are cut, after they are loaded."
-    ),
-)
+METADATA = METHODS["colout"]
 
 ResizeTarget = bool | Literal["auto"]
 
@@ -75,8 +62,10 @@ def colout_batch(
     """
     if sample is None:
         return ColOutTransform(p_row, p_col, resize_target)
-    _check_probabilities(p_row, p_col)
-    input, target = _unpacked(sample)
+    check_interval("[0, 1]", p_row=p_row, p_col=p_col)
+    if isinstance(sample, tuple) and len(sample) != 2:
+        raise ValueError(f"sample is a tuple of {len(sample)} parts: pass an image, or a pair of image and target.")
+    input, target = cast("tuple[Any, Any]", sample if isinstance(sample, tuple) else (sample, None))
     height, width = image_size(input)
     resizes = _resizes_target(input, target, resize_target)
     rows = _kept(height, p_row, generator)
@@ -91,13 +80,10 @@ def colout_batch(
     return _selected(input, rows, columns), _selected(target, rows, columns)
 
 
-class ColOutTransform:
+class ColOutTransform(NamedArguments):
     """Dataset transform that applies `colout_batch`.
 
-    Args:
-        p_row: See `colout_batch`.
-        p_col: See `colout_batch`.
-        resize_target: See `colout_batch`.
+    It takes the same arguments as `colout_batch`, without the sample.
 
     Example:
         >>> ColOutTransform(p_row=0.5, p_col=0.5)(torch.rand(3, 8, 8)).shape
@@ -105,7 +91,7 @@ class ColOutTransform:
     """
 
     def __init__(self, p_row: float = 0.15, p_col: float = 0.15, resize_target: ResizeTarget | str = "auto") -> None:
-        _check_probabilities(p_row, p_col)
+        check_interval("[0, 1]", p_row=p_row, p_col=p_col)
         _check_resize_target(resize_target)
         self.p_row = p_row
         self.p_col = p_col
@@ -115,11 +101,8 @@ class ColOutTransform:
         """Return the smaller image, or image and target."""
         return colout_batch(sample, self.p_row, self.p_col, self.resize_target)
 
-    def __repr__(self) -> str:
-        return f"ColOutTransform(p_row={self.p_row!r}, p_col={self.p_col!r}, resize_target={self.resize_target!r})"
 
-
-class ColOut(ResumableDraws, Algorithm):
+class ColOut(ResumableDraws, Method):
     """Drop rows and columns of the images.
 
     With `batch=True` it acts on `AFTER_DATALOADER`: all images of a batch lose the same rows and columns, as do the
@@ -157,7 +140,7 @@ class ColOut(ResumableDraws, Algorithm):
         input_key: Any = 0,
         target_key: Any = 1,
     ) -> None:
-        _check_probabilities(p_row, p_col)
+        check_interval("[0, 1]", p_row=p_row, p_col=p_col)
         _check_resize_target(resize_target)
         if resize_target is True and not batch:
             raise NotImplementedError(
@@ -197,12 +180,6 @@ class ColOut(ResumableDraws, Algorithm):
             state.batch_set_item(self.target_key, smaller_target)
         state.batch_set_item(self.input_key, result)
 
-    def __repr__(self) -> str:
-        return (
-            f"ColOut(p_row={self.p_row!r}, p_col={self.p_col!r}, batch={self.batch!r}, "
-            f"resize_target={self.resize_target!r}, input_key={self.input_key!r}, target_key={self.target_key!r})"
-        )
-
 
 def _kept(size: int, p: float, generator: torch.Generator | None) -> Tensor:
     permutation = torch.randperm(size, generator=generator)
@@ -227,14 +204,6 @@ def _selected(image: "Tensor | Image", rows: Tensor, columns: Tensor) -> "Tensor
     return pixels.gather(-1, places.expand(*pixels.shape[:-1], -1)).unflatten(-1, (len(rows), len(columns)))
 
 
-def _unpacked(sample: Any) -> tuple[Any, Any]:
-    if not isinstance(sample, tuple):
-        return sample, None
-    if len(sample) != 2:
-        raise ValueError(f"sample is a tuple of {len(sample)} parts: pass an image, or a pair of image and target.")
-    return sample
-
-
 def _resizes_target(input: Any, target: Any, resize_target: ResizeTarget | str) -> bool:
     _check_resize_target(resize_target)
     if isinstance(resize_target, bool):
@@ -247,10 +216,3 @@ def _resizes_target(input: Any, target: Any, resize_target: ResizeTarget | str) 
 def _check_resize_target(resize_target: ResizeTarget | str) -> None:
     if not isinstance(resize_target, bool) and str(resize_target).lower() != "auto":
         raise ValueError(f"resize_target={resize_target!r} is unknown: pass True, False or 'auto'.")
-
-
-def _check_probabilities(p_row: float, p_col: float) -> None:
-    for name, p in (("p_row", p_row), ("p_col", p_col)):
-        check_number(name, p, "a part of the image, from 0 to 1")
-        if not 0 <= p <= 1:
-            raise ValueError(f"{name}={p!r} is no part of the image: pass a number from 0 to 1.")

@@ -7,31 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_algorithms._arguments import accept_legacy_arguments, check_number, warn_deprecated
+from composer_algorithms._arguments import accept_legacy_arguments, check_interval, warn_deprecated
 from composer_algorithms._draws import draw_beta, draw_integer
 from composer_algorithms._pairs import DrawPer, PairMixing, check_pairs
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_models.targets import ensure_targets_one_hot
 
 __all__ = ["CutMix", "cutmix", "cutmix_batch", "METADATA"]
 
-METADATA = Metadata(
-    name="CutMix",
-    class_name="CutMix",
-    functional="cutmix_batch",
-    tldr="Combines pairs of examples and labels by a box of one in the other",
-    attribution="(Yun et al, 2019)",
-    link="https://arxiv.org/abs/1905.04899",
-    domains=("cv",),
-    summary=(
-        "Puts a box of one image into another one of the batch and weighs their targets by area, so that the model "
-        "learns to recognise objects by any of their parts."
-    ),
-    use=(
-        "Use alpha=1. It costs next to nothing and helps where training is long enough to overfit; gains shrink "
-        "beside other regularizers such as MixUp. The loss must accept one value for each class."
-    ),
-)
+METADATA = METHODS["cutmix"]
 
 Box = tuple[int, int, int, int]
 """`(x1, y1, x2, y2)`: half-open ranges, x along the second to last dim and y along the last."""
@@ -85,7 +69,11 @@ def cutmix_batch(
         arXiv:1905.04899, eq. (1) and (2).
     """
     check_pairs(input, target, indices)
-    _check_images(input)
+    if input.ndim < 3:
+        raise ValueError(
+            f"input of shape {tuple(input.shape)} is not a batch of images: pass (batch, ..., height, width), such as "
+            f"(batch, channels, height, width)."
+        )
     if bbox is not None and length is not None:
         raise ValueError(f"bbox={bbox!r} and length={length!r} both say how large the box is: pass one of them.")
     height, width = input.shape[-2:]
@@ -94,7 +82,7 @@ def cutmix_batch(
             cutmix_lambda = _gen_cutmix_coef(alpha, generator)
             bbox = _rand_bbox(height, width, cutmix_lambda, uniform_sampling=uniform_sampling, generator=generator)
         else:
-            _check_length(length)
+            check_interval("[0, 1]", length=length)
             cut_sides = (int(length * height), int(length * width))
             bbox = _draw_box((height, width), cut_sides, (None, None), uniform_sampling, generator)
     else:
@@ -202,20 +190,13 @@ class CutMix(PairMixing):
         *,
         draw_per: DrawPer = "microbatch",
     ) -> None:
-        _check_alpha(alpha)
+        check_interval("[0, inf)", alpha=alpha)
         super().__init__(interpolate_loss, input_key, target_key, draw_per)
         self.alpha = alpha
         self.uniform_sampling = uniform_sampling
         self._bbox: Box = (0, 0, 0, 0)
         self._adjusted_lambda = 1.0  # fraction of each image that is its own
         self._image_size: tuple[int, ...] = ()
-
-    def __repr__(self) -> str:
-        return (
-            f"CutMix(alpha={self.alpha!r}, interpolate_loss={self.interpolate_loss!r}, "
-            f"uniform_sampling={self.uniform_sampling!r}, input_key={self.input_key!r}, "
-            f"target_key={self.target_key!r}, draw_per={self.draw_per!r})"
-        )
 
     def _mix(self, input: Tensor, target: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
         self._image_size = tuple(input.shape[-2:])
@@ -255,7 +236,7 @@ def _gen_indices(num_samples: int, generator: torch.Generator | None = None) -> 
 
 def _gen_cutmix_coef(alpha: float, generator: torch.Generator | None = None) -> float:
     """Draw the fraction of the area that is not cut."""
-    _check_alpha(alpha)
+    check_interval("[0, inf)", alpha=alpha)
     return draw_beta(alpha, generator) if alpha > 0 else 0.0
 
 
@@ -286,12 +267,12 @@ def _adjust_lambda(input: Tensor, bbox: Box) -> float:
 def _draw_box(
     sides: tuple[int, int],
     cut_sides: tuple[int, int],
-    centre: tuple[int | None, int | None],
+    center: tuple[int | None, int | None],
     uniform_sampling: bool,
     generator: torch.Generator | None,
 ) -> Box:
     edges: list[tuple[int, int]] = []
-    for size, cut, middle in zip(sides, cut_sides, centre, strict=True):
+    for size, cut, middle in zip(sides, cut_sides, center, strict=True):
         if middle is None:
             beyond = cut // 2 if uniform_sampling else 0
             middle = draw_integer(-beyond, size + beyond, generator)
@@ -299,26 +280,6 @@ def _draw_box(
         edges.append((min(max(middle - cut // 2, 0), size), min(max(middle + cut // 2, 0), size)))
     (x1, x2), (y1, y2) = edges
     return x1, y1, x2, y2
-
-
-def _check_length(length: float) -> None:
-    check_number("length", length, "a part of an image's side, from 0 to 1")
-    if not 0 <= length <= 1:
-        raise ValueError(f"length={length!r} is not a fraction of an image's side: pass a number from 0 to 1.")
-
-
-def _check_alpha(alpha: float) -> None:
-    check_number("alpha", alpha, "0 or more")
-    if not 0 <= alpha < math.inf:
-        raise ValueError(f"alpha={alpha!r} is not a parameter of Beta(alpha, alpha): pass 0 or more.")
-
-
-def _check_images(input: Tensor) -> None:
-    if input.ndim < 3:
-        raise ValueError(
-            f"input of shape {tuple(input.shape)} is not a batch of images: pass (batch, ..., height, width), such as "
-            f"(batch, channels, height, width)."
-        )
 
 
 def _check_box(bbox: Box, height: int, width: int) -> None:

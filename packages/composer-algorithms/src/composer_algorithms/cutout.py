@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
-from composer_algorithms._arguments import accept_legacy_arguments, check_count, check_number, warn_deprecated
+from composer_algorithms._arguments import accept_legacy_arguments, check_counts, check_interval, warn_deprecated
 from composer_algorithms._draws import ResumableDraws, draw_integer
+from composer_algorithms._method import Method, NamedArguments
 from composer_algorithms._tensors import batch_tensor, image_size, is_pil
-from composer_algorithms.metadata import Metadata
-from composer_events.algorithm import Algorithm
+from composer_algorithms.metadata import METHODS
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -21,22 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CutOut", "CutOutTransform", "cutout_batch", "METADATA"]
 
-METADATA = Metadata(
-    name="CutOut",
-    class_name="CutOut",
-    functional="cutout_batch",
-    tldr="Blacks out squares of the images",
-    attribution="(DeVries et al, 2017)",
-    link="https://arxiv.org/abs/1708.04552",
-    domains=("cv",),
-    summary=(
-        "Sets one or more squares of each image to zero, so that the model cannot rely on any one part of an object."
-    ),
-    use=(
-        "One hole with length=0.5, or a quarter of the side. Well-tuned ResNets gain little from it, and less still "
-        "beside MixUp or label smoothing."
-    ),
-)
+METADATA = METHODS["cutout"]
 
 TImage = TypeVar("TImage", bound="Tensor | Image")
 
@@ -130,13 +115,10 @@ def _square(width: int, height: int, x: int, y: int, length: int) -> tuple[int, 
     )
 
 
-class CutOutTransform:
+class CutOutTransform(NamedArguments):
     """Dataset transform that applies `cutout_batch`.
 
-    Args:
-        num_holes: See `cutout_batch`.
-        length: See `cutout_batch`.
-        uniform_sampling: See `cutout_batch`.
+    It takes the same arguments as `cutout_batch`, without the input.
 
     Example:
         >>> CutOutTransform()(torch.ones(3, 8, 8)).shape
@@ -153,14 +135,8 @@ class CutOutTransform:
         """Return the image with its squares."""
         return cutout_batch(image, self.num_holes, self.length, self.uniform_sampling)
 
-    def __repr__(self) -> str:
-        return (
-            f"CutOutTransform(num_holes={self.num_holes!r}, length={self.length!r}, "
-            f"uniform_sampling={self.uniform_sampling!r})"
-        )
 
-
-class CutOut(ResumableDraws, Algorithm):
+class CutOut(ResumableDraws, Method):
     """Black out squares in the images of each batch, the same ones in all images.
 
     On `AFTER_DATALOADER` the inputs in `state.batch` are replaced with their `cutout_batch`. Random numbers depend on
@@ -196,10 +172,6 @@ class CutOut(ResumableDraws, Algorithm):
         self.uniform_sampling = uniform_sampling
         self.input_key = input_key
 
-    def match(self, event: Event, state: "State") -> bool:
-        """Return whether a batch has just been loaded."""
-        return event == Event.AFTER_DATALOADER
-
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Black out squares of the inputs."""
         input = batch_tensor(state, self.input_key, "input_key")
@@ -207,22 +179,15 @@ class CutOut(ResumableDraws, Algorithm):
         output = cutout_batch(input, self.num_holes, self.length, self.uniform_sampling, generator=generator)
         state.batch_set_item(self.input_key, output)
 
-    def __repr__(self) -> str:
-        return (
-            f"CutOut(num_holes={self.num_holes!r}, length={self.length!r}, "
-            f"uniform_sampling={self.uniform_sampling!r}, input_key={self.input_key!r})"
-        )
-
 
 def _check(num_holes: int, length: float) -> None:
-    check_count("num_holes", num_holes, "holes", least=0)
-    check_number("length", length, "a part of the image's side, from 0 to 1")
-    # Older releases gave the length in pixels, which is still accepted with a warning.
-    if not (0 <= length <= 1 or _is_in_pixels(length)):
-        raise ValueError(f"length={length!r} is not a fraction of an image's side: pass a number from 0 to 1.")
+    check_counts(0, num_holes=num_holes)
+    if not _is_in_pixels(length):
+        check_interval("[0, 1]", length=length)
 
 
 def _is_in_pixels(length: float) -> bool:
+    # Older releases gave the length in pixels, which is still accepted with a warning.
     return isinstance(length, Integral) and length > 1
 
 

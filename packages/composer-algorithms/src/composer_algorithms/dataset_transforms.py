@@ -55,12 +55,7 @@ def add_vision_dataset_transform(
 
 
 class TransformedDatasets:
-    """Training datasets that get a transform, each of them once.
-
-    Args:
-        owner: Name of the algorithm in messages.
-        transform: The transform.
-    """
+    """Training datasets that get a transform, each of them once; `owner` names the algorithm in messages."""
 
     def __init__(self, owner: str, transform: Transform) -> None:
         self._owner = owner
@@ -68,11 +63,7 @@ class TransformedDatasets:
         self._done: WeakSet[Dataset[Any]] = WeakSet()  # weak, to not keep finished datasets alive
 
     def is_due(self, event: Event, state: "State") -> bool:
-        """Return whether training starts on a dataset without the transform.
-
-        Raises:
-            TypeError: If the dataset is unknown, because the dataloader is not PyTorch's.
-        """
+        """Return whether training starts on a dataset without the transform."""
         if event != Event.FIT_START:
             return False
         if not isinstance(state.dataloader, DataLoader):
@@ -84,11 +75,7 @@ class TransformedDatasets:
         return any(part not in self._done for part in _parts(state.dataloader.dataset))
 
     def add(self, state: "State") -> None:
-        """Add the transform to the training dataset.
-
-        Raises:
-            TypeError: If the dataset is not a torchvision dataset.
-        """
+        """Add the transform to the training dataset."""
         for part in dict.fromkeys(_vision_datasets(state.dataloader.dataset)):
             if part not in self._done:
                 add_vision_dataset_transform(part, self._transform)

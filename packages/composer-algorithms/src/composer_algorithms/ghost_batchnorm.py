@@ -1,6 +1,5 @@
 """Ghost batch normalization: normalize small parts of the batch by their own statistics."""
 
-import functools
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -10,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_count
-from composer_algorithms.metadata import Metadata
+from composer_algorithms._arguments import check_counts
+from composer_algorithms._method import ModelSurgery, report
+from composer_algorithms.metadata import METHODS
 from composer_algorithms.module_surgery import (
-    InitSurgery,
     count_module_instances,
     replace_module_classes,
     transfer_hooks,
@@ -33,23 +32,7 @@ __all__ = [
     "METADATA",
 ]
 
-METADATA = Metadata(
-    name="Ghost BatchNorm",
-    class_name="GhostBatchNorm",
-    functional="apply_ghost_batchnorm",
-    tldr="Replaces batch normalization by one over smaller ghost batches",
-    attribution="(Dimitriou et al, 2020)",
-    link="https://arxiv.org/abs/2007.08554",
-    domains=("cv",),
-    summary=(
-        "Splits each batch into ghost batches and normalizes each by its own mean and variance, so that a large batch "
-        "regularizes as a small one does."
-    ),
-    use=(
-        "Use ghost_batch_size of 16, 32 or 64. Between -0.3 and +0.3% for ResNet-50 on ImageNet; the paper reports 0 "
-        "to 3%. It costs about 5% of training time."
-    ),
-)
+METADATA = METHODS["ghost_batchnorm"]
 
 _log = logging.getLogger("composer.algorithms.ghost_batchnorm")
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -62,21 +45,13 @@ class _GhostBatchNorm(nn.Module):
     running averages in turn, with the momentum divided by `n`. There is one part less if the last one would have a
     single value per channel, which has no variance, and a batch of fewer than `ghost_batch_size` examples is one part.
     Evaluation mode, which uses the averages, splits nothing.
-
-    Args:
-        base_batchnorm: The batch norm; it becomes the child `batchnorm`.
-        ghost_batch_size: Examples per ghost batch.
-
-    Raises:
-        ValueError: If `ghost_batch_size` is not above 0; in `forward`, if the input has a number of dims that the batch
-            norm does not support.
     """
 
     num_dims: ClassVar[tuple[int, ...]] = ()
 
     def __init__(self, base_batchnorm: _BatchNorm, ghost_batch_size: int = 32) -> None:
         super().__init__()
-        _check_ghost_batch_size(ghost_batch_size)
+        check_counts(ghost_batch_size=ghost_batch_size)
         self.ghost_batch_size = ghost_batch_size
         self.path = ""  # in the model, for messages
         self.batchnorm = base_batchnorm
@@ -104,7 +79,7 @@ class _GhostBatchNorm(nn.Module):
         if input.ndim not in self.num_dims:
             raise ValueError(
                 f"the input of shape {tuple(input.shape)} has {input.ndim} dims, and {type(self).__name__} takes "
-                f"{' or '.join(map(str, self.num_dims))}{self._place()}."
+                f"{' or '.join(map(str, self.num_dims))}{f' in the module {self.path!r}' if self.path else ''}."
             )
         norm = self.batchnorm
         mean, var = (norm.running_mean, norm.running_var) if norm.training else (None, None)
@@ -135,9 +110,6 @@ class _GhostBatchNorm(nn.Module):
         finally:
             self.batchnorm.momentum = momentum
 
-    def _place(self) -> str:
-        return f" in the module {self.path!r}" if self.path else ""
-
     def extra_repr(self) -> str:
         """Return the size of the ghost batches."""
         return f"ghost_batch_size={self.ghost_batch_size}"
@@ -149,7 +121,7 @@ class _GhostBatchNorm(nn.Module):
             if isinstance(module, base):
                 return ghost(module, ghost_batch_size)
         raise TypeError(
-            f"module={module!r} is none of {', '.join(base.__name__ for base in _GHOSTS)}: no ghost form of it exists."
+            f"module={module!r} is not a {' or '.join(base.__name__ for base in _GHOSTS)}: it has no ghost form."
         )
 
 
@@ -174,12 +146,7 @@ class GhostBatchNorm1d(_GhostBatchNorm):
 class GhostBatchNorm2d(_GhostBatchNorm):
     """Normalize each ghost batch by its own statistics, as a replacement for `torch.nn.BatchNorm2d`.
 
-    Args:
-        base_batchnorm: The batch norm; it becomes the child `batchnorm`.
-        ghost_batch_size: Examples in a ghost batch.
-
-    Raises:
-        ValueError: If `ghost_batch_size` is not above 0.
+    It takes the same arguments as `GhostBatchNorm1d`.
 
     Example:
         >>> GhostBatchNorm2d(nn.BatchNorm2d(8), 16)(torch.rand(32, 8, 2, 2)).shape
@@ -192,12 +159,7 @@ class GhostBatchNorm2d(_GhostBatchNorm):
 class GhostBatchNorm3d(_GhostBatchNorm):
     """Normalize each ghost batch by its own statistics, as a replacement for `torch.nn.BatchNorm3d`.
 
-    Args:
-        base_batchnorm: The batch norm; it becomes the child `batchnorm`.
-        ghost_batch_size: Examples in a ghost batch.
-
-    Raises:
-        ValueError: If `ghost_batch_size` is not above 0.
+    It takes the same arguments as `GhostBatchNorm1d`.
 
     Example:
         >>> GhostBatchNorm3d(nn.BatchNorm3d(8), 16)(torch.rand(32, 8, 2, 2, 2)).shape
@@ -239,9 +201,13 @@ def apply_ghost_batchnorm(
         Dimitriou and Arandjelovic, "A New Look at Ghost Normalization", 2020, arXiv:2007.08554; Hoffer et al., "Train
         longer, generalize better", NeurIPS 2017, arXiv:1705.08741, algorithm 1.
     """
-    _check_ghost_batch_size(ghost_batch_size)
-    policy = functools.partial(_ghost_of, ghost_batch_size=ghost_batch_size)
-    replace_module_classes(model, dict.fromkeys(_GHOSTS, policy), optimizers)
+    check_counts(ghost_batch_size=ghost_batch_size)
+
+    def ghost_of(module: _BatchNorm, module_index: int) -> nn.Module | None:
+        is_inside = hasattr(module, "_already_ghost_batchnormed")
+        return None if is_inside else _GhostBatchNorm.from_batchnorm(module, ghost_batch_size)
+
+    replace_module_classes(model, dict.fromkeys(_GHOSTS, ghost_of), optimizers)
     for path, module in model.named_modules():
         if isinstance(module, _GhostBatchNorm):
             module.path = path
@@ -252,13 +218,7 @@ def apply_ghost_batchnorm(
         )
 
 
-def _ghost_of(module: _BatchNorm, module_index: int, ghost_batch_size: int) -> nn.Module | None:
-    if hasattr(module, "_already_ghost_batchnormed"):
-        return None
-    return _GhostBatchNorm.from_batchnorm(module, ghost_batch_size)
-
-
-class GhostBatchNorm(InitSurgery):
+class GhostBatchNorm(ModelSurgery):
     """Wrap the batch norms of `state.model` on `INIT`, so that they normalize ghost batches.
 
     It acts after the algorithms that replace operators. A microbatch with fewer examples, such as the last one of an
@@ -282,20 +242,11 @@ class GhostBatchNorm(InitSurgery):
     surgery_rank = 3
 
     def __init__(self, ghost_batch_size: int = 32) -> None:
-        _check_ghost_batch_size(ghost_batch_size)
+        check_counts(ghost_batch_size=ghost_batch_size)
         self.ghost_batch_size = ghost_batch_size
 
     def apply(self, event: "Event", state: "State", logger: "Logger | None" = None) -> None:
         """Wrap the batch norms, and log their number."""
         apply_ghost_batchnorm(state.model, self.ghost_batch_size, state.optimizers)
         count = count_module_instances(state.model, _GhostBatchNorm)
-        _log.info("GhostBatchNorm: %d batch norms normalize ghost batches.", count)
-        if logger is not None:
-            logger.log_hyperparameters({"GhostBatchNorm/num_new_modules": count})
-
-    def __repr__(self) -> str:
-        return f"GhostBatchNorm(ghost_batch_size={self.ghost_batch_size!r})"
-
-
-def _check_ghost_batch_size(ghost_batch_size: int) -> None:
-    check_count("ghost_batch_size", ghost_batch_size, "examples")
+        report(_log, logger, {"GhostBatchNorm/num_new_modules": count})

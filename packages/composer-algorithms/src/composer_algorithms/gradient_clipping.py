@@ -1,17 +1,17 @@
 """Gradient clipping: bound the gradients by their norm, by value, or by the norms of the weights they belong to."""
 
-import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from composer_algorithms._arguments import check_number, warn_deprecated
-from composer_algorithms._maximal_batch import clip_norm, clip_to_weights, clip_value, unit_coefficients, unit_norms
-from composer_algorithms.metadata import Metadata
-from composer_algorithms.module_surgery import has_flat_parameters
-from composer_events.algorithm import Algorithm
+from composer_algorithms._arguments import check_choice, check_interval, warn_deprecated
+from composer_algorithms._method import Method
+from composer_algorithms.metadata import METHODS
+from composer_algorithms.module_surgery import has_flat_parameters, is_dtensor
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -20,23 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AGC", "GradientClipping", "apply_agc", "apply_gradient_clipping", "METADATA"]
 
-METADATA = Metadata(
-    name="Gradient Clipping",
-    class_name="GradientClipping",
-    functional="apply_gradient_clipping",
-    tldr="Bounds the gradients before the optimizer's step",
-    attribution="(Brock et al, 2021, Mikolov, 2012)",
-    link="https://arxiv.org/abs/2102.06171",
-    domains=("cv", "nlp"),
-    summary=(
-        "Scales or clamps gradients that are too large, so that single batches cannot throw training off its course. "
-        "The bound is on the norm of the whole gradient, on each value, or on each unit relative to its weights."
-    ),
-    use=(
-        "'norm' with 1.0 is usual for transformers; published runs use 0.1 to 2.0. 'adaptive' with 0.01 suits batches "
-        "of 1024 to 4096 and normalizer-free networks, up to 0.16 smaller batches; leave the last layer out."
-    ),
-)
+METADATA = METHODS["gradient_clipping"]
 
 _TYPES = ("norm", "value", "adaptive")
 
@@ -94,31 +78,60 @@ def apply_gradient_clipping(
         if not isinstance(model, Iterable):
             raise TypeError(f"model={model!r} has no parameters: pass a model, or its parameters.")
     if clipping_type == "value":
-        clip_value(parameters, clipping_threshold)  # elementwise, so sharding does not matter
+        _clip_value(parameters, clipping_threshold)  # elementwise, so sharding does not matter
     elif fsdp_enabled:
         _clip_under_fsdp1(cast("nn.Module", model), clipping_type, clipping_threshold)
     elif clipping_type == "norm":
-        clip_norm(parameters, clipping_threshold)
+        _clip_norm(parameters, clipping_threshold)
     else:
         _apply_agc(parameters, clipping_threshold=clipping_threshold, **({"eps": eps} if eps else {}))
 
 
 # Names and arguments of the next three functions are Composer's: users' tests call the last two, and patch the first.
+@torch.no_grad()
 def _apply_agc(parameters: Iterable[Tensor], clipping_threshold: float, eps: float = 0.0) -> None:
-    """Clip each unit of the gradients relative to its weights, in place."""
-    clip_to_weights(parameters, clipping_threshold, eps)
+    """Scale the gradient of each unit so that its norm is at most the threshold times the norm of the unit's weights.
+
+    A unit is all elements with the same first index. Vectors and scalars are one unit each.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        # One tensor at a time, and large CPU tensors in chunks: a gradient still in the cache when it is scaled does
+        # not have to be read from memory twice.
+        if gradient.numel() > 2 * _IN_CACHE and gradient.is_cpu and gradient.ndim > 1 and not is_dtensor(gradient):
+            num_units = max(1, len(gradient) * _IN_CACHE // gradient.numel())
+            for weights, own in zip(parameter.split(num_units), gradient.split(num_units), strict=True):
+                own.mul_(_get_clipped_gradient_coeff(weights, own, clipping_threshold, eps))
+        else:
+            gradient.mul_(_get_clipped_gradient_coeff(parameter, gradient, clipping_threshold, eps))
 
 
 @torch.no_grad()
-def _get_clipped_gradient_coeff(weights: Tensor, grad: Tensor, clipping_threshold: float = 0.01) -> Tensor:
-    """Return the factor for each unit of a gradient."""
-    return unit_coefficients(weights, grad, clipping_threshold, eps=0.0)
+def _get_clipped_gradient_coeff(
+    weights: Tensor, grad: Tensor, clipping_threshold: float = 0.01, eps: float = 0.0
+) -> Tensor:
+    """Return the factor for each unit of a gradient that bounds its norm by the threshold times that of the weights."""
+    # DTensor norms cover whole units, whichever dim is sharded, but may be partial sums that are not reduced yet.
+    norm = _unitwise_norm(weights)
+    is_sharded = is_dtensor(norm)
+    if eps > 0 or is_sharded:
+        norm = norm.clamp(min=eps)
+    ratio = norm.mul_(clipping_threshold).div_(_unitwise_norm(grad))
+    # At most 1, including 0 / 0, a unit that does not move. DTensor has no fmin, which would do both at once.
+    if is_sharded:
+        ratio.nan_to_num_(nan=1.0, posinf=1.0).clamp_(max=1.0)
+    else:
+        torch.fmin(ratio, _ONE, out=ratio)
+    return ratio
 
 
 @torch.no_grad()
 def _unitwise_norm(tensor: Tensor) -> Tensor:
-    """Return the norm of each unit of weights or of a gradient."""
-    return unit_norms(tensor)
+    """Return the norm of each unit, with size 1 in every dim but the first; a single number for a vector."""
+    dims = tuple(range(1, tensor.ndim)) or None  # None: over all elements of a vector
+    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=dims is not None)
 
 
 def apply_agc(model: nn.Module | Iterable[Tensor], clipping_threshold: float = 0.01) -> None:
@@ -136,7 +149,7 @@ def apply_agc(model: nn.Module | Iterable[Tensor], clipping_threshold: float = 0
     apply_gradient_clipping(model, "adaptive", clipping_threshold)
 
 
-class GradientClipping(Algorithm):
+class GradientClipping(Method):
     """Clip the gradients of each step.
 
     On `AFTER_TRAIN_BATCH`, when the gradients of all microbatches are complete and unscaled, it calls
@@ -172,14 +185,10 @@ class GradientClipping(Algorithm):
         self.eps = eps
         self.clip_grad_norm: Callable[[Iterable[Tensor], float], Any] | None = None
 
-    def match(self, event: Event, state: "State") -> bool:
-        """Return whether the event is INIT or AFTER_TRAIN_BATCH."""
-        return event in (Event.INIT, Event.AFTER_TRAIN_BATCH)
-
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Clip the gradients; on INIT, reject settings that DeepSpeed does not support."""
         if state.deepspeed_enabled:
-            _check_deepspeed(self.clipping_type, self.clipping_threshold)
+            self._check_for_deepspeed()
         elif event != Event.AFTER_TRAIN_BATCH:
             return
         elif self.clipping_type == "norm" and self.clip_grad_norm is not None:
@@ -199,6 +208,18 @@ class GradientClipping(Algorithm):
             f"GradientClipping(clipping_type={self.clipping_type!r}, clipping_threshold={self.clipping_threshold!r}"
             f"{eps})"
         )
+
+    def _check_for_deepspeed(self) -> None:
+        if self.clipping_type != "norm":
+            raise NotImplementedError(
+                f"clipping_type={self.clipping_type!r} cannot be used under DeepSpeed, which clips by 'norm' only: use "
+                f"that, or train without DeepSpeed."
+            )
+        if self.clipping_threshold <= 0:
+            raise ValueError(
+                f"clipping_threshold={self.clipping_threshold!r} cannot be used under DeepSpeed, which takes 0 for no "
+                f"clipping: pass a number above 0."
+            )
 
 
 def AGC(clipping_threshold: float = 0.01) -> GradientClipping:  # the name of the class in Composer 0.7
@@ -229,95 +250,76 @@ def _clip_under_fsdp1(model: nn.Module, clipping_type: str, threshold: float) ->
 
 
 def _check(clipping_type: str, threshold: float, eps: float) -> None:
-    if clipping_type not in _TYPES:
-        raise ValueError(f"clipping_type={clipping_type!r} is unknown: choose one of {', '.join(map(repr, _TYPES))}.")
-    check_number("clipping_threshold", threshold, "a finite number, 0 or more")
-    if not threshold >= 0 or math.isinf(threshold):
-        raise ValueError(f"clipping_threshold={threshold!r} is not a threshold: pass a finite number, 0 or more.")
-    check_number("eps", eps, "the smallest norm of weights, 0 or more")
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"eps={eps!r} is not a norm of weights: pass a finite number, 0 or more.")
+    check_choice(_TYPES, clipping_type=clipping_type)
+    check_interval("[0, inf)", clipping_threshold=threshold, eps=eps)
 
 
-def _check_deepspeed(clipping_type: str, threshold: float) -> None:
-    if clipping_type != "norm":
-        raise NotImplementedError(
-            f"clipping_type={clipping_type!r} cannot be used under DeepSpeed, which clips by 'norm' only: use that, or "
-            f"train without DeepSpeed."
-        )
-    if threshold <= 0:
-        raise ValueError(
-            f"clipping_threshold={threshold!r} cannot be used under DeepSpeed, which takes 0 for no clipping: pass a "
-            f"number above 0."
-        )
+_ONE = torch.ones((), dtype=torch.float32)  # zero-dim, so it combines with tensors on any device
+_IN_CACHE = 1 << 21  # number of elements that fit into the last-level cache of a CPU
 
 
-_CHECKPOINTS = frozenset({Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT})
-_EVALUATIONS_BEGIN = frozenset({Event.EVAL_BEFORE_ALL, Event.EVAL_STANDALONE_START})
-_EVALUATIONS_END = frozenset({Event.EVAL_AFTER_ALL, Event.EVAL_STANDALONE_END})
-# BATCH_START would suffice for the forward pass. But other algorithms act on these events too, and the weights that
-# they see must not depend on whether a checkpoint was just saved.
-_TRAINING = frozenset(
-    {
-        Event.ITERATION_START,
-        Event.EPOCH_START,
-        Event.BEFORE_DATALOADER,
-        Event.BATCH_START,
-        Event.BATCH_END,
-        Event.EPOCH_END,
-        Event.ITERATION_END,
-        Event.FIT_END,
-    }
-)
-# Events on which the two sets may have to be exchanged.
-CHANGES_OF_WEIGHTS = frozenset(
-    {*_CHECKPOINTS, *_EVALUATIONS_BEGIN, *_EVALUATIONS_END, *_TRAINING, Event.EVAL_START, Event.EVAL_END}
-)
+def joint_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the Euclidean norm of all tensors as one vector, including shards on other ranks.
 
-
-class ActiveWeights:
-    """Track which set of weights the model holds, and exchange the sets when an event requires the other one.
-
-    Evaluation and checkpoints get the average, everything else the weights being trained. Between the events that
-    enclose several evaluators the average stays in place, so that they cost only two exchanges in total.
+    If tensors are sharded, every rank must call this.
     """
-
-    def __init__(self) -> None:
-        self.is_average = False
-        self._among_evaluators = False
-
-    def concerned_by(self, event: Event, state: "State") -> bool:
-        """Return whether `follow` would act on this event."""
-        if event in _CHECKPOINTS and not _is_save_due(event, state):
-            return False
-        wanted = self._wanted(event)
-        return wanted is not None and wanted != self.is_average
-
-    def follow(self, event: Event, exchange: Callable[[], None]) -> None:
-        """Call `exchange` if the event requires the set of weights that the model does not hold."""
-        wanted = self._wanted(event)
-        if event in _EVALUATIONS_BEGIN:
-            self._among_evaluators = True
-        elif event in _EVALUATIONS_END or event in _TRAINING:  # a failed evaluation has no end event
-            self._among_evaluators = False
-        if wanted is not None and wanted != self.is_average:
-            exchange()
-            self.is_average = wanted
-
-    def _wanted(self, event: Event) -> bool | None:
-        if event in _CHECKPOINTS or event in _EVALUATIONS_BEGIN or event == Event.EVAL_START:
-            return True
-        if event in _TRAINING or event in _EVALUATIONS_END:
-            return False
-        if event == Event.EVAL_END and not self._among_evaluators:
-            return False
-        return None
+    norms = [_whole(get_total_norm(group)) for group in _by_mesh(tensors).values()]
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
-def _is_save_due(event: Event, state: "State") -> bool:
-    # Checkpoint callbacks are recognized by their interval: their class is in a package that this one cannot import.
-    for callback in state.callbacks:
-        is_due: object = getattr(callback, "is_save_due", None) or getattr(callback, "save_interval", None)
-        if callable(is_due) and is_due(state, event):
-            return True
-    return False
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, or an unsharded tensor itself. Both share its memory."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor's
+
+
+def _clip_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale the gradients so that their joint norm is at most `max_norm`, and return the norm before scaling."""
+    if not _can_be_sharded():
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm=max_norm)  # via the module: tests patch it there
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    if not any(is_dtensor(parameter) for parameter in with_gradient):
+        return torch.nn.utils.clip_grad_norm_(with_gradient, max_norm=max_norm)
+    norm = joint_norm([parameter.grad for parameter in with_gradient if parameter.grad is not None])
+    for group in _by_mesh(with_gradient).values():
+        clip_grads_with_norm_(group, max_norm, norm)
+    return norm
+
+
+def _clip_value(parameters: Iterable[Tensor], threshold: float) -> None:
+    """Clamp each element of the gradients to `[-threshold, threshold]`."""
+    if not _can_be_sharded():
+        if isinstance(parameters, (Iterator, Sequence)):
+            parameters = list(parameters)
+            if all(parameter.grad is None for parameter in parameters):  # torch fails on an empty list
+                return
+        torch.nn.utils.clip_grad_value_(parameters, clip_value=threshold)
+        return
+    whole: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if is_dtensor(parameter.grad):  # elementwise, so each rank can clamp its own shard
+            local_part(parameter.grad).clamp_(-threshold, threshold)
+        else:
+            whole.append(parameter)
+    if whole:  # torch fails on an empty list
+        torch.nn.utils.clip_grad_value_(whole, clip_value=threshold)
+
+
+def _can_be_sharded() -> bool:
+    # A DTensor needs a device mesh, which needs the process group.
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _by_mesh(tensors: Iterable[Tensor]) -> dict[Hashable, list[Tensor]]:
+    # torch's multi-tensor functions reject tensors of several meshes.
+    groups: defaultdict[Hashable, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.device_mesh if is_dtensor(tensor) else None].append(tensor)  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor's
+    return groups
+
+
+def _whole(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if is_dtensor(norm) else norm  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor's

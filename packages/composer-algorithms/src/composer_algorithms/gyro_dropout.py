@@ -1,19 +1,18 @@
 """Gyro dropout: train a few subnetworks, each for longer."""
 
-import hashlib
 import logging
-import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from composer_algorithms._arguments import check_count, check_number
-from composer_algorithms.metadata import Metadata
+from composer_algorithms._arguments import check_counts, check_interval
+from composer_algorithms._draws import generator_for
+from composer_algorithms._method import ModelSurgery
+from composer_algorithms.metadata import METHODS
 from composer_algorithms.module_surgery import replace_module_classes
 from composer_dist.wrapping import unwrap_model
-from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_events.warnings import NoEffectWarning
 from composer_time import TimeUnit
@@ -24,20 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GyroDropout", "GyroDropoutLayer", "apply_gyro_dropout", "METADATA"]
 
-METADATA = Metadata(
-    name="Gyro Dropout",
-    class_name="GyroDropout",
-    functional="apply_gyro_dropout",
-    tldr="Replaces dropout by one that trains a fixed number of subnetworks",
-    attribution="(Lee et al, 2022)",
-    link="",
-    domains=("cv",),
-    summary=(
-        "Draws a fixed number of dropout masks once, and trains a few of them at a time for many steps, so that each "
-        "subnetwork is trained well and the ensemble of all is stronger."
-    ),
-    use="Use (sigma, tau) = (256, 16) for AlexNet and LeNet, (1024, 8) for ResNet-18 and BERT, as the paper does.",
-)
+METADATA = METHODS["gyro_dropout"]
 
 _log = logging.getLogger("composer.algorithms.gyro_dropout")
 
@@ -75,7 +61,7 @@ class GyroDropoutLayer(nn.Module):
     def __init__(self, iters_per_epoch: int, max_epoch: float, p: float, sigma: int, tau: int) -> None:
         super().__init__()
         _check(p, sigma, tau)
-        _check_length(iters_per_epoch, max_epoch)
+        check_interval("[0, inf)", iters_per_epoch=iters_per_epoch, max_epoch=max_epoch)
         self.p = p
         self.sigma = sigma
         self.tau = tau
@@ -134,8 +120,7 @@ class GyroDropoutLayer(nn.Module):
     def _generator(self, purpose: str) -> torch.Generator:
         if self.seed is None:
             self.seed = str(int(torch.randint(2**62, ())))
-        digest = hashlib.blake2b(f"{self.seed}/{purpose}".encode(), digest_size=8).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+        return generator_for(f"{self.seed}/{purpose}")
 
 
 def apply_gyro_dropout(
@@ -169,7 +154,7 @@ def apply_gyro_dropout(
         Lee et al., "Gyro Dropout: Maximizing Ensemble Effect in Neural Network Training", MLSys 2022.
     """
     _check(p, sigma, tau)
-    _check_length(iters_per_epoch, max_epoch)
+    check_interval("[0, inf)", iters_per_epoch=iters_per_epoch, max_epoch=max_epoch)
 
     def gyro(module: nn.Module, module_index: int) -> GyroDropoutLayer:
         return GyroDropoutLayer(iters_per_epoch, max_epoch, p, sigma, tau)
@@ -177,14 +162,14 @@ def apply_gyro_dropout(
     replace_module_classes(model, {nn.Dropout: gyro})
     if not _gyro_layers(model):
         warnings.warn(
-            f"GyroDropout has no effect on this {type(model).__qualname__}: below it there is no torch.nn.Dropout. "
+            f"GyroDropout has no effect on this {type(model).__qualname__}: it has no torch.nn.Dropout below it. "
             f"Leave GyroDropout out.",
             NoEffectWarning,
             stacklevel=2,
         )
 
 
-class GyroDropout(Algorithm):
+class GyroDropout(ModelSurgery):
     """Replace each `torch.nn.Dropout` in `state.model` on `INIT`, to train a few subnetworks, each for longer.
 
     The schedule is that of the run, known on `FIT_START`, and advances on `BATCH_START`, so that microbatches of one
@@ -219,15 +204,6 @@ class GyroDropout(Algorithm):
         self._num_steps = 0
         self._layers: list[GyroDropoutLayer] = []
 
-    @staticmethod
-    def required_on_load() -> bool:
-        """Return true: a resumed run must train with the same masks."""
-        return True
-
-    def match(self, event: Event, state: "State") -> bool:
-        """Return whether the event is INIT, FIT_START or BATCH_START."""
-        return event in (Event.INIT, Event.FIT_START, Event.BATCH_START)
-
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Replace the layers, set their schedule, or begin a step."""
         if event == Event.INIT:
@@ -249,9 +225,6 @@ class GyroDropout(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume with the step after the last one before the checkpoint."""
         self._num_steps = int(state.get("num_steps", 0))
-
-    def __repr__(self) -> str:
-        return f"GyroDropout(p={self.p!r}, sigma={self.sigma!r}, tau={self.tau!r})"
 
     def _replace(self, state: "State") -> None:
         model = unwrap_model(state.model)
@@ -281,15 +254,5 @@ def _num_training_steps(state: "State") -> float:
 
 
 def _check(p: float, sigma: int, tau: int) -> None:
-    check_number("p", p, "a probability, 0 or more and below 1")
-    if not 0 <= p < 1:
-        raise ValueError(f"p={p!r} is not a probability with which something is left: pass 0 or more, and below 1.")
-    for argument, value in (("sigma", sigma), ("tau", tau)):
-        check_count(argument, value, "masks")
-
-
-def _check_length(iters_per_epoch: int, max_epoch: float) -> None:
-    for argument, value, of in (("iters_per_epoch", iters_per_epoch, "steps"), ("max_epoch", max_epoch, "epochs")):
-        check_number(argument, value, f"a number of {of}, 0 or more")
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{argument}={value!r} is not a number of {of}: pass 0 or more.")
+    check_interval("[0, 1)", p=p)
+    check_counts(sigma=sigma, tau=tau)

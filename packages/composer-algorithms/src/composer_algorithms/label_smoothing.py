@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from composer_algorithms._arguments import accept_legacy_arguments, check_number
+from composer_algorithms._arguments import accept_legacy_arguments, check_interval
+from composer_algorithms._method import Method
 from composer_algorithms._smoothed_targets import SmoothedTargets, are_labels
 from composer_algorithms._tensors import batch_tensor, require_tensor
-from composer_algorithms.metadata import Metadata
-from composer_events.algorithm import Algorithm
+from composer_algorithms.metadata import METHODS
 from composer_events.event import Event
 from composer_models.targets import ensure_targets_one_hot, infer_target_type
 
@@ -18,20 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LabelSmoothing", "smooth_labels", "METADATA"]
 
-METADATA = Metadata(
-    name="Label Smoothing",
-    class_name="LabelSmoothing",
-    functional="smooth_labels",
-    tldr="Smooths the targets with a uniform prior",
-    attribution="(Szegedy et al, 2015)",
-    link="https://arxiv.org/abs/1512.00567",
-    domains=("cv",),
-    summary=(
-        "Takes a share of the target's probability and spreads it evenly over all classes, so that the model is not "
-        "pushed towards ever larger logits."
-    ),
-    use="Start with smoothing=0.1. It improves accuracy on image classification and costs no measurable time.",
-)
+METADATA = METHODS["label_smoothing"]
 
 
 @accept_legacy_arguments("smooth_labels", renamed={"alpha": "smoothing", "targets": "target"})
@@ -66,7 +53,7 @@ def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Ten
     Reference:
         Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2015, arXiv:1512.00567, section 7.
     """
-    _check_smoothing(smoothing)
+    check_interval("[0, 1]", smoothing=smoothing)
     require_tensor(logits, "logits")
     require_tensor(target, "target")
     if logits.ndim < 2:
@@ -87,14 +74,15 @@ def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Ten
     return one_hot.mul_(1 - smoothing).add_(uniform * (target >= 0).unsqueeze(1))
 
 
-class LabelSmoothing(Algorithm):
+class LabelSmoothing(Method):
     """Smooth the targets while the loss is computed.
 
     On `BEFORE_LOSS` the targets in `state.batch` become `smooth_labels(state.outputs, targets, smoothing)`; on
     `AFTER_LOSS` they are restored. The loss must accept one value per class. These values are computed lazily:
     `torch.nn.functional.cross_entropy` does not need them, as it smooths class indices itself. Labels that are negative
-    or its `ignore_index`, such as 255, add nothing to its loss. It runs after MixUp and CutMix, which mix the original
-    labels.
+    or its `ignore_index`, such as 255, add nothing to its loss. With class weights, its mean is that of targets with
+    one value per class, which divides by the number of labels, whereas its `label_smoothing` divides by the sum of
+    their weights. It runs after MixUp and CutMix, which mix the original labels.
 
     Args:
         smoothing: Fraction of the probability to spread over the classes, in [0, 1].
@@ -117,14 +105,10 @@ class LabelSmoothing(Algorithm):
 
     @accept_legacy_arguments("LabelSmoothing", renamed={"alpha": "smoothing"})
     def __init__(self, smoothing: float = 0.1, target_key: Any = 1) -> None:
-        _check_smoothing(smoothing)
+        check_interval("[0, 1]", smoothing=smoothing)
         self.smoothing = smoothing
         self.target_key = target_key
         self.original_labels: Tensor | None = None
-
-    def match(self, event: Event, state: "State") -> bool:
-        """Return whether the event is right before or right after the loss."""
-        return event in (Event.BEFORE_LOSS, Event.AFTER_LOSS)
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Smooth the targets before the loss and restore them after it."""
@@ -153,12 +137,3 @@ class LabelSmoothing(Algorithm):
         if are_labels(outputs, target):  # saves a tensor as large as the logits
             return SmoothedTargets.of(outputs, target, smoothing=self.smoothing)
         return smooth_labels(outputs, target, self.smoothing)
-
-    def __repr__(self) -> str:
-        return f"LabelSmoothing(smoothing={self.smoothing!r}, target_key={self.target_key!r})"
-
-
-def _check_smoothing(smoothing: float) -> None:
-    check_number("smoothing", smoothing, "a share from 0 (no smoothing) to 1")
-    if not 0 <= smoothing <= 1:
-        raise ValueError(f"smoothing={smoothing!r} is not a share: pass a number from 0 (no smoothing) to 1.")

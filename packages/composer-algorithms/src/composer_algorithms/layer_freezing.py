@@ -1,16 +1,17 @@
 """Layer freezing: progressively stop training the first layers of a model."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_is_module, check_number
-from composer_algorithms.metadata import Metadata
-from composer_events.algorithm import Algorithm
+from composer_algorithms._arguments import check_interval, check_is_module
+from composer_algorithms._method import Method, elapsed_fraction
+from composer_algorithms.metadata import METHODS
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -19,24 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerFreezing", "freeze_layers", "METADATA"]
 
-METADATA = Metadata(
-    name="Layer Freezing",
-    class_name="LayerFreezing",
-    functional="freeze_layers",
-    tldr="Progressively freezes layers during training",
-    attribution="Many (Raghu et al, 2017)",
-    link="https://arxiv.org/abs/1706.05806",
-    domains=("cv", "nlp"),
-    summary=(
-        "Stops training the first layers, which settle earlier than the last ones, so that the backward pass ends "
-        "before it reaches them."
-    ),
-    use=(
-        "Set freeze_start to at least 0.1. On ResNet-50 and ImageNet it brings about 5% throughput for 0.5 to 1% "
-        "accuracy, which is rarely worth it. Frozen layers need find_unused_parameters under DDP, which the Trainer "
-        "sets."
-    ),
-)
+METADATA = METHODS["layer_freezing"]
 
 _log = logging.getLogger("composer.algorithms.layer_freezing")
 _REPORTED: WeakSet[nn.Module] = WeakSet()  # models already reported to have no layer to freeze
@@ -83,12 +67,7 @@ def freeze_layers(
     """
     check_is_module(model, "layers to freeze")
     del optimizers  # only in Composer's signature
-    _check(freeze_start, freeze_level)
-    check_number("current_duration", current_duration, "a part of training, from 0 to 1")
-    if not 0 <= current_duration <= 1:
-        raise ValueError(
-            f"current_duration={current_duration!r} is not a fraction of training: pass a number from 0 to 1."
-        )
+    check_interval("[0, 1]", freeze_start=freeze_start, freeze_level=freeze_level, current_duration=current_duration)
     fraction = 0.0
     if current_duration > freeze_start:
         fraction = freeze_level * (current_duration - freeze_start) / (1 - freeze_start)
@@ -100,7 +79,7 @@ def freeze_layers(
     return depth, fraction
 
 
-class LayerFreezing(Algorithm):
+class LayerFreezing(Method):
     """Progressively stop training the first layers of the model.
 
     On `EPOCH_END` it applies `freeze_layers` and logs `layer_freezing/layers_frozen` and
@@ -126,7 +105,7 @@ class LayerFreezing(Algorithm):
     acts_on = frozenset({Event.AFTER_LOAD, Event.FIT_START, Event.EPOCH_END})
 
     def __init__(self, freeze_start: float = 0.5, freeze_level: float = 1.0) -> None:
-        _check(freeze_start, freeze_level)
+        check_interval("[0, 1]", freeze_start=freeze_start, freeze_level=freeze_level)
         self.freeze_start = freeze_start
         self.freeze_level = freeze_level
         self._freeze_depth = 0
@@ -148,12 +127,7 @@ class LayerFreezing(Algorithm):
             _freeze(state.model, self._freeze_depth)
             self._is_loaded = False
             return
-        elapsed = state.get_elapsed_duration()
-        if elapsed is None:
-            raise RuntimeError(
-                "LayerFreezing goes by the part of training that is done, which is not known without a max_duration: "
-                "set state.max_duration."
-            )
+        elapsed = elapsed_fraction(state, "LayerFreezing")
         depth, fraction = freeze_layers(
             state.model, state.optimizers, min(float(elapsed), 1.0), self.freeze_start, self.freeze_level
         )
@@ -180,9 +154,6 @@ class LayerFreezing(Algorithm):
         self._freeze_fraction = float(state.get("freeze_fraction", 0.0))
         self._is_loaded = self._freeze_depth > 0
 
-    def __repr__(self) -> str:
-        return f"LayerFreezing(freeze_start={self.freeze_start!r}, freeze_level={self.freeze_level!r})"
-
 
 def _layers(model: nn.Module) -> list[list[nn.Parameter]]:
     layers = [list(module.parameters(recurse=False)) for module in model.modules()]
@@ -202,19 +173,8 @@ def _report_no_effect(model: nn.Module, num_freezable: int, freeze_level: float)
 def _freeze(model: nn.Module, depth: int) -> None:
     layers = _layers(model)
     # A weight shared with a later layer, such as that of an embedding and the output layer, keeps training.
-    still_trained = {id(parameter) for parameter in _flat(layers[depth:])}
-    for parameter in _flat(layers[:depth]):
+    still_trained = {id(parameter) for parameter in chain.from_iterable(layers[depth:])}
+    for parameter in chain.from_iterable(layers[:depth]):
         if id(parameter) not in still_trained:
             parameter.requires_grad_(False)
             parameter.grad = None
-
-
-def _flat(layers: Iterable[Iterable[nn.Parameter]]) -> Iterable[nn.Parameter]:
-    return (parameter for layer in layers for parameter in layer)
-
-
-def _check(freeze_start: float, freeze_level: float) -> None:
-    for name, value in (("freeze_start", freeze_start), ("freeze_level", freeze_level)):
-        check_number(name, value, "a part of a whole, from 0 to 1")
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name}={value!r} is not a fraction: pass a number from 0 to 1.")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._low_precision import LowPrecisionNorm, swap_norms, to_autocast_dtype
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_dist.devices import Precision
 from composer_events.event import Event
 
@@ -19,23 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LPLayerNorm", "LowPrecisionLayerNorm", "apply_low_precision_layernorm", "METADATA"]
 
-METADATA = Metadata(
-    name="Low Precision LayerNorm",
-    class_name="LowPrecisionLayerNorm",
-    functional="apply_low_precision_layernorm",
-    tldr="Computes LayerNorm in the low precision of the autocast",
-    attribution="MosaicML",
-    link="",
-    domains=("nlp", "cv"),
-    summary=(
-        "Under autocast PyTorch computes normalization in float32 and gives float32 to what follows. This computes it "
-        "in float16 or bfloat16, which saves the casts and half of the memory traffic."
-    ),
-    use=(
-        "Recommended in mixed precision with float32 weights. The sums inside stay float32; still, a loss spike now "
-        "and then has been seen. It has no effect in float32, and little under torch.compile, which fuses the casts."
-    ),
-)
+METADATA = METHODS["low_precision_layernorm"]
 
 
 class LPLayerNorm(nn.LayerNorm):

@@ -1,41 +1,10 @@
-"""Names, sources and recommended uses of the methods, from which their table is made."""
+"""Names, sources and recommended uses of the methods, read from the table `methods.toml`."""
 
+import tomllib
 from dataclasses import dataclass
-from importlib import import_module
+from pathlib import Path
 
 __all__ = ["Metadata", "all_metadata"]
-
-# Alphabetical, as `all_metadata` returns them in this order.
-_METHODS = (
-    "alibi",
-    "augmix",
-    "blurpool",
-    "channels_last",
-    "colout",
-    "cutmix",
-    "cutout",
-    "ema",
-    "factorize",
-    "gated_linear_units",
-    "ghost_batchnorm",
-    "gradient_clipping",
-    "gyro_dropout",
-    "label_smoothing",
-    "layer_freezing",
-    "low_precision_groupnorm",
-    "low_precision_layernorm",
-    "mixup",
-    "no_op_model",
-    "progressive_resizing",
-    "randaugment",
-    "sam",
-    "selective_backprop",
-    "seq_length_warmup",
-    "squeeze_excite",
-    "stochastic_depth",
-    "swa",
-    "weight_standardization",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +34,12 @@ class Metadata:
     use: str
 
 
+METHODS = {
+    key: Metadata(**{**row, "domains": tuple(row["domains"])})
+    for key, row in tomllib.loads(Path(__file__).with_name("methods.toml").read_text("utf-8")).items()
+}
+
+
 def all_metadata() -> dict[str, Metadata]:
     """Return the metadata of every method.
 
@@ -75,5 +50,4 @@ def all_metadata() -> dict[str, Metadata]:
         >>> all_metadata()["mixup"].functional
         'mixup_batch'
     """
-    # Imported only here, because these modules import `Metadata` from this one.
-    return {key: import_module(f"composer_algorithms.{key}").METADATA for key in _METHODS}
+    return dict(METHODS)

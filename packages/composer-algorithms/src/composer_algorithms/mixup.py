@@ -1,35 +1,18 @@
 """MixUp: train on blends of pairs of examples and of their targets."""
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from composer_algorithms._arguments import accept_legacy_arguments, check_number
+from composer_algorithms._arguments import accept_legacy_arguments, check_interval
 from composer_algorithms._draws import draw_beta
 from composer_algorithms._pairs import DrawPer, PairMixing, check_pairs
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 
 __all__ = ["MixUp", "mixup_batch", "METADATA"]
 
-METADATA = Metadata(
-    name="MixUp",
-    class_name="MixUp",
-    functional="mixup_batch",
-    tldr="Blends pairs of examples and labels",
-    attribution="(Zhang et al, 2017)",
-    link="https://arxiv.org/abs/1710.09412",
-    domains=("cv",),
-    summary=(
-        "Trains on weighted averages of two examples of a batch and on equally weighted averages of their targets, "
-        "which keeps the model from memorising single examples."
-    ),
-    use=(
-        "Use alpha=0.2 on ImageNet and alpha=1.0 on CIFAR-10. Recommended for image classification when training is "
-        "long enough to overfit; gains shrink beside other regularizers such as CutMix. It costs next to nothing."
-    ),
-)
+METADATA = METHODS["mixup"]
 
 
 @accept_legacy_arguments(
@@ -77,12 +60,10 @@ def mixup_batch(
         Zhang et al., "mixup: Beyond Empirical Risk Minimization", ICLR 2018, arXiv:1710.09412, eq. (1).
     """
     check_pairs(input, target, indices)
-    if mixing is not None:
-        check_number("mixing", mixing, "a weight from 0 to 1, or None to draw it")
     if mixing is None:
         mixing = _gen_mixing_coef(alpha, generator)
-    elif not 0 <= mixing <= 1:
-        raise ValueError(f"mixing={mixing!r} is not a weight: pass a number from 0 to 1, or None to draw it.")
+    else:
+        check_interval("[0, 1]", mixing=mixing)
     if indices is None:
         # On the CPU, so that the permutation does not depend on the device of the batch.
         indices = torch.randperm(len(input), generator=generator)
@@ -147,7 +128,7 @@ class MixUp(PairMixing):
         *,
         draw_per: DrawPer = "microbatch",
     ) -> None:
-        _check_alpha(alpha)
+        check_interval("[0, inf)", alpha=alpha)
         super().__init__(interpolate_loss, input_key, target_key, draw_per)
         self.alpha = alpha
         self.mixing = 0.0
@@ -162,12 +143,6 @@ class MixUp(PairMixing):
         """Targets of the other examples in the blends."""
         return self._permuted_target
 
-    def __repr__(self) -> str:
-        return (
-            f"MixUp(alpha={self.alpha!r}, interpolate_loss={self.interpolate_loss!r}, input_key={self.input_key!r}, "
-            f"target_key={self.target_key!r}, draw_per={self.draw_per!r})"
-        )
-
     def _mix(self, input: Tensor, target: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
         mixed, permuted, self.mixing = mixup_batch(
             input, target, alpha=self.alpha, indices=self._indices, generator=generator
@@ -178,14 +153,8 @@ class MixUp(PairMixing):
 def _gen_mixing_coef(alpha: float, generator: torch.Generator | None = None) -> float:
     """Draw the weight of the other example."""
     # The name is Composer's: users' tests call it.
-    _check_alpha(alpha)
+    check_interval("[0, inf)", alpha=alpha)
     if alpha == 0:
         return 0.0
     mixing = draw_beta(alpha, generator)
     return min(mixing, 1 - mixing)  # folded, so that each example dominates its own blend
-
-
-def _check_alpha(alpha: float) -> None:
-    check_number("alpha", alpha, "0 (no blending) or more")
-    if not 0 <= float(alpha) < math.inf:
-        raise ValueError(f"alpha={alpha!r} is no parameter of Beta(alpha, alpha): pass 0 (no blending) or more.")

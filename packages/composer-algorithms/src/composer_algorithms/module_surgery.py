@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,6 @@ from composer_algorithms._optimizer_surgery import (
     update_params_in_optimizer,
 )
 from composer_dist.wrapping import canonical_name, is_model_deepspeed, unwrap_model
-from composer_events.algorithm import Algorithm
-from composer_events.event import Event
-
-if TYPE_CHECKING:
-    from composer_events.state import State
 
 __all__ = ["ReplacementFunction", "count_module_instances", "replace_module_classes", "update_params_in_optimizer"]
 
@@ -83,11 +78,7 @@ def twin(module: ModuleT) -> ModuleT:
 
 
 class TiedParameters:
-    """Parameters shared by several modules, which stay shared while modules are replaced.
-
-    Args:
-        root: Model that contains the modules.
-    """
+    """Parameters shared by several modules, which stay shared while modules are replaced."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -96,13 +87,7 @@ class TiedParameters:
             self._add_owner(module)
 
     def follow(self, path: str, old: nn.Module, old_params: Mapping[str, Tensor], new: nn.Module) -> None:
-        """Give other owners of the old module's parameters the parameters that replace them.
-
-        Call this while the old module is still in the tree.
-
-        Raises:
-            ValueError: If the new module has no parameter that can replace a shared one.
-        """
+        """Give other owners of the old module's parameters those that replace them, while it is still in the tree."""
         new_params = dict(new.named_parameters())
         kept = {id(tensor) for tensor in new_params.values()}
         for name, tensor in old_params.items():
@@ -305,7 +290,14 @@ def replace_module_classes(
             if recurse_on_replacements:
                 queue.append(_Site(new, site.path, site.parents))
                 queue.extend(_sites(new, site.path))
-    _finish(module, replacements, optimizers)
+    if replacements and optimizers:
+        follow_replacements(replacements, module, optimizers)
+    elif replacements:
+        _log.info(
+            "%d modules were replaced, and no optimizer was passed: one that was built before does not train the new "
+            "parameters.",
+            len(replacements),
+        )
     return replaced
 
 
@@ -373,46 +365,11 @@ def _hang(site: _Site, new: nn.Module, old_params: Mapping[str, Tensor], ties: T
             f"the model itself is a {type(site.module).__qualname__}, in whose place nothing can be put: a policy "
             f"answered with a new {type(new).__qualname__}. Put the model into an nn.Sequential first."
         )
-    adopt(site.module, new, _first_device(root))
+    first = next(itertools.chain(root.parameters(), root.buffers()), None)
+    adopt(site.module, new, None if first is None else first.device)
     ties.follow(site.path, site.module, old_params, new)  # needs the old module in the tree
     for parent, name in site.parents:
         setattr(parent, name, new)
-
-
-def _first_device(root: nn.Module) -> torch.device | None:
-    for tensor in itertools.chain(root.parameters(), root.buffers()):
-        return tensor.device
-    return None
-
-
-def _finish(
-    root: nn.Module, replacements: Sequence[Replacement], optimizers: Optimizer | Sequence[Optimizer] | None
-) -> None:
-    if not replacements:
-        return
-    if optimizers:
-        follow_replacements(replacements, root, optimizers)
-    else:
-        _log.info(
-            "%d modules were replaced, and no optimizer was passed: one that was built before does not train the new "
-            "parameters.",
-            len(replacements),
-        )
-
-
-class InitSurgery(Algorithm):
-    """Base of the algorithms that change the model on INIT, and with it the weights of checkpoints."""
-
-    acts_on = frozenset({Event.INIT})
-
-    @staticmethod
-    def required_on_load() -> bool:
-        """Return true: a checkpoint loads only into a model that was changed in the same way."""
-        return True
-
-    def match(self, event: Event, state: "State") -> bool:
-        """Return whether the event is INIT."""
-        return event == Event.INIT
 
 
 def canonical_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composer_algorithms.metadata import Metadata
-from composer_algorithms.module_surgery import InitSurgery
+from composer_algorithms._method import ModelSurgery
+from composer_algorithms.metadata import METHODS
 from composer_models.base import ComposerModel
 
 if TYPE_CHECKING:
@@ -20,20 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NoOpModel", "NoOpModelClass", "METADATA"]
 
-METADATA = Metadata(
-    name="No Op Model",
-    class_name="NoOpModel",
-    functional="",
-    tldr="Replaces the model by one that computes next to nothing",
-    attribution="MosaicML",
-    link="",
-    domains=("cv", "nlp"),
-    summary=(
-        "Puts a model with one parameter into the place of the model, so that the time of a training step is that of "
-        "everything else."
-    ),
-    use="For profiling the dataloader. What is trained is worth nothing.",
-)
+METADATA = METHODS["no_op_model"]
 
 
 class NoOpModelClass(ComposerModel):
@@ -82,7 +69,7 @@ class NoOpModelClass(ComposerModel):
         metric.update(targets, targets)
 
 
-class NoOpModel(InitSurgery):
+class NoOpModel(ModelSurgery):
     """Replace `state.model` by a `NoOpModelClass` on `INIT`.
 
     Its one parameter joins the first group of the first optimizer; all other groups become empty. It acts before all
@@ -110,9 +97,6 @@ class NoOpModel(InitSurgery):
                 group["params"] = [state.model.weights] if is_first else []
                 if "param_names" in group:  # torch 2.6 and later keep them with the parameters
                     group["param_names"] = ["weights"] if is_first else []
-
-    def __repr__(self) -> str:
-        return "NoOpModel()"
 
 
 def _targets(batch: Any) -> Tensor:

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from composer_algorithms._arguments import check_count, check_number
+from composer_algorithms._arguments import check_choice, check_counts, check_interval
 from composer_algorithms._draws import ResumableDraws, draw_integer
+from composer_algorithms._method import Method, elapsed_fraction
 from composer_algorithms._tensors import UnsupportedBatchError, batch_tensor, require_tensor
-from composer_algorithms.metadata import Metadata
-from composer_events.algorithm import Algorithm
+from composer_algorithms.metadata import METHODS
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -20,25 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ProgressiveResizing", "resize_batch", "METADATA"]
 
-METADATA = Metadata(
-    name="Progressive Resizing",
-    class_name="ProgressiveResizing",
-    functional="resize_batch",
-    tldr="Increases the size of the input images during training",
-    attribution="Fast AI",
-    link="https://github.com/fastai/fastbook/blob/master/07_sizing_and_tta.ipynb",
-    domains=("cv",),
-    summary="Trains on downsized or cropped images at first and on images of full size in the end, which is faster.",
-    use=(
-        "initial_scale=0.5, delay_fraction=0.5, finetune_fraction=0.2 and size_increment=4 suit ResNet-50 on ImageNet. "
-        "Use mode='resize' for ImageNet and 'crop' for CIFAR. Early epochs may be bound by the loading of data."
-    ),
-)
+METADATA = METHODS["progressive_resizing"]
 
 Interpolation = Literal["nearest", "bilinear", "area"]
-
-_MODES = ("crop", "resize")
-_INTERPOLATIONS = ("nearest", "bilinear", "area")
 
 
 def resize_batch(
@@ -83,11 +67,9 @@ def resize_batch(
     """
     _check_modes(mode, interpolation, antialias)
     require_tensor(input, "input")
-    check_number("scale_factor", scale_factor, "a number above 0")
+    check_interval("(0, inf]", scale_factor=scale_factor)
     if scale_factor >= 1:
         return input, target
-    if not scale_factor > 0:
-        raise ValueError(f"scale_factor={scale_factor!r} leaves nothing of an image: pass a number above 0.")
     sides = _sides(input, "input")
     size = [max(1, int(side * scale_factor)) for side in sides]
     # Pass the factor where possible: with the rounded size, interpolate would sample at slightly different positions.
@@ -105,7 +87,7 @@ def resize_batch(
     return smaller, _smaller_target(target, input, size, factor, corner)
 
 
-class ProgressiveResizing(ResumableDraws, Algorithm):
+class ProgressiveResizing(ResumableDraws, Method):
     """Increase the size of the training images during training.
 
     On `AFTER_DATALOADER` the inputs in `state.batch` are resized: to `initial_scale` of their height and width for the
@@ -155,7 +137,18 @@ class ProgressiveResizing(ResumableDraws, Algorithm):
         antialias: bool = False,
     ) -> None:
         _check_modes(mode, interpolation, antialias)
-        _check_schedule(initial_scale, finetune_fraction, delay_fraction, size_increment)
+        check_interval(
+            "[0, 1]",
+            initial_scale=initial_scale,
+            finetune_fraction=finetune_fraction,
+            delay_fraction=delay_fraction,
+        )
+        if delay_fraction + finetune_fraction > 1:
+            raise ValueError(
+                f"delay_fraction={delay_fraction!r} and finetune_fraction={finetune_fraction!r} are more than the "
+                f"whole training: let them add up to 1 or less."
+            )
+        check_counts(size_increment=size_increment)
         self.mode = mode
         self.initial_scale = initial_scale
         self.finetune_fraction = finetune_fraction
@@ -180,18 +173,9 @@ class ProgressiveResizing(ResumableDraws, Algorithm):
             grown = min((elapsed - self.delay_fraction) / growing, 1.0) if growing > 0 else 1.0
         return self.initial_scale + (1 - self.initial_scale) * grown
 
-    def match(self, event: Event, state: "State") -> bool:
-        """Return whether a batch has just been loaded."""
-        return event == Event.AFTER_DATALOADER
-
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Resize the inputs, and the targets with `resize_targets`, to the current size."""
-        elapsed = state.get_elapsed_duration()
-        if elapsed is None:
-            raise RuntimeError(
-                "ProgressiveResizing goes by the part of training that is done, which is not known without a "
-                "max_duration: set state.max_duration."
-            )
+        elapsed = elapsed_fraction(state, "ProgressiveResizing")
         input = batch_tensor(state, self.input_key, "input_key")
         scale = self.scale_factor(float(elapsed))
         sides = _sides(input, f"what input_key={self.input_key!r} picks from the batch")
@@ -206,15 +190,6 @@ class ProgressiveResizing(ResumableDraws, Algorithm):
                     "progressive_resizing/scale_factor": scale,
                 }
             )
-
-    def __repr__(self) -> str:
-        return (
-            f"ProgressiveResizing(mode={self.mode!r}, initial_scale={self.initial_scale!r}, "
-            f"finetune_fraction={self.finetune_fraction!r}, delay_fraction={self.delay_fraction!r}, "
-            f"size_increment={self.size_increment!r}, resize_targets={self.resize_targets!r}, "
-            f"input_key={self.input_key!r}, target_key={self.target_key!r}, interpolation={self.interpolation!r}, "
-            f"antialias={self.antialias!r})"
-        )
 
     def _rounded(self, side: int, scale: float) -> int:
         increment = self.size_increment  # also the smallest size, as rounding could give 0
@@ -247,7 +222,7 @@ def _sample(
 ) -> Tensor:
     if not (tensor.is_floating_point() or tensor.dtype == torch.uint8):
         raise UnsupportedBatchError(
-            f"images of dtype {tensor.dtype} cannot be sampled anew: pass floating point or uint8, or mode='crop'."
+            f"images of dtype {tensor.dtype} cannot be resampled: pass floating point or uint8, or mode='crop'."
         )
     mode: str = interpolation
     if interpolation == "bilinear":
@@ -295,32 +270,10 @@ def _sides(tensor: Tensor, what: str) -> list[int]:
 
 
 def _check_modes(mode: str, interpolation: str, antialias: bool) -> None:
-    if mode not in _MODES:
-        raise ValueError(f"mode={mode!r} is unknown: choose 'crop' or 'resize'.")
-    if interpolation not in _INTERPOLATIONS:
-        raise ValueError(
-            f"interpolation={interpolation!r} is unknown: choose one of {', '.join(map(repr, _INTERPOLATIONS))}."
-        )
+    check_choice(("crop", "resize"), mode=mode)
+    check_choice(("nearest", "bilinear", "area"), interpolation=interpolation)
     if antialias and interpolation != "bilinear":
         raise ValueError(
             f"antialias=True goes with interpolation='bilinear', and interpolation is {interpolation!r}: choose that, "
             f"or leave antialias out."
         )
-
-
-def _check_schedule(initial_scale: float, finetune_fraction: float, delay_fraction: float, size_increment: int) -> None:
-    fractions = {
-        "initial_scale": initial_scale,
-        "finetune_fraction": finetune_fraction,
-        "delay_fraction": delay_fraction,
-    }
-    for name, value in fractions.items():
-        check_number(name, value, "a part of a whole, from 0 to 1")
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name}={value!r} is no part of a whole: pass a number from 0 to 1.")
-    if delay_fraction + finetune_fraction > 1:
-        raise ValueError(
-            f"delay_fraction={delay_fraction!r} and finetune_fraction={finetune_fraction!r} are more than the whole "
-            f"training: let them add up to 1 or less."
-        )
-    check_count("size_increment", size_increment, "pixels")

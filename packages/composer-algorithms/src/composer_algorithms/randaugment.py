@@ -6,19 +6,18 @@ from typing import TYPE_CHECKING, TypeVar, overload
 from PIL.Image import Image
 from torch import Tensor
 
-from composer_algorithms._arguments import check_count
+from composer_algorithms._arguments import check_counts, check_interval
+from composer_algorithms._method import Method
 from composer_algorithms.augmentation.primitives import (
     AugmentationFunction,
     augmentation_sets,
     change,
     check_mode,
-    check_severity,
     find_set,
     map_pillow_function,
 )
 from composer_algorithms.dataset_transforms import TransformedDatasets
-from composer_algorithms.metadata import Metadata
-from composer_events.algorithm import Algorithm
+from composer_algorithms.metadata import METHODS
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -27,22 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RandAugment", "RandAugmentTransform", "randaugment_image", "METADATA"]
 
-METADATA = Metadata(
-    name="RandAugment",
-    class_name="RandAugment",
-    functional="randaugment_image",
-    tldr="Applies a series of random augmentations to each image",
-    attribution="(Cubuk et al, 2020)",
-    link="https://openaccess.thecvf.com/content_CVPRW_2020/html/w40/Cubuk_Randaugment_Practical_Automated_Data_Augmentation_With_a_Reduced_Search_Space_CVPRW_2020_paper.html",
-    domains=("cv",),
-    summary=(
-        "Draws a few of thirteen changes of colour and geometry for each image and applies them one after the other."
-    ),
-    use=(
-        "Use depth=1 or 2 with severity=9. It brings 0.3 to 1.4% accuracy on ResNets and ImageNet, and costs time of "
-        "the CPU, which may become the bottleneck."
-    ),
-)
+METADATA = METHODS["randaugment"]
 
 TImage = TypeVar("TImage", bound=Tensor | Image)
 
@@ -106,21 +90,14 @@ def randaugment_image(
 class RandAugmentTransform:
     """Dataset transform that applies `randaugment_image` to each image.
 
-    Args:
-        severity: See `randaugment_image`.
-        depth: See `randaugment_image`.
-        augmentation_set: See `randaugment_image`.
-
-    Raises:
-        ValueError: If `severity` is outside [0, 10] or `depth` is negative.
-        KeyError: If the name of the set is unknown.
+    It takes the same arguments as `randaugment_image`, without the image.
     """
 
     def __init__(
         self, severity: float = 9, depth: int = 2, augmentation_set: str | Sequence[AugmentationFunction] = "all"
     ) -> None:
-        check_severity(severity)
-        check_count("depth", depth, "changes", least=0)
+        check_interval("[0, 10]", severity=severity)
+        check_counts(0, depth=depth)
         self.severity = severity
         self.depth = depth
         self.augmentation_set = find_set(augmentation_set)
@@ -139,7 +116,7 @@ class RandAugmentTransform:
         return change(image, self.augmentation_set, self.depth, self.severity)
 
 
-class RandAugment(Algorithm):
+class RandAugment(Method):
     """Apply a few random augmentations to each training image.
 
     On `FIT_START` it adds a `RandAugmentTransform` to the training dataset, before the transforms that convert images
@@ -180,8 +157,3 @@ class RandAugment(Algorithm):
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Add the transform to the dataset."""
         self._datasets.add(state)
-
-    def __repr__(self) -> str:
-        return (
-            f"RandAugment(severity={self.severity!r}, depth={self.depth!r}, augmentation_set={self.augmentation_set!r})"
-        )

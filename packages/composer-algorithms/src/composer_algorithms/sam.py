@@ -1,7 +1,5 @@
 """Sharpness-aware minimization (SAM): step with the gradient at a nearby point of higher loss, towards flat minima."""
 
-import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_count, check_number
+from composer_algorithms._arguments import check_counts, check_interval, takes_keyword
 from composer_algorithms._draws import ResumableDraws
-from composer_algorithms._maximal_batch import joint_norm, local_part
+from composer_algorithms._method import Method
 from composer_algorithms._optimizer_surgery import as_optimizers
-from composer_algorithms.metadata import Metadata
-from composer_events.algorithm import Algorithm
+from composer_algorithms.gradient_clipping import joint_norm, local_part
+from composer_algorithms.metadata import METHODS
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -24,23 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SAM", "SAMOptimizer", "METADATA"]
 
-METADATA = Metadata(
-    name="SAM",
-    class_name="SAM",
-    functional="",
-    tldr="Sharpness-aware minimization seeks minima whose neighbourhood has a low loss too",
-    attribution="(Foret et al, 2021)",
-    link="https://arxiv.org/abs/2010.01412",
-    domains=("cv",),
-    summary=(
-        "Goes uphill to the worst point nearby, takes the gradient there, and steps from where it was. Flat minima "
-        "found so generalise better."
-    ),
-    use=(
-        "rho=0.05 with interval=1 doubles the time of a step; interval=10 with rho=0.5 costs about 7% and brought 0.7% "
-        "accuracy on ResNet-50 and ImageNet. No gain is known for language models that see their data once."
-    ),
-)
+METADATA = METHODS["sam"]
 
 
 class SAMOptimizer(Optimizer):
@@ -101,7 +83,8 @@ class SAMOptimizer(Optimizer):
         replay: bool = True,
         **defaults: Any,
     ) -> None:
-        _check(rho, epsilon, interval)
+        check_interval("[0, inf)", rho=rho, epsilon=epsilon)
+        check_counts(interval=interval)
         as_optimizers(base_optimizer)
         self._sam_defaults: dict[str, Any] = {"rho": rho, "epsilon": epsilon, "global_step": 0, **defaults}
         super().__init__(base_optimizer.param_groups, self._sam_defaults)
@@ -197,10 +180,9 @@ class SAMOptimizer(Optimizer):
 
     def _look_twice(self, closure: Callable[..., Any]) -> tuple[Any, bool]:
         """Return the loss, and whether the gradients are finite."""
-        parameters = inspect.signature(closure).parameters
-        takes_losses = "loss_dict" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        second = partial(closure, loss_dict={}) if takes_losses else closure
-        draws = _Draws(self._devices(), self.algorithms) if self.replay else None
+        second = partial(closure, loss_dict={}) if takes_keyword(closure, "loss_dict") else closure
+        devices = {parameter.device for group in self.param_groups for parameter in group["params"]}
+        draws = _Draws(devices, self.algorithms) if self.replay else None
         with torch.enable_grad():
             loss = closure()
         if loss is None:
@@ -233,11 +215,8 @@ class SAMOptimizer(Optimizer):
                 torch._foreach_mul_(steps, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
                 torch._foreach_add_(parameters, steps)  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
 
-    def _devices(self) -> set[torch.device]:
-        return {parameter.device for group in self.param_groups for parameter in group["params"]}
 
-
-class SAM(Algorithm):
+class SAM(Method):
     """Wrap each optimizer in a `SAMOptimizer`.
 
     On `BEFORE_LOAD`, or on `AFTER_LOAD` in loops without it, it replaces `state.optimizers` by wrappers. In a two-point
@@ -268,14 +247,16 @@ class SAM(Algorithm):
     acts_on = frozenset({Event.BEFORE_LOAD, Event.AFTER_LOAD})
 
     def __init__(self, rho: float = 0.05, epsilon: float = 1.0e-12, interval: int = 1) -> None:
-        _check(rho, epsilon, interval)
+        check_interval("[0, inf)", rho=rho, epsilon=epsilon)
+        check_counts(interval=interval)
         self.rho = rho
         self.epsilon = epsilon
         self.interval = interval
 
     def match(self, event: Event, state: "State") -> bool:
         """Return whether a checkpoint may be loaded at this event, and an optimizer is not wrapped."""
-        return event in (Event.BEFORE_LOAD, Event.AFTER_LOAD) and not all(map(_is_wrapped, state.optimizers))
+        is_load = event in (Event.BEFORE_LOAD, Event.AFTER_LOAD)
+        return is_load and not all(isinstance(one, SAMOptimizer) for one in state.optimizers)
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Wrap the optimizers that are not yet wrapped."""
@@ -284,17 +265,12 @@ class SAM(Algorithm):
                 f"{self!r} cannot be used under DeepSpeed, whose engine steps without a closure: train with DDP or "
                 f"parallelism_config={{'fsdp': {{}}}} instead, or leave SAM out."
             )
-        state.optimizers = [
-            optimizer if _is_wrapped(optimizer) else self._wrap(optimizer, state) for optimizer in state.optimizers
-        ]
-
-    def __repr__(self) -> str:
-        return f"SAM(rho={self.rho!r}, epsilon={self.epsilon!r}, interval={self.interval!r})"
-
-    def _wrap(self, optimizer: Optimizer, state: "State") -> SAMOptimizer:
-        wrapped = SAMOptimizer(optimizer, self.rho, self.epsilon, self.interval)
-        wrapped.algorithms = state.algorithms  # not a copy: algorithms may be added later
-        return wrapped
+        optimizers = list(state.optimizers)
+        for i, optimizer in enumerate(optimizers):
+            if not isinstance(optimizer, SAMOptimizer):
+                optimizers[i] = wrapped = SAMOptimizer(optimizer, self.rho, self.epsilon, self.interval)
+                wrapped.algorithms = state.algorithms  # not a copy: algorithms may be added later
+        state.optimizers = optimizers
 
 
 class _Draws:
@@ -322,15 +298,3 @@ def _by_device(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[torch.d
         parameters.append(parameter)
         gradients.append(gradient)
     return ((device, *lists) for device, lists in groups.items())
-
-
-def _is_wrapped(optimizer: object) -> bool:
-    return isinstance(optimizer, SAMOptimizer)
-
-
-def _check(rho: float, epsilon: float, interval: int) -> None:
-    for name, value in (("rho", rho), ("epsilon", epsilon)):
-        check_number(name, value, "0 or more")
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value!r} cannot be used: pass a finite number, 0 or more.")
-    check_count("interval", interval, "steps")

@@ -1,24 +1,22 @@
 """Selective backprop: run the backward pass mainly for examples with a large loss."""
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composer_algorithms._arguments import check_count, check_number, warn_deprecated
+from composer_algorithms._arguments import check_choice, check_counts, check_interval, takes_keyword, warn_deprecated
 from composer_algorithms._draws import ResumableDraws
-from composer_algorithms._loss import find_loss
+from composer_algorithms._loss import find_loss, precision_context
+from composer_algorithms._method import Method, elapsed_fraction
 from composer_algorithms._pairs import check_pairs
 from composer_algorithms._tensors import UnsupportedBatchError, batch_tensor, require_tensor
-from composer_algorithms.metadata import Metadata
-from composer_dist.devices import get_precision_context
+from composer_algorithms.metadata import METHODS
 from composer_dist.wrapping import unwrap_model
-from composer_events.algorithm import Algorithm
 from composer_events.batches import batch_set
 from composer_events.event import Event
 from composer_models.base import model_eval_mode
@@ -29,23 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SelectiveBackprop", "select_using_loss", "selective_backprop", "should_selective_backprop", "METADATA"]
 
-METADATA = Metadata(
-    name="Selective Backprop",
-    class_name="SelectiveBackprop",
-    functional="select_using_loss",
-    tldr="Drops examples with small loss contributions",
-    attribution="(Jiang et al, 2019)",
-    link="https://arxiv.org/abs/1910.00762",
-    domains=("cv",),
-    summary=(
-        "Computes the loss of each example first and trains on a random part of the batch in which examples with a "
-        "large loss are more likely to be."
-    ),
-    use=(
-        "Use start=0.5, end=0.9, keep=0.5, and scale_factor=0.5 where the model takes smaller images. On ResNet-50 and "
-        "ImageNet training took about 6% less time at the same accuracy."
-    ),
-)
+METADATA = METHODS["selective_backprop"]
 
 _INTERPOLATION = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
@@ -125,7 +107,7 @@ def selective_backprop(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return select_using_loss(*args, **kwargs)
 
 
-class SelectiveBackprop(ResumableDraws, Algorithm):
+class SelectiveBackprop(ResumableDraws, Method):
     """Train on a subset of each batch that favors examples with a large loss.
 
     On `AFTER_DATALOADER`, while training is between `start` and `end`, the batch is moved to the device, its losses are
@@ -163,6 +145,7 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
 
     surgery_rank = 7
     runs_first = True
+    computes_losses = True
     acts_on = frozenset({Event.INIT, Event.AFTER_DATALOADER})
 
     def __init__(
@@ -177,10 +160,12 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
         *,
         score_mode: Literal["train", "eval"] = "train",
     ) -> None:
-        _check_selection(keep, scale_factor)
-        _check_window(start, end, interrupt)
-        if score_mode not in ("train", "eval"):
-            raise ValueError(f"score_mode={score_mode!r} is unknown: choose 'train' or 'eval'.")
+        check_interval("(0, 1]", keep=keep, scale_factor=scale_factor)
+        check_interval("[0, 1]", start=start, end=end)
+        if start > end:
+            raise ValueError(f"start={start!r} is after end={end!r}, so no example would be dropped: exchange them.")
+        check_counts(0, interrupt=interrupt)
+        check_choice(("train", "eval"), score_mode=score_mode)
         self.start = start
         self.end = end
         self.keep = keep
@@ -196,26 +181,29 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
             return True
         if event != Event.AFTER_DATALOADER or self.keep >= 1:
             return False
-        elapsed = state.get_elapsed_duration()
-        if elapsed is None:
-            raise RuntimeError(
-                "SelectiveBackprop goes by the part of training that is done, which is not known without a "
-                "max_duration: set state.max_duration."
-            )
+        elapsed = elapsed_fraction(state, "SelectiveBackprop")
         batch_idx = state.timestamp.batch_in_epoch.value
         return should_selective_backprop(float(elapsed), batch_idx, self.start, self.end, self.interrupt)
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Validate the model on INIT, and drop examples on AFTER_DATALOADER."""
         if event == Event.INIT:
-            _check_model(state.model)
+            from composer_models.base import ComposerModel  # loads the metrics, which select_using_loss does not need
+
+            if not isinstance(unwrap_model(state.model), ComposerModel):
+                raise RuntimeError(
+                    f"SelectiveBackprop computes losses with the model's own loss, and "
+                    f"{type(state.model).__qualname__} is no ComposerModel: make one of it with "
+                    f"ComposerModel.from_module(module, loss_fn)."
+                )
             if self.keep < 1:  # otherwise the loss is never called with `reduction`
                 _check_loss(_inner_loss(state.model))
             return
         to_device = state.device.tensor_to_device
         input = to_device(batch_tensor(state, self.input_key, "input_key"))
         target = to_device(batch_tensor(state, self.target_key, "target_key"))
-        with _mode_of(self.score_mode, state.model), _precision(state, input):
+        mode = model_eval_mode(state.model) if self.score_mode == "eval" else nullcontext()
+        with mode, precision_context(state, input.device.type):
             chosen = _choose(
                 input,
                 target,
@@ -227,13 +215,6 @@ class SelectiveBackprop(ResumableDraws, Algorithm):
             )
         if chosen is not None:
             state.batch = self._selected(state, input[chosen], target[chosen], chosen)
-
-    def __repr__(self) -> str:
-        return (
-            f"SelectiveBackprop(start={self.start!r}, end={self.end!r}, keep={self.keep!r}, "
-            f"scale_factor={self.scale_factor!r}, interrupt={self.interrupt!r}, input_key={self.input_key!r}, "
-            f"target_key={self.target_key!r}, score_mode={self.score_mode!r})"
-        )
 
     def _scored_batch(self, state: "State", input: Tensor, target: Tensor) -> Any:
         batch = batch_set(copy.copy(state.batch), self.input_key, input)
@@ -283,7 +264,7 @@ def _choose(
     generator: torch.Generator | None,
 ) -> Tensor | None:
     """Return the indices of the examples to keep, or `None` for all."""
-    _check_selection(keep, scale_factor)
+    check_interval("(0, 1]", keep=keep, scale_factor=scale_factor)
     _check_loss(loss_fun)
     check_pairs(input, target, None)
     if scale_factor != 1 and not input.is_floating_point():
@@ -331,10 +312,9 @@ def _check_loss(loss_fun: object) -> None:
         # Module.__call__ accepts any arguments, so look at forward.
         called = loss_fun.forward if isinstance(loss_fun, nn.Module) else loss_fun
         try:
-            parameters = inspect.signature(called).parameters
+            if takes_keyword(called, "reduction"):
+                return
         except ValueError:  # written in C, without a signature
-            return
-        if "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return
     raise TypeError(
         f"loss_fun={loss_fun!r} must take a keyword argument `reduction`. Selective backprop calls it with "
@@ -352,42 +332,3 @@ def _inner_loss(model: nn.Module) -> object:
         if getattr(loss, "__func__", None) is kind.loss:
             return getattr(loss.__self__, name)
     return loss
-
-
-def _check_selection(keep: float, scale_factor: float) -> None:
-    for name, value in (("keep", keep), ("scale_factor", scale_factor)):
-        check_number(name, value, "a number above 0, up to 1")
-    if not 0 < keep <= 1:
-        raise ValueError(f"keep={keep!r} is no part of a batch: pass a number above 0, up to 1.")
-    if not 0 < scale_factor <= 1:
-        raise ValueError(f"scale_factor={scale_factor!r} does not make inputs smaller: pass a number above 0, up to 1.")
-
-
-def _check_window(start: float, end: float, interrupt: int) -> None:
-    for name, value in (("start", start), ("end", end)):
-        check_number(name, value, "a part of training, from 0 to 1")
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name}={value!r} is no part of training: pass a number from 0 to 1.")
-    if start > end:
-        raise ValueError(f"start={start!r} is after end={end!r}, so no example would be dropped: exchange them.")
-    check_count("interrupt", interrupt, "batches", least=0)
-
-
-def _check_model(model: nn.Module) -> None:
-    from composer_models.base import ComposerModel  # loads the metrics, as above
-
-    if not isinstance(unwrap_model(model), ComposerModel):
-        raise RuntimeError(
-            f"SelectiveBackprop computes losses with the model's own loss, and {type(model).__qualname__} is no "
-            f"ComposerModel: make one of it with ComposerModel.from_module(module, loss_fn)."
-        )
-
-
-def _mode_of(score_mode: str, model: nn.Module) -> AbstractContextManager[Any]:
-    return model_eval_mode(model) if score_mode == "eval" else nullcontext()
-
-
-def _precision(state: "State", input: Tensor) -> AbstractContextManager[Any]:
-    if state.precision is None:  # a custom loop that does not set the precision
-        return nullcontext()
-    return get_precision_context(state.precision, state.precision_config, device_type=input.device.type)

@@ -1,19 +1,22 @@
 """Sequence length warm-up: train on short sequences first and increase their length during training."""
 
 import copy
+import logging
 from collections.abc import Collection, Mapping, MutableMapping
+from contextlib import ExitStack, nullcontext
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from composer_algorithms._arguments import check_count, check_number
-from composer_algorithms._maximal_batch import run_maximal_batch
+from composer_algorithms._arguments import check_counts, check_interval
+from composer_algorithms._loss import find_loss, precision_context
+from composer_algorithms._method import NO_LENGTH, Method
 from composer_algorithms._tensors import UnsupportedBatchError
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
+from composer_dist import dist
 from composer_dist.wrapping import unwrap_model
-from composer_events.algorithm import Algorithm
 from composer_events.batches import ensure_tuple
 from composer_events.event import Event
 from composer_time import TimeUnit
@@ -24,23 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SeqLengthWarmup", "set_batch_sequence_length", "METADATA"]
 
-METADATA = Metadata(
-    name="Sequence Length Warmup",
-    class_name="SeqLengthWarmup",
-    functional="set_batch_sequence_length",
-    tldr="Progressively increases the sequence length",
-    attribution="(Li et al, 2021)",
-    link="https://arxiv.org/abs/2108.06084",
-    domains=("nlp",),
-    summary=(
-        "Shortens the sequences of the first batches, by truncation or by cutting them into several, which is faster "
-        "and lets training begin with larger steps."
-    ),
-    use=(
-        "Use duration=0.3 with lengths that are multiples of 8. GPT-2 with 125M parameters reached the same loss about "
-        "1.5 times as fast."
-    ),
-)
+METADATA = METHODS["seq_length_warmup"]
+
+_log = logging.getLogger("composer.algorithms.seq_length_warmup")
 
 TBatch = TypeVar("TBatch", bound=MutableMapping[str, Any])
 
@@ -88,7 +77,7 @@ def set_batch_sequence_length(
             f"the batch is a {type(batch).__qualname__}, and sequences are found by name: use batches that are "
             f"mappings of tensors, such as {{'input_ids': ...}}."
         )
-    check_count("curr_seq_len", curr_seq_len, "tokens")
+    check_counts(curr_seq_len=curr_seq_len)
     sequences = _sequences(batch, non_sequence_keys)
     if curr_seq_len >= _length_of(sequences):
         return batch
@@ -104,7 +93,7 @@ def set_batch_sequence_length(
     return result
 
 
-class SeqLengthWarmup(Algorithm):
+class SeqLengthWarmup(Method):
     """Increase the sequence length during training.
 
     On `AFTER_DATALOADER` it applies `set_batch_sequence_length` to `state.batch`, with a length that grows from
@@ -139,6 +128,7 @@ class SeqLengthWarmup(Algorithm):
     """
 
     surgery_rank = 7
+    computes_losses = True  # of the batch of maximal length
     acts_on = frozenset({Event.INIT, Event.AFTER_DATALOADER})
 
     def __init__(
@@ -152,7 +142,13 @@ class SeqLengthWarmup(Algorithm):
         *,
         non_sequence_keys: Collection[str] = (),
     ) -> None:
-        _check_schedule(duration, min_seq_length, max_seq_length, step_size)
+        check_interval("[0, 1]", duration=duration)
+        check_counts(min_seq_length=min_seq_length, max_seq_length=max_seq_length, step_size=step_size)
+        if max_seq_length < min_seq_length:
+            raise ValueError(
+                f"max_seq_length={max_seq_length!r} is less than min_seq_length={min_seq_length!r}: sequences grow "
+                f"from the one to the other."
+            )
         self.duration = duration
         self.min_seq_length = min_seq_length
         self.max_seq_length = max_seq_length
@@ -181,15 +177,25 @@ class SeqLengthWarmup(Algorithm):
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Validate the model on INIT, and shorten the sequences on AFTER_DATALOADER."""
         if event == Event.INIT:
-            _check_model(state.model)
+            if not isinstance(getattr(unwrap_model(state.model), "model", None), nn.Module):
+                raise RuntimeError(
+                    f"SeqLengthWarmup needs a model that wraps one of Hugging Face, with the attribute model, and "
+                    f"this is a {type(state.model).__qualname__}: wrap it in a HuggingFaceModel."
+                )
             self._is_checked = True
             return
         length = self.seq_length(self._warmup_done(state))
         # Before the batch is shortened, since the maximal batch is made from it.
         if not self._activated and not state.deepspeed_enabled:
-            run_maximal_batch(state, _of_length(state.batch, self.max_seq_length, self.non_sequence_keys))
+            _run_maximal_batch(state, _of_length(state.batch, self.max_seq_length, self.non_sequence_keys))
             self._activated = True
-        state.batch = self._with_length(state.batch, length)
+        state.batch = set_batch_sequence_length(
+            state.batch,
+            length,
+            self.truncate,
+            self.preserve_end_of_sequence,
+            non_sequence_keys=self.non_sequence_keys,
+        )
         if logger is not None:
             first = next(iter(_sequences(state.batch, self.non_sequence_keys).values()))
             logger.log_metrics({"seq_length_warmup/curr_seq_len": length, "seq_length_warmup/curr_bs": len(first)})
@@ -203,26 +209,10 @@ class SeqLengthWarmup(Algorithm):
         super().load_state_dict(state)
         self._activated = bool(state.get("activated", False))
 
-    def __repr__(self) -> str:
-        return (
-            f"SeqLengthWarmup(duration={self.duration!r}, min_seq_length={self.min_seq_length!r}, "
-            f"max_seq_length={self.max_seq_length!r}, step_size={self.step_size!r}, truncate={self.truncate!r}, "
-            f"preserve_end_of_sequence={self.preserve_end_of_sequence!r}, "
-            f"non_sequence_keys={self.non_sequence_keys!r})"
-        )
-
-    def _with_length(self, batch: Any, length: int) -> Any:
-        return set_batch_sequence_length(
-            batch, length, self.truncate, self.preserve_end_of_sequence, non_sequence_keys=self.non_sequence_keys
-        )
-
     def _warmup_done(self, state: "State") -> float | Fraction:
         max_duration = state.max_duration
         if max_duration is None:
-            raise RuntimeError(
-                "SeqLengthWarmup goes by the part of training that is done, which is not known without a max_duration: "
-                "set state.max_duration."
-            )
+            raise RuntimeError(NO_LENGTH.format("SeqLengthWarmup"))
         if self.duration == 0:
             return 1
         if max_duration.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH):
@@ -250,7 +240,7 @@ def _sequences(batch: Mapping[str, Any], non_sequence_keys: Collection[str]) -> 
         if not isinstance(value, Tensor):
             raise UnsupportedBatchError(
                 f"batch[{name!r}] is a {type(value).__qualname__}, but sequences are tensors of shape (batch, length, "
-                f"...): name it in non_sequence_keys if it is none."
+                f"...): if it is not a sequence, name it in non_sequence_keys."
             )
         sequences[name] = value
     return sequences
@@ -272,7 +262,8 @@ def _truncated(name: str, value: Tensor, length: int) -> Tensor:
             f"batch[{name!r}] of shape {tuple(value.shape)} has no dim of length to truncate: pass (batch, length, "
             f"...), or name it in non_sequence_keys."
         )
-    return value[:, :length].contiguous()
+    # A copy even of a single sequence, whose slice is contiguous: the last token is written into it.
+    return value[:, :length].clone(memory_format=torch.contiguous_format)
 
 
 def _keep_last_token(shorter: Mapping[str, Tensor], sequences: Mapping[str, Tensor], length: int) -> None:
@@ -319,23 +310,64 @@ def _of_length(batch: Any, length: int, non_sequence_keys: Collection[str]) -> d
     return result
 
 
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(getattr(unwrap_model(model), "model", None), nn.Module):
+def _run_maximal_batch(state: "State", batch: dict[str, Any]) -> None:
+    """Run the first microbatch forward and backward without changing weights, gradients or random state.
+
+    The allocator then holds the memory that the largest microbatch needs. With `state.auto_microbatching`, a
+    microbatch that does not fit on some rank is halved on all ranks. Every rank must call this.
+    """
+    size = _microbatch_size(state)
+    while not _fits(state, batch, size):
+        if size == 1:
+            raise RuntimeError(
+                "a microbatch of one sample of the maximal sequence length does not fit into the device's memory: "
+                "lower max_seq_length, or use a smaller model."
+            )
+        size = max(size // 2, 1)
+        _log.info("device_train_microbatch_size is now %d, so that sequences of maximal length fit.", size)
+        state.device_train_microbatch_size = size
+
+
+def _microbatch_size(state: "State") -> int:
+    size: Any = state.device_train_microbatch_size
+    if size is None:
+        size = state.dataloader.batch_size  # an AttributeError names what another dataloader lacks
+    if size is None:
         raise RuntimeError(
-            f"SeqLengthWarmup needs a model that wraps one of Hugging Face, with the attribute model, and this is a "
-            f"{type(model).__qualname__}: wrap it in a HuggingFaceModel."
+            "the dataloader has batch_size=None, so the size of a microbatch is not known: set "
+            "device_train_microbatch_size."
         )
+    return max(int(size), 1)
 
 
-def _check_schedule(duration: float, min_seq_length: int, max_seq_length: int, step_size: int) -> None:
-    check_number("duration", duration, "a part of training, from 0 to 1")
-    if not 0 <= duration <= 1:
-        raise ValueError(f"duration={duration!r} is no part of training: pass a number from 0 to 1.")
-    lengths = {"min_seq_length": min_seq_length, "max_seq_length": max_seq_length, "step_size": step_size}
-    for name, value in lengths.items():
-        check_count(name, value, "tokens")
-    if max_seq_length < min_seq_length:
-        raise ValueError(
-            f"max_seq_length={max_seq_length!r} is less than min_seq_length={min_seq_length!r}: sequences grow from "
-            f"the one to the other."
-        )
+def _fits(state: "State", batch: dict[str, Any], size: int) -> bool:
+    microbatch = {name: value[:size] if isinstance(value, Tensor) else value for name, value in batch.items()}
+    has_failed = False
+    try:
+        _forward_backward(state, state.device.batch_to_device(microbatch))
+    except torch.OutOfMemoryError:
+        if not state.auto_microbatching:
+            raise
+        has_failed = True
+    finally:
+        for optimizer in state.optimizers:
+            optimizer.zero_grad()
+    if not state.auto_microbatching:
+        return True
+    # All ranks must agree on the size, or their collectives in backward would not pair up.
+    failures = torch.tensor([int(has_failed)], dtype=torch.uint8, device=state.device.torch_device)
+    dist.all_reduce(failures, reduce_operation="MAX")
+    return not failures.item()
+
+
+def _forward_backward(state: "State", microbatch: Any) -> None:
+    devices = [state.device.torch_device.index] if state.device.torch_device.type == "cuda" else []
+    with ExitStack() as stack:
+        # A resumed run skips this pass and must draw the same random numbers as this one.
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        # DDP builds its buckets in the first synchronized pass, which must be a training pass.
+        stack.enter_context(getattr(state.model, "no_sync", nullcontext)())
+        with precision_context(state, state.device.torch_device.type):
+            outputs = state.model(microbatch)
+            loss = find_loss(state.model)(outputs, microbatch)
+        loss.backward()

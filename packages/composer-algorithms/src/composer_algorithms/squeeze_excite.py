@@ -1,17 +1,16 @@
 """Squeeze-and-excitation: scale the channels of an image depending on the means of all channels."""
 
-import functools
 import logging
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_number
-from composer_algorithms.metadata import Metadata
-from composer_algorithms.module_surgery import InitSurgery, count_module_instances, replace_module_classes
+from composer_algorithms._arguments import check_interval
+from composer_algorithms._method import ModelSurgery, report
+from composer_algorithms.metadata import METHODS
+from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
 
 if TYPE_CHECKING:
     from composer_events.event import Event
@@ -20,23 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SqueezeExcite", "SqueezeExcite2d", "SqueezeExciteConv2d", "apply_squeeze_excite", "METADATA"]
 
-METADATA = Metadata(
-    name="Squeeze Excite",
-    class_name="SqueezeExcite",
-    functional="apply_squeeze_excite",
-    tldr="Replaces eligible layers with Squeeze-Excite layers",
-    attribution="Hu et al, 2017",
-    link="https://arxiv.org/abs/1709.01507",
-    domains=("cv",),
-    summary=(
-        "Scales each channel behind a convolution by a factor that a small network computes from the means of all "
-        "channels, so that the network can turn channels up and down by what is in the image."
-    ),
-    use=(
-        "Accuracy rises consistently, and inference is about 20% slower. Use latent_channels of 64 or more; for "
-        "ImageNet min_channels=512 keeps the cost low. It puts in more blocks than the paper."
-    ),
-)
+METADATA = METHODS["squeeze_excite"]
 
 _log = logging.getLogger("composer.algorithms.squeeze_excite")
 
@@ -63,7 +46,7 @@ class SqueezeExcite2d(nn.Module):
 
     def __init__(self, num_features: int, latent_channels: float = 0.125) -> None:
         super().__init__()
-        _check_latent_channels(latent_channels)
+        check_interval("(0, inf)", latent_channels=latent_channels)
         # At least one, as a small fraction of few channels would round down to an empty layer.
         latent_channels = max(1, int(latent_channels if latent_channels >= 1 else latent_channels * num_features))
         self.latent_channels = latent_channels
@@ -147,10 +130,16 @@ def apply_squeeze_excite(
     Reference:
         Hu et al., "Squeeze-and-Excitation Networks", CVPR 2018, arXiv:1709.01507.
     """
-    _check_latent_channels(latent_channels)
-    _check_min_channels(min_channels)
-    policy = functools.partial(_excited_conv, latent_channels=latent_channels, min_channels=min_channels)
-    replace_module_classes(model, {nn.Conv2d: policy}, optimizers)
+    check_interval("(0, inf)", latent_channels=latent_channels)
+    check_interval("[-inf, inf]", min_channels=min_channels)
+
+    def excite(module: nn.Conv2d, module_index: int) -> SqueezeExciteConv2d | None:
+        is_wide = min(module.in_channels, module.out_channels) >= min_channels
+        if not is_wide or hasattr(module, "_already_squeeze_excited"):
+            return None
+        return SqueezeExciteConv2d.from_conv2d(module, module_index, latent_channels)
+
+    replace_module_classes(model, {nn.Conv2d: excite}, optimizers)
     if not count_module_instances(model, SqueezeExciteConv2d):
         _log.warning(
             "SqueezeExcite has no effect on this %s: below it there is no Conv2d with at least min_channels=%r input "
@@ -160,16 +149,7 @@ def apply_squeeze_excite(
         )
 
 
-def _excited_conv(
-    module: nn.Conv2d, module_index: int, latent_channels: float, min_channels: int
-) -> SqueezeExciteConv2d | None:
-    is_wide = min(module.in_channels, module.out_channels) >= min_channels
-    if not is_wide or hasattr(module, "_already_squeeze_excited"):
-        return None
-    return SqueezeExciteConv2d.from_conv2d(module, module_index, latent_channels)
-
-
-class SqueezeExcite(InitSurgery):
+class SqueezeExcite(ModelSurgery):
     """Add squeeze-and-excitation after wide convolutions.
 
     On `INIT` it applies `apply_squeeze_excite` to `state.model`. The new parameters join the optimizer groups of their
@@ -195,8 +175,8 @@ class SqueezeExcite(InitSurgery):
     surgery_rank = 3  # after algorithms that replace convolutions, before those that change their weights
 
     def __init__(self, latent_channels: float = 64, min_channels: int = 128) -> None:
-        _check_latent_channels(latent_channels)
-        _check_min_channels(min_channels)
+        check_interval("(0, inf)", latent_channels=latent_channels)
+        check_interval("[-inf, inf]", min_channels=min_channels)
         self.latent_channels = latent_channels
         self.min_channels = min_channels
 
@@ -204,22 +184,4 @@ class SqueezeExcite(InitSurgery):
         """Change the model, and log its number of squeeze-and-excitation layers."""
         apply_squeeze_excite(state.model, self.latent_channels, self.min_channels, state.optimizers)
         count = count_module_instances(state.model, SqueezeExciteConv2d)
-        _log.info("SqueezeExcite: %d convolutions are followed by squeeze-and-excitation.", count)
-        if logger is not None:
-            logger.log_hyperparameters({"squeeze_excite/num_squeeze_excite_layers": count})
-
-    def __repr__(self) -> str:
-        return f"SqueezeExcite(latent_channels={self.latent_channels!r}, min_channels={self.min_channels!r})"
-
-
-def _check_latent_channels(latent_channels: float) -> None:
-    check_number("latent_channels", latent_channels, "a number of channels, or a share between 0 and 1")
-    if not 0 < latent_channels < math.inf:
-        raise ValueError(
-            f"latent_channels={latent_channels!r} leaves no hidden layer: pass a number of channels, or a share of the "
-            f"output channels between 0 and 1."
-        )
-
-
-def _check_min_channels(min_channels: int) -> None:
-    check_number("min_channels", min_channels, "a number of channels, such as 128")
+        report(_log, logger, {"squeeze_excite/num_squeeze_excite_layers": count})

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from composer_algorithms._arguments import accept_legacy_arguments, check_count, check_number
+from composer_algorithms._arguments import accept_legacy_arguments, check_counts, check_interval
+from composer_algorithms._method import Method, is_reached, parse_time
 from composer_algorithms.ema.averaging import EMAParameters, compute_ema
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 from composer_dist.wrapping import canonical_name
-from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_time import Time, TimeUnit
 
@@ -24,23 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SWA", "METADATA"]
 
-METADATA = Metadata(
-    name="SWA",
-    class_name="SWA",
-    functional="",
-    tldr="Averages the weights of the last part of training",
-    attribution="(Izmailov et al, 2018)",
-    link="https://arxiv.org/abs/1803.05407",
-    domains=("cv", "nlp"),
-    summary=(
-        "Takes the mean of the weights at intervals in the last part of training and continues with it: points on the "
-        "edge of a wide minimum have their mean nearer to its middle."
-    ),
-    use=(
-        "Start at 0.7dur and end at 0.97dur, so that at least an epoch is left in which batch norms measure their "
-        "statistics anew. A learning rate schedule of its own has little effect. Do not combine it with EMA."
-    ),
-)
+METADATA = METHODS["swa"]
 
 # Composer's logger name, which users' logging configurations refer to.
 _log = logging.getLogger("composer.algorithms.swa")
@@ -49,7 +33,7 @@ _STRATEGIES = {"linear": "linear", "lin": "linear", "cos": "cos", "cosine": "cos
 _ENDS = frozenset({Event.BATCH_END, Event.EPOCH_END})
 
 
-class SWA(Algorithm):
+class SWA(Method):
     """Average the weights over the last part of training, and copy the mean into the model at its end.
 
     From `swa_start` on, each `update_interval` adds the weights to a mean, at the ends of batches or epochs, depending
@@ -101,16 +85,19 @@ class SWA(Algorithm):
         swa_lr: float | None = None,
     ) -> None:
         self.swa_start, self.swa_end = _window(swa_start, swa_end)
-        self.update_interval = _interval(update_interval)
+        self.update_interval = interval = parse_time("update_interval", update_interval)
+        if interval.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or interval.value < 1:
+            raise ValueError(
+                f"update_interval={str(interval)!r} cannot be counted: pass at least one batch ('10ba') or epoch "
+                f"('1ep')."
+            )
         if str(anneal_strategy).lower() not in _STRATEGIES:
             raise ValueError(f"anneal_strategy={anneal_strategy!r} is unknown: choose 'linear' or 'cos'.")
-        check_count("anneal_steps", anneal_steps, "intervals")
+        check_counts(anneal_steps=anneal_steps)
         if swa_lr is not None:
-            check_number("swa_lr", swa_lr, "a learning rate, or None to keep that of each group")
-            if not 0 <= swa_lr < math.inf:
-                raise ValueError(f"swa_lr={swa_lr!r} is not a learning rate: pass a finite number, 0 or more.")
-        if swa_lr is not None and not schedule_swa_lr:
-            _log.warning("swa_lr=%r has no effect without schedule_swa_lr=True.", swa_lr)
+            check_interval("[0, inf)", swa_lr=swa_lr)
+            if not schedule_swa_lr:
+                _log.warning("swa_lr=%r has no effect without schedule_swa_lr=True.", swa_lr)
         self.schedule_swa_lr = schedule_swa_lr
         self.anneal_strategy = _STRATEGIES[anneal_strategy.lower()]
         self.anneal_steps = anneal_steps
@@ -128,7 +115,7 @@ class SWA(Algorithm):
         if self.swa_completed or event not in _ENDS:
             return False
         if event == self._update_event:
-            return self.swa_started or _is_reached(self.swa_start, state)
+            return self.swa_started or is_reached(self.swa_start, state, "swa_start")
         return self.swa_started and (self.schedule_swa_lr or self._ends_at(event, state))
 
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
@@ -203,7 +190,7 @@ class SWA(Algorithm):
     def _ends_at(self, event: Event, state: "State") -> bool:
         # A count of epochs advances between the last BATCH_END of an epoch and its EPOCH_END, and at the end of
         # training no batch follows.
-        return event in (self._update_event, Event.EPOCH_END) and _is_reached(self.swa_end, state)
+        return event in (self._update_event, Event.EPOCH_END) and is_reached(self.swa_end, state, "swa_end")
 
     def _begin_or_update(self, state: "State") -> None:
         if not self.swa_started:
@@ -281,20 +268,8 @@ def _only_optimizer(state: "State") -> "Optimizer":
     return state.optimizers[0]
 
 
-def _is_reached(time: Time[Any], state: "State") -> bool:
-    if time.unit != TimeUnit.DURATION:
-        return state.timestamp.get(time.unit) >= time
-    elapsed = state.get_elapsed_duration()
-    if elapsed is None:
-        raise RuntimeError(
-            f"{str(time)!r} is a part of training, whose length is not known (max_duration is None): set "
-            f"state.max_duration, or give swa_start and swa_end in epochs."
-        )
-    return elapsed >= time
-
-
 def _window(swa_start: str | Time[Any], swa_end: str | Time[Any]) -> tuple[Time[Any], Time[Any]]:
-    start, end = _parsed("swa_start", swa_start), _parsed("swa_end", swa_end)
+    start, end = parse_time("swa_start", swa_start), parse_time("swa_end", swa_end)
     for name, time in (("swa_start", start), ("swa_end", end)):
         is_part = time.unit == TimeUnit.DURATION and 0 <= time.value <= 1
         if not (is_part or time.unit == TimeUnit.EPOCH):
@@ -315,23 +290,3 @@ def _window(swa_start: str | Time[Any], swa_end: str | Time[Any]) -> tuple[Time[
             "the weights."
         )
     return start, end
-
-
-def _interval(update_interval: str | Time[Any]) -> Time[int]:
-    interval = _parsed("update_interval", update_interval)
-    if interval.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or interval.value < 1:
-        raise ValueError(
-            f"update_interval={str(interval)!r} cannot be counted: pass at least one batch ('10ba') or epoch ('1ep')."
-        )
-    return interval
-
-
-def _parsed(argument: str, value: object) -> Time[Any]:
-    if isinstance(value, Time):
-        return value
-    if not isinstance(value, str):
-        raise TypeError(f"{argument}={value!r} has no unit: pass a time string such as '0.7dur' or '7ep'.")
-    try:
-        return Time.from_timestring(value)
-    except ValueError as error:
-        raise ValueError(f"{argument}={value!r} is not a time: {error}") from error

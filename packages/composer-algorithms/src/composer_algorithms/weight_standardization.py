@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from composer_algorithms._arguments import check_count, check_is_module
+from composer_algorithms._arguments import check_counts, check_is_module
+from composer_algorithms._method import ModelSurgery, report
 from composer_algorithms._optimizer_surgery import rename_in_optimizer
-from composer_algorithms.metadata import Metadata
-from composer_algorithms.module_surgery import InitSurgery
+from composer_algorithms.metadata import METHODS
 
 if TYPE_CHECKING:
     from composer_events.event import Event
@@ -20,23 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WeightStandardization", "apply_weight_standardization", "METADATA"]
 
-METADATA = Metadata(
-    name="Weight Standardization",
-    class_name="WeightStandardization",
-    functional="apply_weight_standardization",
-    tldr="Standardizes the weights of convolutions",
-    attribution="(Qiao 2019)",
-    link="https://arxiv.org/abs/1903.10520",
-    domains=("cv",),
-    summary=(
-        "Gives each filter of a convolution mean 0 and variance 1 whenever it is used, while the weights behind it are "
-        "trained. It makes training with small batches, and without batch normalization, easier."
-    ),
-    use=(
-        "From scratch only, not on weights that were trained without it. It adds 0.7 mIoU to DeepLabv3+ with "
-        "ResNet-101 on ADE20k with n_last_layers_ignore=15, and nothing to ResNet-50 on ImageNet."
-    ),
-)
+METADATA = METHODS["weight_standardization"]
 
 _log = logging.getLogger("composer.algorithms.weight_standardization")
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -90,7 +74,7 @@ def apply_weight_standardization(module: nn.Module, n_last_layers_ignore: int = 
         arXiv:1903.10520, eq. (6).
     """
     check_is_module(module, "convolutions")
-    _check_n_last_layers_ignore(n_last_layers_ignore)
+    check_counts(0, n_last_layers_ignore=n_last_layers_ignore)
     convs = {name: conv for name, conv in module.named_modules() if isinstance(conv, _CONVS)}
     # Tracing is slow and may fail, so only where the order matters.
     names = _in_order_of_execution(module, list(convs)) if 0 < n_last_layers_ignore < len(convs) else list(convs)
@@ -164,7 +148,7 @@ def _in_order_of_execution(module: nn.Module, names: list[str]) -> list[str]:
     return names
 
 
-class WeightStandardization(InitSurgery):
+class WeightStandardization(ModelSurgery):
     """Standardize the filters of convolutions.
 
     On `INIT` it applies `apply_weight_standardization` to `state.model`, after all algorithms that add or replace
@@ -189,7 +173,7 @@ class WeightStandardization(InitSurgery):
     surgery_rank = 4  # after the algorithms that add or replace convolutions
 
     def __init__(self, n_last_layers_ignore: int = 0) -> None:
-        _check_n_last_layers_ignore(n_last_layers_ignore)
+        check_counts(0, n_last_layers_ignore=n_last_layers_ignore)
         self.n_last_layers_ignore = n_last_layers_ignore
 
     def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
@@ -197,13 +181,4 @@ class WeightStandardization(InitSurgery):
         count = apply_weight_standardization(state.model, self.n_last_layers_ignore)
         # Optimizers created with named parameters keep the names in their groups.
         rename_in_optimizer(state.model, state.optimizers)
-        _log.info("WeightStandardization: %d convolutions are standardized.", count)
-        if logger is not None:
-            logger.log_hyperparameters({"WeightStandardization/num_weights_standardized": count})
-
-    def __repr__(self) -> str:
-        return f"WeightStandardization(n_last_layers_ignore={self.n_last_layers_ignore!r})"
-
-
-def _check_n_last_layers_ignore(n_last_layers_ignore: int) -> None:
-    check_count("n_last_layers_ignore", n_last_layers_ignore, "convolutions", least=0)
+        report(_log, logger, {"WeightStandardization/num_weights_standardized": count})

@@ -40,36 +40,22 @@ if TYPE_CHECKING:
 
 # All modules need torch and some torchmetrics, so each name imports its module on first use.
 _HOME = {
-    "ComposerModel": "base",
-    "ModuleAdapter": "base",
-    "ComposerClassifier": "classification",
-    "Initializer": "initializers",
-    "model_eval_mode": "base",
-    "composer_resnet": "resnet",
-    "composer_timm": "classification",
-    "mnist_model": "mnist",
-    "ComposerGPT": "gpt",
-    "GPT": "gpt",
-    "GPTBlock": "gpt",
-    "GPTConfig": "gpt",
-    "soft_cross_entropy": "losses",
-    "binary_cross_entropy_with_logits": "losses",
-    "DiceLoss": "losses",
-    "loss_registry": "losses",
-    "infer_target_type": "targets",
-    "ensure_targets_one_hot": "targets",
-    "check_for_index_targets": "targets",
-    "metrics_by_name": "metrics",
-    "CrossEntropy": "metrics",
-    "LossMetric": "metrics",
-    "MIoU": "metrics",
-    "Dice": "metrics",
-    "LanguageCrossEntropy": "nlp_metrics",
-    "LanguagePerplexity": "nlp_metrics",
-    "MaskedAccuracy": "nlp_metrics",
-    "BinaryF1Score": "nlp_metrics",
-    "MAP": "detection",
-    "MissingConditionalImportError": "optional",
+    name: module
+    for module, names in {
+        "base": ("ComposerModel", "ModuleAdapter", "model_eval_mode"),
+        "classification": ("ComposerClassifier", "composer_timm"),
+        "initializers": ("Initializer",),
+        "resnet": ("composer_resnet",),
+        "mnist": ("mnist_model",),
+        "gpt": ("ComposerGPT", "GPT", "GPTBlock", "GPTConfig"),
+        "losses": ("soft_cross_entropy", "binary_cross_entropy_with_logits", "DiceLoss", "loss_registry"),
+        "targets": ("infer_target_type", "ensure_targets_one_hot", "check_for_index_targets"),
+        "metrics": ("metrics_by_name", "CrossEntropy", "LossMetric", "MIoU", "Dice"),
+        "nlp_metrics": ("LanguageCrossEntropy", "LanguagePerplexity", "MaskedAccuracy", "BinaryF1Score"),
+        "detection": ("MAP",),
+        "optional": ("MissingConditionalImportError",),
+    }.items()
+    for name in names
 }
 
 # Names of early releases and their current names.

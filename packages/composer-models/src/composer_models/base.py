@@ -213,7 +213,12 @@ class ModuleAdapter(ComposerModel):
         target_key: Any = 1,
     ) -> None:
         super().__init__()
-        _check_module(module)
+        if isinstance(module, ComposerModel):
+            raise TypeError(f"module is a {type(module).__name__}, which is a ComposerModel already: use it directly.")
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(
+                f"module={module!r} must be a torch.nn.Module: pass the module, not its class or its output."
+            )
         if not callable(loss_fn):
             raise TypeError(f"loss_fn={loss_fn!r} cannot be called: pass a function of outputs and targets.")
         if isinstance(loss_fn, type):
@@ -264,13 +269,6 @@ def _names_and_modules(metrics: "Metrics | None") -> tuple[list[str], torch.nn.M
     return list(by_name), torch.nn.ModuleList(by_name.values())
 
 
-def _check_module(module: object) -> None:
-    if isinstance(module, ComposerModel):
-        raise TypeError(f"module is a {type(module).__name__}, which is a ComposerModel already: use it directly.")
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"module={module!r} must be a torch.nn.Module: pass the module, not its class or its output.")
-
-
 @contextmanager
 def model_eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """Set a model to evaluation mode inside a `with` block and restore the mode of every module afterwards.
@@ -298,7 +296,6 @@ def model_eval_mode(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         # `modules()` yields the root first.
-
         model.train(modes[0][1])
         for module, mode in modes:
             module.training = mode

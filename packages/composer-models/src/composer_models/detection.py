@@ -160,20 +160,16 @@ def _check_image(name: str, image: Mapping[str, Tensor], keys: Sequence[str]) ->
             raise ValueError(f"{name} has no entry {key!r}: each image needs {', '.join(map(repr, keys))}.")
         if not isinstance(image[key], Tensor):
             raise ValueError(f"{name}[{key!r}] is a {type(image[key]).__name__}: give a torch.Tensor.")
-        _check_shape(f"{name}[{key!r}]", image[key], (4,) if key == "boxes" else ())
+        shape, of_a_box = image[key].shape, (4,) if key == "boxes" else ()
+        if not shape or (shape[1:] != of_a_box and shape != (0,)):  # an image without boxes needs no second dim
+            accepted = "(n, 4)" if of_a_box else "(n,)"
+            raise ValueError(
+                f"{name}[{key!r}] has shape {tuple(shape)}: an image with n boxes needs shape {accepted}, also where n "
+                f"is 1."
+            )
     lengths = {key: len(image[key]) for key in keys}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{name} has entries of different lengths, {lengths}: each needs one value for each box.")
-
-
-def _check_shape(name: str, entry: Tensor, of_a_box: tuple[int, ...]) -> None:
-    """Check that an entry has one row per box; an image without boxes needs no second dim."""
-    if entry.ndim and (entry.shape[1:] == of_a_box or entry.shape == (0,)):
-        return
-    accepted = ", ".join(["n", *map(str, of_a_box)]) if of_a_box else "n,"
-    raise ValueError(
-        f"{name} has shape {tuple(entry.shape)}: an image with n boxes needs shape ({accepted}), also where n is 1."
-    )
 
 
 def _values(state: list[Tensor] | Tensor) -> list[float]:

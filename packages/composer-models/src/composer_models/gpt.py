@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from difflib import get_close_matches
 from numbers import Real
 from typing import Any, Literal, Self, cast
 
@@ -69,7 +68,12 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name in (*_SIZES, *_RATES, *_SCALES):
-            _check_number(name, getattr(self, name))
+            # bool is a subclass of int, so d_model=True would create a model of width 1.
+            if isinstance(value := getattr(self, name), bool) or not isinstance(value, Real):
+                raise TypeError(
+                    f"{name}={value!r} must be a number; got a {type(value).__name__}. Give it without quotes, as in "
+                    f"{name}=1 or {name}=0.1 where a fraction makes sense."
+                )
         for name in _SIZES:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -108,30 +112,14 @@ class GPTConfig:
         if isinstance(cfg, Mapping):
             mapping = cast("Mapping[str, Any]", cfg)
             given = {key: value for key, value in mapping.items() if key not in _COMPANIONS}
-            _check_known(given, names)
+            if unknown := sorted(given.keys() - set(names), key=str):
+                raise ValueError(f"cfg has the entries {unknown}, which are not settings of a GPT: {', '.join(names)}.")
         else:
             given = {name: getattr(cfg, name) for name in names if hasattr(cfg, name)}
         required = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
         if missing := [name for name in required if name not in given]:
             raise ValueError(f"cfg={cfg!r} lacks {', '.join(missing)}: a GPT needs {', '.join(required)}.")
         return cls(**given)
-
-
-def _check_number(name: str, value: object) -> None:
-    # bool is a subclass of int, so d_model=True would create a model of width 1.
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(
-            f"{name}={value!r} must be a number; got a {type(value).__name__}. Give it without quotes, as in {name}=1 "
-            f"or {name}=0.1 where a fraction makes sense."
-        )
-
-
-def _check_known(given: Mapping[str, Any], names: list[str]) -> None:
-    for key in given:
-        if key not in names:
-            near = get_close_matches(key, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(names)}."
-            raise ValueError(f"cfg has the entry {key!r}={given[key]!r}, which is not a setting of a GPT: {hint}")
 
 
 # The target of tokens without a next one, or that are ignored.
@@ -143,11 +131,7 @@ class ResidualProjection(nn.Linear):
 
 
 class CausalSelfAttention(nn.Module):
-    """Causal self-attention: each token attends to itself and the tokens before it.
-
-    Args:
-        config: The settings of the model.
-    """
+    """Causal self-attention: each token attends to itself and the tokens before it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -157,15 +141,7 @@ class CausalSelfAttention(nn.Module):
         self.out = ResidualProjection(config.d_model, config.d_model, device=config.device)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Compute the attention output of each token.
-
-        Args:
-            x: Shape `(batch, tokens, d_model)`.
-            mask: True where a token may attend to another, shape `(batch, 1, tokens, tokens)`; causal if `None`.
-
-        Returns:
-            The shape of `x`.
-        """
+        """Compute the attention output of each token; the shapes are those of `GPTBlock.forward`."""
         # Dimensions: b batch, l tokens, h heads, d width of a head.
         q_bhld, k_bhld, v_bhld = self.qkv(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
         mixed_bhld = F.scaled_dot_product_attention(

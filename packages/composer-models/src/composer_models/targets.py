@@ -63,7 +63,26 @@ def ensure_targets_one_hot(input: Tensor, targets: Tensor, num_classes: int | No
     if infer_target_type(input, targets) == "one_hot":
         return targets.float()
     classes = input.shape[1] if num_classes is None else num_classes
-    return _one_hot(targets, classes, dim=1, dtype=torch.float32)
+    if not check_for_index_targets(targets):
+        raise ValueError(
+            f"labels have dtype {targets.dtype}, which cannot be encoded one-hot: pass integer class indices."
+        )
+    # On other devices reading the labels would synchronize: there one that is too large is an error in the kernel.
+    if can_read_values(targets) and targets.numel():
+        smallest, largest = (int(extreme) for extreme in torch.aminmax(targets))
+        if smallest < 0:
+            warnings.warn(
+                "Negative label indices are being ignored in conversion to one-hot labels", UserWarning, stacklevel=2
+            )
+        if largest >= classes:
+            raise ValueError(
+                f"num_classes={classes} is too few for the label {largest}: labels count from 0, so at least "
+                f"{largest + 1} classes are needed. Labels to ignore must be negative here, such as -100."
+            )
+    index = targets.long().unsqueeze(1)
+    encoded = torch.zeros(index.shape[0], classes, *index.shape[2:], dtype=torch.float32, device=targets.device)
+    # Negative labels write 0 into class 0, so one kernel handles both kinds of labels.
+    return encoded.scatter_(1, index.clamp(min=0), (index >= 0).float())
 
 
 def check_for_index_targets(targets: Tensor) -> bool:
@@ -85,42 +104,3 @@ def check_for_index_targets(targets: Tensor) -> bool:
 def can_read_values(tensor: Tensor) -> bool:
     """Return whether reading a tensor's values is free: no device synchronization, no graph break when compiling."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def _one_hot(tensor: Tensor, num_classes: int = -1, dim: int = -1, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Encode integer labels one-hot along `dim`; negative labels get all-zero rows.
-
-    Labels on the CPU are checked. On other devices the check would synchronize: there a label that is too large causes
-    an error in the scatter kernel.
-    """
-    if not check_for_index_targets(tensor):
-        raise ValueError(
-            f"labels have dtype {tensor.dtype}, which cannot be encoded one-hot: pass integer class indices."
-        )
-    if can_read_values(tensor) or num_classes == -1:
-        num_classes = _checked_num_classes(tensor, num_classes)
-    index = tensor.long().unsqueeze(dim)
-    dim = dim % index.ndim
-    shape = [*index.shape[:dim], num_classes, *index.shape[dim + 1 :]]
-    encoded = torch.zeros(shape, dtype=dtype, device=tensor.device)
-    # Negative labels write 0 into class 0, so one kernel handles both kinds of labels.
-
-    return encoded.scatter_(dim, index.clamp(min=0), (index >= 0).to(dtype))
-
-
-def _checked_num_classes(tensor: Tensor, num_classes: int) -> int:
-    if tensor.numel() == 0:
-        return max(num_classes, 0)
-    smallest, largest = (int(extreme) for extreme in torch.aminmax(tensor))
-    if smallest < 0:
-        warnings.warn(
-            "Negative label indices are being ignored in conversion to one-hot labels", UserWarning, stacklevel=4
-        )
-    if num_classes == -1:
-        return largest + 1
-    if num_classes < largest + 1:
-        raise ValueError(
-            f"num_classes={num_classes} is too few for the label {largest}: labels count from 0, so at least "
-            f"{largest + 1} classes are needed. Labels to ignore must be negative here, such as -100."
-        )
-    return num_classes

@@ -26,57 +26,39 @@ if TYPE_CHECKING:
     from composer_optim.warmup import MultiStepWithWarmupScheduler as MultiStepWithWarmupScheduler
     from composer_optim.warmup import PolynomialWithWarmupScheduler as PolynomialWithWarmupScheduler
 
+    __version__: str
+
 # The schedulers need no torch, so each name imports only its own module.
 _HOME = {
-    "DecoupledSGDW": "composer_optim.decoupled",
-    "DecoupledAdamW": "composer_optim.decoupled",
-    "ComposerScheduler": "composer_optim.schedulers",
-    "StepScheduler": "composer_optim.schedulers",
-    "MultiStepScheduler": "composer_optim.schedulers",
-    "ConstantScheduler": "composer_optim.schedulers",
-    "LinearScheduler": "composer_optim.schedulers",
-    "ExponentialScheduler": "composer_optim.schedulers",
-    "CosineAnnealingScheduler": "composer_optim.schedulers",
-    "CosineAnnealingWarmRestartsScheduler": "composer_optim.schedulers",
-    "PolynomialScheduler": "composer_optim.schedulers",
-    "MultiStepWithWarmupScheduler": "composer_optim.warmup",
-    "ConstantWithWarmupScheduler": "composer_optim.warmup",
-    "LinearWithWarmupScheduler": "composer_optim.warmup",
-    "CosineAnnealingWithWarmupScheduler": "composer_optim.warmup",
-    "PolynomialWithWarmupScheduler": "composer_optim.warmup",
-    "compile_composer_scheduler": "composer_optim.compile",
-    "compile_composer_schedulers": "composer_optim.compile",
-    "scale_pytorch_scheduler": "composer_optim.torch_schedulers",
-    "lr_lambda": "composer_optim.raw_loop",
-    "lambda_lr": "composer_optim.raw_loop",
+    name: module
+    for module, names in {
+        "composer_optim.decoupled": ("DecoupledSGDW", "DecoupledAdamW"),
+        "composer_optim.schedulers": (
+            "ComposerScheduler",
+            "StepScheduler",
+            "MultiStepScheduler",
+            "ConstantScheduler",
+            "LinearScheduler",
+            "ExponentialScheduler",
+            "CosineAnnealingScheduler",
+            "CosineAnnealingWarmRestartsScheduler",
+            "PolynomialScheduler",
+        ),
+        "composer_optim.warmup": (
+            "MultiStepWithWarmupScheduler",
+            "ConstantWithWarmupScheduler",
+            "LinearWithWarmupScheduler",
+            "CosineAnnealingWithWarmupScheduler",
+            "PolynomialWithWarmupScheduler",
+        ),
+        "composer_optim.compile": ("compile_composer_scheduler", "compile_composer_schedulers"),
+        "composer_optim.torch_schedulers": ("scale_pytorch_scheduler",),
+        "composer_optim.raw_loop": ("lr_lambda", "lambda_lr"),
+    }.items()
+    for name in names
 }
 
-__all__ = [
-    "DecoupledSGDW",
-    "DecoupledAdamW",
-    "ComposerScheduler",
-    "StepScheduler",
-    "MultiStepScheduler",
-    "ConstantScheduler",
-    "LinearScheduler",
-    "ExponentialScheduler",
-    "CosineAnnealingScheduler",
-    "CosineAnnealingWarmRestartsScheduler",
-    "PolynomialScheduler",
-    "MultiStepWithWarmupScheduler",
-    "ConstantWithWarmupScheduler",
-    "LinearWithWarmupScheduler",
-    "CosineAnnealingWithWarmupScheduler",
-    "PolynomialWithWarmupScheduler",
-    "compile_composer_scheduler",
-    "compile_composer_schedulers",
-    "scale_pytorch_scheduler",
-    "lr_lambda",
-    "lambda_lr",
-    "__version__",
-]
-
-__version__: str
+__all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]  # declared in the block above
 
 
 def __getattr__(name: str) -> object:

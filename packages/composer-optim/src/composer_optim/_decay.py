@@ -82,22 +82,22 @@ def warn_of_large_decay(optimizer: Optimizer) -> None:
         )
 
 
-Check = Callable[[str, Any], None]
+_FLAGS = ("nesterov", "amsgrad", "maximize", "capturable", "foreach", "fused")
 
 
 def check_group(options: Mapping[str, Any]) -> None:
-    """Check the options of one group of parameters.
-
-    Args:
-        options: By name. Unknown options are left to the optimizer.
-
-    Raises:
-        TypeError: If an option has the wrong type.
-        ValueError: If a number is NaN, infinite, or out of its range.
-    """
-    for name, check in _CHECKS.items():
-        if name in options:
-            check(name, options[name])
+    """Validate the options of one group of parameters; unknown ones are left to the optimizer."""
+    for name, value in options.items():
+        if isinstance(value, Tensor):  # reading one may synchronize with its device
+            continue
+        if name in ("lr", "momentum", "weight_decay", "eps"):
+            as_finite(name, value, least=0)
+        elif name == "dampening":
+            as_finite(name, value)
+        elif name in _FLAGS and not (value is None and name in ("foreach", "fused")):
+            check_flag(name, value)
+    if "betas" in options:
+        _check_betas(options["betas"])
     if options.get("nesterov") and (options.get("momentum", 0) <= 0 or options.get("dampening", 0) != 0):
         raise ValueError(
             f"nesterov=True needs momentum above 0 and no dampening; got momentum={options.get('momentum', 0)!r}, "
@@ -105,40 +105,9 @@ def check_group(options: Mapping[str, Any]) -> None:
         )
 
 
-def _check_not_negative(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):  # reading a tensor may synchronize with its device
-        as_finite(name, value, least=0.0)
-
-
-def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        as_finite(name, value)
-
-
-def _check_betas(name: str, value: object) -> None:
-    if isinstance(value, str | Tensor) or not isinstance(value, Sequence) or len(value) != 2:
-        raise ValueError(f"{name}={value!r} must be two numbers, such as (0.9, 0.95).")
-    for index, beta in enumerate(value):
-        if not isinstance(beta, Tensor) and not 0 <= as_finite(f"{name}[{index}]", beta) < 1:
-            raise ValueError(f"{name}[{index}]={beta!r} must be 0 or more and less than 1.")
-
-
-def _check_flag_or_none(name: str, value: object) -> None:
-    if value is not None:
-        check_flag(name, value)
-
-
-_CHECKS: Mapping[str, Check] = {
-    "lr": _check_not_negative,
-    "momentum": _check_not_negative,
-    "dampening": _check_number,
-    "weight_decay": _check_not_negative,
-    "eps": _check_not_negative,
-    "betas": _check_betas,
-    "nesterov": check_flag,
-    "amsgrad": check_flag,
-    "maximize": check_flag,
-    "capturable": check_flag,
-    "foreach": _check_flag_or_none,
-    "fused": _check_flag_or_none,
-}
+def _check_betas(betas: object) -> None:
+    if isinstance(betas, str | Tensor) or not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"betas={betas!r} must be two numbers, such as (0.9, 0.95).")
+    for index, beta in enumerate(betas):
+        if not isinstance(beta, Tensor) and not 0 <= as_finite(f"betas[{index}]", beta) < 1:
+            raise ValueError(f"betas[{index}]={beta!r} must be 0 or more and less than 1.")

@@ -34,12 +34,7 @@ class SharedRate:
     PyTorch's schedulers compute the next rate from the current one, which must not contain Composer's factor, and a
     factor of 0 cannot be divided out again. So the rate without the factor is stored here. `LambdaLR` saves and loads
     the `__dict__` of such an object: the rate and the last factor, so that a run resumes with exactly the same numbers.
-    `product` belongs to this run and is in a slot, so it is not saved.
-
-    Args:
-        product: Returns Composer's current factor.
-        initial_lr: The group's initial rate, which `LambdaLR` multiplies.
-        rate: The group's rate without Composer's factor.
+    `product`, which returns Composer's current factor, belongs to this run and is in a slot, so it is not saved.
     """
 
     __slots__ = ("__dict__", "product")
@@ -98,9 +93,6 @@ def check_together(schedulers: Iterable[object]) -> None:
     """Check that compiled Composer schedulers are not combined with schedulers they were not compiled with.
 
     Each of the two would set the whole learning rate and overwrite the part of the other.
-
-    Raises:
-        ValueError: If they are combined.
     """
     schedulers = tuple(schedulers)
     ours = next((each for each in schedulers if compiled_for(each) is not None), None)
@@ -129,12 +121,6 @@ def set_last_rates(schedulers: Sequence[LRScheduler], optimizer: Optimizer) -> N
     """Set an optimizer's learning rates to the last ones that its schedulers set."""
     for group, rate in zip(optimizer.param_groups, rates_without_factor(schedulers, optimizer), strict=False):
         _set_rate(group, rate)
-
-
-def with_state(factor: Callable[[int], float], state: object) -> Callable[[int], float]:
-    """Mark a function for `LambdaLR` with the state it reads, to recognize schedulers compiled by this module."""
-    vars(factor)[_STATE] = state
-    return factor
 
 
 def rates_without_factor(theirs: Sequence[LRScheduler], optimizer: Optimizer) -> list[float]:
@@ -293,7 +279,11 @@ def compile_composer_schedulers(
     for scheduler in theirs:
         _check_pytorchs(scheduler, optimizer)
     lengths = [scaled_lengths(scheduler, ssr) for scheduler in theirs]
-    factors = _factors(bound, state, theirs, optimizer)
+    factors: Any = _product(bound, state)  # of all LambdaLRs; with PyTorch's, a shared rate for each group
+    if theirs and bound:
+        rates = rates_without_factor(theirs, optimizer)
+        initial = [float(group["initial_lr"]) for group in optimizer.param_groups]
+        factors = [SharedRate(factors, *group) for group in zip(initial, rates, strict=True)]
     compiled = [LambdaLR(optimizer, factors) for _ in ours]
     # No errors from here on, so that an error leaves PyTorch's schedulers unchanged.
     for scheduler, scaled in zip(theirs, lengths, strict=True):
@@ -307,18 +297,6 @@ def compile_composer_schedulers(
 _Bound = Sequence[tuple[Callable[..., float], "tuple[()] | tuple[float]"]]
 
 
-def _factors(
-    bound: _Bound, state: OptimizedState, theirs: Sequence[LRScheduler], optimizer: Optimizer
-) -> Callable[[int], float] | list[SharedRate]:
-    """Return the function of all `LambdaLR`s, or with PyTorch schedulers a shared rate for each parameter group."""
-    product = _product(bound, state)
-    if not theirs or not bound:
-        return product
-    rates = rates_without_factor(theirs, optimizer)
-    initial = [float(group["initial_lr"]) for group in optimizer.param_groups]
-    return [SharedRate(product, *group) for group in zip(initial, rates, strict=True)]
-
-
 def _product(bound: _Bound, state: OptimizedState) -> Callable[[int], float]:
     # A function, not a callable object: LambdaLR would save the attributes of an object, including the state.
     def product(step: int) -> float:
@@ -326,7 +304,8 @@ def _product(bound: _Bound, state: OptimizedState) -> Callable[[int], float]:
             check_together(getattr(state, "schedulers", ()))
         return math.prod(scheduler(state, *ratio) for scheduler, ratio in bound)
 
-    return with_state(product, state)
+    vars(product)[_STATE] = state  # by which `compiled_for` recognizes schedulers compiled by this module
+    return product
 
 
 def _only_optimizer(state: OptimizedState) -> Optimizer:
@@ -359,12 +338,7 @@ def _check_pytorchs(scheduler: LRScheduler, optimizer: Optimizer) -> None:
 
 
 def ratio_argument(scheduler: Callable[..., float], ssr: float) -> "tuple[()] | tuple[float]":
-    """Return the arguments after the state: `ssr`, or nothing if the scheduler has no second positional parameter.
-
-    Raises:
-        TypeError: If the scheduler is a class or cannot be called, or `ssr` is not a number.
-        ValueError: If `ssr` is not more than 0, or is not 1 and the scheduler has no second positional parameter.
-    """
+    """Return the arguments after the state: `ssr`, or nothing if the scheduler has no second positional parameter."""
     check_ratio(ssr)
     if isinstance(scheduler, type) or not callable(scheduler):
         hint = (

@@ -19,16 +19,8 @@ __all__ = ["DecoupledAdamW"]
 _NORM = "l2_norm"
 
 
-def _norm(tensor: Tensor) -> Tensor:
+def _norm(tensor: Any) -> Tensor:
     return torch.linalg.vector_norm(_local(tensor))
-
-
-METRIC_FUNCTIONS = {
-    f"{_NORM}/moment": lambda param, optim_state, step_tensor: _norm(optim_state["exp_avg"]),
-    f"{_NORM}/param": lambda param, optim_state, step_tensor: _norm(param),
-    f"{_NORM}/update": lambda param, optim_state, step_tensor: _norm(step_tensor),
-    f"{_NORM}/grad": lambda param, optim_state, step_tensor: _norm(param.grad),
-}
 
 
 def last_update(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
@@ -40,35 +32,6 @@ def last_update(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> 
     # p_new = (1 - rate) * p_old - adam, solved for p_old - p_new without subtracting nearly equal numbers.
     rate = decay_rate(group["lr"], get_initial_lr(group), group["weight_decay"])
     return (adam + rate * _local(param)) / (1 - rate)
-
-
-def square_norms(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Square the norms in place."""
-    for name in metrics:
-        if name.startswith(_NORM):
-            metrics[name] = metrics[name] ** 2
-    return metrics
-
-
-def reduce_over_ranks(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add the squared norms of all ranks and take roots; average other metrics. In place; every rank must call it."""
-    # Gathered first: ranks may have different metrics, and all_reduce needs tensors of equal size on all ranks.
-    names_by_rank = dist.all_gather_object(sorted(metrics))
-    if dist.is_initialized():
-        names = sorted(set().union(*names_by_rank))
-        if not names:
-            return metrics
-        device = next(iter(metrics.values())).device if metrics else _communication_device()
-        zero = torch.zeros((), device=device)
-        sums = torch.stack([metrics.get(name, zero).to(device, torch.float32) for name in names])
-        tdist.all_reduce(sums)
-        metrics.update(zip(names, sums.unbind(), strict=True))
-    for name, value in metrics.items():
-        if name.startswith(_NORM):
-            metrics[name] = value.sqrt()
-        else:
-            metrics[name] = value / sum(name in names for names in names_by_rank)
-    return metrics
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -118,7 +81,12 @@ class DecoupledAdamW(AdamW):
         Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, arXiv:1711.05101, algorithm 2.
     """
 
-    metric_functions: ClassVar[dict[str, Callable[[Tensor, dict[str, Any], Tensor], Tensor]]] = METRIC_FUNCTIONS
+    metric_functions: ClassVar[dict[str, Callable[[Tensor, dict[str, Any], Tensor], Tensor]]] = {
+        f"{_NORM}/moment": lambda param, optim_state, step_tensor: _norm(optim_state["exp_avg"]),
+        f"{_NORM}/param": lambda param, optim_state, step_tensor: _norm(param),
+        f"{_NORM}/update": lambda param, optim_state, step_tensor: _norm(step_tensor),
+        f"{_NORM}/grad": lambda param, optim_state, step_tensor: _norm(param.grad),
+    }
 
     # Group index and position of each parameter by id, as of the last search.
     _places: Mapping[int, tuple[int, int]] = MappingProxyType({})
@@ -246,12 +214,6 @@ class DecoupledAdamW(AdamW):
             beta2: The decay rate of `exp_avg_sqs`.
             lr: The current learning rate.
             initial_lr: The initial learning rate.
-            weight_decay: As for the class.
-            eps: As for the class.
-            maximize: As for the class.
-            foreach: As for the class.
-            capturable: As for the class.
-            fused: As for the class.
             grad_scale: Divisor of the gradients; only with `fused`.
             found_inf: Not 0 to skip the step, because a gradient is not finite; only with `fused`.
         """
@@ -316,7 +278,10 @@ class DecoupledAdamW(AdamW):
         Returns:
             `optimizer_metrics`.
         """
-        return square_norms(optimizer_metrics)
+        for name in optimizer_metrics:
+            if name.startswith(_NORM):
+                optimizer_metrics[name] = optimizer_metrics[name] ** 2
+        return optimizer_metrics
 
     @staticmethod
     def dist_reduce_metrics(optimizer_metrics: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -331,7 +296,24 @@ class DecoupledAdamW(AdamW):
         Returns:
             `optimizer_metrics`.
         """
-        return reduce_over_ranks(optimizer_metrics)
+        # Gathered first: ranks may have different metrics, and all_reduce needs tensors of equal size on all ranks.
+        names_by_rank = dist.all_gather_object(sorted(optimizer_metrics))
+        if dist.is_initialized():
+            names = sorted(set().union(*names_by_rank))
+            if not names:
+                return optimizer_metrics
+            held = next(iter(optimizer_metrics.values()), None)
+            device = _communication_device() if held is None else held.device
+            zero = torch.zeros((), device=device)
+            sums = torch.stack([optimizer_metrics.get(name, zero).to(device, torch.float32) for name in names])
+            tdist.all_reduce(sums)
+            optimizer_metrics.update(zip(names, sums.unbind(), strict=True))
+        for name, value in optimizer_metrics.items():
+            if name.startswith(_NORM):
+                optimizer_metrics[name] = value.sqrt()
+            else:
+                optimizer_metrics[name] = value / sum(name in names for names in names_by_rank)
+        return optimizer_metrics
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
         """Return the group of a parameter; one search serves all parameters while the groups stay the same."""

@@ -1,6 +1,6 @@
 """Stochastic gradient descent with decoupled weight decay."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -145,12 +145,6 @@ class DecoupledSGDW(SGD):
             lr: The current learning rate.
             initial_lr: The initial learning rate.
             weight_decay: As for the class, like the options that follow.
-            momentum: As for the class.
-            dampening: As for the class.
-            nesterov: As for the class.
-            maximize: As for the class.
-            foreach: As for the class.
-            fused: As for the class.
             grad_scale: Divisor of the gradients; only with `fused`.
             found_inf: Not 0 to skip the step, because a gradient is not finite; only with `fused`.
         """
@@ -173,34 +167,15 @@ class DecoupledSGDW(SGD):
         if fused and any(is_new) and not all(is_new):
             # In one call the fused kernel creates either all buffers or none.
             for part in (is_new, [not each for each in is_new]):
-                _run_part(run, params, grads, momentum_buffers, part)
+                buffers = list(compress(momentum_buffers, part))
+                run(list(compress(params, part)), list(compress(grads, part)), buffers)
+                for index, buffer in zip(compress(range(len(params)), part), buffers, strict=True):
+                    momentum_buffers[index] = buffer
         else:
             run(params, grads, momentum_buffers)
-        if found_inf is not None:
-            _clear_skipped(compress(momentum_buffers, is_new), found_inf)
-
-
-def _run_part(
-    run: Callable[[list[Tensor], list[Tensor], list[Tensor | None]], None],
-    params: list[Tensor],
-    grads: list[Tensor],
-    momentum_buffers: list[Tensor | None],
-    part: list[bool],
-) -> None:
-    """Step the parameters marked in `part`, and store the buffers created for them in `momentum_buffers`."""
-    buffers = list(compress(momentum_buffers, part))
-    run(list(compress(params, part)), list(compress(grads, part)), buffers)
-    for index, buffer in zip(compress(range(len(params)), part), buffers, strict=True):
-        momentum_buffers[index] = buffer
-
-
-def _clear_skipped(new_buffers: Iterable[Tensor | None], found_inf: Tensor) -> None:
-    """Set new buffers to 0 if the step was skipped, without a synchronization.
-
-    PyTorch's fused SGD creates them with `empty_like` and does not write them when it skips the step (seen in 2.15), so
-    the next step would add uninitialized memory to the weights. With 0 it dampens the first gradient that counts, if
-    there is dampening.
-    """
-    for buffer in new_buffers:
-        if buffer is not None:
-            buffer.masked_fill_(found_inf.to(buffer.device).reshape(()) != 0, 0.0)
+        # PyTorch's fused SGD creates buffers with `empty_like` and does not write them when it skips the step (seen in
+        # 2.15), so the next step would add uninitialized memory to the weights. With 0 it dampens the first gradient
+        # that counts, if there is dampening. Masked on the device, without a synchronization.
+        for buffer in compress(momentum_buffers, is_new):
+            if buffer is not None and found_inf is not None:
+                buffer.masked_fill_(found_inf.to(buffer.device).reshape(()) != 0, 0.0)

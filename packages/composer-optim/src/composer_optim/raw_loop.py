@@ -1,14 +1,15 @@
 """Schedulers in any training loop, as PyTorch's `LambdaLR`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from composer_optim.compile import ratio_argument
-from composer_optim.time_conversion import parse_length, parse_time
+from composer_optim.time_conversion import parse_length
 from composer_time import Time, Timestamp, TimeUnit
 
 __all__ = ["lr_lambda", "lambda_lr"]
@@ -191,34 +192,14 @@ class _LoopTimestamp(Timestamp):
         )
         self.loop = loop
 
-    def get(self, unit: TimeUnit | str) -> Time:
-        unit = TimeUnit(unit)
-        self.loop.require(unit)
-        return super().get(unit)
-
-
-def _counter(name: str, units: Iterable[TimeUnit]) -> property:
-    """Return the property `name` of `Timestamp`, for a loop that counts `units`."""
-    read = getattr(Timestamp, name).fget
-
-    def checked(self: _LoopTimestamp) -> object:
-        for unit in units:
+    def __getattribute__(self, name: str) -> Any:
+        for unit in _NEEDS.get(name, ()):
             self.loop.require(unit)
-        return read(self)
+        return super().__getattribute__(name)
 
-    return property(checked)
-
-
-def _comparison(name: str) -> Callable[[_LoopTimestamp, object], bool]:
-    """Return the comparison `name` of `Timestamp`, for lengths in a unit that the loop counts."""
-    compare = getattr(Timestamp, name)
-
-    def checked(self: _LoopTimestamp, other: object) -> bool:
-        if isinstance(other, (Time, str)):
-            self.loop.require(parse_time(other, "timestamp").unit)
-        return compare(self, other)
-
-    return checked
+    def _reading(self, unit: TimeUnit) -> int:  # read by `get` and by comparisons with a length
+        self.loop.require(unit)
+        return super()._reading(unit)
 
 
 # Units that must be counted for a property of the timestamp to be meaningful; `batch` always is.
@@ -237,10 +218,6 @@ _NEEDS = {
     "epoch_wct": (TimeUnit.SECOND,),
     "batch_wct": (TimeUnit.SECOND,),
 }
-for _name, _units in _NEEDS.items():
-    setattr(_LoopTimestamp, _name, _counter(_name, _units))
-for _name in ("__eq__", "__lt__", "__le__", "__gt__", "__ge__"):
-    setattr(_LoopTimestamp, _name, _comparison(_name))
 
 
 def _factor(scheduler: Callable[..., float], ratio: tuple[float, ...], loop: _Loop, batch: int) -> float:

@@ -15,6 +15,7 @@ for one that is not finite, for a `gamma` below 0, and for an invalid length.
 import math
 from collections.abc import Sequence
 from numbers import Real
+from typing import Any
 
 from composer_optim.time_conversion import SchedulerState, convert_time, parse_length
 from composer_time import Time
@@ -72,7 +73,7 @@ class StepScheduler(ComposerScheduler):
 
     def __init__(self, step_size: str | Time, gamma: float = 0.1) -> None:
         self.step_size = parse_length(step_size, "step_size")
-        self.gamma = checked_factor("gamma", gamma, least=0)
+        self.gamma: float = as_finite("gamma", gamma, least=0)
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""
@@ -100,7 +101,7 @@ class MultiStepScheduler(ComposerScheduler):
                 f"milestones={milestones!r} is one length, not a sequence of them. Write [{str(milestones)!r}]."
             )
         self.milestones = [parse_length(milestone, "milestones", may_be_zero=True) for milestone in milestones]
-        self.gamma = checked_factor("gamma", gamma, least=0)
+        self.gamma: float = as_finite("gamma", gamma, least=0)
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""
@@ -120,7 +121,7 @@ class ConstantScheduler(ComposerScheduler):
     """
 
     def __init__(self, alpha: float = 1.0, t_max: str | Time = "1dur") -> None:
-        self.alpha = checked_factor("alpha", alpha)
+        self.alpha: float = as_finite("alpha", alpha)
         self.t_max = parse_length(t_max, "t_max")
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
@@ -146,8 +147,8 @@ class LinearScheduler(ComposerScheduler):
     """
 
     def __init__(self, alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: str | Time = "1dur") -> None:
-        self.alpha_i = checked_factor("alpha_i", alpha_i)
-        self.alpha_f = checked_factor("alpha_f", alpha_f)
+        self.alpha_i: float = as_finite("alpha_i", alpha_i)
+        self.alpha_f: float = as_finite("alpha_f", alpha_f)
         self.t_max = parse_length(t_max, "t_max")
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
@@ -169,7 +170,7 @@ class ExponentialScheduler(ComposerScheduler):
     """
 
     def __init__(self, gamma: float, decay_period: str | Time = "1ep") -> None:
-        self.gamma = checked_factor("gamma", gamma, least=0)
+        self.gamma: float = as_finite("gamma", gamma, least=0)
         self.decay_period = parse_length(decay_period, "decay_period")
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
@@ -197,7 +198,7 @@ class CosineAnnealingScheduler(ComposerScheduler):
 
     def __init__(self, t_max: str | Time = "1dur", alpha_f: float = 0.0) -> None:
         self.t_max = parse_length(t_max, "t_max")
-        self.alpha_f = checked_factor("alpha_f", alpha_f)
+        self.alpha_f: float = as_finite("alpha_f", alpha_f)
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""
@@ -224,8 +225,8 @@ class CosineAnnealingWarmRestartsScheduler(ComposerScheduler):
 
     def __init__(self, t_0: str | Time, t_mult: float = 1.0, alpha_f: float = 0.0) -> None:
         self.t_0 = parse_length(t_0, "t_0")
-        self.t_mult = checked_factor("t_mult", t_mult)
-        self.alpha_f = checked_factor("alpha_f", alpha_f)
+        self.t_mult: float = as_finite("t_mult", t_mult)
+        self.alpha_f: float = as_finite("alpha_f", alpha_f)
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`.
@@ -267,9 +268,9 @@ class PolynomialScheduler(ComposerScheduler):
     """
 
     def __init__(self, power: float, t_max: str | Time = "1dur", alpha_f: float = 0.0) -> None:
-        self.power = checked_power(power)
+        self.power: float = as_finite("power", power, least=0)  # a negative one would divide by zero at the end
         self.t_max = parse_length(t_max, "t_max")
-        self.alpha_f = checked_factor("alpha_f", alpha_f)
+        self.alpha_f: float = as_finite("alpha_f", alpha_f)
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""
@@ -293,26 +294,18 @@ def _convert_period(period: Time, name: str, state: SchedulerState, ssr: float) 
     return converted
 
 
-def as_finite(name: str, value: object, least: float = -math.inf) -> float:
-    """Return a number as a finite float.
-
-    Raises:
-        TypeError: If it is not a number.
-        ValueError: If it is NaN, infinite, too large for a float, or less than `least`.
-    """
+def as_finite(name: str, value: Any, least: float = -math.inf) -> Any:
+    """Return a number, unchanged, if it is finite, fits into a float and is at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={value!r} is not a number. Give one, such as 0.1.")
     try:
         number = float(value)
     except OverflowError:
-        number, value = (
-            math.inf,
-            "a number larger than any float",
-        )  # Python may refuse to print its digits
+        number, value = math.inf, "a number larger than any float"  # Python may refuse to print its digits
     if not math.isfinite(number) or number < least:
         at_least = "" if least == -math.inf else f"{least:g} or more and "
         raise ValueError(f"{name}={value!r} must be {at_least}finite. Give a number such as 0.1.")
-    return number
+    return value
 
 
 def check_flag(name: str, value: object) -> None:
@@ -336,23 +329,6 @@ def linear(done: float, alpha_i: float, alpha_f: float) -> float:
 def cosine(done: float, alpha_f: float) -> float:
     """Interpolate from 1 to `alpha_f` along half a cosine period."""
     return alpha_f + (1.0 - alpha_f) * 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-def checked_factor(name: str, factor: float, least: float = -math.inf) -> float:
-    """Return a factor of the learning rate if it is valid.
-
-    Raises:
-        TypeError: If it is not a number.
-        ValueError: If it is NaN, infinite, or less than `least`.
-    """
-    as_finite(name, factor, least)
-    return factor
-
-
-def checked_power(power: float) -> float:
-    """Return the exponent of `polynomial` if it is valid; a negative one would divide by zero at the end."""
-    as_finite("power", power, least=0.0)
-    return power
 
 
 def polynomial(done: float, power: float, alpha_f: float) -> float:

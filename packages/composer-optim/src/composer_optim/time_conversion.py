@@ -27,12 +27,7 @@ class SchedulerState(Protocol):
 
 
 def parse_time(value: "str | Time", name: str) -> Time:
-    """Convert the argument `name` of a scheduler to a `Time`.
-
-    Raises:
-        ValueError: If the string is not a time string.
-        TypeError: If the argument is neither a string nor a `Time`.
-    """
+    """Convert the argument `name` of a scheduler to a `Time`."""
     if isinstance(value, Time):
         return value
     if isinstance(value, str):
@@ -44,11 +39,7 @@ def parse_time(value: "str | Time", name: str) -> Time:
 
 
 def parse_length(value: "str | Time", name: str, *, may_be_zero: bool = False) -> Time:
-    """Convert an argument of a scheduler that is a length to a `Time`; see `parse_time`.
-
-    Raises:
-        ValueError: If the length is negative, or 0 unless `may_be_zero` is set.
-    """
+    """Convert an argument of a scheduler that is a length to a `Time`; it must be positive, or 0 if that may be."""
     length = parse_time(value, name)
     if length.value < 0 or (length.value == 0 and not may_be_zero):
         least = "0 or more" if may_be_zero else "more than 0"

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from composer_optim.schedulers import (
     ComposerScheduler,
     MultiStepScheduler,
+    as_finite,
     check_flag,
-    checked_factor,
-    checked_power,
     cosine,
     fraction_done,
     linear,
@@ -125,7 +124,7 @@ class ConstantWithWarmupScheduler(_ShapeAfterWarmup):
         self, t_warmup: str | Time, alpha: float = 1.0, t_max: str | Time = "1dur", scale_warmup: bool = False
     ) -> None:
         super().__init__(t_warmup, t_max, scale_warmup)
-        self.alpha = checked_factor("alpha", alpha)
+        self.alpha: float = as_finite("alpha", alpha)
 
     def _shape(self, done: float) -> float:
         return self.alpha
@@ -154,8 +153,8 @@ class LinearWithWarmupScheduler(_ShapeAfterWarmup):
         scale_warmup: bool = False,
     ) -> None:
         super().__init__(t_warmup, t_max, scale_warmup)
-        self.alpha_i = checked_factor("alpha_i", alpha_i)
-        self.alpha_f = checked_factor("alpha_f", alpha_f)
+        self.alpha_i: float = as_finite("alpha_i", alpha_i)
+        self.alpha_f: float = as_finite("alpha_f", alpha_f)
 
     def _shape(self, done: float) -> float:
         return linear(done, self.alpha_i, self.alpha_f)
@@ -178,7 +177,7 @@ class CosineAnnealingWithWarmupScheduler(_ShapeAfterWarmup):
         self, t_warmup: str | Time, t_max: str | Time = "1dur", alpha_f: float = 0.0, scale_warmup: bool = False
     ) -> None:
         super().__init__(t_warmup, t_max, scale_warmup)
-        self.alpha_f = checked_factor("alpha_f", alpha_f)
+        self.alpha_f: float = as_finite("alpha_f", alpha_f)
 
     def _shape(self, done: float) -> float:
         return cosine(done, self.alpha_f)
@@ -207,8 +206,8 @@ class PolynomialWithWarmupScheduler(_ShapeAfterWarmup):
         scale_warmup: bool = False,
     ) -> None:
         super().__init__(t_warmup, t_max, scale_warmup)
-        self.power = checked_power(power)
-        self.alpha_f = checked_factor("alpha_f", alpha_f)
+        self.power: float = as_finite("power", power, least=0)
+        self.alpha_f: float = as_finite("alpha_f", alpha_f)
 
     def _shape(self, done: float) -> float:
         return polynomial(done, self.power, self.alpha_f)

@@ -359,23 +359,13 @@ _PARTS = (("hours", 24), ("minutes", 60), ("seconds", 60))
 
 
 def parse_timestring(text: str) -> tuple[int | float, TimeUnit]:
-    """Return the value and the unit of a time string.
-
-    Raises:
-        ValueError: If the text does not match the grammar or the number is too large.
-        TypeError: If it is not a string, or has a fraction of a unit with only whole values.
-    """
+    """Return the value and the unit of a time string."""
     _require_text(text)
     return _parse(text)
 
 
 def parse_wall_clock(text: str) -> int:
-    """Return the seconds in a wall-clock length such as '1h20m40s'.
-
-    Raises:
-        ValueError: If the text has another form, or a part is out of its range as in '90s'.
-        TypeError: If it is not a string.
-    """
+    """Return the seconds in a wall-clock length such as '1h20m40s'."""
     _require_text(text)
     seconds = _wall_clock_seconds(text)
     if seconds is None:

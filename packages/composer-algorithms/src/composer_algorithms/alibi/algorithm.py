@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from composer_algorithms._arguments import check_count, check_number
+from composer_algorithms._arguments import check_counts, check_interval
+from composer_algorithms._method import ModelSurgery
 from composer_algorithms.alibi.surgery import LEGACY_ARGUMENTS, apply_alibi, check_legacy_arguments
-from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _log = logging.getLogger("composer.algorithms.alibi")
 _LEGACY = (*LEGACY_ARGUMENTS, "attention_module_name")
 
 
-class Alibi(Algorithm):
+class Alibi(ModelSurgery):
     """Replace position embeddings with ALiBi on `INIT`, and train on shorter sequences.
 
     On `AFTER_DATALOADER` each sequence of a batch is split into `1 / train_sequence_length_scaling` shorter ones: a
@@ -52,21 +52,11 @@ class Alibi(Algorithm):
 
     def __init__(self, max_sequence_length: int, train_sequence_length_scaling: float = 0.25, **legacy: Any) -> None:
         check_legacy_arguments("Alibi", list(legacy), _LEGACY, "are not used any more: leave them out.", stacklevel=3)
-        check_count("max_sequence_length", max_sequence_length, "tokens")
-        check_number("train_sequence_length_scaling", train_sequence_length_scaling, "a number above 0")
-        if not 0 < train_sequence_length_scaling < math.inf:
-            raise ValueError(
-                f"train_sequence_length_scaling={train_sequence_length_scaling!r} leaves no tokens: pass a number "
-                f"above 0."
-            )
+        check_counts(max_sequence_length=max_sequence_length)
+        check_interval("(0, inf)", train_sequence_length_scaling=train_sequence_length_scaling)
         self.max_sequence_length = max_sequence_length
         self.train_sequence_length_scaling = train_sequence_length_scaling
         self._applied = False
-
-    @staticmethod
-    def required_on_load() -> bool:
-        """Return true: the table of position embeddings has another shape."""
-        return True
 
     def match(self, event: Event, state: "State") -> bool:
         """Return whether the event is the first INIT, or AFTER_DATALOADER."""
@@ -91,13 +81,12 @@ class Alibi(Algorithm):
 def _cut(batch: Mapping[str, Any], scaling: float) -> Mapping[str, Any]:
     if scaling == 1:
         return batch
-    tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
-    sequences = [value for value in tensors.values() if value.ndim >= 2]
+    tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor) and value.ndim}
+    sequences = {key: value for key, value in tensors.items() if value.ndim >= 2}
     if not sequences:
         return batch
     # Other tensors, such as attention masks of higher rank, may have other leading dims.
-    first = tensors["input_ids"] if "input_ids" in tensors else sequences[0]
-    old_size, old_length = first.shape[:2]
+    old_size, old_length = sequences.get("input_ids", next(iter(sequences.values()))).shape[:2]
     size, length = round(old_size / scaling), round(old_length * scaling)
     if not (math.isclose(size, old_size / scaling) and math.isclose(length, old_length * scaling)):
         raise ValueError(
@@ -108,11 +97,11 @@ def _cut(batch: Mapping[str, Any], scaling: float) -> Mapping[str, Any]:
     # A copy, since the dataloader may keep its batches and yield them again.
     cut: Any = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
     for key, value in tensors.items():
-        if value.ndim >= 2 and value.shape[:2] == (old_size, old_length):
+        if value.shape[:2] == (old_size, old_length):
             cut[key] = value.reshape(size, length, *value.shape[2:])
         elif value.ndim == 1 and len(value) == old_size and size % old_size == 0:
             cut[key] = value.repeat_interleave(size // old_size)
-        elif value.ndim:
+        else:
             raise ValueError(
                 f"the batch's {key!r} of shape {tuple(value.shape)} has neither a value for each of the {old_size} "
                 f"times {old_length} tokens nor one for each sequence, so it cannot be cut by "

@@ -61,17 +61,10 @@ def register_attention_functions() -> None:
 
 
 def add_bias(slopes: Tensor, mask: Tensor | None, num_queries: int, num_keys: int, is_causal: bool) -> Tensor:
-    """Merge the bias and the causal mask into an attention mask.
+    """Merge the bias and the causal mask into an attention mask in float32, to be added to the scaled scores.
 
-    Args:
-        slopes: Shape `(heads,)`.
-        mask: Broadcasts to `(batch, heads, queries, keys)`: true where attention is allowed, or added to the scores.
-        num_queries: Number of queries.
-        num_keys: Number of keys: more than `num_queries` with a cache of earlier keys.
-        is_causal: Whether queries cannot attend to later positions.
-
-    Returns:
-        Mask in float32, to be added to the scaled scores.
+    `mask` broadcasts to `(batch, heads, queries, keys)`: true where attention is allowed, or added to the scores. With
+    a cache of earlier keys, there are more keys than queries.
     """
     offset: int | Tensor = num_keys - num_queries
     if is_causal and mask is not None and num_keys != num_queries:
@@ -107,16 +100,10 @@ def _eager_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention and its weights explicitly, since transformers has no eager function to call."""
-    scores = torch.matmul(query, key.transpose(-1, -2)).float() * _scaling(module, query, scaling)
-    slopes = getattr(module, "alibi_slopes", None)
+    mask, slopes = attention_mask, getattr(module, "alibi_slopes", None)
     if slopes is not None:
-        scores = scores + add_bias(slopes, attention_mask, *scores.shape[-2:], is_causal=_is_causal(module, kwargs))
-    elif attention_mask is not None:
-        scores = scores + attention_mask
-    weights = torch.softmax(scores, dim=-1).to(value.dtype)
-    dropped = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return torch.matmul(dropped, value).transpose(1, 2).contiguous(), weights
+        mask = add_bias(slopes, mask, query.shape[2], key.shape[2], is_causal=_is_causal(module, kwargs))
+    return _with_weights(module, query, key, value, mask, scaling, dropout)
 
 
 def _sdpa_attention(
@@ -147,12 +134,14 @@ def _with_weights(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    scores = torch.matmul(query, key.transpose(-1, -2)).float() * _scaling(module, query, scaling) + mask
+    """Compute attention and its weights explicitly, since transformers has no eager function to call."""
+    scores = torch.matmul(query, key.transpose(-1, -2)).float() * _scaling(module, query, scaling)
+    scores = scores if mask is None else scores + mask
     weights = torch.softmax(scores, dim=-1).to(value.dtype)
     dropped = nn.functional.dropout(weights, p=dropout, training=module.training)
     return torch.matmul(dropped, value).transpose(1, 2).contiguous(), weights

@@ -55,7 +55,7 @@ class PolicyRegistry(dict[type[nn.Module], AlibiReplacementFunction]):
             _check_signature(function)  # here, since a wrong function would otherwise fail only when ALiBi is applied
             for module in modules:
                 if not (isinstance(module, type) and issubclass(module, nn.Module)):
-                    raise TypeError(f"{module!r} is no subclass of torch.nn.Module: only modules can be replaced.")
+                    raise TypeError(f"{module!r} is not a subclass of torch.nn.Module: only modules can be replaced.")
                 if module in self:
                     raise ValueError(
                         f"{module.__qualname__} is registered with {self[module]!r} already: remove that first (del)."

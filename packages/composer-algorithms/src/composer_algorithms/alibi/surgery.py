@@ -1,6 +1,7 @@
 """ALiBi as a function on a model."""
 
 import copy
+import functools
 import logging
 import types
 from collections.abc import Callable, Sequence
@@ -12,9 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_count, warn_deprecated
-from composer_algorithms.alibi.attention import add_bias, register_alibi, zero_and_freeze_expand_position_embeddings
-from composer_algorithms.alibi.registry import AlibiReplacementFunction
+from composer_algorithms._arguments import check_counts, warn_deprecated
+from composer_algorithms.alibi.attention import (
+    add_bias,
+    attention_name,
+    register_alibi,
+    register_attention_functions,
+    zero_and_freeze_expand_position_embeddings,
+)
 from composer_algorithms.module_surgery import ReplacementFunction, replace_module_classes
 
 __all__ = ["enlarge_mask", "apply_alibi"]
@@ -57,13 +63,16 @@ def apply_alibi(
         Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation", ICLR
         2022, arXiv:2108.12409. Bidirectional attention, as in BERT, has the same bias by distance.
     """
-    check_count("max_sequence_length", max_sequence_length, "tokens")
+    check_counts(max_sequence_length=max_sequence_length)
     if legacy and apply_legacy_alibi(model, max_sequence_length, optimizers, **legacy):
         return
     # transformers is optional and slow to import. The registry is read at each call, since users may add to it.
     from composer_algorithms.alibi.attention_surgery_functions import policy_registry
 
-    policies = {key: _with_length(function, max_sequence_length) for key, function in policy_registry.items()}
+    policies: dict[type[nn.Module], ReplacementFunction] = {
+        key: functools.partial(function, max_sequence_length=max_sequence_length)
+        for key, function in policy_registry.items()
+    }
     replaced = replace_module_classes(model, policies, optimizers, include_root=True)
     if not replaced:
         known = [f"{one.__module__}.{one.__qualname__}" for one in policy_registry]
@@ -78,21 +87,12 @@ def apply_alibi(
     _log.info("ALiBi: %d modules were changed, for up to %d tokens.", len(replaced), max_sequence_length)
 
 
-def _with_length(function: AlibiReplacementFunction, max_sequence_length: int) -> ReplacementFunction:
-    def policy(module: nn.Module, module_index: int, /) -> nn.Module | None:
-        return function(module, module_index, max_sequence_length)
-
-    return policy
-
-
 def _switch_attention(model: nn.Module, max_sequence_length: int) -> None:
     """Select the ALiBi attention functions in the transformers models that have slopes."""
     biased = [module for module in model.modules() if hasattr(module, "alibi_slopes")]
     if not biased or find_spec("transformers") is None:
         return
     from transformers import PreTrainedModel
-
-    from composer_algorithms.alibi.attention import attention_name, register_attention_functions
 
     register_attention_functions()
     _give_own_configs(model)
@@ -202,11 +202,7 @@ def apply_legacy_alibi(
     optimizers: Optimizer | Sequence[Optimizer] | None,
     **legacy: Any,
 ) -> bool:
-    """Apply ALiBi to a custom model as in older releases; return whether the legacy arguments describe one.
-
-    Raises:
-        TypeError: If an argument is unknown.
-    """
+    """Apply ALiBi to a custom model as in older releases; return whether the legacy arguments describe one."""
     attribute = legacy.get("attr_to_replace")
     is_used = attribute is not None and hasattr(legacy.get("attention_module"), attribute)
     advice = "are for models that policy_registry does not know" if is_used else "are not needed for this model"

@@ -12,7 +12,6 @@ from PIL import ImageEnhance, ImageOps
 from PIL.Image import Image, Resampling, Transform, frombytes, merge
 from torch import Tensor
 
-from composer_algorithms._arguments import check_number
 from composer_algorithms._draws import draw_integer, draw_uniform
 from composer_algorithms._tensors import from_pixels, is_pil, to_pixels
 
@@ -177,13 +176,7 @@ _PRIMITIVES = [function for functions in augmentation_sets.values() for function
 
 
 def find_set(augmentation_set: str | Sequence[AugmentationFunction]) -> Sequence[AugmentationFunction]:
-    """Return the set with a given name, or the given functions themselves.
-
-    Raises:
-        KeyError: If no set has that name.
-        TypeError: If the argument is neither a name nor a list of functions.
-        ValueError: If the list is empty.
-    """
+    """Return the set with a given name, or the given functions themselves."""
     if not isinstance(augmentation_set, str):
         if not isinstance(augmentation_set, Sequence) or not all(map(callable, augmentation_set)):
             raise TypeError(
@@ -201,19 +194,8 @@ def find_set(augmentation_set: str | Sequence[AugmentationFunction]) -> Sequence
     return augmentation_sets[augmentation_set]
 
 
-def check_severity(severity: float) -> None:
-    """Validate that a severity is a level from 0 to 10."""
-    check_number("severity", severity, "a level from 0 to 10")
-    if not 0 <= severity <= 10:
-        raise ValueError(f"severity={severity!r} is not a level: pass a number from 0 to 10.")
-
-
 def check_mode(image: Image, functions: Sequence[AugmentationFunction]) -> None:
-    """Validate that the PIL operations behind the primitives all support the mode of an image.
-
-    Raises:
-        TypeError: If the image does not have one or three channels of eight bits.
-    """
+    """Validate that the PIL operations behind the primitives all support the mode of an image."""
     if image.mode not in ("L", "RGB") and any(function in _PRIMITIVES for function in functions):
         raise TypeError(
             f"a PIL image of mode {image.mode!r} cannot be augmented: convert it to 'RGB' or 'L' before, such as by "
@@ -282,7 +264,7 @@ def image_as_type(image: Tensor | Image, typ: type) -> Any:
         ValueError: If a tensor to be converted to a PIL image has another shape.
     """
     if typ not in (Tensor, Image):
-        raise TypeError(f"typ={typ!r} is no type of image: pass torch.Tensor or PIL.Image.Image.")
+        raise TypeError(f"typ={typ!r} is not a type of image: pass torch.Tensor or PIL.Image.Image.")
     if isinstance(image, typ):
         return image
     if is_pil(image):

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_number
+from composer_algorithms._arguments import check_interval
+from composer_algorithms._method import ModelSurgery, report
 from composer_algorithms.blurpool.layers import BlurConv2d, BlurMaxPool2d
 from composer_algorithms.module_surgery import (
-    InitSurgery,
     ReplacementFunction,
     count_module_instances,
     replace_module_classes,
@@ -65,7 +65,7 @@ def apply_blurpool(
     Reference:
         Zhang, "Making Convolutional Networks Shift-Invariant Again", ICML 2019, arXiv:1904.11486.
     """
-    _check_min_channels(min_channels)
+    check_interval("[-inf, inf]", min_channels=min_channels)
     policies: dict[type[nn.Module], ReplacementFunction] = {}
     if replace_maxpools:
         policies[nn.MaxPool2d] = _blurred_maxpool
@@ -101,7 +101,7 @@ def _blurred_conv(module: nn.Conv2d, module_index: int, blur_first: bool, min_ch
     return BlurConv2d.from_conv2d(module, module_index, blur_first)
 
 
-class BlurPool(InitSurgery):
+class BlurPool(ModelSurgery):
     """Replace strided convolutions and max pooling in `state.model` on `INIT`, so that they blur before downsampling.
 
     The optimizers' parameter groups are updated. It acts after algorithms that replace whole operators, and before
@@ -135,7 +135,7 @@ class BlurPool(InitSurgery):
         blur_first: bool = True,
         min_channels: int = 16,
     ) -> None:
-        _check_min_channels(min_channels)
+        check_interval("[-inf, inf]", min_channels=min_channels)
         if not (replace_convs or replace_maxpools):
             raise ValueError(
                 "replace_convs=False and replace_maxpools=False leave nothing to replace: set one of them, or leave "
@@ -160,16 +160,4 @@ class BlurPool(InitSurgery):
             "blurpool/num_blurpool_layers": count_module_instances(state.model, BlurMaxPool2d),
             "blurpool/num_blurconv_layers": count_module_instances(state.model, BlurConv2d),
         }
-        _log.info("BlurPool: %s", counts)
-        if logger is not None:
-            logger.log_hyperparameters(counts)
-
-    def __repr__(self) -> str:
-        return (
-            f"BlurPool(replace_convs={self.replace_convs!r}, replace_maxpools={self.replace_maxpools!r}, "
-            f"blur_first={self.blur_first!r}, min_channels={self.min_channels!r})"
-        )
-
-
-def _check_min_channels(min_channels: int) -> None:
-    check_number("min_channels", min_channels, "a number of channels, such as 16")
+        report(_log, logger, counts)

@@ -1,7 +1,6 @@
 """Mapping from the steps of a Hugging Face Trainer to events."""
 
 import copy
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -14,12 +13,14 @@ from transformers import TrainerCallback
 
 from composer_algorithms.bridges._loop_events import BridgedModel, LoopEvents, length_of, needs_closure, shallow_copy
 from composer_algorithms.bridges._refusals import (
+    SERVED_BY_TRAINERS,
     check_algorithms,
     computes_between,
     needs_model_loss,
     refuse,
     refuse_cut_batches,
     refuse_graphs,
+    refuse_without_reduction,
 )
 from composer_algorithms.ema import EMA
 from composer_algorithms.gradient_clipping import GradientClipping
@@ -28,7 +29,6 @@ from composer_algorithms.sam import (
     SAM,
     _Draws,  # SAM itself would record them only after the first pass, which precedes its step
 )
-from composer_algorithms.selective_backprop import SelectiveBackprop
 from composer_algorithms.seq_length_warmup import SeqLengthWarmup
 from composer_algorithms.swa import SWA
 from composer_events.algorithm import Algorithm
@@ -37,25 +37,9 @@ from composer_time import Time, TimeUnit
 
 FILE_NAME = "composer_algorithms.pt"
 
-_SERVED = frozenset(
-    {
-        *(Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD, Event.FIT_START, Event.FIT_END),
-        *(Event.EPOCH_START, Event.EPOCH_END, Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER),
-        *(Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
-        *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS),
-        *(Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD),
-        *(Event.EVAL_BEFORE_ALL, Event.EVAL_START, Event.EVAL_END, Event.EVAL_AFTER_ALL),
-        *(Event.EVAL_STANDALONE_START, Event.EVAL_STANDALONE_END),
-    }
-)
 
-
-class TrainerEvents(LoopEvents):
-    """Events of a Hugging Face Trainer.
-
-    Args:
-        trainer: A constructed Trainer.
-        algorithms: Algorithms to run.
+class TrainerEvents(LoopEvents, TrainerCallback):
+    """Events of a Hugging Face Trainer, of which this is a callback as well.
 
     Attributes:
         checkpoint: Checkpoint that training resumes from.
@@ -75,7 +59,7 @@ class TrainerEvents(LoopEvents):
             model,
             algorithms,
             bridge="the Hugging Face Trainer",
-            served=_SERVED,
+            served=SERVED_BY_TRAINERS | {Event.BEFORE_DATALOADER},
             device=args.device,
             rank_zero_seed=args.seed,
             optimizers=trainer.optimizer,
@@ -105,9 +89,12 @@ class TrainerEvents(LoopEvents):
             wrapped.register_step_pre_hook(lambda _, args, kwargs: (args[:1], {"closure": self._closure()}))
         return wrapped
 
-    def begin(self, dataloader: Any, num_update_steps: int | None) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin training, or resume it."""
-        args, done = self._trainer.args, self._trainer.state
+        dataloader, done = kwargs["train_dataloader"], self._trainer.state
+        length = length_of(dataloader)
+        # A batch of the algorithms is an optimizer step; the last one of an epoch may have fewer microbatches.
+        num_update_steps = None if length is None else max(-(-length // args.gradient_accumulation_steps), 1)
         if self.checkpoint:
             self._resume(Path(str(self.checkpoint)), num_update_steps)
         else:
@@ -177,13 +164,33 @@ class TrainerEvents(LoopEvents):
         """Write the state that the algorithms need to resume."""
         torch.save(self.state_dict(), Path(folder, FILE_NAME))
 
-    def load_best(self) -> None:
-        """Load the state that the algorithms had in the best checkpoint, whose weights the Trainer has loaded."""
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin an epoch."""
+        self.start_epoch()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Run the event after the gradients of a step."""
+        if not (args.max_grad_norm and args.max_grad_norm > 0):  # clipping has already unscaled them
+            self._trainer.accelerator.unscale_gradients()
+        self.engine.run_event(Event.AFTER_TRAIN_BATCH)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count a step."""
+        self.end_batch()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End an epoch; training may stop in the middle of one, which is not complete then."""
+        if self.is_epoch_complete or not control.should_training_stop:
+            self.end_epoch()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End training, with the state that the algorithms had in the best checkpoint if the Trainer has loaded it."""
         best = self._trainer.state.best_model_checkpoint
         if self._trainer.args.load_best_model_at_end and best and Path(best, FILE_NAME).exists():
             time = self.state.timestamp
             self.load_state_dict(_read(Path(best, FILE_NAME)))
             self.state.timestamp = time  # training has still lasted until now
+        self.end_fit()
 
     def _resume(self, folder: Path, num_update_steps: int | None) -> None:
         if (folder / FILE_NAME).exists():
@@ -263,12 +270,7 @@ def _read(path: Path) -> Any:
 
 
 def check_trainer(trainer: Any, algorithms: Sequence[Algorithm]) -> None:
-    """Reject algorithms that would have no effect, or a wrong one.
-
-    Raises:
-        ValueError: If there is such an algorithm, or the Trainer creates its model or batches in a way that algorithms
-            cannot follow.
-    """
+    """Reject algorithms that would have no effect, or a wrong one."""
     args = trainer.args
     if trainer.model_init is not None:
         raise ValueError(
@@ -281,7 +283,15 @@ def check_trainer(trainer: Any, algorithms: Sequence[Algorithm]) -> None:
         )
     refuse_graphs(algorithms, "the Hugging Face Trainer")
     refuse_cut_batches(algorithms, "gradient_accumulation_steps", args.gradient_accumulation_steps)
-    _check_engine(trainer, algorithms)
+    for is_enabled, engine in ((trainer.is_deepspeed_enabled, "DeepSpeed"), (trainer.is_fsdp_enabled, "FSDP")):
+        if is_enabled:
+            refuse(
+                algorithms,
+                (EMA, SWA, SAM, GradientClipping, LayerFreezing),
+                f"under the Trainer's {engine}",
+                "weights, gradients and the optimizer are not the model's own there",
+                "Leave it out, or use the Trainer of composer-suite.",
+            )
     if args.fp16:
         refuse(
             algorithms,
@@ -300,18 +310,6 @@ def check_trainer(trainer: Any, algorithms: Sequence[Algorithm]) -> None:
     _check_losses(trainer.compute_loss_func, algorithms)
 
 
-def _check_engine(trainer: Any, algorithms: Sequence[Algorithm]) -> None:
-    for is_enabled, engine in ((trainer.is_deepspeed_enabled, "DeepSpeed"), (trainer.is_fsdp_enabled, "FSDP")):
-        if is_enabled:
-            refuse(
-                algorithms,
-                (EMA, SWA, SAM, GradientClipping, LayerFreezing),
-                f"under the Trainer's {engine}",
-                "weights, gradients and the optimizer are not the model's own there",
-                "Leave it out, or use the Trainer of composer-suite.",
-            )
-
-
 def _check_losses(compute_loss: Any, algorithms: Sequence[Algorithm]) -> None:
     if compute_loss is None:
         for algorithm in algorithms:
@@ -323,48 +321,5 @@ def _check_losses(compute_loss: Any, algorithms: Sequence[Algorithm]) -> None:
                     f"function (outputs, labels, num_items_in_batch=None) such as one that returns "
                     f"F.cross_entropy(outputs['logits'], labels)."
                 )
-        return
-    parameters = inspect.signature(compute_loss).parameters
-    takes_reduction = "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if not takes_reduction:
-        refuse(
-            algorithms,
-            (SelectiveBackprop,),
-            f"with compute_loss_func={compute_loss!r}",
-            "it asks for the loss of each example by reduction='none'",
-            "Let the function take reduction='mean'.",
-        )
-
-
-class Moments(TrainerCallback):
-    """Callback that runs the events of a Trainer."""
-
-    def __init__(self, trainer: Any, events: TrainerEvents) -> None:
-        self._trainer, self._events = trainer, events
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        dataloader = kwargs["train_dataloader"]
-        length = length_of(dataloader)
-        # A batch of the algorithms is an optimizer step; the last one of an epoch may have fewer microbatches.
-        num_batches = None if length is None else max(-(-length // args.gradient_accumulation_steps), 1)
-        self._events.begin(dataloader, num_batches)
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._events.start_epoch()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not (args.max_grad_norm and args.max_grad_norm > 0):  # clipping has already unscaled them
-            self._trainer.accelerator.unscale_gradients()
-        self._events.engine.run_event(Event.AFTER_TRAIN_BATCH)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._events.end_batch()
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Training may stop in the middle of an epoch, which is not complete then.
-        if self._events.is_epoch_complete or not control.should_training_stop:
-            self._events.end_epoch()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._events.load_best()
-        self._events.end_fit()
+    else:
+        refuse_without_reduction(algorithms, "compute_loss_func", compute_loss)

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import inspect
 import math
 import os
 import warnings
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from composer_algorithms.bridges._loop_events import BridgedModel, DeferredTargets, LoopEvents, shallow_copy
 from composer_algorithms.bridges._refusals import (
+    SERVED_BY_TRAINERS,
     check_algorithms,
     computes_between,
     needs_model_loss,
@@ -23,9 +23,9 @@ from composer_algorithms.bridges._refusals import (
     refuse_cut_batches,
     refuse_graphs,
     refuse_unserved,
+    refuse_without_reduction,
 )
 from composer_algorithms.sam import SAM
-from composer_algorithms.selective_backprop import SelectiveBackprop
 from composer_events.algorithm import Algorithm
 from composer_events.batches import batch_get, batch_set
 from composer_events.event import Event
@@ -37,20 +37,7 @@ _PRECISIONS = {"16-mixed": "amp_fp16", "bf16-mixed": "amp_bf16"}
 
 
 class FitEvents(LoopEvents):
-    """Events of a Trainer and a module.
-
-    Args:
-        trainer: Trainer, set up with the module.
-        module: Module to train.
-        algorithms: Algorithms to run.
-        loss_fn: Loss for algorithms that compute losses.
-        input_key: Key of the inputs in a batch.
-        target_key: Key of the targets in a batch.
-        seed: Seed of the algorithms' random numbers.
-
-    Attributes:
-        module: Module to train.
-    """
+    """Events of a Trainer and a module. The arguments after the algorithms are those of `AlgorithmCallback`."""
 
     def __init__(
         self,
@@ -64,6 +51,8 @@ class FitEvents(LoopEvents):
         seed: int | None,
     ) -> None:
         check_fit(trainer, module, algorithms)
+        if seed is None:
+            seed = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**32)
         model = module
         if loss_fn is not None and any(map(needs_model_loss, algorithms)):
             adapter = ComposerModel.from_module(module, loss_fn, input_key=input_key, target_key=target_key)
@@ -72,9 +61,9 @@ class FitEvents(LoopEvents):
             model,
             algorithms,
             bridge="Lightning's Trainer",
-            served=SERVED,
+            served=SERVED_BY_TRAINERS,
             device=trainer.strategy.root_device,
-            rank_zero_seed=_default_seed() if seed is None else seed,
+            rank_zero_seed=seed,
             precision=_PRECISIONS.get(trainer.precision, "fp32"),
         )
         self.module = module
@@ -111,10 +100,6 @@ class FitEvents(LoopEvents):
         for holder, name in self._hooks:
             vars(holder).pop(name, None)  # uncovers the method of the class
         self._hooks.clear()
-
-    def check_accumulation(self) -> None:
-        """Reject algorithms that are incompatible with the current number of accumulated batches."""
-        check_accumulation(self._trainer, self.state.algorithms)
 
     def begin(self) -> None:
         """Begin training, or resume it."""
@@ -251,34 +236,12 @@ def _around(method: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable
     return functools.wraps(method)(functools.partial(wrapper, method))
 
 
-def _default_seed() -> int:
-    return int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**32)
-
-
-SERVED = frozenset(
-    {
-        *(Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD, Event.FIT_START, Event.FIT_END),
-        *(Event.EPOCH_START, Event.EPOCH_END, Event.AFTER_DATALOADER),
-        *(Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
-        *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS),
-        *(Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD),
-        *(Event.EVAL_BEFORE_ALL, Event.EVAL_START, Event.EVAL_END, Event.EVAL_AFTER_ALL),
-        *(Event.EVAL_STANDALONE_START, Event.EVAL_STANDALONE_END),
-    }
-)
-
-
 def check_algorithms_alone(
     algorithms: Algorithm | Iterable[Algorithm], loss_fn: Callable[..., Any] | None
 ) -> list[Algorithm]:
-    """Return the algorithms as a list after the checks that do not depend on a Trainer.
-
-    Raises:
-        TypeError: If an object is not an algorithm.
-        ValueError: If an algorithm cannot be served, or needs a `loss_fn`.
-    """
+    """Return the algorithms as a list after the checks that do not depend on a Trainer."""
     listed = check_algorithms(algorithms)
-    refuse_unserved(listed, SERVED, "Lightning's Trainer", State(None, rank_zero_seed=0))
+    refuse_unserved(listed, SERVED_BY_TRAINERS, "Lightning's Trainer", State(None, rank_zero_seed=0))
     refuse_graphs(listed, "Lightning's Trainer")
     for algorithm in listed:
         if needs_model_loss(algorithm) and loss_fn is None:
@@ -286,23 +249,13 @@ def check_algorithms_alone(
                 f"{algorithm!r} computes losses of its own, and training_step computes only that of the batch: pass "
                 f"loss_fn to AlgorithmCallback, such as torch.nn.functional.cross_entropy."
             )
-    if loss_fn is not None and not _takes_reduction(loss_fn):
-        refuse(
-            listed,
-            (SelectiveBackprop,),
-            f"with loss_fn={loss_fn!r}",
-            "it asks for the loss of each example by reduction='none'",
-            "Let the function take reduction='mean'.",
-        )
+    if loss_fn is not None:
+        refuse_without_reduction(listed, "loss_fn", loss_fn)
     return listed
 
 
 def check_fit(trainer: Any, module: Any, algorithms: Sequence[Algorithm]) -> None:
-    """Reject setups of the Trainer or the module that do not work with the algorithms.
-
-    Raises:
-        ValueError: If there is such a setup.
-    """
+    """Reject setups of the Trainer or the module that do not work with the algorithms."""
     if not module.automatic_optimization:
         raise ValueError(
             f"{type(module).__name__}.automatic_optimization is False: the module steps by itself, and its losses are "
@@ -325,17 +278,17 @@ def check_fit(trainer: Any, module: Any, algorithms: Sequence[Algorithm]) -> Non
             f"{names} acts within training_step, and torch.compile has compiled the whole {type(module).__name__}: "
             f"compile the network in it instead."
         )
-    if trainer.state.fn == "fit":
-        _check_duration(trainer)
+    has_steps = trainer.max_steps is not None and trainer.max_steps >= 0  # -1 stands for no limit, also of epochs
+    if trainer.state.fn == "fit" and not has_steps and (trainer.max_epochs is None or trainer.max_epochs < 0):
+        raise ValueError(
+            f"max_epochs={trainer.max_epochs!r} and max_steps={trainer.max_steps!r} give training no end, and "
+            f"algorithms go by the part of it that is done: pass one of them."
+        )
     check_accumulation(trainer, algorithms)
 
 
 def check_accumulation(trainer: Any, algorithms: Sequence[Algorithm]) -> None:
-    """Reject algorithms that are incompatible with gradient accumulation or with float16.
-
-    Raises:
-        ValueError: If there is such an algorithm.
-    """
+    """Reject algorithms that are incompatible with gradient accumulation or with float16."""
     pieces = trainer.accumulate_grad_batches
     refuse_cut_batches(algorithms, "accumulate_grad_batches", pieces)
     if pieces > 1:
@@ -344,18 +297,3 @@ def check_accumulation(trainer: Any, algorithms: Sequence[Algorithm]) -> None:
     if trainer.precision in ("16-mixed", 16):
         why = "the scaler of its gradients steps without a closure"
         refuse(algorithms, (SAM,), f"with precision={trainer.precision!r}", why, "Use precision='bf16-mixed'.")
-
-
-def _check_duration(trainer: Any) -> None:
-    # Lightning's default of -1 stands for no limit.
-    has_steps = trainer.max_steps is not None and trainer.max_steps >= 0
-    if not has_steps and (trainer.max_epochs is None or trainer.max_epochs < 0):
-        raise ValueError(
-            f"max_epochs={trainer.max_epochs!r} and max_steps={trainer.max_steps!r} give training no end, and "
-            f"algorithms go by the part of it that is done: pass one of them."
-        )
-
-
-def _takes_reduction(loss_fn: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(loss_fn).parameters
-    return "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

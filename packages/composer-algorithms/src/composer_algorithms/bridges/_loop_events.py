@@ -4,7 +4,7 @@ import copy
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from composer_algorithms._arguments import check_counts
 from composer_algorithms.bridges._refusals import check_algorithms, computes_between, refuse_unserved
 from composer_dist import get_world_size
 from composer_events.algorithm import Algorithm
@@ -19,7 +20,7 @@ from composer_events.data_spec import DataSpec
 from composer_events.engine import Engine, Traces
 from composer_events.event import Event
 from composer_events.state import State
-from composer_models.base import ComposerModel, model_eval_mode
+from composer_models.base import ComposerModel
 from composer_time import Timestamp, TimeUnit
 
 __all__ = ["LoopBatch"]
@@ -28,13 +29,7 @@ _DEVICES = {"cuda": "gpu", "xla": "tpu"}  # from torch's device types to Compose
 
 
 class BridgedModel(ComposerModel):
-    """Model of another library in the form that algorithms expect.
-
-    Args:
-        model: Model of the other library.
-        forward: Computes the outputs for a batch.
-        loss: Computes a loss from outputs and a batch, for algorithms that need one besides that of the loop.
-    """
+    """Model of another library in the form that algorithms expect, with a loss for those that compute one."""
 
     def __init__(self, model: nn.Module, forward: Any, loss: Any) -> None:
         super().__init__()
@@ -53,17 +48,8 @@ class BridgedModel(ComposerModel):
 class LoopEvents:
     """State and engine of a foreign training loop.
 
-    Args:
-        model: Model that algorithms change: a `BridgedModel`, or the user's own.
-        algorithms: Algorithms to run.
-        bridge: Name of the bridge in messages.
-        served: Events that the bridge runs.
-        device: A `torch.device`.
-        **of_state: Further arguments of `State`.
-
-    Raises:
-        TypeError: If an object is not an algorithm.
-        ValueError: If an algorithm acts on an event that is not served.
+    Algorithms change the model: a `BridgedModel`, or the user's own. `bridge` is the name of the bridge in messages,
+    and `served` are the events that it runs; `of_state` are further arguments of `State`.
     """
 
     def __init__(
@@ -81,7 +67,7 @@ class LoopEvents:
         refuse_unserved(self.state.algorithms, served, bridge, self.state)
         self.engine = Engine(self.state)
         self.is_fitting = False
-        self._is_evaluating = False
+        self.is_evaluating = False
         self._counter = DataSpec(())  # counts the samples of batches of any form
         self._num_samples = self._num_tokens = 0
 
@@ -95,7 +81,7 @@ class LoopEvents:
             names = ", ".join(type(algorithm).__name__ for algorithm in self.state.algorithms)
             raise ValueError(
                 f"One of the algorithms {names} put another model in the place of the {type(inner or model).__name__}, "
-                f"which the loop would go on to train: algorithms such as NoOpModel need the Trainer of "
+                f"which the loop would continue to train: algorithms such as NoOpModel need the Trainer of "
                 f"composer-suite. Leave it out."
             )
 
@@ -175,35 +161,23 @@ class LoopEvents:
         self.engine.run_event(Event.FIT_END)
         self.is_fitting = False
 
-    def refuse_training(self) -> None:
-        """Raise if a batch is trained inside an evaluation, where the model may hold other weights.
-
-        Raises:
-            RuntimeError: If an evaluation is running.
-        """
-        if self._is_evaluating:
-            raise RuntimeError(
-                "a batch is trained inside `with loop.evaluation():`, where the model may hold an average of its "
-                "weights: leave that block first."
-            )
-
     @contextmanager
     def evaluating(self, dataloader: Any = None) -> Iterator[None]:
         """Enclose an evaluation, in which the model holds the weights to be evaluated."""
-        if self._is_evaluating:  # the outer evaluation has exchanged the weights already
+        if self.is_evaluating:  # the outer evaluation has exchanged the weights already
             yield
             return
         first, last = Event.EVAL_STANDALONE_START, Event.EVAL_STANDALONE_END
         if self.is_fitting:
             first, last = Event.EVAL_BEFORE_ALL, Event.EVAL_AFTER_ALL
         with self.reading(dataloader, "eval"):
-            self._is_evaluating = True
+            self.is_evaluating = True
             self.engine.run_event(first)
             self.engine.run_event(Event.EVAL_START)
             try:
                 yield
             finally:
-                self._is_evaluating = False
+                self.is_evaluating = False
                 self.engine.run_event(Event.EVAL_END)
                 self.engine.run_event(last)
 
@@ -214,7 +188,7 @@ class LoopEvents:
         It runs as a standalone evaluation, at whose end the model gets its weights back immediately and independently
         of the next steps of the other library.
         """
-        if self._is_evaluating:
+        if self.is_evaluating:
             yield
             return
         self.engine.run_event(Event.EVAL_STANDALONE_START)
@@ -244,11 +218,7 @@ class LoopEvents:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the result of `state_dict`.
-
-        Raises:
-            ValueError: If the state is that of other algorithms.
-        """
+        """Resume from the result of `state_dict`."""
         saved, present = (
             [name for name, _ in state["algorithms"]],
             [type(a).__qualname__ for a in self.state.algorithms],
@@ -278,12 +248,6 @@ def shallow_copy(batch: Any) -> Any:
     return copy.copy(batch) if isinstance(batch, (Mapping, MutableSequence)) else batch
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's first parameter."""
-    first = next(model.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
-
-
 def length_of(dataloader: Any) -> int | None:
     """Return the number of batches of a dataloader, if known."""
     try:
@@ -299,20 +263,6 @@ def needs_closure(optimizer: Any) -> bool:
         return True
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def check_loss(loss: Any, name: str) -> Tensor:
-    """Return the loss if it is a tensor with one element.
-
-    Raises:
-        TypeError: If it is anything else.
-    """
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss
-    what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-    raise TypeError(
-        f"{name} is {what}, and what is minimised has one value: give a tensor with the mean of the losses."
-    )
 
 
 _LOSSES = frozenset(
@@ -355,20 +305,16 @@ class DeferredTargets(Tensor):
         """Intercept losses, and compute everything else with the values."""
         named = dict(kwargs or {})
         if func in _LOSSES:
-            outputs, targets, others = _arguments(args, named)
+            others = {name: value for name, value in named.items() if name not in ("input", "target")}
+            outputs = next(iter(args), named.get("input"))
+            targets = args[1] if len(args) > 1 else named.get("target")
             if isinstance(targets, cls) and not isinstance(outputs, cls):
                 return targets.compute(outputs, lambda outputs, targets: func(outputs, targets, *args[2:], **others))
         with torch._C.DisableTorchFunctionSubclass():  # as in PyTorch's notes on extending it
             result = func(*args, **named)
         if func in _UNCHANGING:
-            return cls.of(result, args[0].compute)
+            return cls.of(result, next(iter(args)).compute)
         return _plain(result)
-
-
-def _arguments(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    others = {name: value for name, value in named.items() if name not in ("input", "target")}
-    outputs = args[0] if args else named.get("input")
-    return outputs, args[1] if len(args) > 1 else named.get("target"), others
 
 
 def _plain(result: Any) -> Any:
@@ -381,16 +327,15 @@ def _plain(result: Any) -> Any:
 
 
 class Epochs:
-    """Epoch events of a loop that reads its batches through `read` or from the dataloader itself.
-
-    Args:
-        events: Events of the loop.
-        dataloader: Dataloader of the loop.
-        num_microbatches: Number of its batches per step.
-    """
+    """Epoch events of a loop that reads its batches through `read` or from the dataloader itself."""
 
     def __init__(self, events: LoopEvents, dataloader: Iterable[Any], num_microbatches: int) -> None:
-        _check_count(num_microbatches, dataloader)
+        check_counts(num_microbatches=num_microbatches)
+        if num_microbatches > 1 and length_of(dataloader) is None:
+            raise ValueError(
+                f"num_microbatches={num_microbatches!r} needs a dataloader with a length, to know when fewer batches "
+                f"are left, and {type(dataloader).__name__} has none. Pass num_microbatches=1."
+            )
         self._events = events
         self._dataloader = dataloader
         self._num_microbatches = num_microbatches
@@ -475,16 +420,6 @@ class Epochs:
         )
 
 
-def _check_count(num_microbatches: int, dataloader: object) -> None:
-    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
-        raise ValueError(f"num_microbatches={num_microbatches!r} is not a number of batches: pass 1 or more.")
-    if num_microbatches > 1 and length_of(dataloader) is None:
-        raise ValueError(
-            f"num_microbatches={num_microbatches!r} needs a dataloader with a length, to know when fewer batches are "
-            f"left, and {type(dataloader).__name__} has none. Pass num_microbatches=1."
-        )
-
-
 class LoopBatch:
     """The current batch of training or evaluation.
 
@@ -538,7 +473,7 @@ class LoopBatch:
     @loss.setter
     def loss(self, loss: Tensor) -> None:
         if self._phase:
-            raise RuntimeError("b.loss was assigned in an evaluation, where no loss is minimised: assign b.outputs.")
+            raise RuntimeError("b.loss was assigned in an evaluation, where no loss is minimized: assign b.outputs.")
         if not self._has_outputs:
             between = [type(one).__name__ for one in self._events.state.algorithms if computes_between(one)]
             if between:
@@ -549,16 +484,15 @@ class LoopBatch:
             self._run("after_forward")  # no algorithm acts on these events, but callbacks may
             self._run("before_loss")
         self._refuse_unread("loss", "targets")
-        self._events.state.loss = check_loss(loss, "b.loss")
+        if not (isinstance(loss, Tensor) and loss.numel() == 1):
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            raise TypeError(f"b.loss is {what}, and must be a tensor with one value: assign the mean of the losses.")
+        self._events.state.loss = loss
         self._has_loss = True
         self._run("after_loss")
 
     def finish(self) -> Any:
-        """Return the loss to minimize, or in evaluation the outputs.
-
-        Raises:
-            RuntimeError: If the block has not assigned it.
-        """
+        """Return the loss to minimize, or in evaluation the outputs, which the block must have assigned."""
         name, is_there = ("outputs", self._has_outputs) if self._phase else ("loss", self._has_loss)
         if not is_there:
             raise RuntimeError(f"The block of the batch ended without b.{name}: assign it, as in `b.{name} = ...`.")
@@ -580,53 +514,3 @@ class LoopBatch:
 
 def _names(traces: Traces) -> str:
     return ", ".join(trace.name for trace in traces.values())
-
-
-class LoopEvaluation:
-    """Evaluation and prediction of `AlgorithmLoop`."""
-
-    _events: LoopEvents
-
-    @contextmanager
-    def evaluation(self, dataloader: Iterable[Any] | None = None) -> Iterator[None]:
-        """Enclose an evaluation or a save: the model is in eval mode and holds the EMA average, if there is one.
-
-        Args:
-            dataloader: Evaluation data, set in the state within the block.
-        """
-        with model_eval_mode(self._events.state.model), self._events.evaluating(dataloader):
-            yield
-
-    @contextmanager
-    def prediction(self, dataloader: Iterable[Any] | None = None) -> Iterator[None]:
-        """Enclose predictions: the model is in eval mode and holds the weights being trained.
-
-        Args:
-            dataloader: Prediction data, set in the state within the block.
-        """
-        events = self._events
-        with model_eval_mode(events.state.model), events.reading(dataloader, "predict"):
-            events.engine.run_event(Event.PREDICT_START)
-            yield
-            events.engine.run_event(Event.PREDICT_END)
-
-    def eval_batch(self, *parts: Any) -> AbstractContextManager[LoopBatch]:
-        """Run the events of one batch within `evaluation`; the block assigns its outputs."""
-        return self._watched_batch(parts, "eval_")
-
-    def predict_batch(self, *parts: Any) -> AbstractContextManager[LoopBatch]:
-        """Run the events of one batch within `prediction`; the block assigns its outputs."""
-        return self._watched_batch(parts, "predict_")
-
-    @contextmanager
-    def _watched_batch(self, parts: tuple[Any, ...], phase: str) -> Iterator[LoopBatch]:
-        events = self._events
-        trained, events.state.batch = events.state.batch, shallow_copy(parts[0] if len(parts) == 1 else parts)
-        try:
-            events.engine.run_event(f"{phase}batch_start")
-            b = LoopBatch(events, phase)
-            yield b
-            b.finish()
-            events.engine.run_event(f"{phase}batch_end")
-        finally:
-            events.state.batch = trained  # an evaluation may run in the middle of a training batch

@@ -6,28 +6,32 @@ from typing import Any
 
 from torch import nn
 
+from composer_algorithms._arguments import takes_keyword
 from composer_algorithms._optimizer_surgery import as_optimizers
 from composer_algorithms._pairs import PairMixing
 from composer_algorithms.ema import EMA
+from composer_algorithms.selective_backprop import SelectiveBackprop
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_events.state import State
 
 _BETWEEN = frozenset({Event.AFTER_FORWARD, Event.BEFORE_LOSS})
+# Events in the training loops of other libraries' trainers.
+SERVED_BY_TRAINERS = frozenset(
+    {
+        *(Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD, Event.FIT_START, Event.FIT_END),
+        *(Event.EPOCH_START, Event.EPOCH_END, Event.AFTER_DATALOADER),
+        *(Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
+        *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS),
+        *(Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD),
+        *(Event.EVAL_BEFORE_ALL, Event.EVAL_START, Event.EVAL_END, Event.EVAL_AFTER_ALL),
+        *(Event.EVAL_STANDALONE_START, Event.EVAL_STANDALONE_END),
+    }
+)
 
 
 def refuse_unserved(algorithms: Iterable[Algorithm], served: Collection[Event], bridge: str, state: State) -> None:
-    """Reject algorithms that may act on an event that the bridge does not run.
-
-    Args:
-        algorithms: Algorithms to check.
-        served: Events that the bridge runs.
-        bridge: Name of the bridge in the message.
-        state: Passed to `match` of algorithms that do not declare their events.
-
-    Raises:
-        ValueError: If an algorithm may act on any other event.
-    """
+    """Reject algorithms that may act on an event that the bridge does not run."""
     for algorithm in algorithms:
         unserved = [event.name for event in Event if event not in served and event in events_of(algorithm, state)]
         if unserved:
@@ -57,12 +61,7 @@ def events_of(algorithm: Algorithm, state: State | None = None) -> Collection[Ev
 
 
 def check_optimizers(optimizer: Any, model: nn.Module) -> None:
-    """Reject optimizers that would never change the model.
-
-    Raises:
-        TypeError: If an object is not an optimizer.
-        ValueError: If there are no optimizers, or they hold no parameter of the model.
-    """
+    """Reject optimizers that would never change the model."""
     optimizers = as_optimizers(optimizer)
     if not optimizers:
         raise ValueError(f"optimizer={optimizer!r}: nothing would be trained. Pass the optimizer of the model.")
@@ -78,11 +77,7 @@ def check_optimizers(optimizer: Any, model: nn.Module) -> None:
 
 
 def refuse_cut_batches(algorithms: Iterable[Algorithm], argument: str, num_microbatches: int) -> None:
-    """Reject algorithms that act on whole batches if a batch arrives in several pieces.
-
-    Raises:
-        ValueError: If there is such an algorithm.
-    """
+    """Reject algorithms that act on whole batches if a batch arrives in several pieces."""
     for algorithm in algorithms:
         if num_microbatches > 1 and isinstance(algorithm, PairMixing) and algorithm.draw_per == "batch":
             raise ValueError(
@@ -92,11 +87,7 @@ def refuse_cut_batches(algorithms: Iterable[Algorithm], argument: str, num_micro
 
 
 def refuse_graphs(algorithms: Iterable[Algorithm], where: str) -> None:
-    """Reject algorithms that differentiate through the gradients.
-
-    Raises:
-        ValueError: If there is such an algorithm.
-    """
+    """Reject algorithms that differentiate through the gradients."""
     for algorithm in algorithms:
         if algorithm.backwards_create_graph:
             raise ValueError(
@@ -106,14 +97,22 @@ def refuse_graphs(algorithms: Iterable[Algorithm], where: str) -> None:
 
 
 def refuse(algorithms: Iterable[Algorithm], kinds: tuple[type, ...], where: str, why: str, instead: str) -> None:
-    """Reject algorithms of the given classes.
-
-    Raises:
-        ValueError: If there is such an algorithm.
-    """
+    """Reject algorithms of the given classes."""
     for algorithm in algorithms:
         if isinstance(algorithm, kinds):
             raise ValueError(f"{algorithm!r} cannot be used {where}: {why}. {instead}")
+
+
+def refuse_without_reduction(algorithms: Iterable[Algorithm], name: str, loss_fn: Callable[..., Any]) -> None:
+    """Reject SelectiveBackprop with a loss that cannot give a value for each example."""
+    if not takes_keyword(loss_fn, "reduction"):
+        refuse(
+            algorithms,
+            (SelectiveBackprop,),
+            f"with {name}={loss_fn!r}",
+            "it asks for the loss of each example by reduction='none'",
+            "Let the function take reduction='mean'.",
+        )
 
 
 def computes_between(algorithm: Algorithm) -> bool:
@@ -124,18 +123,11 @@ def computes_between(algorithm: Algorithm) -> bool:
 
 def needs_model_loss(algorithm: Algorithm) -> bool:
     """Return whether an algorithm computes losses in addition to that of the loop."""
-    names = ("SelectiveBackprop", "SeqLengthWarmup")  # by name, so that their modules need not be imported
-    return bool(getattr(algorithm, "interpolate_loss", False)) or any(
-        base.__name__ in names for base in type(algorithm).__mro__
-    )
+    return bool(getattr(algorithm, "interpolate_loss", False) or getattr(algorithm, "computes_losses", False))
 
 
 def check_algorithms(algorithms: Any) -> list[Algorithm]:
-    """Return the algorithms as a list.
-
-    Raises:
-        TypeError: If an object is not an algorithm.
-    """
+    """Return one or several algorithms as a list, after a check of their types."""
     listed = [algorithms] if isinstance(algorithms, Algorithm) else list(algorithms)
     for algorithm in listed:
         if not isinstance(algorithm, Algorithm):

@@ -82,7 +82,18 @@ class AcceleratedLoop(AlgorithmLoop):
         seed: int | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
     ) -> None:
-        _check(accelerator, model)
+        kind = accelerator.distributed_type.name
+        if kind not in _PLAIN or is_sharded_by_fsdp(model):
+            raise ValueError(
+                f"the Accelerator trains with {kind}, which keeps weights and optimizers in a way of its own: this "
+                f"loop goes with one device or DistributedDataParallel. For sharded models use the Trainer of "
+                f"composer-suite."
+            )
+        if isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                f"model is a {type(model).__name__}, so it is prepared already, and algorithms change the bare model: "
+                f"pass model, optimizer and dataloader before accelerator.prepare, and use loop.model afterwards."
+            )
         self.accelerator = accelerator
         super().__init__(
             model.to(accelerator.device),
@@ -123,17 +134,3 @@ class AcceleratedLoop(AlgorithmLoop):
 
     def _unscale(self) -> None:
         self.accelerator.unscale_gradients()
-
-
-def _check(accelerator: Accelerator, model: nn.Module) -> None:
-    kind = accelerator.distributed_type.name
-    if kind not in _PLAIN or is_sharded_by_fsdp(model):
-        raise ValueError(
-            f"the Accelerator trains with {kind}, which keeps weights and optimizers in a way of its own: this loop "
-            f"goes with one device or DistributedDataParallel. For sharded models use the Trainer of composer-suite."
-        )
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError(
-            f"model is a {type(model).__name__}, so it is prepared already, and algorithms change the bare model: pass "
-            f"model, optimizer and dataloader before accelerator.prepare, and use loop.model afterwards."
-        )

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
     from transformers.trainer_utils import get_last_checkpoint
 
-    from composer_algorithms.bridges._hf_events import Moments, TrainerEvents
+    from composer_algorithms.bridges._hf_events import TrainerEvents
 else:
     try:
         from transformers.trainer_utils import get_last_checkpoint
@@ -19,7 +19,7 @@ else:
             f"{error}: composer_algorithms.bridges.hf needs transformers and Accelerate. Install "
             "them with `pip install 'composer-algorithms[transformers,accelerate]'`."
         ) from error
-    from composer_algorithms.bridges._hf_events import Moments, TrainerEvents
+    from composer_algorithms.bridges._hf_events import TrainerEvents
 
     Trainer = object  # a mixin: the Trainer is another base of the final class
 
@@ -69,7 +69,7 @@ class AlgorithmTrainerMixin(Trainer):
     def __init__(self, *args: Any, algorithms: Algorithm | list[Algorithm] | tuple[Algorithm, ...] = (), **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._algorithm_events = TrainerEvents(self, algorithms)
-        self.add_callback(Moments(self, self._algorithm_events))
+        self.add_callback(self._algorithm_events)
 
     @property
     def algorithm_state(self) -> State:

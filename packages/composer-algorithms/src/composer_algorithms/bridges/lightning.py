@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import Callback
 
-    from composer_algorithms.bridges._lightning_events import FitEvents, check_algorithms_alone
+    from composer_algorithms.bridges._lightning_events import FitEvents, check_accumulation, check_algorithms_alone
 else:
     try:
         from lightning.pytorch.callbacks import Callback
@@ -20,7 +20,7 @@ else:
             f"{error}: composer_algorithms.bridges.lightning needs Lightning. Install it with "
             "`pip install 'composer-algorithms[lightning]'`."
         ) from error
-    from composer_algorithms.bridges._lightning_events import FitEvents, check_algorithms_alone
+    from composer_algorithms.bridges._lightning_events import FitEvents, check_accumulation, check_algorithms_alone
 
 __all__ = ["AlgorithmCallback"]
 
@@ -87,7 +87,15 @@ class AlgorithmCallback(Callback):
         Raises:
             ValueError: If the Trainer or the module is incompatible with the algorithms, or another callback has some.
         """
-        self._refuse_others(trainer)
+        # Lightning sets the attribute dynamically, which type checkers do not see.
+        of_trainer: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        callbacks = [one for one in of_trainer if isinstance(one, AlgorithmCallback)]
+        if len(callbacks) > 1:
+            names = [", ".join(type(algorithm).__name__ for algorithm in one._algorithms) for one in callbacks]
+            raise ValueError(
+                f"the Trainer has {len(callbacks)} of AlgorithmCallback ({'; '.join(names)}), which know nothing of "
+                f"each other's changes to the module: pass one, with all algorithms."
+            )
         # A second call for the same module, such as test after fit, must not run INIT again.
         if self._events is None or self._events.module is not pl_module:
             self._events = FitEvents(trainer, pl_module, self._algorithms, **self._settings)
@@ -112,7 +120,7 @@ class AlgorithmCallback(Callback):
 
     def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Run EPOCH_START."""
-        self._running().check_accumulation()  # a callback may change it from epoch to epoch
+        check_accumulation(trainer, self._running().state.algorithms)  # a callback may change it from epoch to epoch
         self._running().start_epoch()
 
     def on_after_backward(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
@@ -139,42 +147,25 @@ class AlgorithmCallback(Callback):
         """Put the EMA average into the model, if there is one."""
         self._start_evaluation(trainer.val_dataloaders)
 
-    def on_validation_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Restore the weights being trained."""
-        self._end_evaluation()
-
     def on_test_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Put the EMA average into the model, if there is one."""
         self._start_evaluation(trainer.test_dataloaders)
-
-    def on_test_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Restore the weights being trained."""
-        self._end_evaluation()
 
     def on_predict_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Put the EMA average into the model, if there is one."""
         self._start_evaluation(trainer.predict_dataloaders)
 
-    def on_predict_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_validation_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Restore the weights being trained."""
         self._end_evaluation()
+
+    on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException) -> None:
         """Restore the weights being trained, if an evaluation fails."""
         self._end_evaluation()
         if self._events is not None:
             self._events.detach()
-
-    def _refuse_others(self, trainer: "Trainer") -> None:
-        # Lightning sets the attribute dynamically, which type checkers do not see.
-        of_trainer: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        callbacks = [one for one in of_trainer if isinstance(one, AlgorithmCallback)]
-        if len(callbacks) > 1:
-            names = [", ".join(type(algorithm).__name__ for algorithm in one._algorithms) for one in callbacks]
-            raise ValueError(
-                f"the Trainer has {len(callbacks)} of AlgorithmCallback ({'; '.join(names)}), which know nothing of "
-                f"each other's changes to the module: pass one, with all algorithms."
-            )
 
     def _start_evaluation(self, dataloader: Any) -> None:
         self._evaluation = self._running().evaluating(dataloader)

@@ -12,9 +12,7 @@ from torch.optim import Optimizer
 from composer_algorithms.bridges._loop_events import (
     Epochs,
     LoopBatch,
-    LoopEvaluation,
     LoopEvents,
-    device_of,
     needs_closure,
     shallow_copy,
 )
@@ -24,12 +22,13 @@ from composer_events.callback import Callback
 from composer_events.engine import Engine
 from composer_events.event import Event
 from composer_events.state import State
+from composer_models.base import model_eval_mode
 from composer_time import Time
 
 __all__ = ["AlgorithmLoop", "LoopBatch"]
 
 
-class AlgorithmLoop(LoopEvaluation):
+class AlgorithmLoop:
     """Run algorithms at the events of a custom training loop, in which only the body of a batch changes.
 
     The loop passes each batch to `batch`, assigns outputs and loss in the block, and leaves the backward pass, the
@@ -99,7 +98,7 @@ class AlgorithmLoop(LoopEvaluation):
             algorithms,
             bridge="this loop",
             served=tuple(Event),
-            device=device_of(model),
+            device=next(model.parameters()).device,  # there are some, since the optimizer holds them
             rank_zero_seed=torch.initial_seed() % 2**32 if seed is None else seed,
             optimizers=optimizer,
             precision=precision,
@@ -198,6 +197,37 @@ class AlgorithmLoop(LoopEvaluation):
         """
         return self._epochs.read()
 
+    @contextmanager
+    def evaluation(self, dataloader: Iterable[Any] | None = None) -> Iterator[None]:
+        """Enclose an evaluation or a save: the model is in eval mode and holds the EMA average, if there is one.
+
+        Args:
+            dataloader: Evaluation data, set in the state within the block.
+        """
+        with model_eval_mode(self._events.state.model), self._events.evaluating(dataloader):
+            yield
+
+    @contextmanager
+    def prediction(self, dataloader: Iterable[Any] | None = None) -> Iterator[None]:
+        """Enclose predictions: the model is in eval mode and holds the weights being trained.
+
+        Args:
+            dataloader: Prediction data, set in the state within the block.
+        """
+        events = self._events
+        with model_eval_mode(events.state.model), events.reading(dataloader, "predict"):
+            events.engine.run_event(Event.PREDICT_START)
+            yield
+            events.engine.run_event(Event.PREDICT_END)
+
+    def eval_batch(self, *parts: Any) -> AbstractContextManager[LoopBatch]:
+        """Run the events of one batch within `evaluation`; the block assigns its outputs."""
+        return self._watched_batch(parts, "eval_")
+
+    def predict_batch(self, *parts: Any) -> AbstractContextManager[LoopBatch]:
+        """Run the events of one batch within `prediction`; the block assigns its outputs."""
+        return self._watched_batch(parts, "predict_")
+
     def close(self) -> None:
         """End training: run `FIT_END`, if training began, and close callbacks."""
         if self._events.is_fitting:
@@ -241,6 +271,19 @@ class AlgorithmLoop(LoopEvaluation):
         """
         self._events.load_state_dict(state)
         self._epochs.resume()
+
+    @contextmanager
+    def _watched_batch(self, parts: tuple[Any, ...], phase: str) -> Iterator[LoopBatch]:
+        events = self._events
+        trained, events.state.batch = events.state.batch, shallow_copy(parts[0] if len(parts) == 1 else parts)
+        try:
+            events.engine.run_event(f"{phase}batch_start")
+            b = LoopBatch(events, phase)
+            yield b
+            b.finish()
+            events.engine.run_event(f"{phase}batch_end")
+        finally:
+            events.state.batch = trained  # an evaluation may run in the middle of a training batch
 
     def _prepared(self, optimizers: list[Optimizer], dataloader: Iterable[Any]) -> tuple[list[Any], Iterable[Any]]:
         """Return optimizers and dataloader as the loop uses them, after algorithms have changed the model."""
@@ -289,7 +332,11 @@ class AlgorithmLoop(LoopEvaluation):
             raise
 
     def _load(self, parts: tuple[Any, ...]) -> Any:
-        self._events.refuse_training()
+        if self._events.is_evaluating:
+            raise RuntimeError(
+                "a batch is trained inside `with loop.evaluation():`, where the model may hold an average of its "
+                "weights: leave that block first."
+            )
         self._epochs.begin_batch()
         if not self._pieces:
             self._num_pieces = self._epochs.num_pieces()

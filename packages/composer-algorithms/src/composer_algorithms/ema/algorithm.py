@@ -1,17 +1,16 @@
 """EMA as an Algorithm: schedule of the updates, and of the exchanges between average and weights."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from composer_algorithms._arguments import warn_deprecated
+from composer_algorithms._method import Method, is_reached
 from composer_algorithms.ema.averaging import EMAParameters, averaging_settings, compute_ema, start_time
-from composer_algorithms.gradient_clipping import CHANGES_OF_WEIGHTS, ActiveWeights
 from composer_dist.wrapping import canonical_name
-from composer_events.algorithm import Algorithm
 from composer_events.event import Event
 from composer_time import Time, TimeUnit
 
@@ -29,7 +28,78 @@ _MODEL_MAY_HAVE_MOVED = frozenset(
 _WARMED_UP = 1_000_000
 
 
-class EMA(Algorithm):
+_CHECKPOINTS = frozenset({Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT})
+_EVALUATIONS_BEGIN = frozenset({Event.EVAL_BEFORE_ALL, Event.EVAL_STANDALONE_START})
+_EVALUATIONS_END = frozenset({Event.EVAL_AFTER_ALL, Event.EVAL_STANDALONE_END})
+# BATCH_START would suffice for the forward pass. But other algorithms act on these events too, and the weights that
+# they see must not depend on whether a checkpoint was just saved.
+_TRAINING = frozenset(
+    {
+        Event.ITERATION_START,
+        Event.EPOCH_START,
+        Event.BEFORE_DATALOADER,
+        Event.BATCH_START,
+        Event.BATCH_END,
+        Event.EPOCH_END,
+        Event.ITERATION_END,
+        Event.FIT_END,
+    }
+)
+# Events on which the two sets may have to be exchanged.
+_CHANGES_OF_WEIGHTS = frozenset(
+    {*_CHECKPOINTS, *_EVALUATIONS_BEGIN, *_EVALUATIONS_END, *_TRAINING, Event.EVAL_START, Event.EVAL_END}
+)
+
+
+class _ActiveWeights:
+    """Track which set of weights the model holds, and exchange the sets when an event requires the other one.
+
+    Evaluation and checkpoints get the average, everything else the weights being trained. Between the events that
+    enclose several evaluators the average stays in place, so that they cost only two exchanges in total.
+    """
+
+    def __init__(self) -> None:
+        self.is_average = False
+        self._among_evaluators = False
+
+    def concerned_by(self, event: Event, state: "State") -> bool:
+        """Return whether `follow` would act on this event."""
+        if event in _CHECKPOINTS and not _is_save_due(event, state):
+            return False
+        wanted = self._wanted(event)
+        return wanted is not None and wanted != self.is_average
+
+    def follow(self, event: Event, exchange: Callable[[], None]) -> None:
+        """Call `exchange` if the event requires the set of weights that the model does not hold."""
+        wanted = self._wanted(event)
+        if event in _EVALUATIONS_BEGIN:
+            self._among_evaluators = True
+        elif event in _EVALUATIONS_END or event in _TRAINING:  # a failed evaluation has no end event
+            self._among_evaluators = False
+        if wanted is not None and wanted != self.is_average:
+            exchange()
+            self.is_average = wanted
+
+    def _wanted(self, event: Event) -> bool | None:
+        if event in _CHECKPOINTS or event in _EVALUATIONS_BEGIN or event == Event.EVAL_START:
+            return True
+        if event in _TRAINING or event in _EVALUATIONS_END:
+            return False
+        if event == Event.EVAL_END and not self._among_evaluators:
+            return False
+        return None
+
+
+def _is_save_due(event: Event, state: "State") -> bool:
+    # Checkpoint callbacks are recognized by their interval: their class is in a package that this one cannot import.
+    for callback in state.callbacks:
+        is_due: object = getattr(callback, "is_save_due", None) or getattr(callback, "save_interval", None)
+        if callable(is_due) and is_due(state, event):
+            return True
+    return False
+
+
+class EMA(Method):
     """Keep an exponential moving average of the weights, and evaluate and save the average instead of the weights.
 
     Once training has reached `ema_start`, the average starts as a copy of the weights at the next end of a batch or
@@ -73,7 +143,7 @@ class EMA(Algorithm):
     """
 
     surgery_rank = 7  # after the algorithms that rebuild the model
-    acts_on = frozenset({Event.INIT, *_MODEL_MAY_HAVE_MOVED, *CHANGES_OF_WEIGHTS})
+    acts_on = frozenset({Event.INIT, *_MODEL_MAY_HAVE_MOVED, *_CHANGES_OF_WEIGHTS})
     conflicts_with = MappingProxyType(
         {
             "SWA": "Each keeps an average of the weights as if there were no other. Use one of them.",
@@ -91,7 +161,13 @@ class EMA(Algorithm):
         warmup: bool = False,
         train_with_ema_weights: bool | None = None,
     ) -> None:
-        _check_train_with_ema_weights(train_with_ema_weights)
+        if train_with_ema_weights:
+            raise ValueError(
+                f"train_with_ema_weights={train_with_ema_weights!r} is not supported: the weights being trained are "
+                f"never replaced by the average. Leave it out, and evaluate with the average as EMA does by itself."
+            )
+        if train_with_ema_weights is not None:
+            warn_deprecated("EMA(train_with_ema_weights=False) is what EMA always does: leave it out.", stacklevel=2)
         self.smoothing, self.update_interval = averaging_settings(half_life, smoothing, update_interval)
         self.half_life = half_life
         self.ema_start = start_time(ema_start)
@@ -111,7 +187,7 @@ class EMA(Algorithm):
             return True
         if event == self._update_event:
             # `apply` takes the copy. A caller of `apply` that does not call `match` requests an update.
-            self._starts_now = not self.ema_started and self._is_start_reached(state)
+            self._starts_now = not self.ema_started and is_reached(self.ema_start, state, "ema_start")
             return self._starts_now or (self.ema_started and self._is_update_due(state))
         return self.ema_started and (event in _MODEL_MAY_HAVE_MOVED or self._active.concerned_by(event, state))
 
@@ -150,10 +226,12 @@ class EMA(Algorithm):
             )
         if not self.ema_started:
             raise ValueError(
-                f"there is no average yet (ema_started=False): it begins at the first {self._update_event.value!r} "
+                f"EMA has no average yet (ema_started=False): it begins at the first {self._update_event.value!r} "
                 f"event from ema_start={str(self.ema_start)!r} on. Until then use the model itself."
             )
-        return self._transfer_to(model)
+        assert self.ema_model is not None  # since the average exists
+        self.ema_model.transfer_ema_params(model)
+        return model
 
     def get_training_model(self, model: nn.Module) -> nn.Module:
         """Copy the weights being trained into a model, while the model being trained holds the average.
@@ -172,7 +250,9 @@ class EMA(Algorithm):
                 "the weights being trained are currently in the model (ema_weights_active=False): use that model, or "
                 "get_ema_model for the average."
             )
-        return self._transfer_to(model)
+        assert self.ema_model is not None  # since the average exists
+        self.ema_model.transfer_ema_params(model)
+        return model
 
     def state_dict(self) -> dict[str, Any]:
         """Return the set of weights that is not in the model, and a flag for which set that is.
@@ -227,7 +307,7 @@ class EMA(Algorithm):
         self.ema_started = False
         self.num_updates = 0
         self._starts_now = False
-        self._active = ActiveWeights()
+        self._active = _ActiveWeights()
 
     def _begin_run(self, state: "State") -> None:
         loaded = self.state_dict() if self._loaded_before_init else None
@@ -235,19 +315,6 @@ class EMA(Algorithm):
         self.ema_model = EMAParameters(state.model)
         if loaded is not None:
             self.load_state_dict(loaded)
-
-    def _is_start_reached(self, state: "State") -> bool:
-        if self.ema_start.unit != TimeUnit.DURATION:
-            return state.timestamp.get(self.ema_start.unit) >= self.ema_start
-        if self.ema_start.value == 0:
-            return True
-        elapsed = state.get_elapsed_duration()
-        if elapsed is None:
-            raise RuntimeError(
-                f"ema_start={str(self.ema_start)!r} is a part of training, whose length is not known (max_duration is "
-                f"None): set state.max_duration, or give ema_start in batches ('500ba') or epochs ('2ep')."
-            )
-        return elapsed >= self.ema_start
 
     def _is_update_due(self, state: "State") -> bool:
         return state.timestamp.get(self.update_interval.unit).value % self.update_interval.value == 0
@@ -266,21 +333,6 @@ class EMA(Algorithm):
             self.ema_started = True  # for callers that apply the event without `match`
             self.num_updates += 1
 
-    def _transfer_to(self, model: nn.Module) -> nn.Module:
-        assert self.ema_model is not None  # the callers have checked that an average exists
-        self.ema_model.transfer_ema_params(model)
-        return model
-
-
-def _check_train_with_ema_weights(train_with_ema_weights: bool | None) -> None:
-    if train_with_ema_weights:
-        raise ValueError(
-            f"train_with_ema_weights={train_with_ema_weights!r} is not supported: the weights being trained are never "
-            f"replaced by the average. Leave it out, and evaluate with the average as EMA does by itself."
-        )
-    if train_with_ema_weights is not None:
-        warn_deprecated("EMA(train_with_ema_weights=False) is what EMA always does: leave it out.", stacklevel=3)
-
 
 FORMAT = 2
 """Composer's states are format 1, which has no number, and prefixes of wrappers in the names."""
@@ -292,12 +344,9 @@ Tensors = Mapping[str, Tensor]
 
 
 def read_parameters(state: Mapping[str, Any], current: EMAParameters | None, strict: bool) -> EMAParameters:
-    """Return the set of weights in a saved state of EMA.
+    """Return the set of weights in a saved state of EMA, possibly of an older release.
 
-    Args:
-        state: Result of EMA's `state_dict`, possibly of an older release.
-        current: Weights of the current model, which provide the expected names, and tensors missing in the state.
-        strict: Raise if names differ, instead of logging a warning.
+    `current`, the weights of the current model, has the expected names, and the tensors that the state lacks.
     """
     if (version := state.get("format", 1)) > FORMAT:
         raise ValueError(

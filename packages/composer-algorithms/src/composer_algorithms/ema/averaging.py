@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from composer_algorithms._arguments import check_is_module, check_number
+from composer_algorithms._arguments import check_interval, check_is_module
+from composer_algorithms._method import parse_time
 from composer_algorithms.module_surgery import (
     canonical_buffers,
     canonical_parameters,
@@ -31,11 +32,7 @@ _KIND = attrgetter("dtype", "device")
 
 
 class AveragingPlan:
-    """Pairs of average and model tensors, grouped for multi-tensor kernels.
-
-    Args:
-        pairs: Each tensor of the average with the model's tensor.
-    """
+    """Pairs of average and model tensors, grouped for multi-tensor kernels."""
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         # One call for all tensors of a kind, since launching a kernel for each costs more than the arithmetic. Only
@@ -70,10 +67,7 @@ class AveragingPlan:
 class Fingerprint:
     """Identities of the objects in a model and an average, which reveal changes much faster than names would.
 
-    Args:
-        model: Referenced weakly, but its parts live as long as the fingerprint.
-        parameters: Parameters of the average, by name.
-        buffers: Buffers of the average, by name.
+    The model is referenced weakly, but its parts live as long as the fingerprint.
     """
 
     def __init__(self, model: nn.Module, parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
@@ -303,9 +297,7 @@ def compute_ema(model: nn.Module, ema_model: nn.Module | EMAParameters, smoothin
         >>> average.weight.item()
         0.25
     """
-    check_number("smoothing", smoothing, "a weight from 0 (no memory) to 1 (no change)")
-    if not 0 <= smoothing <= 1:
-        raise ValueError(f"smoothing={smoothing!r} is not a weight: pass a number from 0 (no memory) to 1 (no change).")
+    check_interval("[0, 1]", smoothing=smoothing)
     smoothing = float(smoothing)
     if isinstance(ema_model, EMAParameters) and (plan := ema_model.kept_plan(model)) is not None:
         plan.step(smoothing)  # matching the tensors by name takes longer than the arithmetic
@@ -385,9 +377,7 @@ def averaging_settings(
             f"half_life has a default, so smoothing also needs half_life=None."
         )
     if smoothing is not None:
-        check_number("smoothing", smoothing, "a weight from 0 to 1, such as 0.999")
-        if not 0 <= smoothing <= 1:
-            raise ValueError(f"smoothing={smoothing!r} is not a weight: pass a number from 0 to 1, such as 0.999.")
+        check_interval("[0, 1]", smoothing=smoothing)
         return float(smoothing), _counted_time("1ba" if update_interval is None else update_interval, "update_interval")
     assert half_life is not None  # exactly one of the two is given
     life = _counted_time(half_life, "half_life")
@@ -402,7 +392,7 @@ def averaging_settings(
 
 def start_time(ema_start: str | Time[Any]) -> Time[Any]:
     """Return the start of the average."""
-    start = _parsed(ema_start, "ema_start", "'0.7dur', '500ba' or '2ep'")
+    start = parse_time("ema_start", ema_start, no_unit=ValueError)
     if start.unit not in (*_COUNTED_UNITS, TimeUnit.DURATION) or start.value < 0:
         raise ValueError(
             f"ema_start={ema_start!r} is not a valid start: pass batches ('500ba'), epochs ('2ep') or a part of the "
@@ -412,18 +402,7 @@ def start_time(ema_start: str | Time[Any]) -> Time[Any]:
 
 
 def _counted_time(value: object, argument: str) -> Time[int]:
-    time = _parsed(value, argument, "'10ba' or '1ep'")
+    time = parse_time(argument, value, no_unit=ValueError)
     if time.unit not in _COUNTED_UNITS or time.value <= 0:
         raise ValueError(f"{argument}={value!r} cannot be counted: pass at least one batch ('10ba') or epoch ('1ep').")
     return time
-
-
-def _parsed(value: object, argument: str, examples: str) -> Time[Any]:
-    if isinstance(value, Time):
-        return value
-    if isinstance(value, str):
-        try:
-            return Time.from_timestring(value)
-        except ValueError as error:
-            raise ValueError(f"{argument}={value!r} is not a time: {error}") from error
-    raise ValueError(f"{argument}={value!r} has no unit: pass a time string such as {examples}.")

@@ -14,7 +14,7 @@ from composer_algorithms.factorize.core import (
     factorize_matrix,
     factorizing_could_speedup,
 )
-from composer_algorithms.metadata import Metadata
+from composer_algorithms.metadata import METHODS
 
 __all__ = [
     "Factorize",
@@ -30,20 +30,4 @@ __all__ = [
     "METADATA",
 ]
 
-METADATA = Metadata(
-    name="Factorize",
-    class_name="Factorize",
-    functional="apply_factorization",
-    tldr="Factorize GEMMs into smaller GEMMs",
-    attribution="MosaicML",
-    link="",
-    domains=("cv", "nlp"),
-    summary=(
-        "Splits linear layers and convolutions into two with few channels between them, which takes less work where "
-        "the weights are close to a matrix of low rank."
-    ),
-    use=(
-        "Rarely helpful: more than 1% of accuracy for less than 5% of throughput with ResNet-50. Leave small layers "
-        "alone (min_channels and min_features of 512 or more), and use latent sizes of 0.25 or less."
-    ),
-)
+METADATA = METHODS["factorize"]

@@ -1,8 +1,6 @@
 """Factorization as a function on a model and as an Algorithm."""
 
-import functools
 import logging
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,9 +9,10 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_is_module, check_number
+from composer_algorithms._arguments import check_interval, check_is_module
+from composer_algorithms._method import ModelSurgery, report
 from composer_algorithms.factorize.core import FactorizedConv2d, FactorizedLinear, factorizing_could_speedup
-from composer_algorithms.module_surgery import InitSurgery, count_module_instances, replace_module_classes
+from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
 
 if TYPE_CHECKING:
     from composer_events.event import Event
@@ -74,15 +73,33 @@ def apply_factorization(
         arXiv:1505.06798; Jaderberg et al., 2014, arXiv:1405.3866.
     """
     check_is_module(model, "layers to factorize")
-    _check_sizes(min_channels, latent_channels, min_features, latent_features)
+    check_interval("[-inf, inf]", min_channels=min_channels, min_features=min_features)
+    check_interval("(0, inf)", latent_channels=latent_channels, latent_features=latent_features)
     # Counted before any replacement: a shared weight has to stay one tensor, which no two factors can be.
     uses = Counter(id(tensor) for module in model.modules() for tensor in module.parameters(recurse=False))
+
+    def can_be_replaced(module: nn.Conv2d | nn.Linear, kind: type[nn.Module], latent_size: int | float) -> bool:
+        is_plain = type(module).forward is kind.forward and uses[id(module.weight)] == 1
+        return is_plain and factorizing_could_speedup(module, latent_size)
+
+    def factorize_conv(module: nn.Conv2d, module_index: int) -> nn.Module | None:
+        is_large = min(module.in_channels, module.out_channels) >= min_channels
+        if is_large and can_be_replaced(module, nn.Conv2d, latent_channels):
+            return FactorizedConv2d.from_conv2d(module, module_index, latent_channels)
+        return None
+
+    def factorize_linear(module: nn.Linear, module_index: int) -> nn.Module | None:
+        if isinstance(module, NonDynamicallyQuantizableLinear):  # MultiheadAttention reads the weight of its output
+            return None
+        is_large = min(module.in_features, module.out_features) >= min_features
+        if is_large and can_be_replaced(module, nn.Linear, latent_features):
+            return FactorizedLinear.from_linear(module, module_index, latent_features)
+        return None
+
     if factorize_convs:
-        conv = functools.partial(_factorized_conv, uses=uses, min_size=min_channels, latent_size=latent_channels)
-        replace_module_classes(model, {nn.Conv2d: conv}, optimizers)
+        replace_module_classes(model, {nn.Conv2d: factorize_conv}, optimizers)
     if factorize_linears:
-        linear = functools.partial(_factorized_linear, uses=uses, min_size=min_features, latent_size=latent_features)
-        replace_module_classes(model, {nn.Linear: linear}, optimizers)
+        replace_module_classes(model, {nn.Linear: factorize_linear}, optimizers)
     if not count_module_instances(model, (FactorizedConv2d, FactorizedLinear)):
         _log.warning(
             "Factorize has no effect on this %s: below it there is no Conv2d of min_channels=%r and no Linear of "
@@ -91,29 +108,7 @@ def apply_factorization(
         )
 
 
-def _factorized_conv(
-    module: nn.Conv2d, module_index: int, uses: Counter[int], min_size: int, latent_size: int | float
-) -> FactorizedConv2d | None:
-    is_large = min(module.in_channels, module.out_channels) >= min_size
-    is_plain = type(module).forward is nn.Conv2d.forward and uses[id(module.weight)] == 1
-    if is_large and is_plain and factorizing_could_speedup(module, latent_size):
-        return FactorizedConv2d.from_conv2d(module, module_index, latent_size)
-    return None
-
-
-def _factorized_linear(
-    module: nn.Linear, module_index: int, uses: Counter[int], min_size: int, latent_size: int | float
-) -> FactorizedLinear | None:
-    is_large = min(module.in_features, module.out_features) >= min_size
-    is_plain = type(module).forward is nn.Linear.forward and uses[id(module.weight)] == 1
-    if isinstance(module, NonDynamicallyQuantizableLinear):  # output of MultiheadAttention, which reads the weight
-        return None
-    if is_large and is_plain and factorizing_could_speedup(module, latent_size):
-        return FactorizedLinear.from_linear(module, module_index, latent_size)
-    return None
-
-
-class Factorize(InitSurgery):
+class Factorize(ModelSurgery):
     """Replace each large convolution and linear layer in `state.model` with two smaller ones on `INIT`.
 
     The optimizers' parameter groups are updated. It acts before algorithms that wrap modules. Loading a checkpoint of
@@ -151,7 +146,8 @@ class Factorize(InitSurgery):
         min_features: int = 256,
         latent_features: int | float = 128,
     ) -> None:
-        _check_sizes(min_channels, latent_channels, min_features, latent_features)
+        check_interval("[-inf, inf]", min_channels=min_channels, min_features=min_features)
+        check_interval("(0, inf)", latent_channels=latent_channels, latent_features=latent_features)
         self.factorize_convs = factorize_convs
         self.factorize_linears = factorize_linears
         self.min_channels = min_channels
@@ -176,27 +172,4 @@ class Factorize(InitSurgery):
             (self.factorize_linears, LOG_NUM_LINEAR_REPLACEMENTS_KEY, FactorizedLinear),
         ):
             if is_enabled:
-                count = count_module_instances(state.model, layer)
-                _log.info("%s: %d", key, count)
-                if logger is not None:
-                    logger.log_hyperparameters({key: count})
-
-    def __repr__(self) -> str:
-        return (
-            f"Factorize(factorize_convs={self.factorize_convs!r}, factorize_linears={self.factorize_linears!r}, "
-            f"min_channels={self.min_channels!r}, latent_channels={self.latent_channels!r}, "
-            f"min_features={self.min_features!r}, latent_features={self.latent_features!r})"
-        )
-
-
-def _check_sizes(
-    min_channels: int, latent_channels: int | float, min_features: int, latent_features: int | float
-) -> None:
-    check_number("min_channels", min_channels, "a number of channels, such as 512")
-    check_number("min_features", min_features, "a number of features, such as 512")
-    for argument, value in (("latent_channels", latent_channels), ("latent_features", latent_features)):
-        check_number(argument, value, "a number of them, or a share between 0 and 1")
-        if not 0 < value < math.inf:
-            raise ValueError(
-                f"{argument}={value!r} leaves nothing in between: pass a number of them, or a share between 0 and 1."
-            )
+                report(_log, logger, {key: count_module_instances(state.model, layer)})

@@ -151,7 +151,7 @@ def factorize_conv2d(
         if any(one != 1 for one in (value if isinstance(value, (tuple, list)) else (value,))):
             raise NotImplementedError(f"{name}={value!r}: only convolutions with {name}=1 can be factorized on data.")
     if biasB is not None and Wb is None:
-        raise RuntimeError("biasB is the bias of a second convolution, and Wb=None means that there is none.")
+        raise RuntimeError("biasB is the bias of a second convolution, which does not exist with Wb=None.")
     out_channels, kernel_size = (Wa if Wb is None else Wb).shape[0], Wa.shape[2:]
     padding: Any = conv2d_kwargs.get("padding", 0)
     # On its patches a convolution is a matrix product, to which factorize_matrix applies.

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms.module_surgery import InitSurgery, count_module_instances, replace_module_classes
+from composer_algorithms._method import ModelSurgery
+from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
 from composer_models.optional import MissingConditionalImportError
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def _initialize(layer: BERTGatedFFOutput, initializer_range: float) -> None:
             linear.bias.zero_()
 
 
-class GatedLinearUnits(InitSurgery):
+class GatedLinearUnits(ModelSurgery):
     """Replace the feed-forward layers of BERT in `state.model` with gated ones on `INIT`, in place.
 
     The optimizers' parameter groups are updated: new weights join the groups of old weights, biases those of old

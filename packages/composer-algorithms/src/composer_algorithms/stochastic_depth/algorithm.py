@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from composer_algorithms._arguments import check_is_module
-from composer_algorithms.module_surgery import InitSurgery, count_module_instances, replace_module_classes
-from composer_algorithms.stochastic_depth._draws import BlockDraws
-from composer_algorithms.stochastic_depth.layers import Rescale, check_drop_rate, check_rescale, layer_mapping
+from composer_algorithms._arguments import check_choice, check_interval, check_is_module
+from composer_algorithms._method import ModelSurgery, elapsed_fraction
+from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
+from composer_algorithms.stochastic_depth.layers import BlockDraws, Rescale, layer_mapping
 from composer_dist import dist
 from composer_events.event import Event
 from composer_time import Time, TimeUnit, ensure_time
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["StochasticDepth", "apply_stochastic_depth"]
 
 _log = logging.getLogger("composer.algorithms.stochastic_depth")
-_METHODS = ("block", "sample")
-_DISTRIBUTIONS = ("linear", "uniform")
 
 
 def apply_stochastic_depth(
@@ -92,7 +90,7 @@ def _convert(
     return list(replace_module_classes(model, {layer_class: policy}, include_root=True))
 
 
-class StochasticDepth(InitSurgery):
+class StochasticDepth(ModelSurgery):
     """Randomly drop the residual blocks of `state.model`, which is changed in place on `INIT`.
 
     With `drop_warmup`, the rates rise from 0 to their values in that time, on `BATCH_START`. Parameters and their
@@ -160,10 +158,6 @@ class StochasticDepth(InitSurgery):
         """Return whether dropped blocks leave parameters without a gradient."""
         return self.stochastic_method == "block"
 
-    def match(self, event: Event, state: "State") -> bool:
-        """Return whether the event is INIT, or BATCH_START during a warm-up."""
-        return event == Event.INIT or (event == Event.BATCH_START and self.drop_warmup.value > 0)
-
     def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
         """Convert the blocks, or raise their rates."""
         if event == Event.INIT:
@@ -182,18 +176,17 @@ class StochasticDepth(InitSurgery):
         self._draws.num_draws = int(state.get("num_draws", 0))
         self._set_fraction(float(state.get("fraction", self._fraction)))
 
-    def __repr__(self) -> str:
-        return (
-            f"StochasticDepth(target_layer_name={self.target_layer_name!r}, "
-            f"stochastic_method={self.stochastic_method!r}, drop_rate={self.drop_rate!r}, "
-            f"drop_distribution={self.drop_distribution!r}, drop_warmup={self.drop_warmup!r}, "
-            f"use_same_gpu_seed={self.use_same_gpu_seed!r}, rescale={self.rescale!r})"
-        )
-
     def _convert_blocks(self, state: "State", logger: "Logger | None") -> None:
         is_sharded = state.fsdp_config is not None or state.deepspeed_enabled
-        if self.use_same_gpu_seed is False and self.find_unused_parameters:
-            _refuse_own_draws(state)
+        stage = ((state.deepspeed_config or {}).get("zero_optimization") or {}).get("stage", 0)
+        is_exchanging = dist.get_world_size() > 1 and (state.fsdp_config is not None or bool(stage))
+        if self.use_same_gpu_seed is False and self.find_unused_parameters and is_exchanging:
+            by = f"DeepSpeed's stage {stage}" if stage else "FSDP"
+            raise ValueError(
+                f"StochasticDepth(use_same_gpu_seed=False) lets each rank drop other blocks, but under {by} the ranks "
+                f"exchange the gradients of the same ones. Leave use_same_gpu_seed out, or use "
+                f"stochastic_method='sample'."
+            )
         if self.use_same_gpu_seed or (self.use_same_gpu_seed is None and is_sharded):
             # The same decisions on all ranks: sharded ranks gather the weights of a block together.
             self._draws.seed = state.rank_zero_seed
@@ -218,23 +211,7 @@ class StochasticDepth(InitSurgery):
     def _elapsed_fraction(self, state: "State") -> float:
         if self.drop_warmup.unit != TimeUnit.DURATION:
             return float(state.timestamp.get(self.drop_warmup.unit) / self.drop_warmup)
-        elapsed = state.get_elapsed_duration()
-        if elapsed is None:
-            raise RuntimeError(
-                f"drop_warmup={str(self.drop_warmup)!r} is a part of training, whose length is not known (max_duration "
-                f"is None): set state.max_duration, or give drop_warmup in batches ('500ba') or epochs ('2ep')."
-            )
-        return float(elapsed / self.drop_warmup)
-
-
-def _refuse_own_draws(state: "State") -> None:
-    stage = ((state.deepspeed_config or {}).get("zero_optimization") or {}).get("stage", 0)
-    if dist.get_world_size() > 1 and (state.fsdp_config is not None or stage):
-        by = f"DeepSpeed's stage {stage}" if stage else "FSDP"
-        raise ValueError(
-            f"StochasticDepth(use_same_gpu_seed=False) lets each rank drop other blocks, but under {by} the ranks "
-            f"exchange the gradients of the same ones. Leave use_same_gpu_seed out, or use stochastic_method='sample'."
-        )
+        return float(elapsed_fraction(state, f"drop_warmup={str(self.drop_warmup)!r}") / self.drop_warmup)
 
 
 def _warmup_time(drop_warmup: Any) -> Time[Any]:
@@ -248,12 +225,8 @@ def _warmup_time(drop_warmup: Any) -> Time[Any]:
 
 
 def _check(layer_name: str, method: str, drop_rate: float, distribution: str, rescale: str) -> None:
-    for argument, value, known in (
-        ("target_layer_name", layer_name, tuple(layer_mapping())),
-        ("stochastic_method", method, _METHODS),
-        ("drop_distribution", distribution, _DISTRIBUTIONS),
-    ):
-        if value not in known:
-            raise ValueError(f"{argument}={value!r} is unknown: pass one of {', '.join(map(repr, known))}.")
-    check_drop_rate(drop_rate)
-    check_rescale(rescale)
+    check_choice(tuple(layer_mapping()), target_layer_name=layer_name)
+    check_choice(("block", "sample"), stochastic_method=method)
+    check_choice(("linear", "uniform"), drop_distribution=distribution)
+    check_choice(("eval", "train"), rescale=rescale)
+    check_interval("[0, 1]", drop_rate=drop_rate)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from composer_algorithms._arguments import check_number
-from composer_algorithms.stochastic_depth._draws import BlockDraws
+from composer_algorithms._arguments import check_choice, check_interval
+from composer_algorithms._draws import generator_for
 
 __all__ = [
     "BlockStochasticModule",
@@ -20,6 +20,28 @@ __all__ = [
 
 Converter = Callable[..., nn.Module]
 Rescale = Literal["eval", "train"]
+
+
+class BlockDraws:
+    """Decide for each block and forward pass whether the block is kept.
+
+    Without a seed the decisions come from PyTorch's CPU generator, like dropout's: they differ between ranks,
+    checkpoints restore them, and activation checkpointing repeats them. With a seed they are the same on all ranks, as
+    a sharded model requires, whose ranks have to gather the weights of a block together.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.seed = seed
+        self.num_draws = 0
+
+    def keep(self, drop_rate: Tensor) -> bool:
+        """Return false with a probability of `drop_rate`, a tensor on the CPU."""
+        if self.seed is None:
+            return bool(torch.rand(()) >= drop_rate)
+        # A generator per draw, so that a checkpoint has to keep only the number of draws.
+        generator = generator_for(f"{self.seed}/StochasticDepth/{self.num_draws}")
+        self.num_draws += 1
+        return bool(torch.rand((), generator=generator) >= drop_rate)
 
 
 class BlockStochasticModule(nn.Module):
@@ -56,8 +78,8 @@ class BlockStochasticModule(nn.Module):
         rescale: Rescale = "eval",
     ) -> None:
         super().__init__()
-        check_drop_rate(drop_rate)
-        check_rescale(rescale)
+        check_interval("[0, 1]", drop_rate=drop_rate)
+        check_choice(("eval", "train"), rescale=rescale)
         self.rescale: Rescale = rescale
         self.main = main
         self.residual = residual
@@ -129,20 +151,7 @@ def make_resnet_basic_block_stochastic(
     draws: BlockDraws | None = None,
     rescale: Rescale = "eval",
 ) -> nn.Module:
-    """Make a torchvision `BasicBlock` drop its main branch in training.
-
-    Args:
-        module: Block, changed in place: a subclass of its class gives it another `forward`.
-        module_index: Its position among the blocks of the model, from 0.
-        module_count: Number of these blocks.
-        drop_rate: Drop probability of the last block, in [0, 1].
-        drop_distribution: `'linear'` or `'uniform'`, as in `make_resnet_bottleneck_stochastic`.
-        stochastic_method: `'block'` or `'sample'`, as in `make_resnet_bottleneck_stochastic`.
-        draws: Source of the decisions about whole batches.
-        rescale: `'eval'` or `'train'`; see `apply_stochastic_depth`.
-
-    Returns:
-        The block.
+    """Make a torchvision `BasicBlock` drop its main branch in training, as `make_resnet_bottleneck_stochastic` does.
 
     Example:
         >>> from torchvision.models.resnet import BasicBlock
@@ -171,19 +180,6 @@ def layer_mapping() -> dict[str, tuple[type[nn.Module], Converter]]:
 def block_drop_rate(module_index: int, module_count: int, drop_rate: float, drop_distribution: str) -> float:
     """Return the rate of one block: equation (4) of the paper for `'linear'`, a constant for `'uniform'`."""
     return (module_index + 1) / module_count * drop_rate if drop_distribution == "linear" else drop_rate
-
-
-def check_drop_rate(drop_rate: float) -> None:
-    """Validate that a rate is a probability."""
-    check_number("drop_rate", drop_rate, "a probability from 0 (no drops) to 1")
-    if not 0 <= drop_rate <= 1:
-        raise ValueError(f"drop_rate={drop_rate!r} is not a probability: pass a number from 0 (no drops) to 1.")
-
-
-def check_rescale(rescale: str) -> None:
-    """Validate the name of the phase in which branches are scaled."""
-    if rescale not in ("eval", "train"):
-        raise ValueError(f"rescale={rescale!r} is unknown: pass 'eval' or 'train'.")
 
 
 class _Stochastic(nn.Module):

@@ -1,0 +1,92 @@
+"""Common parts of the algorithms: representation, events, surgery on INIT, and times in training."""
+
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from composer_events.algorithm import Algorithm
+from composer_events.event import Event
+from composer_time import Time, TimeUnit
+
+if TYPE_CHECKING:
+    from composer_events.logger import Logger
+    from composer_events.state import State
+
+
+class NamedArguments:
+    """Mixin with a `repr` that names the arguments of the constructor, each the value of the attribute of that name."""
+
+    def __repr__(self) -> str:
+        # Checkpoints record this text and rebuild the algorithm from it, for which they look only in this package: a
+        # subclass defined elsewhere is described as the class of this package that it derives from.
+        kind = next(one for one in type(self).__mro__ if one.__module__.startswith(f"{__package__}."))
+        arguments = (f"{name}={getattr(self, name)!r}" for name in inspect.signature(kind).parameters)
+        return f"{kind.__name__}({', '.join(arguments)})"
+
+
+class Method(NamedArguments, Algorithm):
+    """Base of the algorithms, which act on the events in `acts_on`.
+
+    Attributes:
+        computes_losses: Whether the algorithm calls the model and its loss, in addition to the training loop.
+    """
+
+    computes_losses: ClassVar[bool] = False
+
+    def match(self, event: Event, state: "State") -> bool:
+        """Return whether the event is in `acts_on`."""
+        return event in (self.acts_on or ())
+
+
+class ModelSurgery(Method):
+    """Base of the algorithms that change the model, and with it the meaning or the names of a checkpoint's weights."""
+
+    acts_on = frozenset({Event.INIT})
+
+    @staticmethod
+    def required_on_load() -> bool:
+        """Return true: a checkpoint loads only into a model that was changed in the same way."""
+        return True
+
+
+def report(log: logging.Logger, logger: "Logger | None", counts: Mapping[str, int]) -> None:
+    """Log how many modules an algorithm has changed."""
+    for name, count in counts.items():
+        log.info("%s: %d", name, count)
+    if logger is not None:
+        logger.log_hyperparameters(dict(counts))
+
+
+NO_LENGTH = (
+    "{} depends on the completed fraction of training, whose length is not known (max_duration is None): set "
+    "state.max_duration."
+)
+
+
+def elapsed_fraction(state: "State", owner: str) -> Time[float]:
+    """Return the completed fraction of training; `owner` names in the error what needs it."""
+    elapsed = state.get_elapsed_duration()
+    if elapsed is None:
+        raise RuntimeError(NO_LENGTH.format(owner))
+    return elapsed
+
+
+def is_reached(time: Time[Any], state: "State", argument: str) -> bool:
+    """Return whether training has lasted for a time, which may be a fraction of it."""
+    if time.unit == TimeUnit.DURATION:
+        # The start of training is known without its length.
+        return time.value <= 0 or elapsed_fraction(state, f"{argument}={str(time)!r}") >= time
+    return state.timestamp.get(time.unit) >= time
+
+
+def parse_time(argument: str, value: object, no_unit: type[Exception] = TypeError) -> Time[Any]:
+    """Convert a time string; errors name the argument, and `no_unit` is that for any other type."""
+    if isinstance(value, Time):
+        return value
+    if not isinstance(value, str):
+        raise no_unit(f"{argument}={value!r} has no unit: pass a time string such as '0.7dur', '10ba' or '7ep'.")
+    try:
+        return Time.from_timestring(value)
+    except ValueError as error:
+        raise ValueError(f"{argument}={value!r} is not a time: {error}") from error
