@@ -17,6 +17,7 @@ HIGHER = """
     acc val_acc Top5Accuracy BinaryF1Score f1 BinaryAUROC auc AveragePrecision mAP MAP map_50 MIoU mIoU mean_iou Dice
     val_acc1 map50 DistanceIntersectionOverUnion ScaleInvariantSignalDistortionRatio IntersectionOverUnion
     DiceScore BLEUScore ROUGE chrF PSNR SSIM recall R2Score ndcg@10 MRR exact_match MatthewsCorrCoef CosineSimilarity
+    neg_mse metrics/eval/neg_mean_squared_error neg_log_loss val_neg_mae
 """
 
 

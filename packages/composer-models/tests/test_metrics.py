@@ -96,6 +96,24 @@ def test_a_mean_loss_knows_which_labels_are_ignored(make, ignored):
     torch.testing.assert_close(in_batches(make(), 5, logits, labels), expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weight: torch.nn.CrossEntropyLoss(weight=weight, ignore_index=2),
+        lambda weight: functools.partial(F.cross_entropy, weight=weight, ignore_index=2),
+        lambda weight: torch.nn.NLLLoss(weight=weight, ignore_index=2),
+        lambda weight: torch.nn.MultiMarginLoss(weight=weight),
+    ],
+    ids=["module", "partial", "NLLLoss", "MultiMarginLoss"],
+)
+def test_a_mean_loss_with_class_weights_is_that_of_all_samples(make, batch_size):
+    """The loss of an evaluation depended on the batch size, because batches weighed by labels and not by weights."""
+    (logits, labels), loss = samples(0), make(torch.tensor([0.2, 3.0, 1.0]))
+    value = in_batches(LossMetric(loss), batch_size, logits, labels)
+    torch.testing.assert_close(value, loss(logits, labels), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize(
     "batch_of",
     [

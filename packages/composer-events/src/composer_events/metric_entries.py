@@ -144,6 +144,11 @@ def higher_is_better(name: str, metric: object = None) -> bool | None:
     if own is not None:
         return bool(own)
     name = re.sub(r"^metrics/[^/]*/", "", name)  # the evaluator's label may contain any word
+    # scikit-learn's scorers: `neg_mean_squared_error` grows as the error falls. `neg_log_likelihood` is a loss.
+    positive = re.sub(r"(?<![a-z0-9])neg_(?!log_(?:likelihood|prob))", "", name)
+    if positive != name:
+        better = higher_is_better(positive)
+        return None if better is None else not better
     words = {*re.split(r"[^a-z0-9]+", name.lower()), *re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower().split()}
     joined = re.sub(r"[^a-z0-9]", "", name.lower())
     if words & _LOWER_WORDS or (any(part in joined for part in _LOWER_PARTS) and "intersectionoverunion" not in joined):

@@ -5,7 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from composer_models.losses import soft_cross_entropy
@@ -69,8 +70,9 @@ def counting_from_zero() -> AbstractContextManager[Any]:
 class LossMetric(Metric):
     """Mean of a loss function over samples, or over the targets that are not ignored.
 
-    The loss of each batch is weighted by the number of elements in its targets, without those equal to `ignore_index`.
-    For targets in a mapping or a tuple the first one is counted, for a list its length.
+    The loss of each batch is weighted by the number of elements in its targets, without those equal to `ignore_index`,
+    or by their class weights if the loss function is a cross entropy that has them. For targets in a
+    mapping or a tuple the first one is counted, for a list its length.
 
     Args:
         loss_function: Called with the predictions and the targets of a batch; returns the batch's mean loss. 16-bit
@@ -103,16 +105,20 @@ class LossMetric(Metric):
     ) -> None:
         super().__init__(dist_sync_on_step=dist_sync_on_step)
         self.loss_function = loss_function
-        bound = getattr(loss_function, "keywords", {}).get("ignore_index")
-        known = (ignore_index, getattr(loss_function, "ignore_index", None), bound)
+        bound = getattr(loss_function, "keywords", {})
+        known = (ignore_index, getattr(loss_function, "ignore_index", None), bound.get("ignore_index"))
         self.ignore_index: int = next((index for index in known if index is not None), -100)
+        # Other losses with class weights, such as MultiMarginLoss, divide by the number of labels all the same.
+        function = getattr(loss_function, "func", loss_function)
+        weighted = isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss) or function in (F.cross_entropy, F.nll_loss)
+        self.class_weight: Any = getattr(loss_function, "weight", bound.get("weight")) if weighted else None
         self.add_state("sum_loss", default=torch.tensor(0.0), dist_reduce_fx="sum")
         self.add_state("total_batches", default=torch.tensor(0.0), dist_reduce_fx="sum")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add the loss of a batch."""
         loss = torch.as_tensor(self.loss_function(_at_least_float32(preds), _at_least_float32(target)))
-        num_targets = _num_targets(target, self.ignore_index)
+        num_targets = _num_targets(target, self.ignore_index, self.class_weight)
         # The mean over no targets is NaN, and NaN times 0 is NaN too.
         self.sum_loss += (loss * num_targets).masked_fill(loss.isnan() & (num_targets == 0), 0.0)
         self.total_batches += num_targets
@@ -175,11 +181,17 @@ def _at_least_float32(tensor: Any) -> Any:
     return tensor.float() if is_16_bit else tensor
 
 
-def _num_targets(target: Any, ignore_index: int) -> Any:
+def _num_targets(target: Any, ignore_index: int, class_weight: Any) -> Any:
     while isinstance(target, Mapping | tuple) and target:
         target = next(iter(target.values() if isinstance(target, Mapping) else target))
     if isinstance(target, Tensor):
-        return (target != ignore_index).sum() if check_for_index_targets(target) else target.numel()
+        if not check_for_index_targets(target):
+            return target.numel()
+        counts = target != ignore_index
+        if isinstance(class_weight, Tensor) and class_weight.ndim == 1:
+            # PyTorch divides the sum of the weighted losses by the sum of these weights, not by the number of labels.
+            return (class_weight.to(target.device)[target.long() * counts] * counts).sum()
+        return counts.sum()
     return len(target) if isinstance(target, Sized) else 1
 
 

@@ -183,8 +183,10 @@ class UCObjectStore(VerifiedObjectStore):
     def __init__(self, path: str, client: Any = None) -> None:
         self.prefix = self.validate_path(path)
         if client is None:
-            from databricks.sdk import WorkspaceClient  # pyright: ignore[reportMissingImports]  # not among the extras
-
+            try:
+                from databricks.sdk import WorkspaceClient  # pyright: ignore[reportMissingImports]  # no extra of ours
+            except ImportError as error:
+                raise ImportError(f"{path!r} needs a package: pip install databricks-sdk") from error
             client = WorkspaceClient()
         self.client = client
 
