@@ -32,7 +32,7 @@ _BEFORE = {name: os.environ.get(name) for name in _VARIABLES}
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Let one test at a time clean `/dev/shm`: what one leaves there to be found, another would delete."""
-    if flock is None or item.path.name not in ("stale_memory.py", "test_stale_memory.py"):
+    if flock is None or item.path.name not in ("stale_memory.py", "test_stale_shared_memory.py"):
         return (yield)
     with Path(tempfile.gettempdir(), f"composer-shared-memory-tests-{os.getuid()}").open("w") as lock:
         flock(lock, LOCK_EX)

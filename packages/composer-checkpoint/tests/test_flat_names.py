@@ -1,4 +1,4 @@
-"""Where nothing is nested, names are keys joined together, and no two tensors get one name."""
+"""In flat formats, nested keys are joined, and no two tensors get one name."""
 
 from datetime import timedelta
 

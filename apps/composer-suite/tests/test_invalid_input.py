@@ -501,7 +501,7 @@ def test_a_warning_is_about_the_users_line(make_trainer, settings, category, sai
         make_trainer(max_duration="1ba", **settings).fit()
     (warning,) = [warning for warning in caught if re.search(said, str(warning.message))]
     assert warning.category is category
-    assert Path(warning.filename).name in ("conftest.py", "test_bad_input.py")  # which call the Trainer
+    assert Path(warning.filename).name in ("conftest.py", "test_invalid_input.py")  # which call the Trainer
 
 
 @pytest.mark.parametrize("event", [Event.AFTER_DATALOADER, Event.BEFORE_TRAIN_BATCH, Event.EVAL_BATCH_START])

@@ -1,4 +1,4 @@
-"""A signal that comes when no batch is trained on: the checkpoint of the next boundary is whole, and so is the last."""
+"""A signal that arrives between batches: the next and the last checkpoint are complete."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""No command lets one tensor take the place of another, or leaves out anything without a word."""
+"""No command replaces one tensor with another, or drops anything silently."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the functions of a DataSpec return is looked at, and names of files are, before it goes wrong deep inside."""
+"""Return values of a DataSpec's functions, and file names, are checked before they fail deep inside."""
 
 import warnings
 

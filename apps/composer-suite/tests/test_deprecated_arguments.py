@@ -1,4 +1,4 @@
-"""Arguments as older releases called them do what they did, and say what they are called now."""
+"""Arguments under their older names work, and warn with the current name."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Ranks that hold one tensor together must read the same batches."""
+"""Ranks that shard one tensor must read the same batches."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""What weights a sharded model begins with, whoever had them before."""
+"""Initial weights of a sharded model, whichever rank had them before."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""The checks of the walls between the packages hold, and they notice when one is broken."""
+"""The import contracts between the packages hold, and notice when one is broken."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Wherever the randomness of data lives, however it is held, a resumed run reads what an uninterrupted one reads."""
+"""A resumed run reads what an uninterrupted one reads, wherever the randomness of the data is."""
 
 import itertools
 import os

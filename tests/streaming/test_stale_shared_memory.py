@@ -1,4 +1,4 @@
-"""A run that follows a killed one on the same data starts, and disturbs none that lives."""
+"""A run that follows a killed one on the same data starts, and leaves running ones alone."""
 
 import os
 import random

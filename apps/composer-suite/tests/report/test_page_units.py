@@ -1,4 +1,4 @@
-"""What the page is told of real runs: the units of what was logged, and how the steps' time was spent."""
+"""The page of real runs: the units of logged values, and how the time of steps was spent."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a killed run leaves in shared memory is deleted, and what a living one uses is not."""
+"""Shared memory of killed runs is deleted, and that of running ones is kept."""
 
 import os
 import signal
