@@ -1,8 +1,10 @@
 """The import contracts between the packages hold, and notice when one is broken."""
 
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -67,3 +69,24 @@ def test_undeclared_imports_are_named(root, tmp_path):
     run = subprocess.run([f"{sys.prefix}/bin/deptry", "src"], cwd=package, capture_output=True, text=True)
     assert run.returncode == 1
     assert "'torch' imported but" in run.stdout + run.stderr
+
+
+def test_the_diagram_of_the_packages_shows_what_they_depend_on(root):
+    """The diagram had an arrow to composer-checkpoint from a package that it does not import."""
+    needs = {}
+    for file in [*root.glob("packages/*/pyproject.toml"), *root.glob("apps/*/pyproject.toml")]:
+        project = tomllib.loads(file.read_text())["project"]
+        found = [re.match(r"composer-(\w+)", dependency) for dependency in project["dependencies"]]
+        needs[project["name"].removeprefix("composer-")] = {match[1] for match in found if match}
+
+    def below(name):
+        return needs[name].union(*map(below, needs[name]))
+
+    # What another dependency brings along has no arrow of its own.
+    direct = {
+        (lower, name)
+        for name, lowers in needs.items()
+        for lower in lowers
+        if not any(lower in below(other) for other in lowers)
+    }
+    assert set(re.findall(r"^    (\w+) --> (\w+)$", (root / "README.md").read_text(), re.MULTILINE)) == direct
