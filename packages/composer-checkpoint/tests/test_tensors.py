@@ -3,6 +3,8 @@
 import datetime
 import os
 import pickle
+import subprocess
+import sys
 import zipfile
 
 import numpy as np
@@ -14,6 +16,7 @@ from composer_checkpoint import (
     NoCheckpointError,
     UnsafeCheckpointError,
     load_file,
+    remove_leftovers,
     replace_pointer,
     save_file,
     save_sharded,
@@ -222,6 +225,31 @@ def test_files_of_two_saves_are_not_mixed(state, tmp_path):
     os.replace(tmp_path / "other1.pt", tmp_path / "r1.pt")
     with pytest.raises(CorruptCheckpointError, match="different saves"):
         open_checkpoint(tmp_path / "r{rank}.pt")
+
+
+REPLACE_AND_DIE = """
+import os, sys, torch
+from composer_checkpoint.formats import per_rank_tensors
+from composer_checkpoint.tensors import as_stored
+
+renames, rename = [], per_rank_tensors.put_in_place
+def rename_or_die(*args, **kwargs):
+    if len(renames) == 1:
+        os._exit(9)
+    renames.append(rename(*args, **kwargs))
+per_rank_tensors.put_in_place = rename_or_die
+per_rank_tensors.stream_local({"w": as_stored(torch.ones(4))}, sys.argv[1], world_size=2, overwrite=True)
+"""
+
+
+def test_a_replacement_that_is_killed_between_two_ranks_files_is_completed(tmp_path):
+    """A conversion that was killed left files of two saves, which nothing could load any more."""
+    path = f"{tmp_path}/r{{rank}}.pt"
+    stream_local({"w": as_stored(torch.zeros(4))}, path, world_size=2)
+    assert subprocess.run([sys.executable, "-c", REPLACE_AND_DIE, path]).returncode == 9
+    remove_leftovers(tmp_path, locked=True)
+    with open_checkpoint(path) as source:
+        assert source.weights["w"].read().tolist() == [1] * 4
 
 
 def test_a_folder_that_is_no_checkpoint_is_told_what_was_looked_for(tmp_path):

@@ -85,7 +85,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     if dtype in _ALWAYS_FINITE:
         return True
     if tensor.device.type != "cpu" or dtype not in _BITS:
-        return bool(torch.isfinite(tensor.float()).all())
+        # Only 8-bit types, for which not every device has this: a large float64 is infinite in float32.
+        return bool(torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor).all())
     return _are_finite(tensor_bytes(tensor), dtype)
 
 

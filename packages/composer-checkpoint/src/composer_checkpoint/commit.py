@@ -9,7 +9,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from composer_checkpoint._durability import exchange, make_folders, rename_without_replacing, sync_path, sync_tree
+from composer_checkpoint._durability import (
+    describe_set,
+    exchange,
+    make_folders,
+    rename_without_replacing,
+    sync_path,
+    sync_tree,
+)
 from composer_checkpoint.errors import (
     CheckpointConflictError,
     CorruptCheckpointError,
@@ -17,7 +24,14 @@ from composer_checkpoint.errors import (
     as_storage_error,
     require_space,
 )
-from composer_checkpoint.lock import discard, find_leftovers, is_folder, remove_leftovers, remove_leftovers_of
+from composer_checkpoint.lock import (
+    complete_earlier_sets,
+    discard,
+    find_leftovers,
+    is_folder,
+    remove_leftovers,
+    remove_leftovers_of,
+)
 from composer_checkpoint.names import sibling_name
 
 if TYPE_CHECKING:
@@ -353,3 +367,16 @@ def _write(temporary: Path, text: str) -> None:
             raise
         temporary.write_text(text)  # raises if writing is not permitted either
         sync_path(temporary)
+
+
+def record_set(files: list[tuple[Path, Path]]) -> list[Path | None]:
+    """Record the final and the temporary name of each file, so that the set can be completed after a kill."""
+    if len(files) == 1:
+        return [None]
+    folder = Path(os.path.commonpath([final.parent for final, _ in files]))
+    # Complete an interrupted earlier save first. Done later, its record would put its files over those of this save.
+    complete_earlier_sets(folder, {final for final, _ in files})
+    record = sibling_name(folder / files[0][0].name, "set")
+    with write_atomically(record) as unfinished:
+        unfinished.write_text(describe_set(dict(files), folder))
+    return [record] * len(files)

@@ -18,13 +18,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composer_checkpoint._durability import describe_set
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint._tree import Names, map_tree, noted_names, refuse_doubled
-from composer_checkpoint.commit import put_in_place, write_atomically, write_beside
+from composer_checkpoint.commit import put_in_place, record_set, write_beside
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
 from composer_checkpoint.files import load_file, save_file, verify_file
-from composer_checkpoint.lock import complete_earlier_sets, complete_interrupted_sets, discard
+from composer_checkpoint.lock import complete_interrupted_sets, discard
 from composer_checkpoint.manifest import LAYOUT_KEY, SAVE_ID_KEY, Manifest, layout_in, refuse_mixed_saves
 from composer_checkpoint.names import sibling_name
 
@@ -146,23 +145,10 @@ def write_together(own: Path, write: Callable[[Path], object], ranks: Ranks, ove
             # From here on no rank deletes its file, even if another one fails: if the record exists by then, the next
             # process that cleans up completes the set, and otherwise it removes the files as leftovers.
             undo.pop_all()
-        record = ranks.exchange(lambda: (own, temporary), _record)
+        record = ranks.exchange(lambda: (own, temporary), record_set)
         ranks.together(lambda: put_in_place(temporary, own, overwrite=overwrite))
     if record is not None and ranks.rank == 0:
         discard(record)
-
-
-def _record(files: list[tuple[Path, Path]]) -> list[Path | None]:
-    """Record, on rank 0, the final name of each file, so that the set can be completed even if all ranks are killed."""
-    if len(files) == 1:
-        return [None]
-    folder = Path(os.path.commonpath([final.parent for final, _ in files]))
-    # Complete an interrupted earlier save first. Done later, its record would put its files over those of this save.
-    complete_earlier_sets(folder, {final for final, _ in files})
-    record = sibling_name(folder / files[0][0].name, "set")
-    with write_atomically(record) as unfinished:
-        unfinished.write_text(describe_set(dict(files), folder))
-    return [record] * len(files)
 
 
 def load_local(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from composer_checkpoint._tree import map_tree
-from composer_checkpoint.commit import put_in_place, refuse_existing, write_beside
+from composer_checkpoint.commit import put_in_place, record_set, refuse_existing, write_beside
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from composer_checkpoint.formats._unsupported import refuse_unfit
 from composer_checkpoint.formats.pt_tensors import open_pt_source, stream_pt
@@ -79,9 +79,15 @@ def stream_local(
                 lambda place, part=part: stream_pt(part, place, info=notes, progress=progress),
                 overwrite=overwrite,
             )
-        # Renamed only now, so that a failed write leaves the earlier set as it was.
+        # Renamed only now, so that a failed write leaves the earlier set as it was. From the record on, what completes
+        # a set after a kill needs the temporary files.
+        record = record_set(list(zip(finals, temporaries, strict=True)))[0]
+        if record is not None:
+            undo.pop_all()
         for temporary, final in zip(temporaries, finals, strict=True):
             put_in_place(temporary, final, overwrite=overwrite)
+        if record is not None:
+            discard(record)
 
 
 def _part(tree: Mapping[str, Any], rank: int, world_size: int, save_id: str) -> dict[str, Any]:
