@@ -65,6 +65,7 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
         return
     own, theirs = _own_weights(state.model), {_as_loaded(str(name), saved, state): name for name in weights}
     apart, model = _loading_in_their_own_way(state.model), type(unwrap_model(state.model)).__name__
+    # First, since without any common name the lists of missing and unexpected weights would hide the cause.
     _refuse_other_names(own, theirs, path, model, compares_prefix="" not in apart)
     fit = _compare(own, {plain: (str(name), weights[name]) for plain, name in theirs.items()}, apart)
     if fit.differing and leaves_out:
@@ -164,7 +165,7 @@ def _compare(own: Mapping[str, Any], theirs: Mapping[str, tuple[str, Any]], apar
 
 def _difference(theirs: Any, own: Any) -> str | None:
     if not isinstance(own, torch.Tensor) or nn.parameter.is_lazy(own):
-        return None
+        return None  # extra state, or a lazy parameter, which has no shape yet
     if not isinstance(theirs, torch.Tensor):
         return f"{type(theirs).__name__} in the checkpoint, a tensor in the model"
     shape = () if own.dim() == 0 and theirs.shape == (1,) else tuple(theirs.shape)  # torch before 0.4 saved scalars so
@@ -302,7 +303,7 @@ _DICTS = ("optimizers", "timestamp", "dataset_state")
 
 
 def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) -> None:
-    """Refuse a training state with a part that would fail to load only after the weights were changed.
+    """Refuse a training state with parts that would fail to load after the weights were already changed.
 
     Args:
         state: The training state, not yet changed.
@@ -328,7 +329,7 @@ def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) 
 def _refuse_impossible_time(timestamps: Mapping[str, Any], path: str) -> None:
     if "Timestamp" not in timestamps:
         return  # the loader warns about that
-    timestamp = Timestamp()
+    timestamp = Timestamp()  # loaded for its checks only
     try:
         timestamp.load_state_dict(dict(timestamps["Timestamp"]))
         negative = {
@@ -364,6 +365,7 @@ def _refuse_another_optimizer(
 def _compare_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer, name: str, groups: Any, saved_names: list[Any], path: str
 ) -> None:
+    # Old checkpoints number the parameters, so only the sizes of the groups can be compared.
     if any(isinstance(parameter, int) for parameter in saved_names):
         sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (optimizer.param_groups, groups))
         if sizes != saved_sizes:
@@ -381,6 +383,7 @@ def _compare_names(
     for alias, parameter in parameters_by_name(model).items():
         aliases.setdefault(id(parameter), set()).add(alias)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # In the order of the parameters: `group_names` has one name for each.
     first_names = [first_name for group in group_names(model, optimizer) for first_name in group]
     own = {
         first_name: aliases.get(id(parameter), {first_name})

@@ -209,6 +209,7 @@ class HeldState:
 
     def _ask(self, part: _Part) -> Any:
         try:
+            # Copied, since the object may continue to change the containers that it returns.
             state = copy.deepcopy(part.value.state_dict())
             refuse_unsafe_objects(encode(state)[0], part.name)
         except Exception as error:
@@ -236,6 +237,7 @@ def set_epoch_everywhere(holder: Any, epoch: int, done: Iterable[object] = ()) -
         The parts that define it.
     """
     has_it = {id(part) for part in done}
+    # Reversed, so that the call on a container, which may set its parts too, comes after theirs.
     found = [part.value for part in reversed(_parts(holder)) if _takes_epoch(part.value)]
     for part in found:
         if id(part) not in has_it:
@@ -389,6 +391,7 @@ def _kept(value: Any) -> Any:
 
 
 def _mark(kept: Any) -> Any:
+    # An order may have millions of items, and is kept only to notice a change.
     return (len(kept), zlib.crc32(kept)) if isinstance(kept, bytes) else kept
 
 
@@ -415,6 +418,7 @@ def _content_of(value: Any) -> bytes:
 
 def _has_own_state(value: Any) -> bool:
     kind = type(value)
+    # The state of a module is its weights.
     if isinstance(value, torch.nn.Module) or not (hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")):
         return False
     try:
@@ -459,7 +463,7 @@ def _generator_state(generator: Any) -> Any:
 def _set_generator_state(generator: Any, state: Any) -> None:
     match generator:
         case random.Random():
-            version, internal, gauss = state
+            version, internal, gauss = state  # setstate() refuses a list, as which a file may return the tuple
             generator.setstate((version, tuple(internal), gauss))
         case np.random.Generator():
             generator.bit_generator.state = state

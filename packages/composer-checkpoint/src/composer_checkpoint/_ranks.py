@@ -51,7 +51,9 @@ def work_within(work: Callable[[], A], timeout_s: float, rank: int) -> A:
 
 
 def gather_with_timeout(talk: Callable[[], A], group: "ProcessGroup", timeout_s: float, rank: int) -> A:
-    """Return the result of a collective, or raise on all ranks that came if others do not. Every rank must call this.
+    """Return the result of a collective, or raise on the ranks that arrived if others do not.
+
+    Every rank must call this.
 
     A dead rank makes the collective fail at once. A rank that hangs does not, so each rank sets a key in the group's
     store when it arrives. The store's process may hang too, so the wait for it is short.
@@ -79,6 +81,7 @@ def gather_with_timeout(talk: Callable[[], A], group: "ProcessGroup", timeout_s:
 def in_thread(work: Callable[[], A], timeout_s: float, overdue: Callable[[], str]) -> A:
     """Return the result of a function, or raise a `StorageError` with the text of `overdue` if it takes too long."""
     outcome: Future[A] = Future()
+    # Context variables, such as the folders of `fetch_once_per_node`, must have their values in the thread as well.
     context = contextvars.copy_context()
     # Device copies made in the thread must come after the work that was queued here, so it uses the same stream.
     stream = torch.cuda.stream(torch.cuda.current_stream()) if torch.cuda.is_initialized() else nullcontext()
@@ -122,13 +125,13 @@ B = TypeVar("B")
 
 
 class Ranks:
-    """The ranks of a group, or this process alone.
+    """Ranks of a group, or a single process.
 
     Args:
         group: The ranks that take part; all ranks when `None`. Messages go through the CPU: through a companion gloo
             group if the group has no CPU backend.
-        timeout_s: The longest time that each rank may work; ranks are given up after three times that. `None` for the
-            group's own timeout, and work of any length.
+        timeout_s: Time limit in seconds for the work of each rank. The others wait for a rank for three times as long.
+            `None` sets no limit on the work, and collectives have the group's own timeout.
 
     Raises:
         RuntimeError: If several processes were started without a process group.
@@ -153,8 +156,8 @@ class Ranks:
     def exchange(self, work: Callable[[], A], combine: Callable[[list[A]], Sequence[B]]) -> B:
         """Call `work` on each rank, `combine` on rank 0 with all results, and return this rank's item of its list.
 
-        Every rank must call this. The error of the first rank that failed is raised on every rank, and a `StorageError`
-        on every rank that arrived if one is given up.
+        Every rank must call this. The error of the first rank that failed is raised on every rank. If a rank does not
+        arrive in time, a `StorageError` is raised on those that did.
         """
         if self.world_size == 1:
             return self._within_time(lambda: combine([work()]))[0]
@@ -214,9 +217,7 @@ class Ranks:
             if not isinstance(outcome, _Failure):
                 return outcome
             failures = [outcome]
-        return failures[:1] * self.world_size
-
-    # Every rank gets the same error.
+        return failures[:1] * self.world_size  # so that every rank raises the same error
 
     def _as_raised(self, failure: "_Failure", mine: object) -> Exception:
         if isinstance(mine, _Failure) and mine.rank == failure.rank:
@@ -256,7 +257,7 @@ def fetch_together(fetch: Callable[[], None]) -> None:
     mine: Exception | None = None
     try:
         fetch()
-    except Exception as error:  # raised after the gather, which the other ranks wait in
+    except Exception as error:  # raised only after the gather, in which the other ranks wait
         mine = error
     failures = dist.all_gather_object(
         None if mine is None else (isinstance(mine, FileNotFoundError), f"{type(mine).__name__}: {mine}")

@@ -106,6 +106,7 @@ class Snapshot:
 
     def _copy(self, sources: Mapping[str, torch.Tensor]) -> None:
         copies = self.copies
+        # list() waits for the copies and raises their errors.
         list(self._pool.map(lambda name: copies[name].copy_(sources[name].detach()), sources))
 
 

@@ -39,7 +39,7 @@ class AsyncSaver:
     """Save one checkpoint at a time in the background.
 
     `save` copies the state and returns; later training steps do not change the checkpoint. A thread writes, hashes and
-    flushes the copy, and talks to the other ranks through a gloo group of its own. The checkpoint does not exist until
+    flushes the copy, and communicates with other ranks in a gloo group of its own. The checkpoint does not exist until
     all of it is on disk.
 
     In the training loop:
@@ -56,8 +56,8 @@ class AsyncSaver:
     Args:
         process_group: The ranks that save. All of them when `None`.
         policy: What `save` does while the previous checkpoint is being written: `'wait'` for it, or `'skip'` this one.
-        timeout_s: The longest time that the write of any rank may take; ranks are given up after three times that.
-            `None` waits without limit.
+        timeout_s: Time limit in seconds for the write of each rank. The save fails if a rank does not respond within
+            three times as long. `None` sets no limit.
 
     Raises:
         ValueError: If `policy` is not one of these.
@@ -89,6 +89,7 @@ class AsyncSaver:
         ours, its = self._groups or (None, None)
         self._ranks, self._background_ranks = Ranks(ours), Ranks(its, timeout_s=timeout_s)
         self._staging = StagingArea()
+        # One thread: `save` never begins a write before the previous one has ended on all ranks.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._snapshot: Snapshot | None = None
         self._writing: Future[None] | None = None
@@ -126,7 +127,7 @@ class AsyncSaver:
             stable_until_step: Tensors that nothing changes before `wait_for_staging`, such as parameters and optimizer
                 state, but not buffers that the forward pass changes. They are copied in the background of training; all
                 others are copied before this returns. A change that comes too early fails the save if autograd counts
-                it; changes through `.data` go unnoticed.
+                it; changes through `.data` are not detected.
             then: Called by each rank's background thread once the checkpoint exists, for example to move a pointer to
                 it.
             planner: If sharded, decides what each rank writes, as in `save_sharded`.
@@ -300,6 +301,7 @@ class AsyncSaver:
         copies = {id(t): snapshot.copies[first_names[storage_key(t)]] for t in tensors.values()}
         # Others, such as sparse tensors, have no buffers, and not all of them support deepcopy.
         copies |= {id(t): t.detach().clone() for name, t in leaves.items() if name not in tensors}
+        # The memo makes deepcopy take these copies for copies that it has made itself.
         copied = copy.deepcopy(dict(state_dict), copies)
         self._snapshot = snapshot
 
@@ -312,7 +314,7 @@ class AsyncSaver:
 
 
 class _SnapshotPlanner(DefaultSavePlanner):
-    """Planner that gives a writer the copies instead of the tensors, once all of them are made."""
+    """Planner that returns the copies in place of the tensors, once all of them are made."""
 
     def __init__(self, snapshot: Snapshot, pickled: Mapping[str, io.BytesIO]) -> None:
         super().__init__()
@@ -329,6 +331,7 @@ def _write(write: Job, snapshot: Snapshot | None, then: Job | None) -> None:
     try:
         write()
     finally:
+        # After an error before the copies were made, `wait_for_staging` would block forever.
         if snapshot is not None:
             snapshot.release()
     if then is not None:

@@ -30,7 +30,7 @@ __all__ = ["CheckpointUploads", "Save", "template_of_run", "within_folder"]
 class Save:
     """One save: its names, the time in training, and the metrics of that time. Names of per-rank files keep `{rank}`.
 
-    `address` is where it is kept, if that is a store; `path` is then the same, or a temporary file.
+    `address` is its location if that is in a store; `path` is then the same address, or a temporary file.
     """
 
     path: str
@@ -91,6 +91,7 @@ class CheckpointUploads:
             self._failures.append(error)
             return None
         if self._kept is not None:
+            # All names, since an older checkpoint is deleted only once the files of all ranks of a newer one are stored.
             of_ranks = [job.remote_name.replace("{rank}", str(rank)) for rank in range(Ranks().world_size)]
             self._kept.add(name, list(dict.fromkeys(of_ranks)), job.timestamp, job.metrics, upload)
         return upload
@@ -125,7 +126,7 @@ class CheckpointUploads:
         self.are_watched = False
 
     def close(self) -> None:
-        """Wait for this rank's uploads alone, since other ranks may be gone, and close connections."""
+        """Wait for this rank's uploads, without other ranks, which may have exited, and close connections."""
         if self._uploader is not None:
             self._uploader.wait_and_close()
         self._raise_first()

@@ -195,6 +195,7 @@ def _put_in_place(temporary: Path, final: Path, overwrite: bool) -> None:
 
 def _replace_folder(temporary: Path, final: Path) -> None:
     """Replace a folder that may exist, for which a plain rename is not atomic."""
+    # Whether the folder exists may change between the check and the rename, so a lost race is tried again.
     for attempts_left in reversed(range(8)):
         try:
             if not os.path.lexists(final):
@@ -202,7 +203,7 @@ def _replace_folder(temporary: Path, final: Path) -> None:
             elif not exchange(temporary, final):
                 _move_aside_and_replace(temporary, final)
             return
-        except OSError as error:  # another writer may have come in between
+        except OSError as error:
             if error.errno not in _RACED or not attempts_left:
                 raise
 
@@ -289,6 +290,7 @@ def replace_pointer(link: str | os.PathLike[str], target: str | os.PathLike[str]
     temporary = sibling_name(link)
     try:
         make_folders(link.parent)
+        # Made under another name and renamed, since a link cannot be changed in place.
         _write(temporary, os.path.relpath(os.path.abspath(target), link.parent))
         os.replace(temporary, link)
         sync_path(link.parent)

@@ -130,6 +130,7 @@ class DataPosition:
         rank = get_global_rank()
         self._rng, self._is_resumed, self._begun = rng or None, True, None
         self._start = _epoch_start(rng or [{}], rank)
+        # Removed, since the next checkpoint inside this epoch saves the rest again, with an entry of its own for this.
         self._at_save = (self._start or {}).pop(_AT_SAVE, {})
         waiting = (state.dataset_state or {}).get(LOADER_KEY) or []
         # With another number of ranks, the saved states do not describe this rank's share.
@@ -212,8 +213,8 @@ class DataPosition:
         set_epoch_everywhere(loader, epoch, parts)  # for parts that a listener has added meanwhile
 
     def _restore_process(self, loader: Any, rng: Sequence[Mapping[str, Any]] | None) -> None:
-        """Restore what this process held at the save, after the reads of an epoch that is resumed inside."""
-        # So that this process's dataset is as after loading the batches that were trained on.
+        """Restore the state of this process at the save, after the reads that lead to the position."""
+        # Without workers, the dataset in this process has changed with the batches that were loaded before the save.
         if getattr(loader, "num_workers", None) == 0:
             self.watch(loader).restore(self._at_save, role="loads")
         # Last, since the reads have drawn random numbers.
@@ -264,9 +265,10 @@ class DataPosition:
         return self.watch(loader).shares_generators()
 
     def _warm_up(self, loader: Any, epoch: int, seed: int) -> None:
-        """Load the first batch of epoch 0, for datasets that create state on first access. Samplers' numbers are kept.
+        """Load the first batch of epoch 0, since datasets may create state on their first access.
 
-        The interrupted process had done so, and persistent workers in each epoch. In epoch 0, `open` does it.
+        The interrupted process created that state in epoch 0, and persistent workers have read every epoch since. The
+        numbers of samplers are left unchanged. Nothing is needed in epoch 0, whose first batch `open` loads.
         """
         num_workers, is_map = getattr(loader, "num_workers", 0), can_be_seeded(loader)
         is_own = is_map and has_own_order(loader)  # with an order that is drawn in this process
@@ -324,10 +326,11 @@ class DataPosition:
             self._seeded.close()
 
     def state_dict(self, state: "State") -> dict[str, Any]:
-        """Return the state that this rank needs to resume here: what the batches of the open epoch depend on."""
+        """Return the state that this rank needs to resume here: everything that determines the epoch's batches."""
         held, num_read = self.watch(state.train_dataloader).capture(), int(state.timestamp.batch_in_epoch)
         if num_read == 0:
             return {SEED_KEY: state.rank_zero_seed, _HELD: held}
+        # A hash of the order, so that a resume can detect a sampler that no longer gives the same one.
         if self._seeded is not None and self._seeded.loader is state.train_dataloader:
             held[_ORDER] = self._seeded.order_of(num_read)
         return {**(self._start or {}), _AT_SAVE: held}
@@ -350,6 +353,7 @@ def _place_in(state: "State", dataloader: Iterable[Any] | None) -> tuple[Any, in
 def _read_earlier_epochs(loader: Any, epoch: int) -> None:
     for earlier in range(epoch):
         set_epoch_everywhere(loader, earlier)
+        # One batch suffices: samplers usually draw the order of an epoch, and workers get their seed, before it.
         next(iter(loader), None)
     set_epoch_everywhere(loader, epoch)
 
@@ -386,6 +390,7 @@ def dataset_counts_samples(dataloader: Any) -> bool:
     if not _has_state(dataset):
         return False
     try:
+        # As in StreamingDataset.state_dict(num_samples, from_beginning).
         inspect.signature(dataset.state_dict).bind(0, True)
     except TypeError:  # takes no arguments: used by a StatefulDataLoader
         return False

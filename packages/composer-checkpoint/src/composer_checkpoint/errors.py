@@ -21,7 +21,7 @@ __all__ = [
     "CheckpointConflictError",
 ]
 
-# Messages include content of files, and end up in logs.
+# Messages include content of files, which may be of any size, and end up in logs.
 _MAX_MESSAGE_CHARS = 10_000
 
 
@@ -42,7 +42,10 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
-    """Raised if a file needs something that a checkpoint must not do; nothing of it was run."""
+    """Raised if loading a file would run code, or build more than data; nothing in the file was run.
+
+    It is the error that `torch.load(weights_only=True)` raises, too.
+    """
 
 
 class IncompatibleCheckpointError(CheckpointError):

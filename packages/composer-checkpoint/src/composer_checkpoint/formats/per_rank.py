@@ -77,7 +77,7 @@ def save_local(
         info: Entries of the manifest about the run.
         process_group: The ranks that hold the state dict. All of them when `None`.
         overwrite: Whether to replace an existing file of this name.
-        timeout_s: Time limit in seconds for the write of each rank; a rank that does not respond is given up after
+        timeout_s: Time limit in seconds for the write of each rank. The save fails if a rank does not respond within
             three times as long. `None` sets no limit for the disk.
 
     Returns:

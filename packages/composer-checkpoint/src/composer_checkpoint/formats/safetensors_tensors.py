@@ -1,4 +1,4 @@
-"""Writing of `.safetensors` files with at most one tensor in memory."""
+"""Tensor-by-tensor reader and writer of `.safetensors` files, with at most one tensor in memory."""
 
 import os
 from collections import OrderedDict
@@ -56,7 +56,7 @@ def stream_safetensors(
 
     Raises:
         IncompatibleCheckpointError: If a tensor is sparse or quantized, or its name does not fit the format.
-        TypeError: If safetensors has no form for a dtype.
+        TypeError: If safetensors does not support a dtype.
 
     Example:
         >>> import tempfile

@@ -258,7 +258,7 @@ class TensorSource:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """Return the state besides the model, such as timestamp and metadata; empty for weights alone."""
+        """Return the training state, such as timestamp and metadata; empty for a file that holds only weights."""
         tree = self.tree
         state = tree.get("state") if isinstance(tree, dict) else None
         return state if isinstance(state, dict) else {}

@@ -212,6 +212,7 @@ def open_source(folder: str | os.PathLike[str], storage_options: Mapping[str, An
         return StoreSource(address, shared, is_temporary=True)
     place = Path(tempfile.mkdtemp(prefix="composer-checkpoint-"))
     source = StoreSource(address, FetchedFolder(*store_of(address, storage_options), place), is_temporary=True)
+    # Sources are not closed, so the files are deleted together with the object.
     weakref.finalize(source, shutil.rmtree, place, ignore_errors=True)
     return source
 

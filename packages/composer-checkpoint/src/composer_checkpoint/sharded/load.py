@@ -138,6 +138,7 @@ class WholeSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the writes of each rank. Rank 0 calls this."""
+        # Each rank has checked its own names. torch would merge different entries of the same name on several ranks.
         known: dict[str, tuple[int, tuple[str | int, ...]]] = {}
         for rank, plan in enumerate(all_plans):
             for name, path in (plan.planner_data or {}).items():
@@ -145,6 +146,7 @@ class WholeSavePlanner(DefaultSavePlanner):
                 if other != path:
                     places = (f"{path_text(other)} on rank {first}", f"{path_text(path)} on rank {rank}")
                     raise doubled(*places, name, "a sharded checkpoint")
+        # Before torch removes duplicates, since it would keep those of the rank with the least to write.
         return super().create_global_plan(_first_copies(all_plans) if self._first_rank_decides else all_plans)
 
 
@@ -381,6 +383,7 @@ def _entries(value: Any, tensor_kinds: tuple[type, ...], path: tuple[Any, ...] =
         yield path
 
 
+# As torch 2.4 and later flatten lists; see `traverse_state_dict` in torch/distributed/checkpoint/_traverse.py.
 def _is_taken_apart(value: Any, tensor_kinds: tuple[type, ...]) -> bool:
     return isinstance(value, list) and any(
         isinstance(item, (Mapping, *tensor_kinds)) or _is_taken_apart(item, tensor_kinds) for item in value

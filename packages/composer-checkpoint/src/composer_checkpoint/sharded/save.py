@@ -67,7 +67,7 @@ def save_sharded(
         process_group: The ranks that hold the state dict. All of them when `None`.
         overwrite: Whether to replace an existing checkpoint of this name.
         storage_options: Options for fsspec.
-        timeout_s: Time limit in seconds for the write of each rank; a rank that does not respond is given up after
+        timeout_s: Time limit in seconds for the write of each rank. The save fails if a rank does not respond within
             three times as long. `None` sets no limit for the disk.
         planner: Planner that assigns the writes to ranks. That of `torch.distributed.checkpoint` when `None`.
 
@@ -163,7 +163,7 @@ def write_planned(
     try:
         ranks.exchange(write, finish)
     except BaseException as error:
-        if ranks.rank == 0:
+        if ranks.rank == 0:  # which created the temporary folder
             writer.abort(error)
         raise
     return writer.manifest
@@ -208,7 +208,7 @@ def dist_cp_load(
     """
     planner = planner or ComparingLoadPlanner(may_lack=(_NEWER_KEY,))
     if isinstance(storage_reader, VerifyingReader) and isinstance(planner, ComparingLoadPlanner):
-        # Not through torch, which wraps all errors of a reader into one of its own.
+        # Not through torch, which wraps the reader's errors in a `CheckpointException`.
         load_with_reader(state_dict, storage_reader, planner, Ranks(process_group))
         return
     try:

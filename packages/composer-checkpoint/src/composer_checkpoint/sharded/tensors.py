@@ -106,6 +106,7 @@ class _StreamingPlanner(WholeSavePlanner):
         if chunk is None or tuple(chunk.sizes) == described.shape:
             piece = described.read()
         else:
+            # `_spread` cuts between rows, so each piece is one range of elements.
             row = described.numel // described.shape[0]
             piece = described.read_range(chunk.offsets[0] * row, chunk.sizes[0] * row).view(tuple(chunk.sizes))
         if self._progress is not None:
@@ -220,6 +221,7 @@ def _stored(
             region = whole
             for dim, (start, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 region = region.narrow(dim, start, length)
+            # Checked only now: opening the source has read nothing but the metadata.
             shards.check(part, None)
             shards.read(part, (0,) * len(chunk.sizes), tuple(chunk.sizes), region)
         return whole

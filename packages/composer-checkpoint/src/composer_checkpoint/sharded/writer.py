@@ -289,5 +289,5 @@ def _flush(file: BinaryIO) -> None:
 
 def _size_bytes(item: WriteItem) -> int:
     if item.tensor_data is None or item.tensor_data.chunk is None:
-        return 0
+        return 0  # of other objects, the size is known only once they are pickled; they are small
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
