@@ -229,7 +229,7 @@ def refuse_hugging_face_folder(path: str) -> None:
     names = set(os.listdir(path)) if os.path.isdir(path) else set[str]()
     if _CONFIG in names and not names.isdisjoint(_WEIGHT_FILES) and ".metadata" not in names:
         raise IncompatibleCheckpointError(
-            f"{path} is the folder of a Hugging Face model, with {_CONFIG} and weights, and no checkpoint of ours. "
+            f"{path} is the folder of a Hugging Face model, with {_CONFIG} and weights, not a training checkpoint. "
             f"{_remedy(path)}"
         )
 
@@ -248,14 +248,11 @@ def hint_for_file(path: str, names: Iterable[str] = (), own: Iterable[str] = ())
     has_config = os.path.isfile(os.path.join(folder, _CONFIG))
     if not has_config and {_HUGGING_FACE_PREFIX + name for name in names}.isdisjoint(own):
         return ""
-    return " It seems to be of a Hugging Face model. " + _remedy(folder if has_config else "HF_DIR")
+    return " It seems to hold a Hugging Face model. " + _remedy(folder if has_config else "HF_DIR")
 
 
 def _remedy(folder: str) -> str:
-    return (
-        f"Make a checkpoint of it, with composer-ckpt convert {folder or '.'} x.pt, and load x.pt with "
-        f"load_weights_only=True."
-    )
+    return f"Convert it with composer-ckpt convert {folder or '.'} x.pt, and load x.pt with load_weights_only=True."
 
 
 T = TypeVar("T")
@@ -339,7 +336,7 @@ def _refuse_impossible_time(timestamps: Mapping[str, Any], path: str) -> None:
             raise ValueError(f"{negative} is before the beginning")
     except (KeyError, TypeError, ValueError) as error:
         raise IncompatibleCheckpointError(
-            f"{path} does not say when in training it was saved. Its state/timestamp/Timestamp is none: {error} "
+            f"{path} has no valid time in training: its state/timestamp/Timestamp is invalid: {error} "
             f"Nothing was changed. Load another checkpoint, or its weights with load_weights_only=True."
         ) from error
 

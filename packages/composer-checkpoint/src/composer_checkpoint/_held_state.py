@@ -217,8 +217,8 @@ class HeldState:
                 self._warned.add(part.name)
                 warnings.warn(
                     f"The state of train_dataloader.{part.name}, a {type(part.value).__name__}, is not in the "
-                    f"checkpoints, so a resumed run may read other samples: {type(error).__name__}: {error} Let its "
-                    "state_dict() return numbers, texts, tensors, and lists and dicts of these, at any time.",
+                    f"checkpoints, so a resumed run may read other samples: {type(error).__name__}: {error} Its "
+                    "state_dict() must return numbers, strings, tensors, and lists and dicts of these, at any time.",
                     stacklevel=2,
                 )
             return _MISSING
@@ -248,7 +248,7 @@ def set_epoch_everywhere(holder: Any, epoch: int, done: Iterable[object] = ()) -
                     _refusing.add(type(part))
                     warnings.warn(
                         f"{type(part).__name__}.set_epoch({epoch}) raised {type(error).__name__}: {error} Training "
-                        "continues, and may read the same in each epoch. Let it take the number of an epoch alone.",
+                        "continues, and may read the same order in each epoch. It must take only the epoch number.",
                         stacklevel=2,
                     )
     return found

@@ -203,8 +203,8 @@ def leave_out_their_state(state: "State", weights: Collection[Any], saved: Mappi
     if removed:
         told = ", ".join(sorted(removed)[:_MAX_NAMES]) + (", ..." if len(removed) > _MAX_NAMES else "")
         log.warning(
-            "load_ignore_keys leaves out %d weights, so what optimizers and algorithms keep of them is left out, too, "
-            "and is reinitialized: %s",
+            "load_ignore_keys leaves out %d weights, so what optimizers and algorithms keep of them is left out as "
+            "well, and is reinitialized: %s",
             len(removed),
             told,
         )

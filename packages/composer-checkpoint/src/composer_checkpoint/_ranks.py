@@ -43,8 +43,8 @@ def work_within(work: Callable[[], A], timeout_s: float, rank: int) -> A:
     def overdue() -> str:
         return (
             f"rank {rank} (on {socket.gethostname()}) has not done its part of the checkpoint within "
-            f"save_timeout_in_seconds={timeout_s!r}: its disk or store hangs, or is too slow. The checkpoint before is "
-            f"untouched. Look after the disk, or allow for more time."
+            f"save_timeout_in_seconds={timeout_s!r}: its disk or store hangs, or is too slow. The previous checkpoint "
+            f"is unchanged. Check the disk, or raise the timeout."
         )
 
     return in_thread(work, timeout_s, overdue)
@@ -67,8 +67,8 @@ def gather_with_timeout(talk: Callable[[], A], group: "ProcessGroup", timeout_s:
         # A late rank must not start a collective that the others have abandoned.
         if store.check([f"{name}-over"]):
             raise StorageError(
-                f"rank {rank} came to save a checkpoint when others had waited for it for {timeout_s!r} s, and given "
-                f"up. Look into the log for what held it up."
+                f"rank {rank} came to save a checkpoint when others had waited for it for {timeout_s!r} s, and had "
+                f"stopped waiting. Look for the reason of the delay in the log."
             )
         reply = talk()
         with suppress(RuntimeError):  # all have arrived, and the process of the store may have exited
@@ -112,12 +112,12 @@ def _who_is_missing(store: Any, name: str, timeout_s: float, world_size: int) ->
     try:
         missing = in_thread(ask, _SOON_S, lambda: f"{silence}: no answer in {_SOON_S} s")
     except StorageError as error:  # the process of the store hangs
-        return f"{error}. Look after the process that keeps it: rank 0, or the launcher of its node."
+        return f"{error}. Check the process that hosts it: rank 0, or the launcher of its node."
     except RuntimeError as error:  # the process of the store is gone
         return f"{silence}: {error}"
     return (
         f"ranks {missing} of {world_size} have not come to save a checkpoint, while others waited for {timeout_s!r} s, "
-        f"{PATIENCE} times save_timeout_in_seconds: they hang. The checkpoint before is untouched. Look at their logs."
+        f"{PATIENCE} times save_timeout_in_seconds: they hang. The previous checkpoint is unchanged. Check their logs."
     )
 
 

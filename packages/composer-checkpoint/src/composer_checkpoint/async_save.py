@@ -148,7 +148,7 @@ class AsyncSaver:
         self.check()
         if self.is_saving:
             if self._policy == "skip":
-                log.warning("%s is skipped: the checkpoint before is still being written.", path)
+                log.warning("%s is skipped: the previous checkpoint is still being written.", path)
                 return False
             self.wait()
         stable = {storage_key(_local(tensor)) for tensor in stable_until_step}

@@ -91,7 +91,7 @@ class CheckpointUploads:
             self._failures.append(error)
             return None
         if self._kept is not None:
-            # All names, since an older checkpoint is deleted only once the files of all ranks of a newer one are stored.
+            # All names, since an older checkpoint is deleted only once all ranks' files of a newer one are stored.
             of_ranks = [job.remote_name.replace("{rank}", str(rank)) for rank in range(Ranks().world_size)]
             self._kept.add(name, list(dict.fromkeys(of_ranks)), job.timestamp, job.metrics, upload)
         return upload
@@ -153,7 +153,7 @@ class CheckpointUploads:
         if self._uploader.futures and deadline is not None and time.monotonic() >= deadline:
             raise RuntimeError(
                 f"{len(self._uploader.futures)} uploads to {self._uploader.remote_folder} have not ended within "
-                f"upload_timeout_in_seconds={self._timeout_s!r}. Look at the connection, or allow for more time."
+                f"upload_timeout_in_seconds={self._timeout_s!r}. Check the connection, or raise the timeout."
             )
 
     def _send(self, path: str, name: str, pointer: str | None, logger: "Logger") -> Future[None] | None:

@@ -125,7 +125,7 @@ def put_in_place(temporary: Path, final: Path, *, overwrite: bool) -> None:
         raise StorageError(
             error.errno,
             f"{final} is written, but could not be renamed: {error.strerror or error}. What was there before is "
-            f"untouched. Look after the file system, and save again",
+            f"unchanged. Check the file system, and save again",
         ) from error
 
 

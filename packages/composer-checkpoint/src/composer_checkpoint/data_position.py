@@ -292,15 +292,15 @@ class DataPosition:
         told = [f"train_dataloader.{name}, which no longer exists" for name in missing]
         if _persists(loader, epoch) and holds_state(loader.dataset, loader.collate_fn):
             told.append(
-                f"what train_dataloader.dataset, a {type(loader.dataset).__name__}, or collate_fn holds in worker "
-                "processes that persist, and continues from in each epoch"
+                f"the state of train_dataloader.dataset, a {type(loader.dataset).__name__}, or collate_fn in worker "
+                "processes that persist between epochs"
             )
         if told:
             warnings.warn(
-                f"The resumed run may read other samples than if it had not been stopped, since it cannot bring back "
+                f"The resumed run may read other samples than an uninterrupted one, since it cannot restore "
                 f"{' and '.join(told)}. Draw from the generators of the process (torch.rand, random.random), or from "
                 "set_epoch(epoch) and the number of the sample; or give the dataloader, dataset or sampler "
-                "state_dict() and load_state_dict(state), and load without workers that persist.",
+                "state_dict() and load_state_dict(state), and do not use persistent workers.",
                 stacklevel=2,
             )
 
@@ -519,9 +519,8 @@ def _compare(saved: Mapping[str, Any], state: "State", path: str) -> None:
         told = " and ".join(f"{name}={shown(before[name])} (now {now[name]!r})" for name in differing)
         raise IncompatibleCheckpointError(
             f"{path} was saved inside epoch {shown(timestamp.get('epoch'))}, after "
-            f"{shown(timestamp['batch_in_epoch'])} batches of a train dataset with {told}: which "
-            f"samples are left in the epoch cannot be told. Train on the same data, "
-            f"load a checkpoint from the end of an epoch, begin the epoch again with load_restart_epoch=True of the "
-            f"Trainer or restart_epoch=True of load_checkpoint(), or go on after as many batches of the data of now "
-            f"with load_ignore_keys=['state/metadata/{TRAIN_DATA_KEY}/*']."
+            f"{shown(timestamp['batch_in_epoch'])} batches of a train dataset with {told}, so the remaining samples of "
+            f"the epoch are unknown. Train on the same data, load a checkpoint from the end of an epoch, restart the "
+            f"epoch with load_restart_epoch=True of the Trainer or restart_epoch=True of load_checkpoint(), or skip "
+            f"as many batches of the current data with load_ignore_keys=['state/metadata/{TRAIN_DATA_KEY}/*']."
         )

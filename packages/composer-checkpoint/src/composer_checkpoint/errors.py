@@ -109,7 +109,7 @@ _ADVICE = {
     errno.EROFS: "Mount it writable or save elsewhere",
     errno.EACCES: "Give this user the right to write there or save elsewhere",
     errno.EPERM: "Give this user the right to write there or save elsewhere",
-    errno.EIO: "Look after the disk and save elsewhere",
+    errno.EIO: "Check the disk, and save elsewhere",
     errno.ESTALE: "Remount the file system or save elsewhere",
 }
 # torch's archive writer raises a RuntimeError without the error number of the system.
@@ -135,7 +135,7 @@ def as_storage_error(error: BaseException, path: Path, need_bytes: int | None = 
     reason = os.strerror(code) if code else str(error).strip().splitlines()[0]
     message = (
         f"{path} could not be written: {reason}. Free space: {space}; needed: {need}. Nothing of it is left, and what "
-        f"was there before is untouched. {_ADVICE.get(code, _ADVICE[errno.ENOSPC])}."
+        f"was there before is unchanged. {_ADVICE.get(code, _ADVICE[errno.ENOSPC])}."
     )
     return StorageError(code, message) if code else StorageError(message)
 

@@ -612,7 +612,7 @@ def _compare_manifests(index: ShardIndex, shard: str, own: Manifest | None) -> N
     if own is None or dict(own.tensors) != listed:
         raise CorruptCheckpointError(
             f"{index.path.parent / shard} is not what was written together with {index.path.name}: the hashes of its "
-            f"tensors are others. It is of another save. Load another checkpoint."
+            f"tensors differ. It is from another save. Load another checkpoint."
         )
 
 

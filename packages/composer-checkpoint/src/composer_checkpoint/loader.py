@@ -441,7 +441,7 @@ def _leave_epoch_of_other_batches(state: "State", saved: dict[str, Any]) -> None
         warnings.warn(
             f"The checkpoint was saved inside an epoch of batches of {saved_size} samples on {saved_ranks} ranks, "
             f"{before} in all, and now a batch has {now}. Training goes on with the next epoch, number "
-            f"{int(state.timestamp.epoch)}. To finish the one that was begun, let batch_size times ranks be {before}.",
+            f"{int(state.timestamp.epoch)}. To finish the saved epoch, make batch_size times the ranks {before}.",
             UserWarning,
             stacklevel=3,
         )
@@ -452,7 +452,7 @@ def _check_agreement(state: "State") -> None:
     if len(set(batches)) > 1:
         raise RuntimeError(
             f"Timestamp mismatch error: the ranks have loaded checkpoints of different batches, "
-            f"{dict(enumerate(batches))}. Let load_path mean the same checkpoint on every rank."
+            f"{dict(enumerate(batches))}. load_path must name the same checkpoint on every rank."
         )
 
 

@@ -91,7 +91,7 @@ def refuse_quantized(tensors: Mapping[str, StoredTensor], what: str) -> None:
     for name, tensor in tensors.items():
         if tensor.is_quantized:
             raise IncompatibleCheckpointError(
-                f"{name} is quantized, as {tensor.dtype}, and {what} takes plain tensors alone. Leave it out, or load "
+                f"{name} is quantized, as {tensor.dtype}, and {what} takes plain tensors only. Leave it out, or load "
                 f"the file with load_file() and make it plain with dequantize()."
             )
 

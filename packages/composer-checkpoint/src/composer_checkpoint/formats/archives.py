@@ -248,8 +248,8 @@ _ABOUT_THE_NEXT = frozenset(
 
 def _refuse_header(what: str) -> NoReturn:
     raise CorruptCheckpointError(
-        f"the tar archive has a header {what}, as that of no checkpoint has: one that is about a single file of up to "
-        f"{_MOST_HEADER_BYTES} bytes is read. Load another checkpoint."
+        f"the tar archive has a header {what}, and only headers of up to {_MOST_HEADER_BYTES} bytes that describe a "
+        f"single file are read. Load another checkpoint."
     )
 
 

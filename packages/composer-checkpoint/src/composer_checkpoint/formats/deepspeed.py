@@ -143,7 +143,7 @@ def _open_all(folder: Path, pattern: re.Pattern[str], opened: ExitStack) -> list
                 f"was run."
             )
         if not isinstance(source.tree, dict):
-            raise CorruptCheckpointError(f"{ranks[rank]} holds no dict, as DeepSpeed's files do.")
+            raise CorruptCheckpointError(f"{ranks[rank]} does not hold a dict, as DeepSpeed's files do.")
     return sources
 
 

@@ -448,7 +448,7 @@ def _named(optimizers: Optimizer | Sequence[Optimizer]) -> dict[str, Optimizer]:
     named = {type(optimizer).__qualname__: optimizer for optimizer in listed}
     if len(named) < len(listed):
         raise ValueError(
-            f"optimizers={[type(optimizer).__qualname__ for optimizer in listed]}: they are known by their class, and "
-            f"two have the same. Save each to a file of its own."
+            f"optimizers={[type(optimizer).__qualname__ for optimizer in listed]}: they are identified by their "
+            f"class, and two have the same. Save each to a file of its own."
         )
     return named

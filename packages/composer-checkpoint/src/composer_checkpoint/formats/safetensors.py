@@ -305,8 +305,8 @@ def check_names(names: Collection[str]) -> None:
     """Refuse the one name that the format reserves, and names that its own reader cannot decode."""
     if METADATA_KEY in names:
         raise IncompatibleCheckpointError(
-            f"a tensor is called {METADATA_KEY!r}, where a .safetensors file has what is said of it. Give it another "
-            f"name, or write a .pt file."
+            f"a tensor is called {METADATA_KEY!r}, which the .safetensors format reserves for its metadata. Give it "
+            f"another name, or write a .pt file."
         )
     for name in names:
         if not name.isascii() and name.encode(errors="replace").decode() != name:

@@ -76,7 +76,7 @@ def refuse_sparse(tensors: "Mapping[str, StoredTensor]", what: str) -> None:
     for name, tensor in tensors.items():
         if tensor.sparse is not None:
             raise IncompatibleCheckpointError(
-                f"{name} is a tensor of layout {tensor.sparse.layout}, and {what} takes dense ones alone. Write a .pt "
+                f"{name} is a tensor of layout {tensor.sparse.layout}, and {what} takes dense ones only. Write a .pt "
                 f"file, which keeps it, leave it out, or load the file with load_file() and make it dense with "
                 f"to_dense()."
             )

@@ -270,7 +270,7 @@ def _differing(asked: Mapping[str, Any], saved: Mapping[str, Any], strict: bool)
 
 def _difference(value: object, entry: object, strict: bool) -> str | None:
     if isinstance(value, torch.Tensor) != isinstance(entry, TensorStorageMetadata):
-        return "a tensor here and none there" if isinstance(value, torch.Tensor) else "no tensor here and one there"
+        return "a tensor here, no tensor there" if isinstance(value, torch.Tensor) else "no tensor here, a tensor there"
     if not isinstance(value, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
         return None
     if value.shape != entry.size:
@@ -340,12 +340,12 @@ def refuse_unfit_tensors(
         path = "/".join(map(str, paths.get(name, (name,))))
         if value.is_quantized:
             raise IncompatibleCheckpointError(
-                f"{path} is quantized, as {value.dtype}, and a sharded checkpoint {verb} plain ones alone. Keep its "
+                f"{path} is quantized, as {value.dtype}, and a sharded checkpoint {verb} plain ones only. Keep its "
                 f"int_repr() and its scale, or save one .pt file, with save_file() or state_dict_type='full'."
             )
         if value.layout != torch.strided:
             raise IncompatibleCheckpointError(
-                f"{path} is a tensor of layout {value.layout}, and a sharded checkpoint {verb} dense ones alone. Make "
+                f"{path} is a tensor of layout {value.layout}, and a sharded checkpoint {verb} dense ones only. Make "
                 f"it dense, as to_dense() does, or keep sparse ones in one .pt file, with save_file() or "
                 f"state_dict_type='full'."
             )
@@ -361,7 +361,7 @@ def refuse_bits(name: str, dtype: torch.dtype) -> None:
     """Raise if a dtype is one of bits, such as `torch.bits8`, whose size torch's format does not know."""
     if str(dtype).startswith("torch.bits"):
         raise IncompatibleCheckpointError(
-            f"{name} is {dtype}, and a sharded checkpoint takes no dtypes of bits. Save its view(torch.uint8), "
+            f"{name} is {dtype}, and a sharded checkpoint does not support bits dtypes. Save its view(torch.uint8), "
             f"write one .pt file, or leave it out."
         )
 
