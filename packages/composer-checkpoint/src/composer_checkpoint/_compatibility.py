@@ -45,8 +45,8 @@ _PREFIX = "module."  # put before names by DistributedDataParallel, and by a Com
 def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, strict: bool, leaves_out: bool) -> None:
     """Refuse weights that do not fit the model, unless algorithms will change the model.
 
-    Error messages use the names of the checkpoint, so that they can be copied into `load_ignore_keys`. Modules that
-    load in a way of their own are not compared.
+    Error messages use the names of the checkpoint, so that they can be copied into `load_ignore_keys`. Modules with
+    custom loading are not compared.
 
     Args:
         state: Holds the model.
@@ -85,7 +85,7 @@ def _own_weights(model: nn.Module) -> dict[str, Any]:
 def _refuse_other_names(
     own: Mapping[str, Any], theirs: Mapping[str, Any], path: str, model: str, *, compares_prefix: bool
 ) -> None:
-    """Refuse weights none of which is in the model."""
+    """Refuse weights if none of them is in the model."""
     if compares_prefix:
         _refuse_another_prefix(own, theirs, path, model)
     if own and {*map(_without_prefix, own)}.isdisjoint(map(_without_prefix, theirs)):
@@ -290,7 +290,7 @@ def shared_check(check: Callable[[str], T]) -> Iterator[Callable[[str], list[T]]
     asked: list[Any] = [None]
     dist.broadcast_object_list(asked, src=0)
     while asked[0] is not None:
-        with suppress(Exception):  # rank 0 raises it too, and decides what follows
+        with suppress(Exception):  # rank 0 raises it too, and handles it
             answer(asked[0])
         dist.broadcast_object_list(asked, src=0)
     yield ask

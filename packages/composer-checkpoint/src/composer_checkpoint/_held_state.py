@@ -59,7 +59,7 @@ class _Part:
 
 
 class HeldState:
-    """Capture and restore what the parts of one dataloader hold.
+    """Capture and restore the state of the parts of one dataloader.
 
     Args:
         loader: The dataloader at the start of the run, before any listener changes it.
@@ -74,7 +74,7 @@ class HeldState:
         self._listened = set[str]()
 
     def capture(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, without empty entries.
+        """Return the state for a checkpoint, without empty entries.
 
         Of numbers and orders, only those are kept that have changed since the run began; settings are not kept.
         """
@@ -96,7 +96,7 @@ class HeldState:
         return {kind: entries for kind, entries in found.items() if entries}
 
     def restore(self, saved: Mapping[str, Any], *, role: str | None = None) -> None:
-        """Restore what `capture` returned.
+        """Restore a captured state.
 
         Args:
             saved: The captured state. Entries of parts that the dataloader lacks are ignored.

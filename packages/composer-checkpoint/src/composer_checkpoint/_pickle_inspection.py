@@ -90,7 +90,7 @@ _NOT_OF_TORCH = frozenset(
 )
 
 
-# No slots for the next two: a frozen dataclass with slots has a __setstate__ of its own, which a pickle could call.
+# No slots for the next two: a frozen dataclass with slots defines __setstate__, which a pickle could call.
 @dataclass(frozen=True)
 class Dtype(Unchangeable):
     """Name of a dtype, and the bytes of one element."""
@@ -352,7 +352,7 @@ def _is_size(size: Any) -> bool:
 
 
 def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> str:
-    # A text instead of a `TensorSpec`: a meta tensor has no bytes, and so no storage.
+    # A string instead of a `TensorSpec`, since a meta tensor has neither bytes nor a storage.
     return f"meta {shown(tuple(size))}"
 
 

@@ -400,7 +400,7 @@ def noted_in(manifest: Manifest | None) -> tuple[Mapping[str, Any], Callable[[],
 def noted_names() -> Names:
     """Return the maker of the names of kinds in a manifest, which are unique: keys joined by slashes, with escapes.
 
-    `~` escapes slashes in keys, and distinguishes texts from numbers.
+    `~` escapes slashes in keys, and distinguishes strings from numbers.
     """
     return Names(text=_noted)
 

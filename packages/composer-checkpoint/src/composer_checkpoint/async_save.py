@@ -1,4 +1,4 @@
-"""Background saves: the state is copied at once, and another thread writes the copy while training continues."""
+"""Background saves: the state is copied, and another thread writes the copy while training continues."""
 
 import copy
 import io
@@ -51,7 +51,7 @@ class AsyncSaver:
         ...
         saver.wait()                # at the end of training, and after an exception in it
 
-    Every rank of the group must make one, and call `save`, `check`, `wait` and `close` in the same order.
+    Every rank of the group must create one, and call `save`, `check`, `wait` and `close` in the same order.
 
     Args:
         process_group: The ranks that save. All of them when `None`.
@@ -120,8 +120,8 @@ class AsyncSaver:
                 empty.
             path: The file; the folder if `sharded`; a path with `{rank}` in it if `local`.
             sharded: Whether each rank writes its own shards into one folder, as `save_sharded` does.
-            local: Whether each rank writes its own shards to a file of its own, as `save_local` does.
-            info: Facts about the run for the manifest.
+            local: Whether each rank writes its own shards to a separate file, as `save_local` does.
+            info: Entries of the manifest about the run.
             overwrite: Whether a checkpoint of this name may be replaced.
             storage_options: For fsspec, if the folder of a sharded checkpoint is a URI.
             stable_until_step: Tensors that nothing changes before `wait_for_staging`, such as parameters and optimizer
@@ -130,7 +130,7 @@ class AsyncSaver:
                 it; changes through `.data` are not detected.
             then: Called by each rank's background thread once the checkpoint exists, for example to move a pointer to
                 it.
-            planner: If sharded, decides what each rank writes, as in `save_sharded`.
+            planner: If sharded, the planner that assigns the writes to ranks, as in `save_sharded`.
 
         Returns:
             Whether the save was begun; false if it was skipped.
@@ -287,7 +287,7 @@ class AsyncSaver:
     ) -> Callable[[Path], None]:
         refuse_what_is_elsewhere(state_dict)  # `save_file` checks this too, but only later in the background
         leaves = dict(named_leaves(state_dict, torch.Tensor))
-        # Those of which an ordinary tensor of the same shape and dtype can hold a copy.
+        # Only tensors whose copy can be an ordinary tensor of the same shape and dtype.
         tensors = {
             name: leaf
             for name, leaf in leaves.items()

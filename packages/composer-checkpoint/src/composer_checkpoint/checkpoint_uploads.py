@@ -64,7 +64,7 @@ class CheckpointUploads:
 
     Attributes:
         overwrite: Whether a complete checkpoint of the same name may be replaced.
-        are_watched: Whether `check` has to look, since any rank may be uploading; the same on all ranks.
+        are_watched: Whether any rank may be uploading, so that `check` must communicate; the same on all ranks.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class CheckpointUploads:
         self.are_watched = False
 
     def send(self, job: Save, logger: "Logger") -> Future[None] | None:
-        """Begin to upload what this rank has saved, and then update the pointer.
+        """Begin to upload this rank's part of a save, and then update the pointer.
 
         Errors are raised by `check` and `wait`.
         """
@@ -121,7 +121,7 @@ class CheckpointUploads:
             return
         self._wait()
         if self._kept is not None:
-            self._kept.rotate()  # by what all ranks have uploaded
+            self._kept.rotate()  # only now, since it depends on the uploads of all ranks
             self._wait()
         self.are_watched = False
 

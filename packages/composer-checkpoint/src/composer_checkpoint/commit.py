@@ -58,8 +58,8 @@ def write_atomically(
         path: The final name. Its parent folders are created.
         overwrite: Whether existing content may be replaced; a file never replaces a folder.
         folder: Whether a folder is written instead of a file. It is created, empty, before the body begins.
-        need_bytes: The size of what will be written, to raise before writing if it cannot fit.
-        keep_others: Whether files of a replaced folder stay that `is_of_checkpoint` does not recognize.
+        need_bytes: The size in bytes of the new content, to raise before writing if it cannot fit.
+        keep_others: Whether to keep files of a replaced folder that `is_of_checkpoint` does not recognize.
 
     Yields:
         The temporary path.
@@ -250,7 +250,7 @@ def write_on_rank_zero(
     with ExitStack() as undo:
         if ranks.rank == 0:
             undo.callback(discard, temporary)
-        # In a step of its own, so that a write that has timed out never becomes a checkpoint.
+        # Renamed in a separate step, so that a write that has timed out never becomes a checkpoint.
         ranks.exchange(
             lambda: write_beside(temporary, final, write, overwrite=overwrite) if ranks.rank == 0 else None, commit
         )

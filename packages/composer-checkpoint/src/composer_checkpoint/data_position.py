@@ -130,7 +130,7 @@ class DataPosition:
         rank = get_global_rank()
         self._rng, self._is_resumed, self._begun = rng or None, True, None
         self._start = _epoch_start(rng or [{}], rank)
-        # Removed, since the next checkpoint inside this epoch saves the rest again, with an entry of its own for this.
+        # Removed, since the next checkpoint inside this epoch saves the rest again, with a newer entry of this name.
         self._at_save = (self._start or {}).pop(_AT_SAVE, {})
         waiting = (state.dataset_state or {}).get(LOADER_KEY) or []
         # With another number of ranks, the saved states do not describe this rank's share.
@@ -400,7 +400,7 @@ def dataset_counts_samples(dataloader: Any) -> bool:
 def begin_next_epoch(dataset_state: Any, state: "State") -> Any:
     """Return a StreamingDataset's state in the form to load.
 
-    Such a dataset counts epochs as they begin, so between two epochs its state names the finished one.
+    Such a dataset counts epochs when they begin, so between two epochs its state has the number of the finished one.
     """
     next_epoch = getattr(getattr(state.train_dataloader, "dataset", None), "next_epoch", None)
     if state.timestamp.batch_in_epoch > 0 or next_epoch is None or not isinstance(dataset_state, Mapping):
@@ -424,7 +424,7 @@ def leave_epoch(state: "State", dataset_state: Any) -> None:
     train = dataset_state.get("train") if isinstance(dataset_state, Mapping) else None
     start = dataset.state_dict(0, True)
     if isinstance(train, Mapping) and "epoch" in train:
-        # Not counted by the dataset itself, whose count the ranks of a node share.
+        # Not taken from the dataset, whose count the ranks of a node share.
         start = {**start, "epoch": train["epoch"] + 1}
     dataset.load_state_dict(start)
 
@@ -453,7 +453,7 @@ def _has_state(holder: Any) -> bool:
 
 
 def set_epoch(dataloader: Iterable[Any], epoch: int) -> None:
-    """Set the epoch of a DistributedSampler for evaluation or prediction, without touching what training may share."""
+    """Set the epoch of a DistributedSampler for evaluation or prediction, not of parts shared with training."""
     if isinstance(dataloader, DataLoader):
         for sampler in (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None)):
             if isinstance(sampler, DistributedSampler):
@@ -481,7 +481,7 @@ def describe_train_data(state: "State") -> dict[str, int]:
 
 
 def refuse_other_data(saved: Mapping[str, Any], state: "State", path: str) -> None:
-    """Refuse a checkpoint from inside an epoch of other data, of which the remaining batches are unknown.
+    """Refuse a checkpoint from inside an epoch of other data, since its remaining batches are unknown.
 
     Every rank must call this; rank 0 compares. Between two epochs the data may change.
 

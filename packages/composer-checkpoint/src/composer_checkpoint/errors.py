@@ -38,22 +38,22 @@ class CheckpointError(Exception):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Raised if the bytes differ from those that were written: cut short, changed, or never a checkpoint."""
+    """Raised if a file was cut short or changed, or never was a checkpoint."""
 
 
 class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
     """Raised if loading a file would run code, or build more than data; nothing in the file was run.
 
-    It is the error that `torch.load(weights_only=True)` raises, too.
+    It is an `UnpicklingError`, as `torch.load(weights_only=True)` raises.
     """
 
 
 class IncompatibleCheckpointError(CheckpointError):
-    """Raised if a checkpoint is whole, but of a newer format or of another model."""
+    """Raised if a checkpoint is intact, but has a newer format or is of another model."""
 
 
 class NewerCheckpointError(IncompatibleCheckpointError):
-    """Raised if a checkpoint is of a newer format than this release reads."""
+    """Raised if a checkpoint has a newer format than this release reads."""
 
 
 class UnfittingWeightsError(IncompatibleCheckpointError, RuntimeError):
@@ -61,7 +61,7 @@ class UnfittingWeightsError(IncompatibleCheckpointError, RuntimeError):
 
 
 class UnfittingOptimizerError(IncompatibleCheckpointError, KeyError):
-    """Raised if an optimizer's state is of other parameters than those optimized now; nothing was changed."""
+    """Raised if an optimizer's state has other parameters than the optimizer; nothing was changed."""
 
 
 class StorageError(CheckpointError, OSError):

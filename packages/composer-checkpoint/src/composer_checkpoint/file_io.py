@@ -249,7 +249,7 @@ def _find_sync_file_range() -> Any:
 
 
 class FileReader:
-    """Open file that several threads may read at once.
+    """Open file that several threads may read concurrently.
 
     Reads copy into memory, and report errors as exceptions. `MappedFile` avoids the copy.
     """

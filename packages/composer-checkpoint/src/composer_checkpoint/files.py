@@ -181,8 +181,8 @@ def load_file(
             files of torch before 1.6.
         verify: Whether to compare every byte with the hashes of the manifest, and to search for NaN and infinite
             weights.
-        trusted: Whether the file may run code of its own while it is loaded; a warning with its hash is logged. Applies
-            to this call only: no setting applies to a whole process.
+        trusted: Whether the file may run code while it is loaded; a warning with its hash is logged. Applies to this
+            call only.
         require_finite: Whether to refuse NaN and infinite weights, rather than to log a warning with their names.
         max_expanded_bytes: Size limit of a decompressed file, instead of a hundred times its size.
 
@@ -387,7 +387,7 @@ def save_weights_in_shards(
     overwrite: bool = False,
     hash_name: str = HASH_NAME,
 ) -> Path:
-    """Write weights to `.safetensors` files of a limited size, with an index, to a folder that appears whole.
+    """Write weights to `.safetensors` files of a limited size, with an index, in a folder that appears atomically.
 
     Readers of Hugging Face's format can load them. Weights that fit into one file become `model.safetensors`, without
     an index. Several names of one tensor share a file, which stores it once.

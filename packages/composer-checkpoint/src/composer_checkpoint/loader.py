@@ -129,7 +129,7 @@ def load_checkpoint(
         kept = KeptOptimizers(state, before, saved) if leaves_optimizers else None
         weights = before.get("model")
         if isinstance(weights, Mapping) and not load_weights_only:
-            # After `KeptOptimizers`, which would otherwise take what is removed here for state to keep.
+            # After `KeptOptimizers`, which would otherwise keep the optimizer's own state for the entries removed here.
             leave_out_their_state(state, weights, saved)
         # When a whole run is resumed from one file, missing and unexpected weights are only logged.
         strict = strict_model_weights and (load_weights_only or layout_of(state) is not Layout.MONOLITHIC)
@@ -226,7 +226,7 @@ def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -
     from composer_checkpoint.remote.fetch import get_file  # here, so that local checkpoints do not load the stores
 
     with tempfile.TemporaryDirectory(prefix="composer-load-") as folder:
-        # The ranks of a node share what its first rank downloads.
+        # The ranks of a node share the files that its first rank downloads.
         shared = folder if is_local_layout else of_first_rank_of_node(folder)
         # A pointer is followed to its target, and the format of the target follows from the name.
         destination = os.path.join(shared, os.path.basename(own).removesuffix(".symlink"))

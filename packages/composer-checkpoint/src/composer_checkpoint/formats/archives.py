@@ -348,7 +348,7 @@ def plain_file(path: str, max_expanded_bytes: int | None = None) -> Iterator[str
             yield path
     except CheckpointError as error:
         if isinstance(error, OSError) or path in str(error):
-            raise  # an OSError that is made from a text alone would lose its error number
+            raise  # an OSError that is made from a message would lose its error number
         raise type(error)(f"{path}: {error}") from error
     except FileNotFoundError as error:
         if os.path.exists(path):
@@ -437,7 +437,7 @@ class CliCompressor:
             try:
                 yield process
             except BaseException:
-                # Otherwise the program could wait for input forever, and leaving Popen's context waits for the program.
+                # Leaving Popen's context waits for the program, which may be waiting for input.
                 process.kill()
                 raise
             if process.wait():

@@ -179,7 +179,7 @@ _globals_lock = threading.Lock()
 
 @contextmanager
 def _safe_globals() -> Iterator[None]:
-    """Extend torch's allowlist during one load, without removing what the user has put on it.
+    """Extend torch's allowlist during one load, without removing the user's entries.
 
     The allowlist is global to the process, so loads of several threads run one after another.
     """

@@ -175,7 +175,7 @@ def save_safetensors(obj: Any, path: str, info: Mapping[str, Any], hash_name: st
 
 
 def tied_weights(weights: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    """Return the names of each tensor, in the order of the first of them."""
+    """Group the names of each tensor, in the order of their first names."""
     tied: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):

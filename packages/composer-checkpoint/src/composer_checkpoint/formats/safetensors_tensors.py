@@ -175,7 +175,7 @@ def merge_files(index: Path, listed: Mapping[str, str], open_file: Callable[[str
 def _meant(
     index: Path, found: Mapping[str, StoredTensor], earlier: Container[str], shard: str, listed: Mapping[str, str]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a file without those that the index assigns to another file."""
+    """Return the tensors of a file, except those that the index assigns to another file."""
     for name in found:
         if name in earlier and name not in listed:
             raise CorruptCheckpointError(

@@ -1,4 +1,4 @@
-"""Common interface of all checkpoint formats for reading tensor by tensor."""
+"""Common interface for reading checkpoints of all formats tensor by tensor."""
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping

@@ -83,13 +83,13 @@ class LocalTarget:
         unfinished, self._unfinished = self._unfinished, ExitStack()
         try:
             unfinished.__exit__(type(error), error, error.__traceback__)
-        except BaseException as same:  # the context manager raises what it was given, or an error caused by it
+        except BaseException as same:  # the context manager raises the error passed to it, or one caused by it
             if same is not error and same.__cause__ is not error:
                 raise
 
 
 class RemoteTarget:
-    """Folder of a remote store. Stores cannot rename, so the manifest is written last and makes it whole."""
+    """Folder of a remote store. Stores cannot rename, so the manifest is written last and marks the folder as whole."""
 
     def __init__(self, folder: str, overwrite: bool, storage_options: dict[str, Any]) -> None:
         from composer_checkpoint.stores.fsspec import FsspecObjectStore

@@ -47,8 +47,8 @@ def load_sharded(
         state_dict: Tensors and DTensors of the right shapes, and plain data to be replaced, in nested dicts and lists.
             It may lack parts of the checkpoint, such as the optimizer's.
         folder: A local path, or a URI that fsspec supports, of a folder that `save_sharded`, torch or Composer wrote.
-        verify: Whether to compare the hashes of what is read. Sizes are always compared.
-        strict: Whether entries, shapes and dtypes must equal those of the checkpoint. If not, what fits is loaded.
+        verify: Whether to compare the hashes of the parts that are read. Sizes are always compared.
+        strict: Whether entries, shapes and dtypes must equal those of the checkpoint. If not, matching ones are loaded.
         process_group: The ranks that hold the state dict. All of them when `None`.
         storage_options: Options for fsspec.
         planner: Planner that maps reads to tensors, in place of the one for `strict`. Its reads are compared with the
@@ -82,7 +82,7 @@ def load_with_reader(state_dict: dict[str, Any], reader: VerifyingReader, planne
 
 
 def check_sharded(state_dict: dict[str, Any], folder: str | os.PathLike[str]) -> None:
-    """Compare what each rank would load with its hashes, without loading it. Every rank must call this.
+    """Verify the hashes of the parts that each rank would load, without loading them. Every rank must call this.
 
     Args:
         state_dict: As for `load_sharded`; the tensors' contents do not matter.
@@ -115,7 +115,7 @@ _MAX_LISTED = 10
 
 
 class WholeSavePlanner(DefaultSavePlanner):
-    """Planner that also saves empty dicts, of which DCP leaves no trace and which loading would then miss.
+    """Planner that also saves empty dicts. DCP drops them, so that they would be missing when the state is loaded.
 
     Args:
         first_rank_decides: Whether a tensor that is replicated on several ranks is taken from the first of them. If
@@ -157,8 +157,8 @@ class ComparingLoadPlanner(DefaultLoadPlanner):
     loaded, are ignored. Entries other than tensors are read as plain data.
 
     Args:
-        strict: Whether missing, unexpected and differing entries are refused. If not, what fits is loaded, dtypes are
-            converted, and the number of the others is logged.
+        strict: Whether missing, unexpected and differing entries are refused. If not, matching entries are loaded,
+            dtypes are converted, and the number of the other entries is logged.
         may_lack: Last parts of the names of non-tensor entries that the checkpoint may lack.
     """
 
@@ -180,7 +180,7 @@ class ComparingLoadPlanner(DefaultLoadPlanner):
         refuse_unfit_tensors(self.state_dict, self.mappings, "loads into")
 
     def create_local_plan(self) -> LoadPlan:
-        """Return what to read.
+        """Return this rank's reads.
 
         Raises:
             IncompatibleCheckpointError: If the state dict and the checkpoint do not fit.
@@ -331,7 +331,7 @@ def refuse_unfit_tensors(
     Args:
         entries: Entries by name.
         paths: Keys of the path to each, where known.
-        verb: Verb of the message, for what happens to other tensors.
+        verb: Verb for the message: `'saves'` or `'loads into'`.
         may_be_meta: Whether tensors may be on the meta device.
     """
     for name, value in entries.items():

@@ -34,7 +34,7 @@ __all__ = ["VerifyingReader", "read_folder_metadata", "read_manifest", "verify_f
 
 @dataclass(slots=True)
 class FileSlice:
-    """Part of an open file, read by position like a file of its own."""
+    """Part of an open file, read by position like a separate file."""
 
     file: FileReader
     offset: int

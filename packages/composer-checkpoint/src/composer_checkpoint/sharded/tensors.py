@@ -143,7 +143,7 @@ def _spread(plan: SavePlan, num_files: int, planner: _StreamingPlanner) -> list[
     items: list[list[WriteItem]] = [[] for _ in range(num_files)]
     for item in plan.items:
         tensor = planner.stored(item)
-        # What cannot be split goes to the first file.
+        # Items that cannot be split go to the first file.
         if tensor is None or not tensor.shape or num_files == 1 or not tensor.numel:
             items[0].append(item)
             continue
@@ -195,7 +195,7 @@ def _tree(metadata: Metadata, parts: dict[MetadataIndex, Part], shards: OpenShar
             empty.append((path, value))
         else:
             _put(root, path, value)
-    # A container that is empty on one rank is an entry of its own, in addition to the items it has on other ranks.
+    # A container that is empty on one rank has a separate entry, in addition to those of its items on other ranks.
     for path, value in empty:
         if not _has_items(root, path):
             _put(root, path, value)
