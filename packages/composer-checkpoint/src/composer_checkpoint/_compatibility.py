@@ -45,8 +45,8 @@ _PREFIX = "module."  # put before names by DistributedDataParallel, and by a Com
 def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, strict: bool, leaves_out: bool) -> None:
     """Refuse weights that do not fit the model, unless algorithms will change the model.
 
-    Error messages use the names of the checkpoint, so that they can be copied into `load_ignore_keys`. Modules that
-    load in a way of their own are not compared.
+    Error messages use the names of the checkpoint, so that they can be copied into `load_ignore_keys`. Modules with
+    custom loading are not compared.
 
     Args:
         state: Holds the model.
@@ -65,6 +65,7 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
         return
     own, theirs = _own_weights(state.model), {_as_loaded(str(name), saved, state): name for name in weights}
     apart, model = _loading_in_their_own_way(state.model), type(unwrap_model(state.model)).__name__
+    # First, since without any common name the lists of missing and unexpected weights would hide the cause.
     _refuse_other_names(own, theirs, path, model, compares_prefix="" not in apart)
     fit = _compare(own, {plain: (str(name), weights[name]) for plain, name in theirs.items()}, apart)
     if fit.differing and leaves_out:
@@ -84,7 +85,7 @@ def _own_weights(model: nn.Module) -> dict[str, Any]:
 def _refuse_other_names(
     own: Mapping[str, Any], theirs: Mapping[str, Any], path: str, model: str, *, compares_prefix: bool
 ) -> None:
-    """Refuse weights none of which is in the model."""
+    """Refuse weights if none of them is in the model."""
     if compares_prefix:
         _refuse_another_prefix(own, theirs, path, model)
     if own and {*map(_without_prefix, own)}.isdisjoint(map(_without_prefix, theirs)):
@@ -164,7 +165,7 @@ def _compare(own: Mapping[str, Any], theirs: Mapping[str, tuple[str, Any]], apar
 
 def _difference(theirs: Any, own: Any) -> str | None:
     if not isinstance(own, torch.Tensor) or nn.parameter.is_lazy(own):
-        return None
+        return None  # extra state, or a lazy parameter, which has no shape yet
     if not isinstance(theirs, torch.Tensor):
         return f"{type(theirs).__name__} in the checkpoint, a tensor in the model"
     shape = () if own.dim() == 0 and theirs.shape == (1,) else tuple(theirs.shape)  # torch before 0.4 saved scalars so
@@ -228,7 +229,7 @@ def refuse_hugging_face_folder(path: str) -> None:
     names = set(os.listdir(path)) if os.path.isdir(path) else set[str]()
     if _CONFIG in names and not names.isdisjoint(_WEIGHT_FILES) and ".metadata" not in names:
         raise IncompatibleCheckpointError(
-            f"{path} is the folder of a Hugging Face model, with {_CONFIG} and weights, and no checkpoint of ours. "
+            f"{path} is the folder of a Hugging Face model, with {_CONFIG} and weights, not a training checkpoint. "
             f"{_remedy(path)}"
         )
 
@@ -247,14 +248,11 @@ def hint_for_file(path: str, names: Iterable[str] = (), own: Iterable[str] = ())
     has_config = os.path.isfile(os.path.join(folder, _CONFIG))
     if not has_config and {_HUGGING_FACE_PREFIX + name for name in names}.isdisjoint(own):
         return ""
-    return " It seems to be of a Hugging Face model. " + _remedy(folder if has_config else "HF_DIR")
+    return " It seems to hold a Hugging Face model. " + _remedy(folder if has_config else "HF_DIR")
 
 
 def _remedy(folder: str) -> str:
-    return (
-        f"Make a checkpoint of it, with composer-ckpt convert {folder or '.'} x.pt, and load x.pt with "
-        f"load_weights_only=True."
-    )
+    return f"Convert it with composer-ckpt convert {folder or '.'} x.pt, and load x.pt with load_weights_only=True."
 
 
 T = TypeVar("T")
@@ -292,7 +290,7 @@ def shared_check(check: Callable[[str], T]) -> Iterator[Callable[[str], list[T]]
     asked: list[Any] = [None]
     dist.broadcast_object_list(asked, src=0)
     while asked[0] is not None:
-        with suppress(Exception):  # rank 0 raises it too, and decides what follows
+        with suppress(Exception):  # rank 0 raises it too, and handles it
             answer(asked[0])
         dist.broadcast_object_list(asked, src=0)
     yield ask
@@ -302,7 +300,7 @@ _DICTS = ("optimizers", "timestamp", "dataset_state")
 
 
 def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) -> None:
-    """Refuse a training state with a part that would fail to load only after the weights were changed.
+    """Refuse a training state with parts that would fail to load after the weights were already changed.
 
     Args:
         state: The training state, not yet changed.
@@ -328,7 +326,7 @@ def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) 
 def _refuse_impossible_time(timestamps: Mapping[str, Any], path: str) -> None:
     if "Timestamp" not in timestamps:
         return  # the loader warns about that
-    timestamp = Timestamp()
+    timestamp = Timestamp()  # loaded for its checks only
     try:
         timestamp.load_state_dict(dict(timestamps["Timestamp"]))
         negative = {
@@ -338,7 +336,7 @@ def _refuse_impossible_time(timestamps: Mapping[str, Any], path: str) -> None:
             raise ValueError(f"{negative} is before the beginning")
     except (KeyError, TypeError, ValueError) as error:
         raise IncompatibleCheckpointError(
-            f"{path} does not say when in training it was saved. Its state/timestamp/Timestamp is none: {error} "
+            f"{path} has no valid time in training: its state/timestamp/Timestamp is invalid: {error} "
             f"Nothing was changed. Load another checkpoint, or its weights with load_weights_only=True."
         ) from error
 
@@ -364,6 +362,7 @@ def _refuse_another_optimizer(
 def _compare_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer, name: str, groups: Any, saved_names: list[Any], path: str
 ) -> None:
+    # Old checkpoints number the parameters, so only the sizes of the groups can be compared.
     if any(isinstance(parameter, int) for parameter in saved_names):
         sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (optimizer.param_groups, groups))
         if sizes != saved_sizes:
@@ -381,6 +380,7 @@ def _compare_names(
     for alias, parameter in parameters_by_name(model).items():
         aliases.setdefault(id(parameter), set()).add(alias)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # In the order of the parameters: `group_names` has one name for each.
     first_names = [first_name for group in group_names(model, optimizer) for first_name in group]
     own = {
         first_name: aliases.get(id(parameter), {first_name})

@@ -98,7 +98,7 @@ def complete_set(record: Path) -> None:
             os.replace(unfinished, final)
             sync_path(final.parent)
             log.warning("Renamed a finished file to %s: its writer had stopped before it could do so.", final)
-    # Only now: until all files have their names, the record is what another attempt needs.
+    # Deleted last: until all files have their names, another attempt needs the record.
     record.unlink()
     sync_path(folder)
 

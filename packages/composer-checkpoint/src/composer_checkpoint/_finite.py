@@ -48,7 +48,7 @@ def weight_names(names: Iterable[str]) -> list[str]:
 
 
 class PassingWeights:
-    """Check weights for NaN and infinities while their bytes pass by for another reason, to avoid a second read.
+    """Check weights for NaN and infinities while their bytes are read for hashing, to avoid a second read.
 
     Args:
         weights: For each weight, the index of its byte range and the name of its dtype.
@@ -67,6 +67,7 @@ class PassingWeights:
 
     def finite(self) -> set[str]:
         """Return the names of the weights in which no NaN and no infinity was found."""
+        # A storage of two weights with different dtypes was checked as one of these only.
         return {
             name
             for name, (index, dtype) in self._weights.items()

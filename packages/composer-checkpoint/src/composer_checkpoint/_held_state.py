@@ -59,7 +59,7 @@ class _Part:
 
 
 class HeldState:
-    """Capture and restore what the parts of one dataloader hold.
+    """Capture and restore the state of the parts of one dataloader.
 
     Args:
         loader: The dataloader at the start of the run, before any listener changes it.
@@ -74,7 +74,7 @@ class HeldState:
         self._listened = set[str]()
 
     def capture(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, without empty entries.
+        """Return the state for a checkpoint, without empty entries.
 
         Of numbers and orders, only those are kept that have changed since the run began; settings are not kept.
         """
@@ -96,7 +96,7 @@ class HeldState:
         return {kind: entries for kind, entries in found.items() if entries}
 
     def restore(self, saved: Mapping[str, Any], *, role: str | None = None) -> None:
-        """Restore what `capture` returned.
+        """Restore a captured state.
 
         Args:
             saved: The captured state. Entries of parts that the dataloader lacks are ignored.
@@ -209,6 +209,7 @@ class HeldState:
 
     def _ask(self, part: _Part) -> Any:
         try:
+            # Copied, since the object may continue to change the containers that it returns.
             state = copy.deepcopy(part.value.state_dict())
             refuse_unsafe_objects(encode(state)[0], part.name)
         except Exception as error:
@@ -216,8 +217,8 @@ class HeldState:
                 self._warned.add(part.name)
                 warnings.warn(
                     f"The state of train_dataloader.{part.name}, a {type(part.value).__name__}, is not in the "
-                    f"checkpoints, so a resumed run may read other samples: {type(error).__name__}: {error} Let its "
-                    "state_dict() return numbers, texts, tensors, and lists and dicts of these, at any time.",
+                    f"checkpoints, so a resumed run may read other samples: {type(error).__name__}: {error} Its "
+                    "state_dict() must return numbers, strings, tensors, and lists and dicts of these, at any time.",
                     stacklevel=2,
                 )
             return _MISSING
@@ -236,6 +237,7 @@ def set_epoch_everywhere(holder: Any, epoch: int, done: Iterable[object] = ()) -
         The parts that define it.
     """
     has_it = {id(part) for part in done}
+    # Reversed, so that the call on a container, which may set its parts too, comes after theirs.
     found = [part.value for part in reversed(_parts(holder)) if _takes_epoch(part.value)]
     for part in found:
         if id(part) not in has_it:
@@ -246,7 +248,7 @@ def set_epoch_everywhere(holder: Any, epoch: int, done: Iterable[object] = ()) -
                     _refusing.add(type(part))
                     warnings.warn(
                         f"{type(part).__name__}.set_epoch({epoch}) raised {type(error).__name__}: {error} Training "
-                        "continues, and may read the same in each epoch. Let it take the number of an epoch alone.",
+                        "continues, and may read the same order in each epoch. It must take only the epoch number.",
                         stacklevel=2,
                     )
     return found
@@ -389,6 +391,7 @@ def _kept(value: Any) -> Any:
 
 
 def _mark(kept: Any) -> Any:
+    # An order may have millions of items, and is kept only to notice a change.
     return (len(kept), zlib.crc32(kept)) if isinstance(kept, bytes) else kept
 
 
@@ -415,6 +418,7 @@ def _content_of(value: Any) -> bytes:
 
 def _has_own_state(value: Any) -> bool:
     kind = type(value)
+    # The state of a module is its weights.
     if isinstance(value, torch.nn.Module) or not (hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")):
         return False
     try:
@@ -459,7 +463,7 @@ def _generator_state(generator: Any) -> Any:
 def _set_generator_state(generator: Any, state: Any) -> None:
     match generator:
         case random.Random():
-            version, internal, gauss = state
+            version, internal, gauss = state  # setstate() refuses a list, as which a file may return the tuple
             generator.setstate((version, tuple(internal), gauss))
         case np.random.Generator():
             generator.bit_generator.state = state

@@ -1,4 +1,4 @@
-"""Optimizer state that `load_ignore_keys` leaves out of a checkpoint, of which the optimizer keeps its own."""
+"""Optimizer state that `load_ignore_keys` leaves out of a checkpoint, and that the optimizer keeps instead."""
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -29,7 +29,7 @@ _Path = tuple[Any, ...]  # within an optimizer's state: () for all of it, (param
 class KeptOptimizers:
     """Complete a checkpoint's optimizers so that they can be loaded, and restore their own values after that.
 
-    Every rank must make one.
+    Every rank must create one.
 
     Args:
         state: Holds the optimizers.
@@ -203,8 +203,8 @@ def leave_out_their_state(state: "State", weights: Collection[Any], saved: Mappi
     if removed:
         told = ", ".join(sorted(removed)[:_MAX_NAMES]) + (", ..." if len(removed) > _MAX_NAMES else "")
         log.warning(
-            "load_ignore_keys leaves out %d weights, so what optimizers and algorithms keep of them is left out, too, "
-            "and is reinitialized: %s",
+            "load_ignore_keys leaves out %d weights, so what optimizers and algorithms keep of them is left out as "
+            "well, and is reinitialized: %s",
             len(removed),
             told,
         )
@@ -215,7 +215,7 @@ def _names_of_numbers(state: "State", optimizer_name: str, saved: Mapping[str, A
     numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
     if not any(isinstance(number, int) for number in numbers):
         return {}
-    strategy: Any = owner_of(state)  # DeepSpeed's, which has an order of its own
+    strategy: Any = owner_of(state)  # DeepSpeed's, which orders parameters differently
     if strategy is not None:
         named = {name_of_optimizer(state, each): strategy.parameter_names(state.model) for each in state.optimizers}
     else:

@@ -90,7 +90,7 @@ _NOT_OF_TORCH = frozenset(
 )
 
 
-# No slots for the next two: a frozen dataclass with slots has a __setstate__ of its own, which a pickle could call.
+# No slots for the next two: a frozen dataclass with slots defines __setstate__, which a pickle could call.
 @dataclass(frozen=True)
 class Dtype(Unchangeable):
     """Name of a dtype, and the bytes of one element."""
@@ -215,6 +215,7 @@ def inspect_pickle(
             inspection.tensors[name] = spec
         elif isinstance(spec, SparseSpec):
             inspection.sparse[name] = spec
+    # Components get unique names, since a dict may have a tensor under the name of one.
     taken = dict.fromkeys(inspection.tensors, 0)
     for name, spec in inspection.sparse.items():
         inspection.tensors |= {unique_name(f"{name}/{part}", taken): own for part, own in spec.parts.items()}
@@ -229,7 +230,7 @@ def inspect_pickle(
 
 
 class _InspectingUnpickler(RestrictedUnpickler):
-    """Unpickler that builds descriptions of tensors."""
+    """Unpickler that builds descriptions in place of tensors."""
 
     def __init__(
         self, data: bytes | memoryview, table: Mapping[str, Any], inspection: PickleInspection, record_unknown: bool
@@ -255,6 +256,7 @@ class _InspectingUnpickler(RestrictedUnpickler):
     def persistent_load(self, pid: Any, /) -> StorageSpec:
         if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] not in ("storage", b"storage"):
             return super().persistent_load(pid)
+        # The format before torch 1.6 has a sixth item, which once described a view of another storage; now it is None.
         _, dtype, key, _, numel, *view = pid
         if not isinstance(dtype, Dtype) or type(key) is not str or type(numel) is not int or not 0 <= numel < 1 << 60:
             raise CorruptCheckpointError(
@@ -350,6 +352,7 @@ def _is_size(size: Any) -> bool:
 
 
 def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> str:
+    # A string instead of a `TensorSpec`, since a meta tensor has neither bytes nor a storage.
     return f"meta {shown(tuple(size))}"
 
 
@@ -434,7 +437,7 @@ def _read_legacy(view: memoryview, record_unknown: bool) -> PickleInspection:
 # Booleans, numbers, bytes and text. Objects are refused, and so are structures and dates, whose dtypes have a state.
 _PLAIN_KINDS = frozenset("biufcSU")
 
-_MAX_DIMS = 64
+_MAX_DIMS = 64  # NumPy's own limit
 
 # Placeholder for the array class, which a pickle could otherwise call to allocate an array of any size.
 _ARRAY_CLASS = object()
@@ -460,6 +463,7 @@ def array_globals() -> Mapping[str, Any]:
 
 def plain_dtype(name: Any) -> np.dtype[Any]:
     """Return the dtype of numbers or text with a short name, such as `f8`."""
+    # Short, since NumPy would also parse the description of a structure, of any length.
     if type(name) is not str or len(name) > 12:
         raise CorruptCheckpointError(f"an array's dtype is {shown(name)}, not a name. Load another checkpoint.")
     dtype = np.dtype(name)
@@ -496,7 +500,7 @@ class _PickledArray(np.ndarray[Any, Any]):
             raise ValueError(f"shape {shape} of {dtype.dtype} does not fill {len(data)} bytes")
         native = dtype.dtype.newbyteorder("=")  # NumPy copies arrays of other byte orders, even each time one is named
         super().__setstate__((1, shape, native, bool(is_fortran), data))  # pyright: ignore[reportArgumentType]  # NumPy wants a plain bool
-        self.pickled_dtype = dtype.dtype  # applied by `plain_array`, since NumPy 2.5 deprecates setting `dtype`
+        self.pickled_dtype = dtype.dtype  # applied by `plain_value`, since NumPy 2.5 deprecates setting `dtype`
 
 
 class _PickledTensor(Unchangeable, torch.Tensor):
@@ -537,6 +541,7 @@ def plain_value(value: Any) -> Any:
 
 
 def _reconstruct(subtype: Any, shape: Any, typecode: Any) -> np.ndarray[Any, Any]:
+    # NumPy always writes this shape. Any other would allocate as much memory as the file asks for.
     if subtype is not _ARRAY_CLASS or shape != (0,):
         raise ValueError("only empty arrays are reconstructed")
     return _PickledArray((0,), np.int8)
@@ -623,6 +628,7 @@ def _tensor_class(*_: Any) -> None:
     raise ValueError("tensors are rebuilt, not called for")
 
 
+# torch pickles a tensor that has Python attributes in this way. DeepSpeed adds attributes to parameters.
 _WITHOUT_ATTRIBUTES: Mapping[str, Any] = {
     "torch._tensor._rebuild_from_type_v2": _tensor_without_attributes,
     "torch.Tensor": _tensor_class,

@@ -43,15 +43,17 @@ def work_within(work: Callable[[], A], timeout_s: float, rank: int) -> A:
     def overdue() -> str:
         return (
             f"rank {rank} (on {socket.gethostname()}) has not done its part of the checkpoint within "
-            f"save_timeout_in_seconds={timeout_s!r}: its disk or store hangs, or is too slow. The checkpoint before is "
-            f"untouched. Look after the disk, or allow for more time."
+            f"save_timeout_in_seconds={timeout_s!r}: its disk or store hangs, or is too slow. The previous checkpoint "
+            f"is unchanged. Check the disk, or raise the timeout."
         )
 
     return in_thread(work, timeout_s, overdue)
 
 
 def gather_with_timeout(talk: Callable[[], A], group: "ProcessGroup", timeout_s: float, rank: int) -> A:
-    """Return the result of a collective, or raise on all ranks that came if others do not. Every rank must call this.
+    """Return the result of a collective, or raise on the ranks that arrived if others do not.
+
+    Every rank must call this.
 
     A dead rank makes the collective fail at once. A rank that hangs does not, so each rank sets a key in the group's
     store when it arrives. The store's process may hang too, so the wait for it is short.
@@ -65,8 +67,8 @@ def gather_with_timeout(talk: Callable[[], A], group: "ProcessGroup", timeout_s:
         # A late rank must not start a collective that the others have abandoned.
         if store.check([f"{name}-over"]):
             raise StorageError(
-                f"rank {rank} came to save a checkpoint when others had waited for it for {timeout_s!r} s, and given "
-                f"up. Look into the log for what held it up."
+                f"rank {rank} came to save a checkpoint when others had waited for it for {timeout_s!r} s, and had "
+                f"stopped waiting. Look for the reason of the delay in the log."
             )
         reply = talk()
         with suppress(RuntimeError):  # all have arrived, and the process of the store may have exited
@@ -79,6 +81,7 @@ def gather_with_timeout(talk: Callable[[], A], group: "ProcessGroup", timeout_s:
 def in_thread(work: Callable[[], A], timeout_s: float, overdue: Callable[[], str]) -> A:
     """Return the result of a function, or raise a `StorageError` with the text of `overdue` if it takes too long."""
     outcome: Future[A] = Future()
+    # Context variables, such as the folders of `fetch_once_per_node`, must have their values in the thread as well.
     context = contextvars.copy_context()
     # Device copies made in the thread must come after the work that was queued here, so it uses the same stream.
     stream = torch.cuda.stream(torch.cuda.current_stream()) if torch.cuda.is_initialized() else nullcontext()
@@ -109,12 +112,12 @@ def _who_is_missing(store: Any, name: str, timeout_s: float, world_size: int) ->
     try:
         missing = in_thread(ask, _SOON_S, lambda: f"{silence}: no answer in {_SOON_S} s")
     except StorageError as error:  # the process of the store hangs
-        return f"{error}. Look after the process that keeps it: rank 0, or the launcher of its node."
+        return f"{error}. Check the process that hosts it: rank 0, or the launcher of its node."
     except RuntimeError as error:  # the process of the store is gone
         return f"{silence}: {error}"
     return (
         f"ranks {missing} of {world_size} have not come to save a checkpoint, while others waited for {timeout_s!r} s, "
-        f"{PATIENCE} times save_timeout_in_seconds: they hang. The checkpoint before is untouched. Look at their logs."
+        f"{PATIENCE} times save_timeout_in_seconds: they hang. The previous checkpoint is unchanged. Check their logs."
     )
 
 
@@ -122,13 +125,13 @@ B = TypeVar("B")
 
 
 class Ranks:
-    """The ranks of a group, or this process alone.
+    """Ranks of a group, or a single process.
 
     Args:
         group: The ranks that take part; all ranks when `None`. Messages go through the CPU: through a companion gloo
             group if the group has no CPU backend.
-        timeout_s: The longest time that each rank may work; ranks are given up after three times that. `None` for the
-            group's own timeout, and work of any length.
+        timeout_s: Time limit in seconds for the work of each rank. The others wait for a rank for three times as long.
+            `None` sets no limit on the work, and collectives have the group's own timeout.
 
     Raises:
         RuntimeError: If several processes were started without a process group.
@@ -153,8 +156,8 @@ class Ranks:
     def exchange(self, work: Callable[[], A], combine: Callable[[list[A]], Sequence[B]]) -> B:
         """Call `work` on each rank, `combine` on rank 0 with all results, and return this rank's item of its list.
 
-        Every rank must call this. The error of the first rank that failed is raised on every rank, and a `StorageError`
-        on every rank that arrived if one is given up.
+        Every rank must call this. The error of the first rank that failed is raised on every rank. If a rank does not
+        arrive in time, a `StorageError` is raised on those that did.
         """
         if self.world_size == 1:
             return self._within_time(lambda: combine([work()]))[0]
@@ -214,9 +217,7 @@ class Ranks:
             if not isinstance(outcome, _Failure):
                 return outcome
             failures = [outcome]
-        return failures[:1] * self.world_size
-
-    # Every rank gets the same error.
+        return failures[:1] * self.world_size  # so that every rank raises the same error
 
     def _as_raised(self, failure: "_Failure", mine: object) -> Exception:
         if isinstance(mine, _Failure) and mine.rank == failure.rank:
@@ -256,7 +257,7 @@ def fetch_together(fetch: Callable[[], None]) -> None:
     mine: Exception | None = None
     try:
         fetch()
-    except Exception as error:  # raised after the gather, which the other ranks wait in
+    except Exception as error:  # raised only after the gather, in which the other ranks wait
         mine = error
     failures = dist.all_gather_object(
         None if mine is None else (isinstance(mine, FileNotFoundError), f"{type(mine).__name__}: {mine}")

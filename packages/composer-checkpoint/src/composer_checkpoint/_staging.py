@@ -80,7 +80,7 @@ class Snapshot:
             self.release()
 
     def confirm(self) -> None:
-        """Raise if a tensor was changed too early, as far as autograd's version counter shows.
+        """Raise if a tensor was changed too early, according to autograd's version counter.
 
         The counter rises only at the end of an operation, so one that began before the end of the copy may still be
         running. Call this as late as possible: when the copies are on disk, before the rename.
@@ -106,6 +106,7 @@ class Snapshot:
 
     def _copy(self, sources: Mapping[str, torch.Tensor]) -> None:
         copies = self.copies
+        # list() waits for the copies and raises their errors.
         list(self._pool.map(lambda name: copies[name].copy_(sources[name].detach()), sources))
 
 

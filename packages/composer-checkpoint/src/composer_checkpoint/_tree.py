@@ -89,6 +89,7 @@ def refuse_doubled(root: Any, kinds: tuple[type, ...], separator: str, where: st
         separator: Separator of the keys.
         where: Name of what has such names, for the message.
     """
+    # The walk below names every object, so it is left out where it cannot find any.
     if any(True for kind in kinds for _ in named_leaves(root, kind)):
 
         def may_share(one: object, other: object) -> bool:
@@ -127,7 +128,7 @@ def _step(key: object) -> str:
 
 
 def text_of(key: object) -> str:
-    """Return the text of a key in a name. Of a container, which may unfold to any size, only the beginning is shown."""
+    """Return the text of a key in a name. A container, which may unfold to any size, is shortened."""
     return key if type(key) is str else shown(key) if isinstance(key, _CONTAINERS) else str(key)
 
 
@@ -226,7 +227,7 @@ def named_leaves(root: Any, kind: type[Any] = object) -> Iterator[tuple[str, Any
 
 
 def _has_only_numbers(value: Any) -> bool:
-    """Return whether a list or tuple is long and has plain numbers alone, such as the state of Python's generator."""
+    """Return whether a list or tuple is long and has only plain numbers, such as the state of Python's generator."""
     return isinstance(value, list | tuple) and len(value) > _LONG and {*map(type, value)} <= _NUMBERS
 
 
@@ -298,7 +299,7 @@ def map_tree(
     """
     # Results of containers by id, together with the container, which keeps the id from being reused during the walk.
     known: dict[int, tuple[Any, Any]] = {}
-    entered: dict[int, Any] = {}
+    entered: dict[int, Any] = {}  # never removed, so that containers which are entered again are counted
     names = names or Names()
     opened = [outside := _Open("", None, None, [("", root)])]
     while not outside.changed:
@@ -399,7 +400,7 @@ def noted_in(manifest: Manifest | None) -> tuple[Mapping[str, Any], Callable[[],
 def noted_names() -> Names:
     """Return the maker of the names of kinds in a manifest, which are unique: keys joined by slashes, with escapes.
 
-    `~` escapes slashes in keys, and distinguishes texts from numbers.
+    `~` escapes slashes in keys, and distinguishes strings from numbers.
     """
     return Names(text=_noted)
 
@@ -433,9 +434,9 @@ def _plain_form(value: Any) -> tuple[str | None, Any]:
     if type(value) is defaultdict and value.default_factory in _FACTORY_KINDS:
         return _FACTORY_KINDS[value.default_factory], dict(value)
     if isinstance(value, np.generic):
-        return None, value.item()
+        return None, value.item()  # a plain number loads without NumPy's globals
     if isinstance(value, str) and type(value) is not str:
-        return None, str.__str__(value)
+        return None, str.__str__(value)  # a subclass, such as StrEnum, would be pickled with its class
     return None, value
 
 
@@ -457,6 +458,7 @@ def decode(obj: Any, kinds: Mapping[str, Any], names: Callable[[], Names] = note
             case "deque", list():
                 return deque(value)
             case str() as kind, list() if kind.startswith(_BOUNDED_DEQUE):
+                # The manifest may be hostile, and int() would also accept signs and underscores.
                 length = kind.removeprefix(_BOUNDED_DEQUE)
                 return deque(value, int(length) if length.isascii() and length.isdigit() else None)
             case "frozenset", set():

@@ -1,4 +1,4 @@
-"""Background saves: the state is copied at once, and another thread writes the copy while training continues."""
+"""Background saves: the state is copied, and another thread writes the copy while training continues."""
 
 import copy
 import io
@@ -39,7 +39,7 @@ class AsyncSaver:
     """Save one checkpoint at a time in the background.
 
     `save` copies the state and returns; later training steps do not change the checkpoint. A thread writes, hashes and
-    flushes the copy, and talks to the other ranks through a gloo group of its own. The checkpoint does not exist until
+    flushes the copy, and communicates with other ranks in a gloo group of its own. The checkpoint does not exist until
     all of it is on disk.
 
     In the training loop:
@@ -51,13 +51,13 @@ class AsyncSaver:
         ...
         saver.wait()                # at the end of training, and after an exception in it
 
-    Every rank of the group must make one, and call `save`, `check`, `wait` and `close` in the same order.
+    Every rank of the group must create one, and call `save`, `check`, `wait` and `close` in the same order.
 
     Args:
         process_group: The ranks that save. All of them when `None`.
         policy: What `save` does while the previous checkpoint is being written: `'wait'` for it, or `'skip'` this one.
-        timeout_s: The longest time that the write of any rank may take; ranks are given up after three times that.
-            `None` waits without limit.
+        timeout_s: Time limit in seconds for the write of each rank. The save fails if a rank does not respond within
+            three times as long. `None` sets no limit.
 
     Raises:
         ValueError: If `policy` is not one of these.
@@ -89,6 +89,7 @@ class AsyncSaver:
         ours, its = self._groups or (None, None)
         self._ranks, self._background_ranks = Ranks(ours), Ranks(its, timeout_s=timeout_s)
         self._staging = StagingArea()
+        # One thread: `save` never begins a write before the previous one has ended on all ranks.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._snapshot: Snapshot | None = None
         self._writing: Future[None] | None = None
@@ -119,17 +120,17 @@ class AsyncSaver:
                 empty.
             path: The file; the folder if `sharded`; a path with `{rank}` in it if `local`.
             sharded: Whether each rank writes its own shards into one folder, as `save_sharded` does.
-            local: Whether each rank writes its own shards to a file of its own, as `save_local` does.
-            info: Facts about the run for the manifest.
+            local: Whether each rank writes its own shards to a separate file, as `save_local` does.
+            info: Entries of the manifest about the run.
             overwrite: Whether a checkpoint of this name may be replaced.
             storage_options: For fsspec, if the folder of a sharded checkpoint is a URI.
             stable_until_step: Tensors that nothing changes before `wait_for_staging`, such as parameters and optimizer
                 state, but not buffers that the forward pass changes. They are copied in the background of training; all
                 others are copied before this returns. A change that comes too early fails the save if autograd counts
-                it; changes through `.data` go unnoticed.
+                it; changes through `.data` are not detected.
             then: Called by each rank's background thread once the checkpoint exists, for example to move a pointer to
                 it.
-            planner: If sharded, decides what each rank writes, as in `save_sharded`.
+            planner: If sharded, the planner that assigns the writes to ranks, as in `save_sharded`.
 
         Returns:
             Whether the save was begun; false if it was skipped.
@@ -147,7 +148,7 @@ class AsyncSaver:
         self.check()
         if self.is_saving:
             if self._policy == "skip":
-                log.warning("%s is skipped: the checkpoint before is still being written.", path)
+                log.warning("%s is skipped: the previous checkpoint is still being written.", path)
                 return False
             self.wait()
         stable = {storage_key(_local(tensor)) for tensor in stable_until_step}
@@ -286,7 +287,7 @@ class AsyncSaver:
     ) -> Callable[[Path], None]:
         refuse_what_is_elsewhere(state_dict)  # `save_file` checks this too, but only later in the background
         leaves = dict(named_leaves(state_dict, torch.Tensor))
-        # Those of which an ordinary tensor of the same shape and dtype can hold a copy.
+        # Only tensors whose copy can be an ordinary tensor of the same shape and dtype.
         tensors = {
             name: leaf
             for name, leaf in leaves.items()
@@ -300,6 +301,7 @@ class AsyncSaver:
         copies = {id(t): snapshot.copies[first_names[storage_key(t)]] for t in tensors.values()}
         # Others, such as sparse tensors, have no buffers, and not all of them support deepcopy.
         copies |= {id(t): t.detach().clone() for name, t in leaves.items() if name not in tensors}
+        # The memo makes deepcopy take these copies for copies that it has made itself.
         copied = copy.deepcopy(dict(state_dict), copies)
         self._snapshot = snapshot
 
@@ -312,7 +314,7 @@ class AsyncSaver:
 
 
 class _SnapshotPlanner(DefaultSavePlanner):
-    """Planner that gives a writer the copies instead of the tensors, once all of them are made."""
+    """Planner that returns the copies in place of the tensors, once all of them are made."""
 
     def __init__(self, snapshot: Snapshot, pickled: Mapping[str, io.BytesIO]) -> None:
         super().__init__()
@@ -329,6 +331,7 @@ def _write(write: Job, snapshot: Snapshot | None, then: Job | None) -> None:
     try:
         write()
     finally:
+        # After an error before the copies were made, `wait_for_staging` would block forever.
         if snapshot is not None:
             snapshot.release()
     if then is not None:

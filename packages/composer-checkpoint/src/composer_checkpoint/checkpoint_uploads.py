@@ -30,7 +30,7 @@ __all__ = ["CheckpointUploads", "Save", "template_of_run", "within_folder"]
 class Save:
     """One save: its names, the time in training, and the metrics of that time. Names of per-rank files keep `{rank}`.
 
-    `address` is where it is kept, if that is a store; `path` is then the same, or a temporary file.
+    `address` is its location if that is in a store; `path` is then the same address, or a temporary file.
     """
 
     path: str
@@ -64,7 +64,7 @@ class CheckpointUploads:
 
     Attributes:
         overwrite: Whether a complete checkpoint of the same name may be replaced.
-        are_watched: Whether `check` has to look, since any rank may be uploading; the same on all ranks.
+        are_watched: Whether any rank may be uploading, so that `check` must communicate; the same on all ranks.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class CheckpointUploads:
         self.are_watched = False
 
     def send(self, job: Save, logger: "Logger") -> Future[None] | None:
-        """Begin to upload what this rank has saved, and then update the pointer.
+        """Begin to upload this rank's part of a save, and then update the pointer.
 
         Errors are raised by `check` and `wait`.
         """
@@ -91,6 +91,7 @@ class CheckpointUploads:
             self._failures.append(error)
             return None
         if self._kept is not None:
+            # All names, since an older checkpoint is deleted only once all ranks' files of a newer one are stored.
             of_ranks = [job.remote_name.replace("{rank}", str(rank)) for rank in range(Ranks().world_size)]
             self._kept.add(name, list(dict.fromkeys(of_ranks)), job.timestamp, job.metrics, upload)
         return upload
@@ -120,12 +121,12 @@ class CheckpointUploads:
             return
         self._wait()
         if self._kept is not None:
-            self._kept.rotate()  # by what all ranks have uploaded
+            self._kept.rotate()  # only now, since it depends on the uploads of all ranks
             self._wait()
         self.are_watched = False
 
     def close(self) -> None:
-        """Wait for this rank's uploads alone, since other ranks may be gone, and close connections."""
+        """Wait for this rank's uploads, without other ranks, which may have exited, and close connections."""
         if self._uploader is not None:
             self._uploader.wait_and_close()
         self._raise_first()
@@ -152,7 +153,7 @@ class CheckpointUploads:
         if self._uploader.futures and deadline is not None and time.monotonic() >= deadline:
             raise RuntimeError(
                 f"{len(self._uploader.futures)} uploads to {self._uploader.remote_folder} have not ended within "
-                f"upload_timeout_in_seconds={self._timeout_s!r}. Look at the connection, or allow for more time."
+                f"upload_timeout_in_seconds={self._timeout_s!r}. Check the connection, or raise the timeout."
             )
 
     def _send(self, path: str, name: str, pointer: str | None, logger: "Logger") -> Future[None] | None:

@@ -72,8 +72,8 @@ def write_atomically(
         path: The final name. Its parent folders are created.
         overwrite: Whether existing content may be replaced; a file never replaces a folder.
         folder: Whether a folder is written instead of a file. It is created, empty, before the body begins.
-        need_bytes: The size of what will be written, to raise before writing if it cannot fit.
-        keep_others: Whether files of a replaced folder stay that `is_of_checkpoint` does not recognize.
+        need_bytes: The size in bytes of the new content, to raise before writing if it cannot fit.
+        keep_others: Whether to keep files of a replaced folder that `is_of_checkpoint` does not recognize.
 
     Yields:
         The temporary path.
@@ -139,7 +139,7 @@ def put_in_place(temporary: Path, final: Path, *, overwrite: bool) -> None:
         raise StorageError(
             error.errno,
             f"{final} is written, but could not be renamed: {error.strerror or error}. What was there before is "
-            f"untouched. Look after the file system, and save again",
+            f"unchanged. Check the file system, and save again",
         ) from error
 
 
@@ -209,6 +209,7 @@ def _put_in_place(temporary: Path, final: Path, overwrite: bool) -> None:
 
 def _replace_folder(temporary: Path, final: Path) -> None:
     """Replace a folder that may exist, for which a plain rename is not atomic."""
+    # Whether the folder exists may change between the check and the rename, so a lost race is tried again.
     for attempts_left in reversed(range(8)):
         try:
             if not os.path.lexists(final):
@@ -216,7 +217,7 @@ def _replace_folder(temporary: Path, final: Path) -> None:
             elif not exchange(temporary, final):
                 _move_aside_and_replace(temporary, final)
             return
-        except OSError as error:  # another writer may have come in between
+        except OSError as error:
             if error.errno not in _RACED or not attempts_left:
                 raise
 
@@ -263,7 +264,7 @@ def write_on_rank_zero(
     with ExitStack() as undo:
         if ranks.rank == 0:
             undo.callback(discard, temporary)
-        # In a step of its own, so that a write that has timed out never becomes a checkpoint.
+        # Renamed in a separate step, so that a write that has timed out never becomes a checkpoint.
         ranks.exchange(
             lambda: write_beside(temporary, final, write, overwrite=overwrite) if ranks.rank == 0 else None, commit
         )
@@ -303,6 +304,7 @@ def replace_pointer(link: str | os.PathLike[str], target: str | os.PathLike[str]
     temporary = sibling_name(link)
     try:
         make_folders(link.parent)
+        # Made under another name and renamed, since a link cannot be changed in place.
         _write(temporary, os.path.relpath(os.path.abspath(target), link.parent))
         os.replace(temporary, link)
         sync_path(link.parent)

@@ -130,6 +130,7 @@ class DataPosition:
         rank = get_global_rank()
         self._rng, self._is_resumed, self._begun = rng or None, True, None
         self._start = _epoch_start(rng or [{}], rank)
+        # Removed, since the next checkpoint inside this epoch saves the rest again, with a newer entry of this name.
         self._at_save = (self._start or {}).pop(_AT_SAVE, {})
         waiting = (state.dataset_state or {}).get(LOADER_KEY) or []
         # With another number of ranks, the saved states do not describe this rank's share.
@@ -212,8 +213,8 @@ class DataPosition:
         set_epoch_everywhere(loader, epoch, parts)  # for parts that a listener has added meanwhile
 
     def _restore_process(self, loader: Any, rng: Sequence[Mapping[str, Any]] | None) -> None:
-        """Restore what this process held at the save, after the reads of an epoch that is resumed inside."""
-        # So that this process's dataset is as after loading the batches that were trained on.
+        """Restore the state of this process at the save, after the reads that lead to the position."""
+        # Without workers, the dataset in this process has changed with the batches that were loaded before the save.
         if getattr(loader, "num_workers", None) == 0:
             self.watch(loader).restore(self._at_save, role="loads")
         # Last, since the reads have drawn random numbers.
@@ -264,9 +265,10 @@ class DataPosition:
         return self.watch(loader).shares_generators()
 
     def _warm_up(self, loader: Any, epoch: int, seed: int) -> None:
-        """Load the first batch of epoch 0, for datasets that create state on first access. Samplers' numbers are kept.
+        """Load the first batch of epoch 0, since datasets may create state on their first access.
 
-        The interrupted process had done so, and persistent workers in each epoch. In epoch 0, `open` does it.
+        The interrupted process created that state in epoch 0, and persistent workers have read every epoch since. The
+        numbers of samplers are left unchanged. Nothing is needed in epoch 0, whose first batch `open` loads.
         """
         num_workers, is_map = getattr(loader, "num_workers", 0), can_be_seeded(loader)
         is_own = is_map and has_own_order(loader)  # with an order that is drawn in this process
@@ -290,15 +292,15 @@ class DataPosition:
         told = [f"train_dataloader.{name}, which no longer exists" for name in missing]
         if _persists(loader, epoch) and holds_state(loader.dataset, loader.collate_fn):
             told.append(
-                f"what train_dataloader.dataset, a {type(loader.dataset).__name__}, or collate_fn holds in worker "
-                "processes that persist, and continues from in each epoch"
+                f"the state of train_dataloader.dataset, a {type(loader.dataset).__name__}, or collate_fn in worker "
+                "processes that persist between epochs"
             )
         if told:
             warnings.warn(
-                f"The resumed run may read other samples than if it had not been stopped, since it cannot bring back "
+                f"The resumed run may read other samples than an uninterrupted one, since it cannot restore "
                 f"{' and '.join(told)}. Draw from the generators of the process (torch.rand, random.random), or from "
                 "set_epoch(epoch) and the number of the sample; or give the dataloader, dataset or sampler "
-                "state_dict() and load_state_dict(state), and load without workers that persist.",
+                "state_dict() and load_state_dict(state), and do not use persistent workers.",
                 stacklevel=2,
             )
 
@@ -324,10 +326,11 @@ class DataPosition:
             self._seeded.close()
 
     def state_dict(self, state: "State") -> dict[str, Any]:
-        """Return the state that this rank needs to resume here: what the batches of the open epoch depend on."""
+        """Return the state that this rank needs to resume here: everything that determines the epoch's batches."""
         held, num_read = self.watch(state.train_dataloader).capture(), int(state.timestamp.batch_in_epoch)
         if num_read == 0:
             return {SEED_KEY: state.rank_zero_seed, _HELD: held}
+        # A hash of the order, so that a resume can detect a sampler that no longer gives the same one.
         if self._seeded is not None and self._seeded.loader is state.train_dataloader:
             held[_ORDER] = self._seeded.order_of(num_read)
         return {**(self._start or {}), _AT_SAVE: held}
@@ -350,6 +353,7 @@ def _place_in(state: "State", dataloader: Iterable[Any] | None) -> tuple[Any, in
 def _read_earlier_epochs(loader: Any, epoch: int) -> None:
     for earlier in range(epoch):
         set_epoch_everywhere(loader, earlier)
+        # One batch suffices: samplers usually draw the order of an epoch, and workers get their seed, before it.
         next(iter(loader), None)
     set_epoch_everywhere(loader, epoch)
 
@@ -386,6 +390,7 @@ def dataset_counts_samples(dataloader: Any) -> bool:
     if not _has_state(dataset):
         return False
     try:
+        # As in StreamingDataset.state_dict(num_samples, from_beginning).
         inspect.signature(dataset.state_dict).bind(0, True)
     except TypeError:  # takes no arguments: used by a StatefulDataLoader
         return False
@@ -395,7 +400,7 @@ def dataset_counts_samples(dataloader: Any) -> bool:
 def begin_next_epoch(dataset_state: Any, state: "State") -> Any:
     """Return a StreamingDataset's state in the form to load.
 
-    Such a dataset counts epochs as they begin, so between two epochs its state names the finished one.
+    Such a dataset counts epochs when they begin, so between two epochs its state has the number of the finished one.
     """
     next_epoch = getattr(getattr(state.train_dataloader, "dataset", None), "next_epoch", None)
     if state.timestamp.batch_in_epoch > 0 or next_epoch is None or not isinstance(dataset_state, Mapping):
@@ -419,7 +424,7 @@ def leave_epoch(state: "State", dataset_state: Any) -> None:
     train = dataset_state.get("train") if isinstance(dataset_state, Mapping) else None
     start = dataset.state_dict(0, True)
     if isinstance(train, Mapping) and "epoch" in train:
-        # Not counted by the dataset itself, whose count the ranks of a node share.
+        # Not taken from the dataset, whose count the ranks of a node share.
         start = {**start, "epoch": train["epoch"] + 1}
     dataset.load_state_dict(start)
 
@@ -448,7 +453,7 @@ def _has_state(holder: Any) -> bool:
 
 
 def set_epoch(dataloader: Iterable[Any], epoch: int) -> None:
-    """Set the epoch of a DistributedSampler for evaluation or prediction, without touching what training may share."""
+    """Set the epoch of a DistributedSampler for evaluation or prediction, not of parts shared with training."""
     if isinstance(dataloader, DataLoader):
         for sampler in (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None)):
             if isinstance(sampler, DistributedSampler):
@@ -476,7 +481,7 @@ def describe_train_data(state: "State") -> dict[str, int]:
 
 
 def refuse_other_data(saved: Mapping[str, Any], state: "State", path: str) -> None:
-    """Refuse a checkpoint from inside an epoch of other data, of which the remaining batches are unknown.
+    """Refuse a checkpoint from inside an epoch of other data, since its remaining batches are unknown.
 
     Every rank must call this; rank 0 compares. Between two epochs the data may change.
 
@@ -514,9 +519,8 @@ def _compare(saved: Mapping[str, Any], state: "State", path: str) -> None:
         told = " and ".join(f"{name}={shown(before[name])} (now {now[name]!r})" for name in differing)
         raise IncompatibleCheckpointError(
             f"{path} was saved inside epoch {shown(timestamp.get('epoch'))}, after "
-            f"{shown(timestamp['batch_in_epoch'])} batches of a train dataset with {told}: which "
-            f"samples are left in the epoch cannot be told. Train on the same data, "
-            f"load a checkpoint from the end of an epoch, begin the epoch again with load_restart_epoch=True of the "
-            f"Trainer or restart_epoch=True of load_checkpoint(), or go on after as many batches of the data of now "
-            f"with load_ignore_keys=['state/metadata/{TRAIN_DATA_KEY}/*']."
+            f"{shown(timestamp['batch_in_epoch'])} batches of a train dataset with {told}, so the remaining samples of "
+            f"the epoch are unknown. Train on the same data, load a checkpoint from the end of an epoch, restart the "
+            f"epoch with load_restart_epoch=True of the Trainer or restart_epoch=True of load_checkpoint(), or skip "
+            f"as many batches of the current data with load_ignore_keys=['state/metadata/{TRAIN_DATA_KEY}/*']."
         )

@@ -21,7 +21,7 @@ __all__ = [
     "CheckpointConflictError",
 ]
 
-# Messages include content of files, and end up in logs.
+# Messages include content of files, which may be of any size, and end up in logs.
 _MAX_MESSAGE_CHARS = 10_000
 
 
@@ -38,19 +38,22 @@ class CheckpointError(Exception):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Raised if the bytes differ from those that were written: cut short, changed, or never a checkpoint."""
+    """Raised if a file was cut short or changed, or never was a checkpoint."""
 
 
 class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
-    """Raised if a file needs something that a checkpoint must not do; nothing of it was run."""
+    """Raised if loading a file would run code, or build more than data; nothing in the file was run.
+
+    It is an `UnpicklingError`, as `torch.load(weights_only=True)` raises.
+    """
 
 
 class IncompatibleCheckpointError(CheckpointError):
-    """Raised if a checkpoint is whole, but of a newer format or of another model."""
+    """Raised if a checkpoint is intact, but has a newer format or is of another model."""
 
 
 class NewerCheckpointError(IncompatibleCheckpointError):
-    """Raised if a checkpoint is of a newer format than this release reads."""
+    """Raised if a checkpoint has a newer format than this release reads."""
 
 
 class UnfittingWeightsError(IncompatibleCheckpointError, RuntimeError):
@@ -58,7 +61,7 @@ class UnfittingWeightsError(IncompatibleCheckpointError, RuntimeError):
 
 
 class UnfittingOptimizerError(IncompatibleCheckpointError, KeyError):
-    """Raised if an optimizer's state is of other parameters than those optimized now; nothing was changed."""
+    """Raised if an optimizer's state has other parameters than the optimizer; nothing was changed."""
 
 
 class StorageError(CheckpointError, OSError):
@@ -106,7 +109,7 @@ _ADVICE = {
     errno.EROFS: "Mount it writable or save elsewhere",
     errno.EACCES: "Give this user the right to write there or save elsewhere",
     errno.EPERM: "Give this user the right to write there or save elsewhere",
-    errno.EIO: "Look after the disk and save elsewhere",
+    errno.EIO: "Check the disk, and save elsewhere",
     errno.ESTALE: "Remount the file system or save elsewhere",
 }
 # torch's archive writer raises a RuntimeError without the error number of the system.
@@ -132,7 +135,7 @@ def as_storage_error(error: BaseException, path: Path, need_bytes: int | None = 
     reason = os.strerror(code) if code else str(error).strip().splitlines()[0]
     message = (
         f"{path} could not be written: {reason}. Free space: {space}; needed: {need}. Nothing of it is left, and what "
-        f"was there before is untouched. {_ADVICE.get(code, _ADVICE[errno.ENOSPC])}."
+        f"was there before is unchanged. {_ADVICE.get(code, _ADVICE[errno.ENOSPC])}."
     )
     return StorageError(code, message) if code else StorageError(message)
 

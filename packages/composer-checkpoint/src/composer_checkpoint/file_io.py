@@ -126,6 +126,7 @@ def tensor_bytes(tensor: "Tensor") -> memoryview:
             f"a tensor of layout {tensor.layout} has no bytes in row-major order to hash. Pass its dense parts, such "
             f"as tensor.indices() and tensor.values()."
         )
+    # Viewed as bytes, since NumPy lacks dtypes such as bfloat16 and float8.
     plain: Any = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
 
@@ -139,7 +140,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 class FlushedFile:
-    """Writer to an unbuffered file that starts the disk's work after every few megabytes."""
+    """Writer to an unbuffered file that starts writeback to the disk after every few megabytes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -185,7 +186,7 @@ class FlushedFile:
 class HashingFile:
     """File for `torch.save` that hashes each piece before writing it.
 
-    torch writes each storage in one piece. A storage whose hash was not taken in this way is read back.
+    torch writes each storage in one piece. A storage that was written in several pieces is read back to hash it.
     """
 
     def __init__(self, path: str, hash_name: str) -> None:
@@ -193,6 +194,7 @@ class HashingFile:
         self._disk = FlushedFile(self.raw)
         self._hash_name = hash_name
         self._failure: OSError | None = None
+        # By offset and size, since torch passes bytes without the name of the storage that they are of.
         self.hashes: dict[tuple[int, int], str] = {}
 
     def write(self, data: Any) -> int:
@@ -208,7 +210,7 @@ class HashingFile:
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing: nothing is held back."""
+        """Do nothing, since the file is unbuffered."""
 
     def raise_failure(self) -> None:
         """Raise the error of a failed write that torch has swallowed."""
@@ -247,7 +249,7 @@ def _find_sync_file_range() -> Any:
 
 
 class FileReader:
-    """Open file that several threads may read at once.
+    """Open file that several threads may read concurrently.
 
     Reads copy into memory, and report errors as exceptions. `MappedFile` avoids the copy.
     """
@@ -339,6 +341,7 @@ class MappedFile:
         if not self._is_cached:
             return None
         first_page = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        # Unlike an access to the mapping, which would end the process with SIGBUS, this call reports a read error.
         # madvise() of the mmap module would hold the interpreter's lock while the disk is read.
         failed = _madvise()(self._address + first_page, offset + size_bytes - first_page, _MADV_POPULATE_READ)
         return None if failed else self._view[offset : offset + size_bytes]
@@ -365,11 +368,13 @@ _READ_BYTES = 1 << 20
 # Nothing is copied: large enough that threads rarely compete for the interpreter's lock.
 _MAPPED_BYTES = 4 << 20
 
+# Each thread allocates its buffer once, not for each range.
 _buffers = threading.local()
 
 
 def num_threads() -> int:
     """Return the number of threads: one for each core that this process may use, up to eight."""
+    # Not os.cpu_count() where avoidable: a container or a job scheduler may allow only some of the machine's cores.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, 8)
 
@@ -408,7 +413,7 @@ def hash_ranges(
         return hasher.hexdigest()
 
     hashes = [""] * len(ranges)
-    left = iter(range(len(ranges)))  # shared by the threads
+    left = iter(range(len(ranges)))  # shared by the threads; `next` of a range is atomic
 
     def hash_what_is_left() -> None:
         for index in left:

@@ -78,7 +78,7 @@ log = getLogger(__name__)
 _PathLike = str | os.PathLike[str]
 _Item = TypeVar("_Item")
 
-_MAX_NAMES = 10
+_MAX_NAMES = 10  # in messages
 
 
 def save_file(
@@ -105,7 +105,7 @@ def save_file(
         info: Further entries of the manifest, as JSON values: versions, run name, timestamp.
         hash_name: `'xxh3_128'`, which detects damage, or `'blake3'`, about six times slower, which also detects
             forgery if the manifest is kept elsewhere.
-        allow_untrusted: Whether to save, with a warning, more than data, which can be loaded with trust only.
+        allow_untrusted: Whether to save objects other than data, with a warning. Loading them needs `trusted=True`.
 
     Returns:
         The manifest.
@@ -114,7 +114,7 @@ def save_file(
         StorageError: If the disk is full or fails; also an `OSError`.
         CompressorNotFound: If the program for the suffix is not installed.
         TypeError: If `.safetensors` is to hold more than weights, `info` cannot be represented in JSON, or a tensor is
-            a DTensor, of which other ranks have the rest, or on the meta device, where it has no elements.
+            a DTensor, of which this rank has only a part, or on the meta device, where it has no elements.
         IncompatibleCheckpointError: If two weights for `.safetensors` have keys that become the same name.
         ValueError: If the hash is unknown.
         UnsafeCheckpointError: If the object has more than data, such as an instance of a custom class, with its
@@ -149,7 +149,7 @@ def save_file(
             else:
                 compress(states, target, compressor_of(name) or "")
         return manifest
-    except CheckpointError:
+    except CheckpointError:  # some of these are OSErrors too, and already name the file
         raise
     except OSError as error:
         raise StorageError(
@@ -181,8 +181,8 @@ def load_file(
             files of torch before 1.6.
         verify: Whether to compare every byte with the hashes of the manifest, and to search for NaN and infinite
             weights.
-        trusted: Whether the file may run code of its own while it is loaded; a warning with its hash is logged. Applies
-            to this call only: no setting applies to a whole process.
+        trusted: Whether the file may run code while it is loaded; a warning with its hash is logged. Applies to this
+            call only.
         require_finite: Whether to refuse NaN and infinite weights, rather than to log a warning with their names.
         max_expanded_bytes: Size limit of a decompressed file, instead of a hundred times its size.
 
@@ -204,6 +204,7 @@ def load_file(
     with plain_file(source, max_expanded_bytes) as plain, FileReader(plain) as reader:
         kind = format_of(reader)
         if trusted := trusted and kind != "safetensors":  # that format has no code to trust
+            # The hash of an archive itself, not of its unpacked content, since the archive is what the user has.
             digest = hash_file(reader.own_path if plain == source else source, "blake3")
             log.warning("%s is loaded as trusted and may run any code. Its BLAKE3 hash is %s.", source, digest)
         return _load(
@@ -321,6 +322,7 @@ def _load(
                 reader, map_location=map_location, mmap=mmap, verify=verify, trusted=trusted
             )
         case "legacy pt":
+            # Not mapped: torch maps zip archives only.
             read_legacy_pt(reader, record_unknown=trusted)
             obj = load_checked(reader.own_path, map_location=map_location, mmap=False, trusted=trusted)
         case "pickle":
@@ -328,7 +330,7 @@ def _load(
             obj = pickle.loads(data) if trusted else safe_unpickle(data)
     if manifest is None:
         log.warning("%s is unverified: it has no manifest, so changes to its bytes cannot be detected.", source)
-    # Reads every weight, as verifying does anyway.
+    # Only if verified or required, since it reads every weight.
     if (verify or require_finite) and (names := non_finite_weights(obj, finite)):
         message = f"{len(names)} tensors are NaN or infinite: {', '.join(names[:_MAX_NAMES])}"
         if require_finite:
@@ -363,7 +365,7 @@ def _without_weights(obj: Any) -> Any:
 
 _SUFFIX = ".safetensors"
 _MANIFEST_KEY = "composer_manifest"
-_MAX_INDEX_BYTES = 1 << 29
+_MAX_INDEX_BYTES = 1 << 29  # an index is read into memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +387,7 @@ def save_weights_in_shards(
     overwrite: bool = False,
     hash_name: str = HASH_NAME,
 ) -> Path:
-    """Write weights to `.safetensors` files of a limited size, with an index, to a folder that appears whole.
+    """Write weights to `.safetensors` files of a limited size, with an index, in a folder that appears atomically.
 
     Readers of Hugging Face's format can load them. Weights that fit into one file become `model.safetensors`, without
     an index. Several names of one tensor share a file, which stores it once.
@@ -419,6 +421,7 @@ def save_weights_in_shards(
         >>> load_file(path)["a"]
         tensor([1., 1., 1., 1.])
     """
+    # Names of one tensor are one part of the size of one: they stay in one file, which stores the tensor once.
     parts = ((same, next(iter(same.values())).nbytes) for same in tied_weights(by_text_names(weights)))
     shards = plan_files(parts, max_shard_bytes, name)
     with write_atomically(folder, overwrite=overwrite, folder=True) as unfinished:
@@ -450,6 +453,7 @@ def plan_files(
             filled = 0
         groups[-1].update(part)
         filled += size_bytes
+    # Hugging Face's names, which include the number of files, so files are named after all parts are assigned.
     if len(groups) == 1:
         return {name + _SUFFIX: groups[0]}
     return {f"{name}-{number:05d}-of-{len(groups):05d}{_SUFFIX}": group for number, group in enumerate(groups, 1)}
@@ -608,7 +612,7 @@ def _compare_manifests(index: ShardIndex, shard: str, own: Manifest | None) -> N
     if own is None or dict(own.tensors) != listed:
         raise CorruptCheckpointError(
             f"{index.path.parent / shard} is not what was written together with {index.path.name}: the hashes of its "
-            f"tensors are others. It is of another save. Load another checkpoint."
+            f"tensors differ. It is from another save. Load another checkpoint."
         )
 
 

@@ -75,8 +75,8 @@ def load_checkpoint(
 ) -> list[dict[str, Any]] | None:
     """Load a checkpoint into a training state. Every rank must call this.
 
-    The hashes of the file are verified before any of the state is changed. Algorithms that the weights need are applied
-    to the model first.
+    The hashes of the file are verified before the state is changed. Algorithms that changed the saved model are applied
+    to this model before the weights are loaded.
 
     Args:
         path: A file, the folder of a sharded checkpoint, or an address; `{run_name}` is filled in. `{rank}` is 0 for a
@@ -90,9 +90,8 @@ def load_checkpoint(
             numbers, are always an error, except that they are left out with `load_weights_only` and without this.
         progress_bar: Whether to show the progress of a download.
         ignore_keys: Patterns of entries to leave out, such as `'state/optimizers/*'`, or a function that deletes from
-            the checkpoint's dict. State that optimizers and algorithms keep for a weight that is left out is left out
-            too. For entries that are left out of an optimizer, such as `'state/optimizers/*/lr'`, it keeps its own
-            values.
+            the checkpoint's dict. Leaving out a weight also leaves out its state in optimizers and algorithms. An
+            optimizer keeps its own values for entries that are left out, such as `'state/optimizers/*/lr'`.
         exclude_algorithms: Class names of algorithms not to apply.
         algorithm_passes: The engine's passes, which order those algorithms.
         verify: Whether hashes are compared.
@@ -109,9 +108,8 @@ def load_checkpoint(
             dataset.
         UnfittingWeightsError: If weights do not fit the model, which is a `RuntimeError`; nothing was changed.
         RuntimeError: If the ranks have loaded different checkpoints.
-        UnfittingOptimizerError: If the optimizer has a parameter that the saved one had not, or the other way round,
-            which is a `KeyError`; nothing was changed. An optimizer of another class only causes a warning, and is
-            reinitialized.
+        UnfittingOptimizerError: If the optimizer and the saved one have different parameters, which is a `KeyError`;
+            nothing was changed. An optimizer of another class only causes a warning, and is reinitialized.
     """
     check_ignore_keys("load_ignore_keys", ignore_keys)
     run_name, path = state.run_name, os.fspath(path)
@@ -123,6 +121,7 @@ def load_checkpoint(
         content = _read(local_path, state, load_weights_only, verify=verify, trusted=trusted)
         if not load_weights_only:
             _warn_of_missing_parts(state, content["state"])
+        # Kept, since the parts that `load_ignore_keys` removes are needed below to complete the optimizers.
         before = content["state"]
         content = without_keys(content, ignore_keys, "load_ignore_key")
         saved: dict[str, Any] = content["state"]
@@ -130,22 +129,25 @@ def load_checkpoint(
         kept = KeptOptimizers(state, before, saved) if leaves_optimizers else None
         weights = before.get("model")
         if isinstance(weights, Mapping) and not load_weights_only:
+            # After `KeptOptimizers`, which would otherwise keep the optimizer's own state for the entries removed here.
             leave_out_their_state(state, weights, saved)
         # When a whole run is resumed from one file, missing and unexpected weights are only logged.
         strict = strict_model_weights and (load_weights_only or layout_of(state) is not Layout.MONOLITHIC)
         leaves_out = load_weights_only and not strict_model_weights
-        # together, since one rank alone may have read the file
+        # Together, since only rank 0 may have read the file.
         Ranks().together(lambda: refuse_another_model(state, saved, local_path, strict=strict, leaves_out=leaves_out))
         if not load_weights_only:
             _prepare(state, saved, local_path, restart_epoch)
         _put_into(state, saved, logger, load_weights_only, strict, exclude_algorithms, algorithm_passes)
         if kept is not None:
             kept.put_back()
+    # Loading the state has set the name of the saved run.
     state.run_name, state.load_path = run_name, path
     _check_agreement(state)
     log.info("Loaded %s.", path)
     if load_weights_only:
         return None
+    # Before the position is resumed, since leaving the epoch discards the saved position in it.
     _leave_epoch_of_other_batches(state, saved)
     rng: list[dict[str, Any]] | None = content.get("rng") or None
     if (position := DataPosition.of(state)) is not None:
@@ -170,9 +172,9 @@ def load_sharded_checkpoint(
     *arguments: Any,
     **settings: Any,
 ) -> list[dict[str, Any]] | None:
-    """Load the folder of a sharded checkpoint into a training state of any sharding.
+    """Load the folder of a sharded checkpoint into a training state with any sharding.
 
-    The further arguments, the results and the errors are those of `load_checkpoint`. Every rank must call this.
+    The other arguments, the result and the errors are those of `load_checkpoint`. Every rank must call this.
 
     Raises:
         ValueError: If `source_path` is a file.
@@ -210,12 +212,13 @@ def _put_into(
 
 @contextmanager
 def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -> Iterator[str]:
-    """Yield the path under which this rank can open a checkpoint, downloading it first if necessary."""
+    """Yield the path at which this rank can open a checkpoint, which is downloaded first if it is remote."""
     is_local_layout = layout_of(state) is Layout.LOCAL
     own = path_on_this_rank(path, state)
     folder = _remote_folder(own, state) if object_store is None else None
     if object_store is None and (not is_uri(own) or folder is not None):
         if is_local_layout:
+            # A save that was killed between two renames is completed first: its files would be mixed with older ones.
             saved_to = os.path.dirname(own)
             Ranks().together(lambda: complete_interrupted_sets(saved_to) if dist.get_global_rank() == 0 else None)
         yield folder or _existing(own, path, state)
@@ -223,8 +226,9 @@ def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -
     from composer_checkpoint.remote.fetch import get_file  # here, so that local checkpoints do not load the stores
 
     with tempfile.TemporaryDirectory(prefix="composer-load-") as folder:
-        # The ranks of a node share what its first rank downloads.
+        # The ranks of a node share the files that its first rank downloads.
         shared = folder if is_local_layout else of_first_rank_of_node(folder)
+        # A pointer is followed to its target, and the format of the target follows from the name.
         destination = os.path.join(shared, os.path.basename(own).removesuffix(".symlink"))
         fetches = is_local_layout or dist.get_local_rank() == 0
 
@@ -313,6 +317,7 @@ def _is_object(store: "ObjectStore", name: str) -> bool:
 def _existing(own: str, path: str, state: "State") -> str:
     """Return the target of a local path, and raise on all ranks if any of them does not see it."""
     own = os.fspath(read_pointer(own) or own)
+    # Compared first, so that all ranks raise. A rank that raised by itself would leave the others in a collective.
     have_it = dist.all_gather_object(os.path.exists(own))
     if all(have_it):
         return own
@@ -337,7 +342,8 @@ def _sharded_beside(path: str) -> str:
         return "Look at the folder, or leave the checkpoint out."
     newest_first = sorted(found, key=lambda place: place.stat().st_mtime, reverse=True)
     name = Path(path).name
-    newest_first.sort(key=lambda place: not name.startswith(place.name))  # ep1-ba2 for ep1-ba2-rank0.pt
+    # Best match first, such as ep1-ba2 for ep1-ba2-rank0.pt. The sort is stable: among equals the newest stays first.
+    newest_first.sort(key=lambda place: not name.startswith(place.name))
     return (
         f"Sharded checkpoints are folders, which are loaded by their names: {', '.join(map(str, newest_first[:3]))}"
         f"{', ...' if len(found) > 3 else ''}."
@@ -397,6 +403,7 @@ def _refuse_own_file_of_a_rank(content: Mapping[str, Any], state: "State", path:
 
 def _warn_of_missing_parts(state: "State", saved: Mapping[str, Any]) -> None:
     """Warn of state that training needs and a checkpoint, such as one of weights alone, does not have."""
+    # Old releases of Composer saved some parts under private names.
     present = {str(name).removeprefix("_") for name in saved}
     for part in ("optimizers", "schedulers", "scaler", "callbacks", "timestamp"):
         for owner in () if part in present else ensure_tuple(getattr(state, part)):
@@ -410,6 +417,7 @@ def _warn_of_missing_parts(state: "State", saved: Mapping[str, Any]) -> None:
 def _restore_clocks(saved: dict[str, Any]) -> None:
     """Convert seconds to timedeltas. Files store seconds, so that they can be loaded with torch alone."""
     timestamps = saved.get("timestamp")
+    # The clocks are nested below `Timestamp`, or at the top level.
     for timestamp in [timestamps, *timestamps.values()] if isinstance(timestamps, dict) else []:
         if isinstance(timestamp, dict):
             for name, value in timestamp.items():
@@ -433,7 +441,7 @@ def _leave_epoch_of_other_batches(state: "State", saved: dict[str, Any]) -> None
         warnings.warn(
             f"The checkpoint was saved inside an epoch of batches of {saved_size} samples on {saved_ranks} ranks, "
             f"{before} in all, and now a batch has {now}. Training goes on with the next epoch, number "
-            f"{int(state.timestamp.epoch)}. To finish the one that was begun, let batch_size times ranks be {before}.",
+            f"{int(state.timestamp.epoch)}. To finish the saved epoch, make batch_size times the ranks {before}.",
             UserWarning,
             stacklevel=3,
         )
@@ -444,23 +452,23 @@ def _check_agreement(state: "State") -> None:
     if len(set(batches)) > 1:
         raise RuntimeError(
             f"Timestamp mismatch error: the ranks have loaded checkpoints of different batches, "
-            f"{dict(enumerate(batches))}. Let load_path mean the same checkpoint on every rank."
+            f"{dict(enumerate(batches))}. load_path must name the same checkpoint on every rank."
         )
 
 
 class LoadCheckpoint(Callback):
-    """Load a checkpoint at an event, in addition to any other. `autoresume` is independent of it.
+    """Load a checkpoint at an event, in addition to `load_path` and independently of `autoresume`.
 
     Args:
         load_path: As in `load_checkpoint`.
         load_weights_only: Load the model, and nothing else.
-            strict_model_weights: Whether missing and unexpected weights are an error, with `load_weights_only`.
-            ignore_keys: Patterns of entries to leave out, or a function.
-            event: The event to load at. By default, before the checkpoint of the run is searched for.
+        strict_model_weights: Whether missing and unexpected weights are an error, with `load_weights_only`.
+        ignore_keys: Patterns of entries to leave out, or a function.
+        event: The event to load at. By default, before the checkpoint of the run is searched for.
 
-        Raises:
-            TypeError: If an argument has the wrong type.
-            ValueError: If `load_path` is empty, or the event is unknown.
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If `load_path` is empty, or the event is unknown.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Checks that refuse, before anything is written, what a format cannot represent."""
+"""Checks that refuse content that a format cannot represent, before anything is written."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -34,7 +34,7 @@ def refuse_unfit(
     what: str | None = None,
     aliases: Iterable[str] = (),
 ) -> None:
-    """Refuse a tree that could not be written, by everything that is known without reading a tensor.
+    """Refuse a tree that cannot be written, as far as that is known without reading a tensor.
 
     Planning calls this too, so that a plan is refused for the same reasons as the write.
 
@@ -79,7 +79,7 @@ def refuse_unfit(
 
 
 def refuse_quantized(tensors: Mapping[str, StoredTensor], what: str) -> None:
-    """Refuse quantized tensors, whose elements mean nothing without the scale, which is not stored.
+    """Refuse quantized tensors, since their scale is not stored, without which the elements have no meaning.
 
     Args:
         tensors: Tensors by name.
@@ -91,7 +91,7 @@ def refuse_quantized(tensors: Mapping[str, StoredTensor], what: str) -> None:
     for name, tensor in tensors.items():
         if tensor.is_quantized:
             raise IncompatibleCheckpointError(
-                f"{name} is quantized, as {tensor.dtype}, and {what} takes plain tensors alone. Leave it out, or load "
+                f"{name} is quantized, as {tensor.dtype}, and {what} takes plain tensors only. Leave it out, or load "
                 f"the file with load_file() and make it plain with dequantize()."
             )
 

@@ -94,11 +94,13 @@ def read_zip_layout(file: Readable) -> ZipLayout:
 
 
 def _find_end(file: Readable) -> tuple[int, bytes]:
+    # A comment of up to 65535 bytes may follow the record.
     tail_bytes = min(file.size_bytes, _END.size + _FULL16)
     tail = file.read(file.size_bytes - tail_bytes, tail_bytes)
     # The last record of this kind must end the file; a comment that contains its magic fails the length check below.
     position = tail.rfind(_END_MAGIC)
     comment = tail[position + _END.size :]
+    # Padded, so that a record that was cut short is refused below instead of raising an error of `struct`.
     if position < 0 or _END.unpack_from(tail.ljust(position + _END.size), position)[7] != len(comment):
         _refuse("it has no end record at its end, so it was cut short or something was added to it")
     return file.size_bytes - tail_bytes + position, comment

@@ -55,7 +55,7 @@ _TAR_COMPRESSION: dict[str, Literal["", "gz", "bz2", "xz"]] = {
     ".tar.gz": "gz",
     ".tgz": "gz",
     ".tar.bz2": "bz2",
-    ".tar.lzma": "xz",
+    ".tar.lzma": "xz",  # as Composer writes it: an xz stream
 }
 
 # Weights hardly compress, but zeros, such as fresh optimizer state, compress a thousandfold; hence the minimum below.
@@ -202,6 +202,7 @@ def _extract(path: str, name: str, target: Path, budget: int) -> None:
     try:
         with _open_tar(path, name) as raw:
             budgeted = cast("IO[bytes]", _Budgeted(raw, path, budget))
+            # As a stream, which is read forward and once, so that the budget counts each byte.
             with tarfile.open(fileobj=budgeted, mode="r|", tarinfo=_Header) as archive:
                 found = _extract_states(path, archive, target)
             # Read to the end: the checksum of the compressed data follows the end of the archive.
@@ -247,8 +248,8 @@ _ABOUT_THE_NEXT = frozenset(
 
 def _refuse_header(what: str) -> NoReturn:
     raise CorruptCheckpointError(
-        f"the tar archive has a header {what}, as that of no checkpoint has: one that is about a single file of up to "
-        f"{_MOST_HEADER_BYTES} bytes is read. Load another checkpoint."
+        f"the tar archive has a header {what}, and only headers of up to {_MOST_HEADER_BYTES} bytes that describe a "
+        f"single file are read. Load another checkpoint."
     )
 
 
@@ -316,6 +317,7 @@ def is_packed(name: str) -> bool:
 def format_of(reader: FileReader) -> Format:
     """Return the format of a file that is not an archive."""
     start = reader.read(0, min(reader.size_bytes, len(LEGACY_MAGIC)))
+    # By its name, since a safetensors file starts with the length of its header.
     if final_name(reader.path).endswith(".safetensors"):
         return "safetensors"
     if start.startswith(LOCAL_MAGIC):
@@ -346,7 +348,7 @@ def plain_file(path: str, max_expanded_bytes: int | None = None) -> Iterator[str
             yield path
     except CheckpointError as error:
         if isinstance(error, OSError) or path in str(error):
-            raise
+            raise  # an OSError that is made from a message would lose its error number
         raise type(error)(f"{path}: {error}") from error
     except FileNotFoundError as error:
         if os.path.exists(path):
@@ -429,12 +431,13 @@ class CliCompressor:
         self, flags: str, stdin: IO[bytes] | int = subprocess.PIPE, stdout: IO[bytes] | int = subprocess.PIPE
     ) -> Iterator["subprocess.Popen[bytes]"]:
         with (
-            tempfile.TemporaryFile() as messages,
+            tempfile.TemporaryFile() as messages,  # a pipe that nothing reads would block the program once it is full
             subprocess.Popen([self.cmd, flags], stdin=stdin, stdout=stdout, stderr=messages) as process,
         ):
             try:
                 yield process
             except BaseException:
+                # Leaving Popen's context waits for the program, which may be waiting for input.
                 process.kill()
                 raise
             if process.wait():

@@ -29,7 +29,7 @@ _FLAT = "fp32_flat_groups"  # key of stage 3
 _PARTITION = "single_partition_of_fp32_groups"  # key of stages 1 and 2
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-# Globals that the pickles name besides data: classes and functions of DeepSpeed, all unrelated to the weights.
+# Globals in the pickles other than data: classes and functions of DeepSpeed, all unrelated to the weights.
 # None of them is imported; an inert object replaces each.
 _INERT = re.compile(r"deepspeed\..*")
 
@@ -104,7 +104,7 @@ class _Ranks:
         return self.models[rank].tree
 
     def rest(self) -> dict[str, Any]:
-        """Return the entries besides weights that are data."""
+        """Return the entries other than weights."""
         keep = ("ds_version", "ds_config", "dp_world_size", "global_steps", "global_samples", "skipped_steps")
         model = self.model()
         rest = {key: model[key] for key in keep if key in model}
@@ -143,7 +143,7 @@ def _open_all(folder: Path, pattern: re.Pattern[str], opened: ExitStack) -> list
                 f"was run."
             )
         if not isinstance(source.tree, dict):
-            raise CorruptCheckpointError(f"{ranks[rank]} holds no dict, as DeepSpeed's files do.")
+            raise CorruptCheckpointError(f"{ranks[rank]} does not hold a dict, as DeepSpeed's files do.")
     return sources
 
 
@@ -211,6 +211,7 @@ def _of_stage_3(ranks: _Ranks) -> dict[str, StoredTensor]:
     _check_count(ranks)
     lengths = [sum(part.numel for part in of_rank) for of_rank in parts]
     starts = [sum(lengths[:rank]) for rank in range(len(parts))]
+    # One sequence of all ranks' groups. Within a rank, `position` continues from one group to the next.
     flat = [part for of_rank in parts for part in of_rank]
     found: dict[str, StoredTensor] = {}
     position = 0
@@ -238,6 +239,7 @@ def _frozen(ranks: _Ranks) -> dict[str, StoredTensor]:
         parts = [of_rank[name] for of_rank in fragments if isinstance(of_rank.get(name), StoredTensor)]
         if len(parts) < len(fragments):
             ranks.refuse(f"the frozen parameter {name!r:.200} is not in the files of all ranks")
+        # Padding comes after the last element, so the parameter is the beginning of the concatenated pieces.
         found[name] = _Cut(parts, [(0, math.prod(shape))], tuple(shape)).stored(ranks, name)
     return found
 

@@ -1,4 +1,4 @@
-"""Per-rank files: each rank's own shards, as they are in its memory, in a file of its own."""
+"""Per-rank files: one file for each rank, with its shards as they are in memory."""
 
 import os
 import uuid
@@ -60,15 +60,15 @@ def save_local(
     overwrite: bool = True,
     timeout_s: float | None = None,
 ) -> Manifest:
-    """Save this rank's shards to a file of its own. Every rank of the group must call this.
+    """Save this rank's shards to a separate file. Every rank of the group must call this.
 
     No file gets its final name before the files of all ranks are on the disk, and once one has its name, all of them
     get theirs. If the ranks are killed in between, `remove_leftovers` completes the set, and each run that saves to the
     folder calls it. This needs a folder that rank 0 shares with the other ranks. On node-local disks, files that
     replace others may end up mixed, and loading refuses those; save under a new name each time there, with `{batch}`.
 
-    The file has this rank's part of each DTensor as a plain tensor, and under `local_layout` what is needed to
-    reassemble the parts: world size, rank, mesh, and each tensor's placements, global shape and offsets.
+    The file has this rank's part of each DTensor as a plain tensor. To reassemble the parts, `local_layout` has the
+    world size, the rank, the mesh, and each tensor's placements, global shape and offsets.
 
     Args:
         state_dict: Tensors, DTensors and plain data in nested dicts and lists.
@@ -76,7 +76,7 @@ def save_local(
         info: Entries of the manifest about the run.
         process_group: The ranks that hold the state dict. All of them when `None`.
         overwrite: Whether to replace an existing file of this name.
-        timeout_s: Time limit in seconds for the write of each rank; a rank that does not respond is given up after
+        timeout_s: Time limit in seconds for the write of each rank. The save fails if a rank does not respond within
             three times as long. `None` sets no limit for the disk.
 
     Returns:
@@ -364,7 +364,7 @@ def save_local_state(
     info: Mapping[str, Any] | None = None,
     timeout_s: float | None = None,
 ) -> "Manifest":
-    """Save this rank's part of a model and its optimizers to a file of its own. Every rank must call this.
+    """Save this rank's part of a model and its optimizers to a separate file. Every rank must call this.
 
     For a model sharded with `fully_shard` the part is its shards; for a plain one, or one in
     `DistributedDataParallel`, it is everything. Names are those of the plain model, and the layout of the file is that
@@ -434,7 +434,7 @@ def _named(optimizers: Optimizer | Sequence[Optimizer]) -> dict[str, Optimizer]:
     named = {type(optimizer).__qualname__: optimizer for optimizer in listed}
     if len(named) < len(listed):
         raise ValueError(
-            f"optimizers={[type(optimizer).__qualname__ for optimizer in listed]}: they are known by their class, and "
-            f"two have the same. Save each to a file of its own."
+            f"optimizers={[type(optimizer).__qualname__ for optimizer in listed]}: they are identified by their "
+            f"class, and two have the same. Save each to a file of its own."
         )
     return named

@@ -1,4 +1,4 @@
-"""Writing of a set of per-rank files with at most one tensor in memory."""
+"""Tensor-by-tensor reader and writer of per-rank files, with at most one tensor in memory."""
 
 import os
 import uuid

@@ -51,10 +51,10 @@ class PtContents:
 
 
 def save_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str, *, allow_untrusted: bool = False) -> Manifest:
-    """Write a `.pt` file with its manifest. Refuse what needs trust to load, or log it if `allow_untrusted`."""
+    """Write a `.pt` file with its manifest. Refuse objects other than data, or log them if `allow_untrusted`."""
     unknown: list[Any] = []
     plain, kinds = encode(obj, unknown)
-    if unknown and not allow_untrusted:  # another walk, which is rarely needed
+    if unknown and not allow_untrusted:  # another walk, for an error that names where the objects are
         refuse_unsafe_objects(plain, path)
     manifest, rehearsal = write_pt(plain, path, {**info, **notes_of(kinds)}, hash_name)
     if rehearsal.unknown_globals:
@@ -71,12 +71,13 @@ def load_pt(
 ) -> tuple[Any, Manifest | None, Collection[str]]:
     """Check and load a `.pt` file; return its content, its manifest if any, and the weights known to be finite.
 
-    A trusted file is checked for damage all the same.
+    A trusted file is also checked for damage.
     """
     contents = open_pt(reader, record_unknown=trusted)
     finite: Collection[str] = ()
     if verify:
-        finite = _verify_payload(reader, contents, MappedFile(reader) if mmap else None)  # as the tensors will be
+        # Mapped if the tensors will be mapped as well, so that both use the page cache and nothing is copied.
+        finite = _verify_payload(reader, contents, MappedFile(reader) if mmap else None)
     obj = load_checked(reader.own_path, map_location=map_location, mmap=mmap, trusted=trusted)
     return decode(obj, *noted_in(contents.manifest)), contents.manifest, finite
 
@@ -151,7 +152,7 @@ def _tensors_of(rehearsal: PickleInspection, key: str) -> str:
 
 
 def load_checked(path: str, *, map_location: Any, mmap: bool, trusted: bool = False) -> Any:
-    """Load a file that was checked before; unless trusted, torch's weights-only loader is the second lock."""
+    """Load a file that was checked before; unless it is trusted, with torch's weights-only loader as a second check."""
     if trusted:
         return torch.load(path, map_location=map_location, mmap=mmap, weights_only=False)
     try:
@@ -178,7 +179,7 @@ _globals_lock = threading.Lock()
 
 @contextmanager
 def _safe_globals() -> Iterator[None]:
-    """Extend torch's allowlist during one load, without removing what the user has put on it.
+    """Extend torch's allowlist during one load, without removing the user's entries.
 
     The allowlist is global to the process, so loads of several threads run one after another.
     """
@@ -251,7 +252,7 @@ def write_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> tu
     """Write the archive of `torch.save` with manifest and seal, and flush it to the disk."""
     with HashingFile(path, hash_name) as file:
         torch.save(obj, cast("IO[bytes]", file))
-        file.raise_failure()
+        file.raise_failure()  # torch may return normally after a failed write
         return append_manifest(file, path, info, hash_name)
 
 

@@ -64,6 +64,7 @@ def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: 
                         f"numbers, and this one has {sys.byteorder}. Load it with torch.load and save it again."
                     )
                 if drop_attributes:
+                    # A second time, since `open_pt` takes tensors with attributes for unknown objects.
                     pickled = members["data.pkl"]
                     data = reader.read(pickled.offset, pickled.size_bytes)
                     inspection = inspect_pickle(data, record_unknown=True, drop_attributes=True)
@@ -179,7 +180,7 @@ def _plain(tree: Any, stored: Callable[[TensorSpec], StoredTensor]) -> Any:
 
 
 def _source_of_pickle(reader: FileReader, record_unknown: bool) -> TensorSource:
-    """Open a plain pickle. Its arrays are inside the pickle, so all of it is read into memory."""
+    """Open a plain pickle, all of which is read into memory since its arrays are inside the pickle."""
     data = reader.read(0, reader.size_bytes)
     rehearsal = inspect_pickle(data, record_unknown=True)
     if rehearsal.unknown_globals and record_unknown:
@@ -249,6 +250,7 @@ def stream_pt(
             writer.write_record("byteorder", sys.byteorder, len(sys.byteorder))
             for key, tensor in storages.items():
                 data = tensor_bytes(tensor.read())
+                # frombuffer() refuses empty buffers.
                 elements = torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else torch.empty(0)
                 writer.write_record(f"{PAYLOAD_FOLDER}{key}", elements.untyped_storage(), tensor.size_bytes)
                 if progress is not None:
@@ -294,11 +296,12 @@ class _Pickler(pickle.Pickler):
         return _rebuild_tensor_v3, (*place, obj.dtype)
 
     def _storage(self, tensor: StoredTensor) -> _Storage:
+        # Names of one tensor share a storage. Empty tensors may have equal keys without being one tensor.
         own = tensor if tensor.storage is None or not tensor.numel else (tensor.storage, tensor.dtype, tensor.shape)
         if own not in self._known:
             key = str(len(self.storages))
             kind = _STORAGES.get(tensor.dtype)
-            numel = tensor.numel if kind is not None else tensor.size_bytes
+            numel = tensor.numel if kind is not None else tensor.size_bytes  # an untyped storage counts bytes
             self._known[own] = _Storage(key, cast("type", kind or torch.UntypedStorage), numel)
             self.storages[key] = tensor
         return self._known[own]

@@ -175,7 +175,7 @@ def save_safetensors(obj: Any, path: str, info: Mapping[str, Any], hash_name: st
 
 
 def tied_weights(weights: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    """Return the names of each tensor, in the order of the first of them."""
+    """Group the names of each tensor, in the order of their first names."""
     tied: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):
@@ -242,6 +242,7 @@ def load_safetensors(
         finite = _verify_payload(reader, header, manifest, MappedFile(reader))  # load_file() maps the file as well
     device = map_location if isinstance(map_location, str | int) else str(map_location or "cpu")
     tensors: dict[str, Any] = load_file(reader.own_path, device=device)
+    # In the order of the header, which the library does not promise to keep.
     tensors = {name: tensors[name] for name in header.tensors}
     tensors |= {alias: tensors[name] for alias, name in aliases_in(manifest, tensors).items()}
     if manifest is None or manifest.info.get("layout") != "composer":
@@ -292,7 +293,7 @@ def read_safetensors(reader: FileReader) -> tuple[Header, Manifest | None]:
 
 
 def by_text_names(weights: Mapping[Any, T]) -> dict[str, T]:
-    """Return weights by the text of their keys, since names in a file are text."""
+    """Return weights by their keys as strings, since names in a file are strings."""
     keys: dict[str, Any] = {}
     for key in weights:
         if keys.setdefault(str(key), key) is not key:
@@ -304,8 +305,8 @@ def check_names(names: Collection[str]) -> None:
     """Refuse the one name that the format reserves, and names that its own reader cannot decode."""
     if METADATA_KEY in names:
         raise IncompatibleCheckpointError(
-            f"a tensor is called {METADATA_KEY!r}, where a .safetensors file has what is said of it. Give it another "
-            f"name, or write a .pt file."
+            f"a tensor is called {METADATA_KEY!r}, which the .safetensors format reserves for its metadata. Give it "
+            f"another name, or write a .pt file."
         )
     for name in names:
         if not name.isascii() and name.encode(errors="replace").decode() != name:
@@ -333,6 +334,7 @@ def _header_of(
     metadata = {"format": "pt", _MANIFEST_KEY: manifest.to_json(), _SEAL_KEY: _NO_SEAL}
     text = json.dumps({METADATA_KEY: metadata, **slots}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format aligns tensors to 8 bytes
+    # The first match is the seal: metadata precedes all tensors, and quotes inside the manifest are escaped.
     sealed = text.replace(
         f'"{_SEAL_KEY}":"{_NO_SEAL}"'.encode(), f'"{_SEAL_KEY}":"{blake3(text).hexdigest()}"'.encode(), 1
     )

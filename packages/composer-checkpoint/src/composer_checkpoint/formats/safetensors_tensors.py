@@ -1,4 +1,4 @@
-"""Writing of `.safetensors` files with at most one tensor in memory."""
+"""Tensor-by-tensor reader and writer of `.safetensors` files, with at most one tensor in memory."""
 
 import os
 from collections import OrderedDict
@@ -56,7 +56,7 @@ def stream_safetensors(
 
     Raises:
         IncompatibleCheckpointError: If a tensor is sparse or quantized, or its name does not fit the format.
-        TypeError: If safetensors has no form for a dtype.
+        TypeError: If safetensors does not support a dtype.
 
     Example:
         >>> import tempfile
@@ -175,7 +175,7 @@ def merge_files(index: Path, listed: Mapping[str, str], open_file: Callable[[str
 def _meant(
     index: Path, found: Mapping[str, StoredTensor], earlier: Container[str], shard: str, listed: Mapping[str, str]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a file without those that the index assigns to another file."""
+    """Return the tensors of a file, except those that the index assigns to another file."""
     for name in found:
         if name in earlier and name not in listed:
             raise CorruptCheckpointError(

@@ -1,4 +1,4 @@
-"""Common interface of all checkpoint formats for reading tensor by tensor."""
+"""Common interface for reading checkpoints of all formats tensor by tensor."""
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -76,7 +76,7 @@ def refuse_sparse(tensors: "Mapping[str, StoredTensor]", what: str) -> None:
     for name, tensor in tensors.items():
         if tensor.sparse is not None:
             raise IncompatibleCheckpointError(
-                f"{name} is a tensor of layout {tensor.sparse.layout}, and {what} takes dense ones alone. Write a .pt "
+                f"{name} is a tensor of layout {tensor.sparse.layout}, and {what} takes dense ones only. Write a .pt "
                 f"file, which keeps it, leave it out, or load the file with load_file() and make it dense with "
                 f"to_dense()."
             )
@@ -258,7 +258,7 @@ class TensorSource:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """Return the state besides the model, such as timestamp and metadata; empty for weights alone."""
+        """Return the training state, such as timestamp and metadata; empty for a file that holds only weights."""
         tree = self.tree
         state = tree.get("state") if isinstance(tree, dict) else None
         return state if isinstance(state, dict) else {}

@@ -104,6 +104,7 @@ class _Checker:
             state_dict_metadata=state_dict_metadata,
             planner_data=planner_data,
             storage_data=storage_data,
+            # With the path that is read, since the folder may have been moved since the save.
             storage_meta=StorageMeta(self._folder, _text(_get(meta, "save_id"))),
             version=_text(version),
         )
@@ -154,6 +155,7 @@ class _Checker:
                 f"{self._folder}: {name!r} was written through {shown(_get(info, 'transform_descriptors'))}, and only "
                 f"plain files can be read. Write the checkpoint again without extensions."
             )
+        # The part is an archive, so it is longer than the elements in it.
         counts = all(type(value) is int and 0 <= value < _MAX_COUNT for value in (offset, length))
         if not counts or length < need_bytes:
             self._refuse(
@@ -349,7 +351,7 @@ def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> tuple[ChunkStorageMetada
         (tuple(chunk.offsets), tuple(map(sum, zip(chunk.offsets, chunk.sizes, strict=True))), chunk) for chunk in chunks
     ]
     num_dims = len(chunks[0].sizes)
-    if num_dims == 0:
+    if num_dims == 0:  # chunks of a scalar are the same element
         return chunks[0], chunks[1]
     dim = max(range(num_dims), key=lambda d: len({starts[d] for starts, _, _ in boxes}))
     active: list[tuple[tuple[int, ...], tuple[int, ...], ChunkStorageMetadata]] = []

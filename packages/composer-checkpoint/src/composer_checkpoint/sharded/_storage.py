@@ -83,13 +83,13 @@ class LocalTarget:
         unfinished, self._unfinished = self._unfinished, ExitStack()
         try:
             unfinished.__exit__(type(error), error, error.__traceback__)
-        except BaseException as same:  # the context manager raises what it was given, or an error caused by it
+        except BaseException as same:  # the context manager raises the error passed to it, or one caused by it
             if same is not error and same.__cause__ is not error:
                 raise
 
 
 class RemoteTarget:
-    """Folder of a remote store. Stores cannot rename, so the manifest is written last and makes it whole."""
+    """Folder of a remote store. Stores cannot rename, so the manifest is written last and marks the folder as whole."""
 
     def __init__(self, folder: str, overwrite: bool, storage_options: dict[str, Any]) -> None:
         from composer_checkpoint.stores.fsspec import FsspecObjectStore
@@ -212,6 +212,7 @@ def open_source(folder: str | os.PathLike[str], storage_options: Mapping[str, An
         return StoreSource(address, shared, is_temporary=True)
     place = Path(tempfile.mkdtemp(prefix="composer-checkpoint-"))
     source = StoreSource(address, FetchedFolder(*store_of(address, storage_options), place), is_temporary=True)
+    # Sources are not closed, so the files are deleted together with the object.
     weakref.finalize(source, shutil.rmtree, place, ignore_errors=True)
     return source
 

@@ -47,8 +47,8 @@ def load_sharded(
         state_dict: Tensors and DTensors of the right shapes, and plain data to be replaced, in nested dicts and lists.
             It may lack parts of the checkpoint, such as the optimizer's.
         folder: A local path, or a URI that fsspec supports, of a folder that `save_sharded`, torch or Composer wrote.
-        verify: Whether to compare the hashes of what is read. Sizes are always compared.
-        strict: Whether entries, shapes and dtypes must equal those of the checkpoint. If not, what fits is loaded.
+        verify: Whether to compare the hashes of the parts that are read. Sizes are always compared.
+        strict: Whether entries, shapes and dtypes must equal those of the checkpoint. If not, matching ones are loaded.
         process_group: The ranks that hold the state dict. All of them when `None`.
         storage_options: Options for fsspec.
         planner: Planner that maps reads to tensors, in place of the one for `strict`. Its reads are compared with the
@@ -82,7 +82,7 @@ def load_with_reader(state_dict: dict[str, Any], reader: VerifyingReader, planne
 
 
 def check_sharded(state_dict: dict[str, Any], folder: str | os.PathLike[str]) -> None:
-    """Compare what each rank would load with its hashes, without loading it. Every rank must call this.
+    """Verify the hashes of the parts that each rank would load, without loading them. Every rank must call this.
 
     Args:
         state_dict: As for `load_sharded`; the tensors' contents do not matter.
@@ -115,7 +115,7 @@ _MAX_LISTED = 10
 
 
 class WholeSavePlanner(DefaultSavePlanner):
-    """Planner that also saves empty dicts, of which DCP leaves no trace and which loading would then miss.
+    """Planner that also saves empty dicts. DCP drops them, so that they would be missing when the state is loaded.
 
     Args:
         first_rank_decides: Whether a tensor that is replicated on several ranks is taken from the first of them. If
@@ -138,6 +138,7 @@ class WholeSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the writes of each rank. Rank 0 calls this."""
+        # Each rank has checked its own names. torch would merge different entries of the same name on several ranks.
         known: dict[str, tuple[int, tuple[str | int, ...]]] = {}
         for rank, plan in enumerate(all_plans):
             for name, path in (plan.planner_data or {}).items():
@@ -145,6 +146,7 @@ class WholeSavePlanner(DefaultSavePlanner):
                 if other != path:
                     places = (f"{path_text(other)} on rank {first}", f"{path_text(path)} on rank {rank}")
                     raise doubled(*places, name, "a sharded checkpoint")
+        # Before torch removes duplicates, since it would keep those of the rank with the least to write.
         return super().create_global_plan(_first_copies(all_plans) if self._first_rank_decides else all_plans)
 
 
@@ -155,8 +157,8 @@ class ComparingLoadPlanner(DefaultLoadPlanner):
     loaded, are ignored. Entries other than tensors are read as plain data.
 
     Args:
-        strict: Whether missing, unexpected and differing entries are refused. If not, what fits is loaded, dtypes are
-            converted, and the number of the others is logged.
+        strict: Whether missing, unexpected and differing entries are refused. If not, matching entries are loaded,
+            dtypes are converted, and the number of the other entries is logged.
         may_lack: Last parts of the names of non-tensor entries that the checkpoint may lack.
     """
 
@@ -178,7 +180,7 @@ class ComparingLoadPlanner(DefaultLoadPlanner):
         refuse_unfit_tensors(self.state_dict, self.mappings, "loads into")
 
     def create_local_plan(self) -> LoadPlan:
-        """Return what to read.
+        """Return this rank's reads.
 
         Raises:
             IncompatibleCheckpointError: If the state dict and the checkpoint do not fit.
@@ -268,7 +270,7 @@ def _differing(asked: Mapping[str, Any], saved: Mapping[str, Any], strict: bool)
 
 def _difference(value: object, entry: object, strict: bool) -> str | None:
     if isinstance(value, torch.Tensor) != isinstance(entry, TensorStorageMetadata):
-        return "a tensor here and none there" if isinstance(value, torch.Tensor) else "no tensor here and one there"
+        return "a tensor here, no tensor there" if isinstance(value, torch.Tensor) else "no tensor here, a tensor there"
     if not isinstance(value, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
         return None
     if value.shape != entry.size:
@@ -329,7 +331,7 @@ def refuse_unfit_tensors(
     Args:
         entries: Entries by name.
         paths: Keys of the path to each, where known.
-        verb: Verb of the message, for what happens to other tensors.
+        verb: Verb for the message: `'saves'` or `'loads into'`.
         may_be_meta: Whether tensors may be on the meta device.
     """
     for name, value in entries.items():
@@ -338,12 +340,12 @@ def refuse_unfit_tensors(
         path = "/".join(map(str, paths.get(name, (name,))))
         if value.is_quantized:
             raise IncompatibleCheckpointError(
-                f"{path} is quantized, as {value.dtype}, and a sharded checkpoint {verb} plain ones alone. Keep its "
+                f"{path} is quantized, as {value.dtype}, and a sharded checkpoint {verb} plain ones only. Keep its "
                 f"int_repr() and its scale, or save one .pt file, with save_file() or state_dict_type='full'."
             )
         if value.layout != torch.strided:
             raise IncompatibleCheckpointError(
-                f"{path} is a tensor of layout {value.layout}, and a sharded checkpoint {verb} dense ones alone. Make "
+                f"{path} is a tensor of layout {value.layout}, and a sharded checkpoint {verb} dense ones only. Make "
                 f"it dense, as to_dense() does, or keep sparse ones in one .pt file, with save_file() or "
                 f"state_dict_type='full'."
             )
@@ -359,7 +361,7 @@ def refuse_bits(name: str, dtype: torch.dtype) -> None:
     """Raise if a dtype is one of bits, such as `torch.bits8`, whose size torch's format does not know."""
     if str(dtype).startswith("torch.bits"):
         raise IncompatibleCheckpointError(
-            f"{name} is {dtype}, and a sharded checkpoint takes no dtypes of bits. Save its view(torch.uint8), "
+            f"{name} is {dtype}, and a sharded checkpoint does not support bits dtypes. Save its view(torch.uint8), "
             f"write one .pt file, or leave it out."
         )
 
@@ -381,6 +383,7 @@ def _entries(value: Any, tensor_kinds: tuple[type, ...], path: tuple[Any, ...] =
         yield path
 
 
+# As torch 2.4 and later flatten lists; see `traverse_state_dict` in torch/distributed/checkpoint/_traverse.py.
 def _is_taken_apart(value: Any, tensor_kinds: tuple[type, ...]) -> bool:
     return isinstance(value, list) and any(
         isinstance(item, (Mapping, *tensor_kinds)) or _is_taken_apart(item, tensor_kinds) for item in value

@@ -34,7 +34,7 @@ __all__ = ["VerifyingReader", "read_folder_metadata", "read_manifest", "verify_f
 
 @dataclass(slots=True)
 class FileSlice:
-    """Part of an open file, read by position like a file of its own."""
+    """Part of an open file, read by position like a separate file."""
 
     file: FileReader
     offset: int
@@ -123,6 +123,7 @@ def find_elements(archive: FileSlice, dtype: torch.dtype, shape: torch.Size) -> 
     elements = members.get(f"data/{spec.storage.key}")
     if elements is None or elements.size_bytes != spec.storage.size_bytes:
         return None
+    # torch.load swaps the bytes of the other byte order; a plain copy would not.
     if byteorder and archive.read(byteorder.offset, byteorder.size_bytes) != sys.byteorder.encode():
         return None
     return elements.offset + spec.byte_range[0]
@@ -229,7 +230,7 @@ class OpenShards:
     def for_each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Call a function for each item in several threads, and return the results in order."""
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="shards") as pool:
-            return list(pool.map(work, items))
+            return list(pool.map(work, items))  # `map` raises errors only when its results are read
 
     def _check_bytes(self, part: Part, manifest: Manifest) -> None:
         entry = manifest.tensors.get(part.name)
@@ -417,6 +418,7 @@ class VerifyingReader(StorageReader):
             ValueError: If the validation function refuses a file.
         """
         needed = {item.storage_index for item in plan.items}
+        # So that each file is read from front to back.
         in_file_order = sorted(needed, key=lambda index: (self._parts[index].file, self._parts[index].offset))
         parts = {index: self._parts[index] for index in in_file_order}
         if (validate := self._validate or chosen_validation()) is not None:
@@ -512,8 +514,7 @@ def read_manifest(source: Source) -> Manifest | None:
     Raises:
         CorruptCheckpointError: If a file is missing or has another size.
     """
-    # Written by another program.
-    if source.size_bytes(MANIFEST_NAME) is None:
+    if source.size_bytes(MANIFEST_NAME) is None:  # written by another program
         return None
     where = os.path.join(source.folder, MANIFEST_NAME)
     try:

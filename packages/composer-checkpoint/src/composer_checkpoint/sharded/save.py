@@ -67,7 +67,7 @@ def save_sharded(
         process_group: The ranks that hold the state dict. All of them when `None`.
         overwrite: Whether to replace an existing checkpoint of this name.
         storage_options: Options for fsspec.
-        timeout_s: Time limit in seconds for the write of each rank; a rank that does not respond is given up after
+        timeout_s: Time limit in seconds for the write of each rank. The save fails if a rank does not respond within
             three times as long. `None` sets no limit for the disk.
         planner: Planner that assigns the writes to ranks. That of `torch.distributed.checkpoint` when `None`.
 
@@ -78,7 +78,7 @@ def save_sharded(
         CheckpointConflictError: If the folder exists and `overwrite` is false.
         IncompatibleCheckpointError: On all ranks, before anything is written, if any rank has a sparse tensor, or two
             entries have one name once the keys of their paths are joined by dots.
-        TypeError: Likewise, if a tensor is on the meta device, where it has no elements.
+        TypeError: On all ranks, before anything is written, if a tensor is on the meta device and has no elements.
         StorageError: If the disk or store fails on any rank, or takes too long. An earlier checkpoint is unchanged.
 
     Example:
@@ -112,7 +112,7 @@ def plan_save(
     metadata: list[Metadata] = []
 
     def plan_locally() -> SavePlan:
-        # Refuse what torch would fail at without the name of the entry; another planner than torch's may support more.
+        # torch would fail later, without the name of the entry. A planner that is not torch's may support more.
         torchs = planner if isinstance(planner, DefaultSavePlanner) else None
         if torchs is not None and torchs.flatten_state_dict:
             refuse_unfit_entries(state_dict)
@@ -139,7 +139,7 @@ def write_planned(
     ranks: Ranks,
     before_commit: Callable[[], None] | None = None,
 ) -> Manifest | None:
-    """Write what was planned, and commit. Every rank must call this.
+    """Write the planned items, and commit. Every rank must call this.
 
     Args:
         planned: Result of `plan_save`.
@@ -163,7 +163,7 @@ def write_planned(
     try:
         ranks.exchange(write, finish)
     except BaseException as error:
-        if ranks.rank == 0:
+        if ranks.rank == 0:  # which created the temporary folder
             writer.abort(error)
         raise
     return writer.manifest
@@ -208,7 +208,7 @@ def dist_cp_load(
     """
     planner = planner or ComparingLoadPlanner(may_lack=(_NEWER_KEY,))
     if isinstance(storage_reader, VerifyingReader) and isinstance(planner, ComparingLoadPlanner):
-        # Not through torch, which wraps all errors of a reader into one of its own.
+        # Not through torch, which wraps the reader's errors in a `CheckpointException`.
         load_with_reader(state_dict, storage_reader, planner, Ranks(process_group))
         return
     try:
@@ -246,7 +246,7 @@ class DistCPObjectStoreReader(FileSystemReaderWithValidation):
         destination_path: A local folder for the files, the same for all ranks of a node. A file that it already has is
             not downloaded again if its size is that of the object.
         object_store: The store.
-        device_mesh: Unused: each rank downloads what it needs, whichever ranks load.
+        device_mesh: Unused, since each rank downloads the files that it needs.
         validation_function: As for `FileSystemReaderWithValidation`.
         verify: As for `VerifyingReader`.
     """

@@ -106,6 +106,7 @@ class _StreamingPlanner(WholeSavePlanner):
         if chunk is None or tuple(chunk.sizes) == described.shape:
             piece = described.read()
         else:
+            # `_spread` cuts between rows, so each piece is one range of elements.
             row = described.numel // described.shape[0]
             piece = described.read_range(chunk.offsets[0] * row, chunk.sizes[0] * row).view(tuple(chunk.sizes))
         if self._progress is not None:
@@ -142,7 +143,7 @@ def _spread(plan: SavePlan, num_files: int, planner: _StreamingPlanner) -> list[
     items: list[list[WriteItem]] = [[] for _ in range(num_files)]
     for item in plan.items:
         tensor = planner.stored(item)
-        # What cannot be split goes to the first file.
+        # Items that cannot be split go to the first file.
         if tensor is None or not tensor.shape or num_files == 1 or not tensor.numel:
             items[0].append(item)
             continue
@@ -194,7 +195,7 @@ def _tree(metadata: Metadata, parts: dict[MetadataIndex, Part], shards: OpenShar
             empty.append((path, value))
         else:
             _put(root, path, value)
-    # A container that is empty on one rank is an entry of its own, in addition to the items it has on other ranks.
+    # A container that is empty on one rank has a separate entry, in addition to those of its items on other ranks.
     for path, value in empty:
         if not _has_items(root, path):
             _put(root, path, value)
@@ -220,6 +221,7 @@ def _stored(
             region = whole
             for dim, (start, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 region = region.narrow(dim, start, length)
+            # Checked only now: opening the source has read nothing but the metadata.
             shards.check(part, None)
             shards.read(part, (0,) * len(chunk.sizes), tuple(chunk.sizes), region)
         return whole

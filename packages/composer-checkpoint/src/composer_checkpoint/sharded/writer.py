@@ -26,7 +26,7 @@ from composer_checkpoint.sharded._storage import METADATA_NAME, open_target
 
 __all__ = ["VerifiedWriter"]
 
-_DCP_VERSION = "1.0.0"  # what torch's own writer puts into `.metadata`
+_DCP_VERSION = "1.0.0"  # the version that torch's own writer puts into `.metadata`
 
 
 class VerifiedWriter(StorageWriter):
@@ -34,8 +34,8 @@ class VerifiedWriter(StorageWriter):
 
     Each rank writes `__{rank}_0.distcp` and hashes what it writes. Rank 0 adds `.metadata` and, last,
     `composer_manifest.json`, flushes everything to the disk and gives the folder its name by one rename. In a remote
-    store, which has no rename, the manifest is the last object and makes the checkpoint whole; that of a checkpoint to
-    be replaced is deleted first.
+    store, which has no rename, the manifest is the last object and marks the checkpoint as whole; the manifest of a
+    checkpoint to be replaced is deleted first.
 
     With `torch.distributed.checkpoint.save`, the temporary folder of a failed save exists until this object is deleted;
     `save_sharded` removes it at once.
@@ -144,7 +144,7 @@ class VerifiedWriter(StorageWriter):
             self._target.commit()
 
     def abort(self, error: BaseException) -> None:
-        """Remove what was written, after a failure on any rank. Rank 0 calls this."""
+        """Remove the written files after a failure on any rank. Rank 0 calls this."""
         self._target.abort(error)
 
     def storage_meta(self) -> StorageMeta:
@@ -230,7 +230,7 @@ class _HashedFile:
 
 
 def _write_items(items: list[WriteItem], planner: SavePlanner, file: _HashedFile, file_name: str) -> list[WriteResult]:
-    """Write the items one after another, each as an archive of its own."""
+    """Write the items one after another, each as a separate archive."""
     written = [_write_item(item, planner, file, file_name) for item in items]
     written[-1] = replace(written[-1], file=file.entry())  # the whole file is known only now
     return [WriteResult(item.index, part.info.length, part) for item, part in zip(items, written, strict=True)]
@@ -289,5 +289,5 @@ def _flush(file: BinaryIO) -> None:
 
 def _size_bytes(item: WriteItem) -> int:
     if item.tensor_data is None or item.tensor_data.chunk is None:
-        return 0
+        return 0  # of other objects, the size is known only once they are pickled; they are small
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
