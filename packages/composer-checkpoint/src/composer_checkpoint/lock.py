@@ -283,7 +283,7 @@ def complete_interrupted_sets(folder: str | os.PathLike[str]) -> None:
 
 
 def remove_leftovers(folder: str | os.PathLike[str], *, locked: bool = False) -> list[Path]:
-    """Delete what killed writers left in a folder.
+    """Delete the leftovers of killed writers in a folder.
 
     Files of a live process of this machine are kept. A folder that was moved aside for its replacement, on a file
     system that cannot swap names, is moved back. Complete per-rank files are renamed to their final names.
@@ -301,7 +301,7 @@ def remove_leftovers(folder: str | os.PathLike[str], *, locked: bool = False) ->
 
 
 def remove_leftovers_of(path: str | os.PathLike[str]) -> list[Path]:
-    """Delete what killed writers of one file or folder left next to it.
+    """Delete the leftovers of killed writers of one file or folder.
 
     Files of live processes, of other machines, and of a multi-file commit are kept.
     """

@@ -67,7 +67,7 @@ class Budget:
         self._left -= count
         if self._left < 0:
             raise CorruptCheckpointError(
-                f"a pickle copies more than {self._limit} bytes and elements, {_TIMES} times what it has: it was made "
+                f"a pickle copies more than {self._limit} bytes and elements, {_TIMES} times its size: it was made "
                 f"to use up the memory. Load another checkpoint."
             )
 

@@ -217,8 +217,7 @@ def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy
     """
     if type(num_checkpoints_to_keep) is not int or num_checkpoints_to_keep < -1:
         raise ValueError(
-            f"save_num_checkpoints_to_keep={num_checkpoints_to_keep!r} must be a whole number: give a whole "
-            f"number from 0, or -1 for all."
+            f"save_num_checkpoints_to_keep={num_checkpoints_to_keep!r} must be a whole number from 0, or -1 for all."
         )
     if isinstance(keep, Mapping):
         keep = {rule: value for rule, value in keep.items() if rule != "remote"}  # for the store, see `remote_policy`
@@ -283,7 +282,7 @@ class KeptFiles(_Kept):
             self._uploads[path] = upload
 
     def rotate(self) -> None:
-        """Delete what the policy does not keep. The newest, which the pointer names, stays unless none is kept."""
+        """Delete checkpoints by the policy. The newest, the pointer's target, is kept unless the policy keeps none."""
         if self.policy.keeps_all or not self._history:
             return
         latest = None if self.policy.keeps_none else self._history[-1].name
@@ -299,9 +298,9 @@ class KeptFiles(_Kept):
     def adopt(self, saved: Any, folder: str, template: str, run_name: str | None) -> None:
         """Take over the checkpoints of the resumed run that this run could have saved.
 
-        A checkpoint may come from an untrusted source, and what it lists may be deleted later. So only files in the
-        save folder with names of this run's template are taken, and they are deleted only if their manifests have the
-        run's name.
+        A checkpoint may come from an untrusted source, and the files that it lists may be deleted later. Therefore only
+        files in the save folder that match this run's template are taken, and they are deleted only if their manifests
+        have the run's name.
         """
         self._history, self._of_run = [], {}
         for name, timestamp, metrics in saved_checkpoints(saved):

@@ -169,7 +169,7 @@ def is_name_of_file(name: str) -> bool:
 
 
 def _fault_of(path: Path, verify: Callable[[Path], object]) -> str | None:
-    """Return what is wrong with a checkpoint, or `None` if it is complete."""
+    """Return the reason why a checkpoint is not complete, or `None`."""
     try:
         verify(path)
     except NewerCheckpointError:  # valid, so that skipping it would lose work
@@ -473,7 +473,7 @@ class HeldFolder:
         link: PartialFilePath | None = None,
         store: "ObjectStore | None" = None,
     ) -> None:
-        """Lock the folder, and remove what killed writers left in it. Every rank must call this.
+        """Lock the folder, and remove leftovers of killed writers. Every rank must call this.
 
         Raise on all ranks if checkpoints whose names match a template are later than the state; without a template, all
         are allowed. With `template`, the target of the link must not be later either.

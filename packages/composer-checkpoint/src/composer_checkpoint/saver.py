@@ -285,7 +285,7 @@ class CheckpointSaver(Callback):
         path_of(state, self.filename.filename, self.filename.folder)  # raises if the name is invalid
         self._holds_stop = False
         if self.last_checkpoint_batch is not None and state.timestamp.batch < self.last_checkpoint_batch:
-            self.last_checkpoint_batch = None  # the time was set back, so that batch will come again
+            self.last_checkpoint_batch = None  # the time was set back, so that this batch will be reached again
         template, remote_template = (template_of_run(state, name) for name in (self.filename, self.remote_file_name))
         folder = format_name_with_dist(self.folder, state.run_name)
         # Only now, when the folder and the names of this run are known.
@@ -462,7 +462,7 @@ class CheckpointSaver(Callback):
         """Save now. Composer's name, which LLM-Shearing calls."""
         layout = layout_of(state)
         if self._async is not None and self._skips(state):
-            log.warning("A checkpoint at batch %s is skipped: the one before is being written.", state.timestamp.batch)
+            log.warning("The checkpoint at batch %s is skipped: the last one is being written.", state.timestamp.batch)
             return
         if self.before_save is not None:  # before anything is recorded, since it may raise
             self.before_save()

@@ -329,7 +329,7 @@ def as_whole(state: "State") -> AbstractContextManager[None]:
 
 
 def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: bool, *, verify: bool) -> dict[str, Any]:
-    """Return a folder's content, of which each rank reads its own part. Every rank must call this."""
+    """Return this rank's part of a folder's content. Every rank must call this."""
     from composer_checkpoint.sharded import load_sharded
 
     content = _empty_content(path, state, weights_only)
@@ -342,7 +342,7 @@ def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: boo
 
 
 def check_spread(path: str | os.PathLike[str], state: "State") -> None:
-    """Verify the hashes of what each rank would read of a folder. Every rank must call this."""
+    """Verify the hashes of each rank's part of a folder. Every rank must call this."""
     from composer_checkpoint.sharded.load import check_sharded
 
     check_sharded(_empty_content(path, state, weights_only=False), path)

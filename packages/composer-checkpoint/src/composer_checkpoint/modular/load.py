@@ -108,7 +108,7 @@ def load_model_checkpoint(
 
     Args:
         model: A plain model, one in `DistributedDataParallel`, or a compiled, FSDP2 or tensor parallel one.
-        load_path: Local path or URI of a file or of the folder of a sharded checkpoint. From a whole training state,
+        load_path: Local path or URI of a file or of the folder of a sharded checkpoint. From a full training state,
             the model is loaded.
         load_options: Settings of the load.
         seed: Seed for weights that have no memory yet (on the device `meta`) and are not in the checkpoint.
@@ -145,7 +145,7 @@ def load_optim_checkpoint(
     Args:
         model: The model, which has the parameters' names.
         optim: The optimizer. It need not have stepped. Its groups get the saved settings of their parameters.
-        load_path: Local path or URI of a file or of the folder of a sharded checkpoint. From a whole training state,
+        load_path: Local path or URI of a file or of the folder of a sharded checkpoint. From a full training state,
             the optimizer of the same class is loaded.
         load_options: Settings of the load.
         trusted: As for `load_checkpoint`.

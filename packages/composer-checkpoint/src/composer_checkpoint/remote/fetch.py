@@ -246,10 +246,10 @@ def _explained(error: OSError, url: str) -> Exception:
         error.close()  # it holds the connection
     match classify(error):
         case Fault.MISSING:
-            return FileNotFoundError(f"{url} does not exist: {error}. Look at the address.")
+            return FileNotFoundError(f"{url} does not exist: {error}. Check the address.")
         case Fault.TRANSIENT:
             return ObjectStoreTransientError(f"{url} could not be fetched: {error}. Try again.")
-    return StorageError(f"{url} could not be fetched: {error}. Look at the address and at who may read it.")
+    return StorageError(f"{url} could not be fetched: {error}. Check the address and its access rights.")
 
 
 class _Bar:

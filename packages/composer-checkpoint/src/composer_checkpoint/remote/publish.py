@@ -69,9 +69,8 @@ def publish_checkpoint(
         ['run/ep1.pt', 'run/latest.pt.symlink']
     """
     data, seals = _plan(Path(path), remote_name.strip("/"))
-    vouching, vouching_name = (seals or data)[
-        -1
-    ]  # the last object uploaded: if it is there, so is the whole checkpoint
+    # The object that is uploaded last: if it exists, the checkpoint is complete.
+    vouching, vouching_name = (seals or data)[-1]
     if not overwrite and _is_there(store, vouching_name, num_attempts):
         raise _exists(store, vouching_name)
 
@@ -149,7 +148,7 @@ def fetch_checkpoint(
         if not _is_there(store, name, num_attempts):
             raise NoCheckpointError(
                 f"{store.get_uri(name)} is not a checkpoint: there is neither a file of this name nor a whole folder "
-                f"with a {MANIFEST_NAME} ({error}). Look at the name, or name an older checkpoint."
+                f"with a {MANIFEST_NAME} ({error}). Check the name, or name an older checkpoint."
             ) from error
     retry(ObjectStoreTransientError, num_attempts)(store.download_object)(name, destination, overwrite=overwrite)
 

@@ -262,7 +262,7 @@ class RemoteUploader:
             if status is not RemoteFilesExistingCheckStatus.EXIST:
                 raise RuntimeError(
                     f"{self.remote_backend.get_uri(pointer)} was not written, since not all of {list(names)} arrived "
-                    f"({status.name} after at most {timeout_s} s). Look into the logs of the other ranks."
+                    f"({status.name} after at most {timeout_s} s). Check the logs of the other ranks."
                 )
             write_pointer(self.remote_backend, pointer, target, num_attempts=self.num_attempts)
 

@@ -56,7 +56,7 @@ class MLFlowObjectStore(VerifiedObjectStore):
             self._create_run()
         elif self.experiment_id != self.client.get_run(self.run_id).info.experiment_id:
             raise ValueError(
-                f"path={path!r}: run {self.run_id} is not part of experiment {self.experiment_id}. Look both up in the "
+                f"path={path!r}: run {self.run_id} is not part of experiment {self.experiment_id}. Look them up in the "
                 f"workspace."
             )
 

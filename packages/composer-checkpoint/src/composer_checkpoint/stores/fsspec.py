@@ -168,11 +168,11 @@ class VerifiedObjectStore(ObjectStore):
             case Fault.EXISTS:
                 return _exists(uri)
             case Fault.MISSING if action in _ASKS:
-                return FileNotFoundError(f"{uri} does not exist: {_reason(error)}. Look at the name and the folder.")
+                return FileNotFoundError(f"{uri} does not exist: {_reason(error)}. Check the name and the folder.")
             case Fault.FORBIDDEN if action in _ASKS:
                 # Without permission to list, stores such as S3 report missing objects as forbidden.
                 return FileNotFoundError(
-                    f"{uri} does not exist, or these credentials may not see it: {_reason(error)}. Look at both."
+                    f"{uri} does not exist, or these credentials may not see it: {_reason(error)}. Check both."
                 )
             case Fault.TRANSIENT:
                 return ObjectStoreTransientError(f"could not {action} {uri}: {_reason(error)}. Try again.")
