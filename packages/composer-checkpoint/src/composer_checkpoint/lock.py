@@ -1,4 +1,4 @@
-"""Locks for folders of checkpoints, and removal of what killed writers left in them."""
+"""Locks for folders of checkpoints, and removal of the leftovers of killed writers."""
 
 import errno
 import fcntl
@@ -29,7 +29,7 @@ from composer_checkpoint.names import UNFINISHED, WRITER_PATTERN, is_alive, this
 __all__ = ["LOCK_NAME", "FolderInUseError", "FolderLock"]
 
 LOCK_NAME = ".composer-checkpoint.lock"
-_BUSY = {errno.EACCES, errno.EAGAIN}
+_BUSY = {errno.EACCES, errno.EAGAIN}  # POSIX allows either for a lock that another process holds
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
@@ -41,10 +41,10 @@ class FolderInUseError(StorageError):
 class FolderLock:
     """Keep other processes from saving to a folder while this one does.
 
-    The lock is the operating system's, on a hidden file in the folder that names its owner. It ends with the process in
-    any case, and is not inherited by forks; the next owner logs a warning. It holds between machines if the file system
-    supports such locks (NFS 4, Lustre with `flock`, ...). If not, the file itself is the lock: the file of a dead
-    process of this machine is taken over, that of another machine must be deleted by hand.
+    The lock is a POSIX record lock on a hidden file in the folder, which names its owner. It ends with the process, and
+    forks do not inherit it. If the owner was killed, the next owner logs a warning. The lock works between machines if
+    the file system supports it (NFS 4, Lustre with `flock`, ...). If not, the existence of the file is the lock: the
+    file of a dead process of this machine is taken over, and that of another machine must be deleted by hand.
 
     Within one process, any number of objects may hold the lock of a folder, so that two savers can share it.
 
@@ -76,7 +76,7 @@ class FolderLock:
             This object.
 
         Raises:
-            FolderInUseError: If another process still holds it after `timeout_s`, with that process's host and number.
+            FolderInUseError: If another process still holds it after `timeout_s`, with the host and ID of that process.
             StorageError: If the folder cannot be written to.
             RuntimeError: If this object already holds it.
         """
@@ -93,7 +93,7 @@ class FolderLock:
             except OSError as error:
                 raise as_storage_error(error, self.folder / LOCK_NAME) or error from error
             time.sleep(pause_s)
-            # Backs off, since each attempt opens and locks a file, perhaps over a network.
+            # Exponential, since each attempt opens and locks a file, possibly over a network.
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def release(self) -> None:
@@ -128,10 +128,10 @@ _guard = threading.Lock()
 def _take(folder: Path) -> _Hold:
     make_folders(folder)
     status = folder.stat()
-    key = (status.st_dev, status.st_ino)
+    key = (status.st_dev, status.st_ino)  # not the path, since several paths may lead to the folder
     with _guard:
         hold = _holds.get(key)
-        # With another pid it was inherited by a fork, which does not hold the lock.
+        # An entry with another process ID was inherited by a fork, which does not hold the lock.
         if hold is not None and hold.pid == os.getpid():
             hold.holders += 1
             return hold
@@ -146,7 +146,7 @@ def _give_back(hold: _Hold) -> None:
         if hold.holders:
             return
         _holds.pop(hold.key, None)
-        # Removed while still locked: a waiting process sees that its file has lost the name, and opens the new one.
+        # Removed before unlocking, so that a process that has opened the file finds the name gone, and opens a new one.
         with suppress(OSError):
             hold.path.unlink()
         os.close(hold.descriptor)
@@ -170,11 +170,11 @@ def _lock_file(path: Path) -> tuple[int, Path]:
         if _still_has_name(descriptor, path):
             _sign(descriptor, path)
             return descriptor, path
-        os.close(descriptor)  # its owner released it before it was locked here, so there is a new file
+        os.close(descriptor)  # the owner removed the file after it was opened here, so a new file must be locked
 
 
 def _sign(descriptor: int, path: Path) -> None:
-    """Write this process's name into the file, and log the name that was in it."""
+    """Write this process's ID into the file, and log the ID in it, which a killed owner has left."""
     try:
         _say_who_had_it(path, _read(descriptor))
         os.ftruncate(descriptor, 0)
@@ -204,11 +204,11 @@ def _take_from_the_dead(path: Path, own: Path) -> None:
     owner = _read_path(path)
     if owner and is_alive(owner["writer"]) is not False:
         raise _in_use(path, owner)
-    # Renamed before the check, so that only one of several waiting processes removes it.
+    # Renamed before the check, so that only one of several waiting processes takes it over.
     stale = own.with_name(f"{own.name}.stale")
     with suppress(FileNotFoundError):
         os.rename(path, stale)
-        if _read_path(stale) != owner:  # another process was faster, and this is its file
+        if _read_path(stale) != owner:  # another process took it over first, so its file is put back
             os.link(stale, path)
         else:
             _say_who_had_it(path, owner)
@@ -250,7 +250,7 @@ def _read_path(path: Path) -> dict[str, Any]:
 def _say_who_had_it(path: Path, owner: dict[str, Any]) -> None:
     if owner:
         log.warning(
-            "Took over the lock of %s from process %s on %s, which ended without giving it back.",
+            "Took over the lock of %s from process %s on %s, which ended without releasing it.",
             path.parent,
             owner.get("pid"),
             owner.get("host"),
@@ -269,9 +269,9 @@ log = logging.getLogger(__name__)
 
 
 def complete_interrupted_sets(folder: str | os.PathLike[str]) -> None:
-    """Rename completely written per-rank files that a killed run left unnamed. Called on one rank.
+    """Rename the complete per-rank files of a killed run to their final names. One rank calls this.
 
-    Does nothing while another run saves to the folder.
+    Nothing is renamed while another run saves to the folder.
     """
     if not any(found["kind"] == "set" for _, found in _unfinished_in(folder)):
         return
@@ -279,19 +279,19 @@ def complete_interrupted_sets(folder: str | os.PathLike[str]) -> None:
         with FolderLock(folder):
             complete_sets(folder, locked=True)
     except OSError as error:  # in use or read-only: the previous set of files is still valid
-        log.warning("Per-rank files in %s that are not yet renamed are left alone: %s", folder, error)
+        log.warning("Per-rank files in %s that are not yet renamed stay as they are: %s", folder, error)
 
 
 def remove_leftovers(folder: str | os.PathLike[str], *, locked: bool = False) -> list[Path]:
-    """Delete what killed writers left in a folder.
+    """Delete the leftovers of killed writers in a folder.
 
-    Files of a living process of this machine stay. A folder that was being replaced where the file system cannot swap
-    names gets its name back. Per-rank files that are completely written are renamed.
+    Files of a live process of this machine are kept. A folder that was moved aside for its replacement, on a file
+    system that cannot swap names, is moved back. Complete per-rank files are renamed to their final names.
 
     Args:
         folder: The folder of checkpoints. Folders below it are searched too.
-        locked: Whether the caller holds the `FolderLock`, so that writers on other machines, and from before a reboot,
-            must be dead. If not, their files stay.
+        locked: Whether the caller holds the `FolderLock`, which means that writers on other machines and from before a
+            reboot are dead. Otherwise their files are kept.
 
     Returns:
         The deleted paths.
@@ -301,9 +301,9 @@ def remove_leftovers(folder: str | os.PathLike[str], *, locked: bool = False) ->
 
 
 def remove_leftovers_of(path: str | os.PathLike[str]) -> list[Path]:
-    """Delete what killed writers of one file or folder left next to it.
+    """Delete the leftovers of killed writers of one file or folder.
 
-    Files of a living process stay, as do files from another machine and files of a multi-file commit.
+    Files of live processes, of other machines, and of a multi-file commit are kept.
     """
     final = Path(os.path.abspath(path))
     left: list[tuple[Path, re.Match[str]]] = []
@@ -323,7 +323,7 @@ def find_leftovers(folder: str | os.PathLike[str], *, locked: bool = False) -> l
 
 
 def complete_sets(folder: str | os.PathLike[str], *, locked: bool = False) -> None:
-    """Rename per-rank files that were completely written when their writers were killed."""
+    """Rename the complete per-rank files of killed writers to their final names."""
     for path in _left_sets(folder, locked):
         complete_set(path)
 
@@ -334,6 +334,7 @@ def complete_earlier_sets(folder: Path, finals: Set[Path]) -> None:
         found = UNFINISHED.fullmatch(path.name)
         if found is None or found["kind"] != "set" or not finals & finals_of(path):
             continue
+        # Also those of unknown writers on other machines: left alone, their record could later replace newer files.
         if found["writer"] == this_writer() or not is_alive(found["writer"]):
             complete_set(path)
 
@@ -348,13 +349,13 @@ def discard(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        log.warning("%s is left behind and could not be removed: %s", path, error)
+        log.warning("%s could not be removed: %s", path, error)
         return False
     return True
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a path is a folder itself, not a link to one."""
+    """Return whether a path is a folder, not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -377,7 +378,7 @@ def _left_sets(folder: str | os.PathLike[str], locked: bool) -> list[Path]:
 
 def _left_in(folder: str | os.PathLike[str], locked: bool) -> list[tuple[Path, re.Match[str]]]:
     left = list(_unfinished_in(folder))
-    # The temporary files of a record are still needed if its writer may be alive.
+    # A record of a writer that may be alive still needs its temporary files.
     needed = {temporary for path, found in left if found["kind"] == "set" for temporary in temporaries_of(path)}
     return [
         (path, found)
@@ -390,8 +391,9 @@ def _remove(left: list[tuple[Path, re.Match[str]]]) -> list[Path]:
     removed: list[Path] = []
     for path, found in left:
         home = path.with_name(found["name"])
-        # The writer had moved the old folder aside, and died before its replacement had the name.
+        # The writer moved the old folder aside, and died before it gave the name to the new one.
         if found["kind"] == "old" and not os.path.lexists(home):
+            # If the name was taken meanwhile, the old folder is removed like other leftovers.
             with suppress(FileExistsError):
                 rename_without_replacing(path, home)
                 log.warning("Put %s back: its writer was killed while replacing it.", home)
@@ -403,13 +405,13 @@ def _remove(left: list[tuple[Path, re.Match[str]]]) -> list[Path]:
 
 
 def _home(name: str) -> str:
-    """Return the final name of an unfinished file; a writer may have written next to another temporary name."""
+    """Return the final name of an unfinished file, which may be a temporary file of another unfinished file."""
     found = UNFINISHED.fullmatch(name)
     return name if found is None else _home(found["name"])
 
 
 def _has_record(writer: str, final: Path) -> bool:
-    """Return whether a writer left a record in this folder or above, which may list this file."""
+    """Return whether a writer left a record in this folder or a parent, since it may list this file."""
     for folder in final.parents:
         with suppress(OSError), os.scandir(folder) as entries:
             names = (UNFINISHED.fullmatch(entry.name) for entry in entries)
@@ -420,4 +422,5 @@ def _has_record(writer: str, final: Path) -> bool:
 
 def _may_be_writing(writer: str, locked: bool) -> bool:
     alive = is_alive(writer)
+    # A writer on another machine cannot be checked, but would hold the lock.
     return not locked if alive is None else alive

@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: its content with a hash of each part, in JSON, and the seal that protects it."""
+"""Manifest of a checkpoint: a list of its content with a hash of each part, in JSON, and the seal that protects it."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from composer_checkpoint.formats._zip import Readable, ZipLayout
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "FileEntry", "Manifest", "TensorEntry"]
 
 MANIFEST_NAME = "composer_manifest.json"
-"""Name of the file with the hashes of all other files of a checkpoint."""
+"""Name of the file that lists the hashes of all other files of a checkpoint."""
 
 FORMAT_VERSION = 1
 """Version of the manifest's format."""
@@ -51,8 +51,8 @@ class FileEntry:
 class Manifest:
     """Content of a checkpoint.
 
-    `info` is for people and for choosing a checkpoint (versions, run, time, world size); it does not affect how bytes
-    are read.
+    `info` (versions, run, time, world size) is for users and for the choice of a checkpoint; it does not affect how
+    bytes are read.
 
     Example:
         >>> manifest = Manifest(files={"__0_0.distcp": FileEntry(3, "0" * 32)}, info={"run_name": "blue-fox"})
@@ -80,6 +80,7 @@ class Manifest:
             "files": {name: _fields(entry) for name, entry in self.files.items()},
             "info": dict(self.info),
         }
+        # NaN is not JSON, so other parsers would refuse the whole manifest.
         return json.dumps(raw, allow_nan=False, separators=(",", ":"))
 
     @classmethod
@@ -129,7 +130,7 @@ class Manifest:
 
 
 def _fields(entry: TensorEntry | FileEntry) -> dict[str, Any]:
-    return {name: getattr(entry, name) for name in entry.__slots__}  # much faster than asdict(), which copies deeply
+    return {name: getattr(entry, name) for name in entry.__slots__}  # much faster than asdict() with its deep copies
 
 
 def _object(raw: dict[str, Any], name: str) -> dict[str, Any]:
@@ -171,17 +172,17 @@ def _tensor_entry(value: Any, digest: re.Pattern[str]) -> TensorEntry | None:
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < 1 << 63  # excludes bool
+    return type(value) is int and 0 <= value < 1 << 63  # `type`, since a bool is an int
 
 
 PAYLOAD_FOLDER = "data/"
-# A comment of the final length, so that the seal can be written over it.
+# The comment of a zip file before sealing, as long as the seal, which is then written over it.
 EMPTY_SEAL = b"composer blake3 " + b"0" * 64
 _SEAL = re.compile(rb"composer blake3 [0-9a-f]{64}")
 
 
 def seal(file: Readable, layout: ZipLayout) -> bytes:
-    """Return the seal of a file: the hash of everything but the storages and the comment."""
+    """Return the seal of a file: the hash of all bytes except the storages and the comment."""
     hasher = blake3()
     position = 0
     # Storages are left out, since the manifest, which the seal covers, has their hashes.
@@ -194,11 +195,12 @@ def seal(file: Readable, layout: ZipLayout) -> bytes:
 
 
 def check_seal(file: Readable, layout: ZipLayout) -> Manifest | None:
-    """Return the manifest after checking the seal; `None` for a file with neither."""
+    """Verify the seal of a file and return the manifest, or `None` if the file has neither."""
     member = layout.members.get(MANIFEST_NAME)
     is_sealed = _SEAL.fullmatch(layout.comment) is not None
     if member is None and not is_sealed:
         return None
+    # With only one of the two, the other was removed or damaged, so the file cannot be trusted.
     if member is None or not is_sealed:
         missing = "the manifest among its members" if member is None else "the seal at its end"
         raise CorruptCheckpointError(
@@ -214,11 +216,12 @@ def check_seal(file: Readable, layout: ZipLayout) -> Manifest | None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text."""
+    """Parse a JSON text, and raise a `ValueError` if a name occurs twice in an object."""
     return json.loads(text, object_pairs_hook=_without_duplicates)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # `json` keeps the last of equal names, and other parsers another one, so they would read different manifests.
     found = dict(pairs)
     if len(found) < len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
@@ -231,7 +234,7 @@ _KEY = "manifest_hash"
 
 def sealed(manifest: Manifest) -> Manifest:
     """Return the manifest with its own hash in `info`."""
-    plain = Manifest.from_json(manifest.to_json())  # as reading returns it, such as lists in place of tuples
+    plain = Manifest.from_json(manifest.to_json())  # as it will be read back, for example with lists instead of tuples
     return replace(plain, info={**plain.info, _KEY: _hash(plain)})
 
 
@@ -239,7 +242,7 @@ def check_sharded_seal(manifest: Manifest, where: str) -> None:
     """Compare a manifest with its own hash."""
     if manifest.info.get(_KEY) != _hash(manifest):
         raise CorruptCheckpointError(
-            f"{where} is not what was written: its hash, which it has in itself, differs. Load another checkpoint."
+            f"{where} is not what was written: its hash differs from the one that it contains. Load another checkpoint."
         )
 
 
@@ -256,7 +259,7 @@ SAVE_ID_KEY = "save_id"
 
 
 def layout_in(content: Any, path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Return how the tensors of a per-rank file are sharded."""
+    """Return the entry of a per-rank file that describes how its tensors are sharded."""
     match content.get(LAYOUT_KEY) if isinstance(content, dict) else None:
         case {"world_size": int(), "rank": int(), "tensors": dict()} as layout:
             return layout
@@ -275,6 +278,7 @@ def refuse_mixed_saves(save_ids: Sequence[Any], path: str | os.PathLike[str]) ->
         path: Path with `{rank}`, as passed to `save_local`.
     """
     if len(set(save_ids)) > 1:
+        # Reversed, so that of each save the lowest rank is named.
         kinds = {save_id: rank for rank, save_id in reversed(list(enumerate(save_ids)))}
         raise CorruptCheckpointError(
             f"{os.fspath(path)}: the files of ranks {sorted(kinds.values())} are of different saves, which were mixed "
@@ -287,7 +291,7 @@ def first_difference(folder: Path, manifest: Manifest) -> Path | None:
     """Return the first file of a folder that is missing or differs from its entry in the manifest, or `None`."""
     for name, entry in manifest.files.items():
         path = folder / name
-        # The size first: it costs no read of the file.
+        # The size first, since comparing it does not read the file.
         if not path.is_file() or path.stat().st_size != entry.size_bytes:
             return path
         if hash_file(path, manifest.hash_name) != entry.hash:

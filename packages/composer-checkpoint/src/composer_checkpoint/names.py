@@ -45,7 +45,7 @@ __all__ = [
 _GROWS: Final = {"batch", "sample", "token", "total_wct"}
 _GROWS_WITH_EPOCHS: Final = {"epoch", "iteration"}
 _GROWS_INSIDE_EPOCHS: Final = {"batch_in_epoch", "sample_in_epoch", "token_in_epoch", "epoch_wct"}
-_WIDEST: Final = 99
+_WIDEST: Final = 99  # far more digits than any count has, and few enough for a file name
 
 _OF_MLFLOW: Final = frozenset({"mlflow_experiment_id", "mlflow_run_id"})
 OF_FOLDER: Final = OF_RUN | _OF_MLFLOW
@@ -136,16 +136,16 @@ def check_filename(
     """Raise, before any training step, if a template cannot name the checkpoints of a run.
 
     Subfolders are allowed. Unknown placeholders stay as they are, with a warning. Two saves must not get the same name,
-    since the second would replace the first. With an interval of epochs or iterations, any of `{epoch}`, `{iteration}`,
-    `{batch}`, `{sample}`, `{token}` and `{total_wct}` tells them apart; with other intervals one of the last four does,
-    or `{epoch}` with a count inside the epoch such as `{batch_in_epoch}`. An interval of `'1dur'`, which saves once,
-    needs none.
+    since the second would replace the first. With an interval of epochs or iterations, names differ by any of
+    `{epoch}`, `{iteration}`, `{batch}`, `{sample}`, `{token}` and `{total_wct}`. With other intervals they differ by
+    one of the last four, or by `{epoch}` with a count inside the epoch such as `{batch_in_epoch}`. An interval of
+    `'1dur'`, which saves once, needs none.
 
     Args:
         template: The file name.
         argument: The name of the argument, for errors.
         interval: How often checkpoints are saved; an `int` is a number of epochs. `None` if unknown, such as for a
-            function: then any placeholder of a time will do.
+            function: then any placeholder of a time is sufficient.
         overwrite: Whether several checkpoints may have the same name.
 
     Raises:
@@ -184,7 +184,7 @@ def _tells_apart(names: set[str], interval: "Time[Any] | str | int | None") -> b
     if interval is None:
         return bool(names & (_GROWS_WITH_EPOCHS | _GROWS_INSIDE_EPOCHS))
     every = Time.from_input(interval, TimeUnit.EPOCH)
-    if every.unit is TimeUnit.DURATION and every.value >= 1:
+    if every.unit is TimeUnit.DURATION and every.value >= 1:  # one save, at the end
         return True
     if every.unit in (TimeUnit.EPOCH, TimeUnit.ITERATION):
         return bool(names & _GROWS_WITH_EPOCHS)
@@ -193,7 +193,7 @@ def _tells_apart(names: set[str], interval: "Time[Any] | str | int | None") -> b
 
 def _check_placeholder(argument: str, template: str, name: str, spec: str) -> None:
     if not name.isidentifier():
-        # Not a placeholder of a time or rank; in a file name it is most likely a mistake.
+        # Such as `{}` or `{epoch.real}`, which `str.format` allows and no placeholder of this package needs.
         raise ValueError(
             f"{argument}={template!r} has the placeholder {{{name}}}, which is not a name. Use names such as {{epoch}} "
             f"and {{batch}}, or double the braces to have them in the file name."
@@ -216,7 +216,7 @@ def _parse(argument: str, template: str) -> "Iterator[tuple[str, str | None, str
         ) from error
 
 
-# Machine, process id and start time, so that a process id that the system has reused is not mistaken for the writer.
+# Machine, process ID and start time, so that another process to which the system gave the same ID is told apart.
 WRITER_PATTERN = r"[0-9a-f]{8}-[0-9]+-[0-9]+"
 
 
@@ -231,41 +231,42 @@ def this_writer() -> str:
 
 
 def is_alive(writer: str) -> bool | None:
-    """Return whether a process still runs, or `None` if this machine cannot know.
+    """Return whether a process is still running, or `None` if it ran on another machine or before a reboot.
 
     Args:
-        writer: The result of `this_writer`, here or on another machine.
+        writer: The result of `this_writer` in that process.
     """
     machine, pid, started = writer.split("-")
     if machine != _machine():
         return None
     try:
-        os.kill(int(pid), 0)
+        os.kill(int(pid), 0)  # signal 0 only checks for existence
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:  # the process of another user
         pass
     now = _start_time(int(pid))
+    # Without a start time the process is gone or a zombie, unless the system has no /proc.
     return now == int(started) if now is not None else not Path("/proc/self/stat").exists()
 
 
 @cache
 def _machine() -> str:
-    """Return a hash of the scope in which process ids are unique: the host, its boot and its PID namespace."""
+    """Return a hash of the scope in which process IDs are unique: the host, its boot and its PID namespace."""
     parts = [socket.gethostname()]
-    with suppress(OSError):  # other systems than Linux have the host name only
+    with suppress(OSError):  # only Linux has these files; elsewhere the host name must do
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=4).hexdigest()
 
 
 def _start_time(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks; `None` if it is gone, a zombie, or unknown."""
+    """Return the start time of a process in clock ticks, or `None` if it is gone, a zombie, or unknown."""
     try:
         # The second field is the program's name in parentheses, which may itself contain spaces and parentheses.
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if state in "ZX" else int(fields[18])
+    return None if state in "ZX" else int(fields[18])  # field 22 of `stat`; the list begins with the fourth
 
 
 # .tmp-: not finished, or already replaced; never read. .old-: a complete folder, moved aside for an instant where the
@@ -280,6 +281,7 @@ def sibling_name(final: Path, kind: Literal["tmp", "old", "set"] = "tmp") -> Pat
     mark = f".{kind}-{this_writer()}-{secrets.token_hex(4)}"
     # Cut, since file systems limit names to 255 bytes.
     kept = os.fsencode(final.name)[: _LONGEST_NAME_BYTES - len(mark)]
+    # Errors are ignored, since the cut may be inside a character.
     return final.with_name(kept.decode(errors="ignore") + mark)
 
 

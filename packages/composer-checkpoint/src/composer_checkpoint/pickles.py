@@ -1,9 +1,11 @@
 """Restricted unpickling, which can build plain data and nothing else.
 
-A pickle is a program that names functions and calls them. `safe_unpickle` loads one behind four locks. `scan` walks its
-instructions without executing any, and refuses those that no checkpoint needs. Each remaining name is looked up in an
-allowlist, never imported. Keys that would take unbounded time to hash are refused before they are hashed. And a pickle
-can neither change the allowed objects nor make them copy much more than its own size.
+A pickle is a program that names functions and calls them. It is loaded with four safeguards:
+
+- `scan` walks its instructions without executing any, and refuses those that no checkpoint needs.
+- Names are looked up in an allowlist and never imported.
+- Keys that would take unbounded time to hash are refused before they are hashed.
+- A pickle can neither change the allowed objects nor make them copy much more than its own size.
 """
 
 import io
@@ -39,12 +41,12 @@ __all__ = [
 # Arguments that a call copies: one element takes at least one byte of the pickle.
 _COPIED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, deque)
 _TIMES = 4
-_ALWAYS_ALLOWED = 1 << 16
+_ALWAYS_ALLOWED = 1 << 16  # a budget for the smallest pickles, which cannot use up memory with it
 
-# The hash of a text is cached and depends on a secret of the process. That of a float or a number of up to 64 bits
-# equals that of few others. The hashes of the rest are predictable, so many keys can be made to collide. And the hash
-# of a tuple is computed on each use, over everything that it unfolds to: a tuple that contains another one twice,
-# which contains a third one twice, takes 2**n steps. So their number and size have limits.
+# The hash of a string is cached and depends on a secret of the process, and few floats or integers of up to 64 bits
+# share a hash. The hashes of all other keys are predictable, so many keys can be made to collide. In addition, the hash
+# of a tuple is computed on each use, over everything that it unfolds to: a tuple that contains another one twice, which
+# contains a third one twice, and so on, takes 2**n steps. Therefore the number and size of such keys are limited.
 _HARMLESS_KEYS = frozenset([str, bytes, float, bool, type(None)])
 _PREDICTABLE = (Number, tuple, frozenset, timedelta)
 _MOST_KEYS = 1 << 12
@@ -65,7 +67,7 @@ class Budget:
         self._left -= count
         if self._left < 0:
             raise CorruptCheckpointError(
-                f"a pickle copies more than {self._limit} bytes and elements, {_TIMES} times what it has: it was made "
+                f"a pickle copies more than {self._limit} bytes and elements, {_TIMES} times its size: it was made "
                 f"to use up the memory. Load another checkpoint."
             )
 
@@ -89,7 +91,7 @@ _MOST_NUMBER = 1 << 64
 
 
 def _is_small(key: Any) -> bool:
-    """Return whether a key unfolds to few elements. The walk stops at the limit, since it may unfold to any number."""
+    """Return whether a key unfolds to few elements. The walk stops at the limit, since there may be any number."""
     left, pending = _MOST_ELEMENTS, [key]
     while pending and left > 0:
         inner = pending.pop()
@@ -97,12 +99,12 @@ def _is_small(key: Any) -> bool:
         if isinstance(inner, tuple | frozenset):
             pending.extend(islice(inner, left + 1))
         elif isinstance(inner, int):
-            left -= inner.bit_length() >> 6
+            left -= inner.bit_length() >> 6  # a long integer counts one element per 64 bits
     return not pending and left >= 0
 
 
 class Unchangeable:
-    """Base class of objects whose state no instruction can set."""
+    """Base class of objects whose state no instruction of a pickle can set."""
 
     __slots__ = ()
 
@@ -127,12 +129,12 @@ class Call(Unchangeable):
         self._budget.charge(sum(len(arg) for arg in args if isinstance(arg, _COPIED)))
         if isinstance(self._function, type):
             for arg in args:
-                # Each element of an array would become an object of some hundred bytes.
+                # Each element of an array would become an object of about a hundred bytes.
                 if hasattr(type(arg), "__iter__") and not isinstance(arg, _COPIED):
                     raise ValueError(f"a container is made of other containers, and not of a {type(arg).__name__}")
                 if issubclass(self._function, dict | set | frozenset) and isinstance(arg, _COPIED):
                     self._budget.charge_keys(arg)
-                    # Older pickles fill dicts with pairs.
+                    # Older pickles create dicts from pairs.
                     self._budget.charge_keys(item[0] for item in arg if isinstance(item, list | tuple) and item)
         return self._function(*map(Call.itself, args))  # the argument of a defaultdict is a class
 
@@ -142,8 +144,8 @@ class Call(Unchangeable):
         return value._function if type(value) is Call else value
 
 
-# Instructions by the kind of their argument. Missing are the text instructions of protocol 0, INST, OBJ, PERSID, EXT
-# and out-of-band buffers: EXT, for one, uses a cache of the process that bypasses find_class().
+# Allowed instructions by the kind of their argument. The text instructions of protocol 0, INST, OBJ, PERSID, EXT and
+# out-of-band buffers are left out: EXT, for example, uses a cache of the process that bypasses find_class().
 _BARE = re.escape(b"()]}012NQRabdelstu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94")
 _FIXED_LENGTH_CODES = frozenset(b"Kqh\x80MJjG\x95r")
 _STOP, _GLOBAL = b".c"
@@ -191,6 +193,7 @@ def _end_of_argument(data: bytes | memoryview, position: int, code: int, start: 
     return end
 
 
+# The length of names is limited, so that the search for their ends takes bounded time.
 _GLOBAL_NAME = re.compile(rb"c([^\n]{0,400})\n([^\n]{0,400})\n")
 _INSTRUCTIONS = {opcode.code: opcode for opcode in pickletools.opcodes}
 _INST_NAME = re.compile(rb"i([^\n]{0,400})\n([^\n]{0,400})\n")
@@ -198,7 +201,7 @@ _INST_NAME = re.compile(rb"i([^\n]{0,400})\n([^\n]{0,400})\n")
 
 def _refuse_instruction(data: bytes | memoryview, position: int, start: int) -> NoReturn:
     opcode = _INSTRUCTIONS.get(chr(data[position]))
-    # Not a valid instruction of any protocol: the file is damaged rather than hostile.
+    # Not an instruction of any protocol, so the file is more likely damaged than hostile.
     if opcode is None:
         raise CorruptCheckpointError(
             f"a pickle has {data[position]:#04x} at byte {position - start}, which is not an instruction. "
@@ -230,7 +233,7 @@ def _bytes_of_latin1(text: Any, encoding: Any) -> bytes:
 
 
 def _bytes(value: Any = b"") -> bytes:
-    if type(value) is not bytes:  # bytes(int) would allocate that many zeros
+    if type(value) is not bytes:  # bytes(n) would allocate n zeros
         raise ValueError("bytes are made of bytes")
     return value
 
@@ -242,7 +245,7 @@ def _bytearray(value: Any = b"", encoding: Any = None) -> bytearray:
 
 
 class PickledOrderedDict(OrderedDict[Any, Any]):
-    """Stand-in for `OrderedDict`, in which a pickle could hide a method behind an attribute."""
+    """Stand-in for `OrderedDict`, on which a pickle could set attributes that hide methods."""
 
     def __setstate__(self, state: Any) -> None:
         if type(state) is not dict or len(state) > 1 or set(state) - {"_metadata"}:  # of a module's state_dict
@@ -251,7 +254,7 @@ class PickledOrderedDict(OrderedDict[Any, Any]):
 
 
 class PickledCounter(Counter[Any]):
-    """Stand-in for `Counter`, for the same reason."""
+    """Stand-in for `Counter`, on which a pickle could set attributes too."""
 
     def __setstate__(self, state: Any) -> None:
         raise ValueError("a dict has no attributes")
@@ -299,16 +302,16 @@ PLAIN_GLOBALS: Mapping[str, Any] = {
     "_codecs.encode": _bytes_of_latin1,
 }
 
-# Classes whose calls copy their arguments. NEWOBJ creates other classes, and requires the class itself, not a Call.
+# Classes whose calls copy their arguments. NEWOBJ creates other classes, and needs the class itself, not a Call.
 _COPYING = frozenset([*PLAIN_GLOBALS.values(), tuple])
 
 
-# Python's unpickler in Python, since the one in C hashes keys before a subclass could look at them.
+# The unpickler written in Python, since the one in C hashes keys before a subclass could inspect them.
 _PythonUnpickler: Any = pickle._Unpickler  # pyright: ignore[reportPrivateUsage]
 
 
 def _guarded(instruction: bytes, guard: Callable[["RestrictedUnpickler"], object]) -> dict[int, Callable[[Any], None]]:
-    """Return the entry of the table of instructions for one that is preceded by a check."""
+    """Return the entry in the dispatch table for an instruction with a check before it."""
     (code,) = instruction
     run = _PythonUnpickler.dispatch[code]
 
@@ -320,19 +323,20 @@ def _guarded(instruction: bytes, guard: Callable[["RestrictedUnpickler"], object
 
 
 def _refuse_calls(*parts: tuple[object, type]) -> None:
-    # The base class accepts any iterable as arguments, such as an array, each element of which would become an object.
+    # The base class also accepts other iterables, such as an array, each element of which would become an object.
     if not all(isinstance(part, kind) for part, kind in parts):
         raise ValueError("arguments are a tuple, and objects are made of classes")
 
 
 class RestrictedUnpickler(_PythonUnpickler):
-    """Unpickler that looks names up in a table, for a pickle that has passed `scan`."""
+    """Unpickler for pickles that have passed `scan`, which looks names up in a table."""
 
     dispatch: ClassVar[Mapping[int, Callable[[Any], None]]] = {
         **_PythonUnpickler.dispatch,
+        # The length of a frame is skipped: the whole pickle is in memory, so reading ahead has no use.
         pickle.FRAME[0]: lambda self: self.read(8),
         **_guarded(pickle.SETITEM, lambda self: self.budget.charge_keys(self.stack[-2:-1])),
-        # The stack of these four has only what was pushed since the last mark.
+        # For these four, the stack has only the objects pushed since the last mark.
         **_guarded(pickle.SETITEMS, lambda self: self.budget.charge_keys(self.stack[::2])),
         **_guarded(pickle.DICT, lambda self: self.budget.charge_keys(self.stack[::2])),
         **_guarded(pickle.ADDITEMS, lambda self: self.budget.charge_keys(self.stack)),
@@ -349,7 +353,7 @@ class RestrictedUnpickler(_PythonUnpickler):
         self.budget = Budget(len(data))
 
     def load(self) -> Any:
-        """Return the object. Unlike in the base class, reads go straight to the file, without regard to frames."""
+        """Return the object. Unlike the base class, read directly from the file and ignore frames."""
         self.read, self.readinto, self.readline = self._file.read, self._file.readinto, self._file.readline
         self.metastack: list[list[Any]] = []
         self.stack: list[Any] = []
@@ -378,7 +382,7 @@ class RestrictedUnpickler(_PythonUnpickler):
     def persistent_load(self, pid: Any, /) -> Any:
         """Refuse references to objects outside the pickle."""
         raise UnsafeCheckpointError(
-            f"a pickle refers to {shown(pid)}, outside itself, where nothing is known to be. Nothing of it was run."
+            f"a pickle refers to {shown(pid)}, an unknown object outside of it. Nothing of it was run."
         )
 
 
@@ -408,7 +412,7 @@ _MAX_DIMS = 64
 
 
 def check_geometry(name: str, size: Any, stride: Any, offset: Any, storage_numel: int, item_bytes: int) -> None:
-    """Refuse a tensor that exceeds its storage, or expands a few bytes to a huge view."""
+    """Refuse a tensor that exceeds its storage or expands a few bytes to a huge view."""
     numbers = (*size, *stride, offset)
     if (
         len(size) != len(stride)
@@ -420,7 +424,7 @@ def check_geometry(name: str, size: Any, stride: Any, offset: Any, storage_numel
             f"are not equally many whole numbers from 0 for at most {_MAX_DIMS} dims. Load another checkpoint."
         )
     numel = math.prod(size)
-    if numel == 0:
+    if numel == 0:  # reads nothing, so offset and strides do not matter
         return
     # One past the largest index that the strides reach.
     needed = offset + 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))

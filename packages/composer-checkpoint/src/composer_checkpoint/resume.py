@@ -65,9 +65,9 @@ _ORDER = ("batch", "sample", "token", "epoch")
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A possible checkpoint: the index of its store and its name there, with `{rank}` for per-rank files.
+    """A possible checkpoint: the index of its store, and its name there, with `{rank}` for per-rank files.
 
-    `latest` is the target of the store's pointer, if this checkpoint is later.
+    `latest` is the target of the store's pointer if this checkpoint is later than the target.
     """
 
     store: int
@@ -101,7 +101,7 @@ def fetched_from_stores(
             log.info("Resuming from %s, which was downloaded.", candidate.name)
             yield path
             return
-    # Starting from scratch would replace the checkpoints of the run, so that needs a decision of the user.
+    # Starting from scratch would replace the run's checkpoints, so the user must decide.
     if unusable:
         raise CheckpointConflictError(
             f"autoresume found {len(unusable)} checkpoints, and none that this run could resume from: "
@@ -131,6 +131,7 @@ def _stores(saver: "CheckpointSaver", logger: "Logger") -> list[Any]:
     if saver.latest_remote_file_name is None:
         return []
     keepers = [place for place in getattr(logger, "destinations", ()) if place.can_upload_files()]
+    # The store itself where names agree, since unlike a logger destination it can be listed.
     keepers = [place if _store_of(place) is None else _store_of(place) for place in keepers]
     return keepers if saver.remote_uploader is None else [*keepers, saver.remote_uploader.remote_backend]
 
@@ -162,22 +163,22 @@ def _candidates(stores: list[Any], saver: "CheckpointSaver", state: "State", lay
         times = _times_in(store, template, pointed, layout)
         names = sorted(times, key=times.__getitem__, reverse=True)
         num_later = sum(times[name] > times[pointed] for name in names) if pointed in times else 0
-        # The target of the pointer comes right after the later names, since those are compared with it.
+        # The pointer's target must come right after the later names, which are compared with it.
         names = [*names[:num_later], *[str(pointed)] * bool(num_later), *names[num_later:]]
         if layout is Layout.LOCAL:
             names = [shared_name(name, template, state.run_name) for name in names]
         elif pointed is not None or layout is Layout.MONOLITHIC:
             names.append(pointed or pointer)
         later = set(names[:num_later])
-        for name in dict.fromkeys(names):
+        for name in dict.fromkeys(names):  # per-rank files share a name, and the target may be listed twice
             yield _Candidate(index, name, names[num_later] if name in later else None)
 
 
 def _times_in(store: Any, template: str, pointed: str | None, layout: Layout) -> dict[str, list[int]]:
-    names = {name for name in (pointed,) if name is not None}  # a listing may not show it yet
+    names = {name for name in (pointed,) if name is not None}  # the listing may be outdated
     if isinstance(store, ObjectStore):
         objects = list_if_allowed(store, literal_prefix(template))
-        # Folders of unfinished saves are included, so that they are logged as skipped.
+        # Also folders of unfinished saves, so that skipping them is logged.
         names.update(map(posixpath.dirname, objects) if layout is Layout.SHARDED else objects)
     found = {name: numbers for name in names if (numbers := numbers_in_name(name, template))}
     return {name: [numbers.get(unit, 0) for unit in _ORDER] for name, numbers in found.items()}
@@ -211,7 +212,7 @@ def _fetch(
         told = None if error is None else (is_absent, is_unfinished, str(error))
         problems = dist.all_gather_object(told)  # all ranks accept or skip the candidate together
         if not any(problems):
-            fetched.push(attempt.pop_all())
+            fetched.push(attempt.pop_all())  # keeps the download until the caller has loaded it
             return path
     # Logged on all ranks, since each has its own log.
     for rank, problem in enumerate(problems):
@@ -225,9 +226,9 @@ def _fetch(
 
 
 def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> str | None:
-    """Return why a downloaded checkpoint belongs to an abandoned run, or `None` if it does not.
+    """Return the reason if a downloaded checkpoint belongs to an abandoned run, or `None`.
 
-    A damaged target of the pointer does not rule out a later checkpoint.
+    If the pointer's target is damaged, later checkpoints are accepted.
     """
     if candidate.latest is None:
         return None
@@ -265,11 +266,12 @@ def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tu
     fetches = layout is Layout.LOCAL or dist.get_local_rank() == 0
     if layout is not Layout.LOCAL:  # the ranks of a node share the folder of the one that downloads
         own = of_first_rank_of_node(own)
-        # The rank that downloaded deletes the file once the others have read it; after an exception they may not get
-        # here.
+        # The rank that downloaded must not delete the file before the others have read it. After an exception, other
+        # ranks may not reach the barrier.
         attempt.push(lambda kind, *_: dist.barrier() if kind is None else None)
     base = os.path.basename(name)
-    if layout is Layout.LOCAL and "{rank}" not in base:  # the rank may be in the name of a folder
+    # The rank may be in the name of a folder only, and the downloads of all ranks need different names.
+    if layout is Layout.LOCAL and "{rank}" not in base:
         base = f"{{rank}}-{base}"
     path = os.path.join(own, base)
 
@@ -301,20 +303,20 @@ def _fetch_and_check(store: Any, name: str, path: str) -> Manifest | None:
     except FileNotFoundError as error:
         if "{rank}" not in name:
             raise
-        # As unfinished instead of absent, since other ranks may have files of this save.
+        # Unfinished instead of absent, since other ranks may have files of this save.
         raise NoCheckpointError(f"there is no file of rank {dist.get_global_rank()}: {error}") from error
     return _verified(here, name)
 
 
 def _verified(path: str, name: str) -> Manifest | None:
-    """Return the manifest of a checkpoint, after comparing its hashes, if a run can resume from it."""
+    """Verify a checkpoint, refuse it if a run cannot resume from it, and return its manifest."""
     manifest = verify(path)
     refuse_what_does_not_resume(manifest, path, name)
     return manifest
 
 
 def _raise_if_whole(error: Exception) -> None:
-    """Raise errors that do not concern the checkpoint itself: resuming from an older one would lose work."""
+    """Raise an error that does not make the checkpoint invalid, since resuming from an older one would lose work."""
     if isinstance(error, StorageError | NewerCheckpointError):
         raise error
 
@@ -324,7 +326,7 @@ def _fetch_folder(store: Any, name: str, state: "State", attempt: ExitStack) -> 
         return "", NotImplementedError(f"{type(store).__name__} has no folders.")
     address = attempt.enter_context(fetch_once_per_node(store, name))
     try:
-        # In steps that fail on all ranks alike, so that all ranks take part in the next comparison.
+        # Each step fails on all ranks or on none, so that all ranks take part in the next one.
         Ranks().together(
             lambda: refuse_what_does_not_resume(read_sharded_manifest(open_source(address, {})), address, name)
         )
@@ -340,9 +342,9 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
     """Yield the path of the newest complete checkpoint of a saver, or `None`.
 
     The saver's folder is searched first, then the loggers that keep files, then the saver's store. The link to the
-    latest checkpoint does not decide alone, since its target may be damaged or outdated. But later checkpoints of an
-    abandoned run, from which a user went back to the target of the link, are skipped. What is skipped is logged with
-    the reason; for stores, on every rank. Every rank must call this.
+    latest checkpoint is not followed blindly, since its target may be damaged or outdated. However, later checkpoints
+    of an abandoned run, from which a user went back to the target of the link, are skipped. Skipped checkpoints are
+    logged with the reason; those in stores on every rank. Every rank must call this.
 
     Args:
         saver: The saver of the resumed run. Its names define the search, and its `resumes` is set.
@@ -350,8 +352,8 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
         logger: Has the destinations that keep files.
 
     Yields:
-        The path for `load_checkpoint`. For a sharded checkpoint in a store it is the address, of which each rank has
-        downloaded what it needs. Downloads are deleted on exit.
+        The path for `load_checkpoint`. For a sharded checkpoint in a store it is the address; each rank has downloaded
+        what it needs. Downloads are deleted on exit.
 
     Raises:
         RuntimeError: If rank 0 has found a checkpoint that other ranks cannot see.
@@ -361,7 +363,7 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
         StorageError: If a disk or store fails or denies access.
     """
     layout = layout_of(state)
-    # Only rank 0 searches, so that all ranks use the same checkpoint.
+    # The ranks might see different files, so all of them use the result of rank 0.
     path, unusable = Ranks().exchange(
         lambda: _search_together(saver, state, layout), lambda found: found[:1] * len(found)
     )
@@ -385,7 +387,7 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
 def _search_together(saver: "CheckpointSaver", state: "State", layout: Layout) -> tuple[str | None, list[str]]:
     """Search the folder on rank 0. For per-rank files each rank checks its own."""
     if layout is not Layout.LOCAL:
-        # Verification reads whole files, so only one rank does it.
+        # Only one rank verifies, since verification reads every byte of a file.
         return _search(saver, state, os.fspath, lambda path: [_verified(path, path)]) if _is_first() else (None, [])
 
     def with_rank(path: Path) -> str:
@@ -397,6 +399,7 @@ def _search_together(saver: "CheckpointSaver", state: "State", layout: Layout) -
             return None, []
         folder = format_name_with_dist(saver.folder, state.run_name)
         if os.path.isdir(folder):
+            # A save that was killed while renaming would look like files of several saves.
             complete_interrupted_sets(folder)
         return _search(saver, state, with_rank, check_each)
 
@@ -420,7 +423,7 @@ def _search(
     def verify_each(path: Path) -> None:
         refuse_mixed_saves([_save_id_of(manifest) for manifest in check_each(name_of(path))], path)
 
-    _refuse_unreadable(folder)  # `glob` would find no checkpoints instead of raising
+    _refuse_unreadable(folder)  # `glob` does not raise, so an unreadable folder would look empty
     target = None if saver.latest_filename is None else read_pointer(saver.latest_filename.format(state))
     latest = target if target is not None and target.exists() else None
     pattern = os.path.join(glob.escape(folder), _as_glob(within_folder(state, saver.filename.filename), state))
@@ -444,7 +447,7 @@ def _refuse_unreadable(folder: str) -> None:
     except OSError as error:
         raise StorageError(
             error.errno,
-            f"save_folder={folder!r} cannot be looked through for checkpoints: {error.strerror or error}. Look at the "
+            f"save_folder={folder!r} cannot be looked through for checkpoints: {error.strerror or error}. Check the "
             f"disk and the permissions, or choose another folder",
         ) from error
 
@@ -452,6 +455,7 @@ def _refuse_unreadable(folder: str) -> None:
 def _check_own(path: str) -> "Manifest | None":
     own, of_first = own_file(path), path.replace("{rank}", "0")
     if not os.path.exists(own) and os.path.exists(of_first):
+        # If fewer ranks saved, this rank's file was never written; the error must name that, not a missing file.
         manifest = read_manifest(of_first)
         saved_by = None if manifest is None else manifest.info.get("world_size")
         if isinstance(saved_by, int) and saved_by < dist.get_world_size():
@@ -470,6 +474,7 @@ def _as_glob(template: str, state: "State") -> str:
         if name is None:
             continue
         known = partial_format(f"{{{name}}}", run_name=state.run_name, rank=0, local_rank=0, node_rank=0)
+        # Numbers of the time stay open; the rank is 0, so that per-rank files match once.
         parts.append("*" if known.startswith("{") else glob.escape(known))
     return "".join(parts)
 

@@ -40,7 +40,7 @@ _EXAMPLE = "{'last': 3, 'every': '10ep', 'best': ('metrics/eval/MulticlassAccura
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A committed checkpoint: its name, its time in training, and the metrics of that time."""
+    """A committed checkpoint: its name, its time in training, and its metrics at that time."""
 
     name: str
     timestamp: Timestamp
@@ -49,7 +49,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """Rules for the checkpoints to keep; one is kept if any rule keeps it. Without rules, all are kept.
+    """Rules for the checkpoints to keep. A checkpoint is kept if any rule keeps it; without rules, all are kept.
 
     Args:
         last: The number of newest checkpoints to keep. 0 without other rules keeps none, for folders that are copied
@@ -62,7 +62,7 @@ class RetentionPolicy:
 
     Raises:
         ValueError: If a number is negative, a length is not positive or has no counter, or `mode` is unknown. If `mode`
-            is `None` and neither metric nor name says which values are better, when that is needed.
+            is `None` and required, and neither the metric nor its name tells which values are better.
 
     Example:
         >>> RetentionPolicy.from_setting({"last": 2, "every": "10ep"})
@@ -77,11 +77,11 @@ class RetentionPolicy:
 
     def __post_init__(self) -> None:
         for name, count in (("last", self.last), ("num_best", self.num_best)):
-            # `type`, since `isinstance` would accept booleans.
+            # `type`, since `isinstance` accepts booleans.
             if count is not None and (type(count) is not int or count < 0):
                 raise ValueError(f"{name}={count!r} is not a number of checkpoints: it must be a whole number from 0.")
         if self.mode not in ("max", "min", None):
-            raise ValueError(f"mode={self.mode!r} must be 'max' or 'min', whichever values are better, or None.")
+            raise ValueError(f"mode={self.mode!r} must be 'max' (larger is better), 'min' (smaller is better) or None.")
         if self.every is not None and (self.every.value <= 0 or self.every.unit is TimeUnit.DURATION):
             raise ValueError(
                 f"every={str(self.every)!r} is not an interval between checkpoints: it needs a positive number and "
@@ -119,7 +119,7 @@ class RetentionPolicy:
         """Return the policy with a mode if it needs one, chosen by the metric or else by its name.
 
         Raises:
-            ValueError: If neither says which values are better.
+            ValueError: If neither tells which values are better.
         """
         if self.metric is None or self.mode is not None:
             return self
@@ -162,6 +162,7 @@ def choose_to_delete(
     """
     if policy.keeps_all:
         return []
+    # The start is computed, since a slice from -0 would keep all.
     keep = {latest} | {saved.name for saved in history[len(history) - min(policy.last or 0, len(history)) :]}
     if policy.every is not None:
         keep |= _first_of_each(history, policy.every)
@@ -173,17 +174,17 @@ def choose_to_delete(
 
 
 def _first_of_each(history: Sequence[SavedCheckpoint], every: Time[Any]) -> set[str]:
-    """Return the first checkpoint of each interval, which stays the first when others of the interval go."""
+    """Return the first checkpoint of each interval, so that deleting later ones does not change the result."""
     first: dict[int, str] = {}
     for saved in history:
         interval = int(saved.timestamp.get(every.unit).value // every.value)
-        if interval > 0:
+        if interval > 0:  # checkpoints before the first multiple belong to no rule
             first.setdefault(interval, saved.name)
     return set(first.values())
 
 
 def _best_by(history: Sequence[SavedCheckpoint], metric: str, mode: str | None, num_best: int) -> set[str]:
-    """Return the best checkpoints, and of equals the oldest, so that a new one replaces only worse ones.
+    """Return the best checkpoints, the oldest among equal ones, so that a new one replaces only worse ones.
 
     While fewer checkpoints have the metric than are to be kept, those without it are kept too.
     """
@@ -216,8 +217,7 @@ def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy
     """
     if type(num_checkpoints_to_keep) is not int or num_checkpoints_to_keep < -1:
         raise ValueError(
-            f"save_num_checkpoints_to_keep={num_checkpoints_to_keep!r} must be a whole number: give a whole "
-            f"number from 0, or -1 for all."
+            f"save_num_checkpoints_to_keep={num_checkpoints_to_keep!r} must be a whole number from 0, or -1 for all."
         )
     if isinstance(keep, Mapping):
         keep = {rule: value for rule, value in keep.items() if rule != "remote"}  # for the store, see `remote_policy`
@@ -237,7 +237,7 @@ def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy
 
 
 class _Kept:
-    """Checkpoints that a run has saved to one place, in order, with the rules by which they stay."""
+    """Checkpoints that a run has saved to one place, in order, with the rules for keeping them."""
 
     def __init__(self, policy: RetentionPolicy) -> None:
         self.policy = policy
@@ -251,16 +251,16 @@ class _Kept:
         self._history = [saved for saved in self._history if saved.name != name]
 
     def entries(self) -> list[tuple[str, dict[str, Any], dict[str, float]]]:
-        """Return the list of checkpoints, for the next checkpoint."""
+        """Return the list of checkpoints, to save in the next checkpoint."""
         return [(saved.name, saved.timestamp.state_dict(), dict(saved.metrics)) for saved in self._history]
 
 
 class KeptFiles(_Kept):
-    """Checkpoints on this rank's disk. A file that is being uploaded is deleted only after the upload.
+    """Checkpoints on this rank's disk. A file that is being uploaded is not deleted before the upload ends.
 
     Attributes:
         policy: The rules.
-        deletes: Whether this rank deletes, or another one does.
+        deletes: Whether this rank deletes the files; another rank does otherwise.
         names: The kept paths that were saved since this object was created.
     """
 
@@ -282,7 +282,7 @@ class KeptFiles(_Kept):
             self._uploads[path] = upload
 
     def rotate(self) -> None:
-        """Delete what the policy does not keep. The newest, the target of the pointer, stays unless none is kept."""
+        """Delete checkpoints by the policy. The newest, the pointer's target, is kept unless the policy keeps none."""
         if self.policy.keeps_all or not self._history:
             return
         latest = None if self.policy.keeps_none else self._history[-1].name
@@ -290,16 +290,17 @@ class KeptFiles(_Kept):
             upload = self._uploads.get(path)
             if upload is not None and not upload.done():  # its file is being read; a later call deletes it
                 continue
+            # Forgotten even if it is left on the disk: a failed deletion is logged once and not repeated at each save.
             self._forget(path)
             if self.deletes and self._may_delete(path) and discard(Path(path)):
-                log.info("Deleted %s, which save_num_checkpoints_to_keep and save_keep do not keep.", path)
+                log.info("Deleted %s by the rules of save_num_checkpoints_to_keep and save_keep.", path)
 
     def adopt(self, saved: Any, folder: str, template: str, run_name: str | None) -> None:
         """Take over the checkpoints of the resumed run that this run could have saved.
 
-        A checkpoint may come from an untrusted source, and what it lists may be deleted later. So only files in the
-        save folder with names of this run's template are taken, and they are deleted only if their manifests have the
-        run's name.
+        A checkpoint may come from an untrusted source, and the files that it lists may be deleted later. Therefore only
+        files in the save folder that match this run's template are taken, and they are deleted only if their manifests
+        have the run's name.
         """
         self._history, self._of_run = [], {}
         for name, timestamp, metrics in saved_checkpoints(saved):
@@ -321,10 +322,10 @@ class KeptFiles(_Kept):
             manifest = manifest_of(Path(path))
             is_own = manifest is not None and manifest.info.get("run_name") == run_name
         except (CheckpointError, OSError) as error:
-            log.warning("%s is left, since its run is unknown: %s", path, error)
+            log.warning("%s is not deleted, since its run is unknown: %s", path, error)
             return False
         if not is_own:
-            log.warning("%s is left: its manifest does not say that run %r has saved it.", path, run_name)
+            log.warning("%s is not deleted: by its manifest, run %r has not saved it.", path, run_name)
         return is_own
 
 
@@ -338,7 +339,7 @@ def saved_checkpoints(saved: Any) -> Iterator[tuple[str, Timestamp, dict[str, fl
             timestamp.load_state_dict(time)
             yield str(name), timestamp, {metric: float(value) for metric, value in metrics.items()}
         except (AttributeError, KeyError, TypeError, ValueError):
-            log.warning("The checkpoint that was loaded lists %s, which is not a checkpoint.", shown(entry))
+            log.warning("The loaded checkpoint lists %s among the saved checkpoints, which is invalid.", shown(entry))
 
 
 def _could_have_saved(name: str, folder: str, template: str) -> bool:
@@ -380,15 +381,15 @@ class KeptRemotely(_Kept):
         if uploader is None:
             raise ValueError(f"{said} is for checkpoints in a store, and save_folder is a folder of this machine.")
         store = uploader.remote_backend
-        # Found out before training, not at the first deletion.
+        # Checked before training instead of at the first deletion.
         if type(store).delete_object is ObjectStore.delete_object:
             raise ValueError(f"{said}: {type(store).__name__} cannot delete. Leave it out, or save to another store.")
         self._uploader = uploader
-        self._awaited: dict[str, Future[None] | None] = {}
+        self._awaited: dict[str, Future[None] | None] = {}  # uploads that `rotate` has not seen finished
         self._files: dict[str, list[str]] = {}
         self._deletions: dict[str, Future[bool | None]] = {}
         self._deleted: set[str] = set()
-        self._is_postponed = False
+        self._is_postponed = False  # whether a deletion was put off because the newest was incomplete
 
     def add(
         self,
@@ -419,6 +420,7 @@ class KeptRemotely(_Kept):
         self._is_postponed = False
         for name, upload in ended.items():
             del self._awaited[name]
+            # A failed upload must not count as the newest checkpoint, for which older ones are deleted.
             if upload is not None and (upload.cancelled() or upload.exception() is not None):
                 self._forget(name)
         arrived = [saved for saved in self._history if saved.name not in self._awaited]
@@ -437,7 +439,7 @@ class KeptRemotely(_Kept):
         return name in self._deleted
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the list of checkpoints, for the next checkpoint."""
+        """Return the list of checkpoints, to save in the next checkpoint."""
         return {"remote_folder": self._uploader.remote_folder, "saved": self.entries()}
 
     def adopt(self, state: Mapping[str, Any], template: str) -> None:
@@ -457,10 +459,10 @@ class KeptRemotely(_Kept):
         self._deletions.pop(name, None)
 
     def _note_deletions(self) -> None:
-        """Record deletions that have ended. Only here, since the threads that delete must not change the history."""
+        """Record deletions that have ended. Called in the main thread, since only it may change the history."""
         for name, deletion in list(self._deletions.items()):
             if not deletion.done() or deletion.cancelled() or (has_deleted := deletion.result()) is None:
-                continue  # under way, or failed, which is not tried again
+                continue  # still running, or failed: failed deletions are not retried
             if has_deleted:
                 self._forget(name)
                 self._deleted.add(name)
@@ -470,25 +472,25 @@ class KeptRemotely(_Kept):
 
     def _deletion(self, name: str, replaced_by: list[str]) -> Callable[[], bool | None]:
         def delete() -> bool | None:
-            """Return whether it was deleted, `None` after an error."""
+            """Return whether the checkpoint was deleted, or `None` after an error."""
             store = self._uploader.remote_backend
             try:
                 # The replacement may have been deleted or be incomplete, so look before each deletion.
                 if not all(is_whole(store, other) for other in replaced_by):
                     return False
                 delete_checkpoint(store, name)
-            # Logged, not raised: a checkpoint too many must not stop training.
+            # Logged, not raised: an extra checkpoint must not stop training.
             except (CheckpointError, OSError, NotImplementedError) as error:
                 log.warning("%s is left in the store, and could not be deleted: %s", store.get_uri(name), error)
                 return None
-            log.info("Deleted %s, which need not be kept.", store.get_uri(name))
+            log.info("Deleted %s, which the retention rules do not keep.", store.get_uri(name))
             return True
 
         return delete
 
 
 def is_whole(store: ObjectStore, name: str) -> bool:
-    """Return whether a store has a file of a name, or a folder with a manifest, which is uploaded last."""
+    """Return whether a store has a file of this name, or a folder with a manifest, which is uploaded last."""
     look_up = retry(ObjectStoreTransientError, _ATTEMPTS)(store.get_object_size)
     for vouching in (name, f"{name}/{MANIFEST_NAME}"):
         try:
@@ -500,7 +502,7 @@ def is_whole(store: ObjectStore, name: str) -> bool:
 
 
 def delete_checkpoint(store: ObjectStore, name: str) -> None:
-    """Delete a checkpoint from a store, its manifest first, so that the rest does not pass for a complete one.
+    """Delete a checkpoint from a store, its manifest first, so that a partial deletion leaves no valid checkpoint.
 
     In a folder, only files that its manifest lists and files named like shards are deleted. An interrupted deletion is
     finished by the next one.
@@ -533,13 +535,14 @@ def _parts(store: ObjectStore, name: str) -> list[str]:
             listed = {part for part in Manifest.from_json(copy.read_bytes()).files if posixpath.basename(part) == part}
         except FileNotFoundError:
             pass
+    # Shards are also found by their names, since an interrupted deletion has left them without a manifest.
     shards = {posixpath.basename(part) for part in list_if_allowed(store, f"{name}/")}
     found = listed | {part for part in shards if _SHARD.fullmatch(part)}
     return [f"{name}/{part}" for part in sorted(found - {MANIFEST_NAME, _INDEX_NAME})]
 
 
 class MetricHistory:
-    """Latest values of metrics, by which retention keeps the best checkpoints."""
+    """Latest values of the metrics that retention ranks checkpoints by."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
@@ -550,7 +553,7 @@ class MetricHistory:
         for name in () if label is None else state.eval_metrics.get(label, ()):
             if name in state.eval_metric_values:
                 self._values |= by_entry({f"metrics/{label}/{name}": state.eval_metric_values[name]})
-        # Other evaluators, and training, may measure it later.
+        # Metrics of other evaluators and of training may still be measured later.
         to_come = tuple(f"metrics/{other}/" for other in {*state.eval_metrics, "train"} - {label})
         for metric in metrics - self._values.keys():
             if metric.startswith("metrics/") and not metric.startswith(to_come):
@@ -568,7 +571,7 @@ class MetricHistory:
         known = {**train, **state.total_loss_dict, **self._values}
         for metric in metrics - known.keys():
             log.warning(
-                "The best checkpoints by %r cannot be told yet: it has not been measured. Measured were: %s.",
+                "The best checkpoints by %r are not known yet, since it has not been measured. Measured were: %s.",
                 metric,
                 ", ".join(known) or "none",
             )

@@ -1,4 +1,4 @@
-"""Folders that a run saves to: the newest complete checkpoint, conflicts with later checkpoints, and the lock."""
+"""Search a run's folder for its newest complete checkpoint and for conflicting later ones, and lock it."""
 
 import glob
 import logging
@@ -40,11 +40,11 @@ LINEAGE_KEY = "lineage"
 """Key of the id in a manifest's information that all checkpoints of a run, and of its resumes, share."""
 
 WITHOUT_MANIFEST = "it has no manifest, and other checkpoints here have one"
-"""Reason to skip a checkpoint that does not come from this library."""
+"""Reason to skip a file of another program, such as exported weights."""
 
 _FILE_MANIFEST = ".manifest.json"
 _SUFFIX = re.compile(r"\.(pt|pth|bin|safetensors|tar|tgz|pt\.[a-z0-9]+|tar\.[a-z0-9]+)$", re.IGNORECASE)
-# Other formats would have to be unpacked.
+# Formats whose manifest can be read in place; other files would have to be unpacked first.
 _PLAIN = re.compile(r"\.(pt|pth|bin|safetensors)$", re.IGNORECASE)
 # Files that mark a folder as a checkpoint: our manifest, torch's index, and the files of the modular layout.
 _MARKS = (MANIFEST_NAME, ".metadata", "composer_metadata.json", "model.safetensors.index.json")
@@ -79,13 +79,14 @@ class _Candidate:
     modified: float
 
     def sorting_key(self) -> tuple[bool, tuple[int, ...], float]:
+        # Modification times decide last, since copying files changes them.
         return self.counters is not None, self.counters or (), self.modified
 
     def is_abandoned(self, latest: "_Candidate | None") -> bool:
         """Return whether this is later than the target of the pointer and belongs to another run."""
         if latest is None or not self.is_sealed or not is_of_other_lineage(self.info, latest.info):
             return False
-        return self.sorting_key()[:2] > latest.sorting_key()[:2]
+        return self.sorting_key()[:2] > latest.sorting_key()[:2]  # without the modification times
 
 
 def find_newest(
@@ -93,10 +94,10 @@ def find_newest(
 ) -> Found | None:
     """Return the newest checkpoint that is committed and valid, or `None`.
 
-    The newest has trained longest by the time in its manifest, or by `ep` and `ba` in its name. Checkpoints with
-    neither come after these, ordered by modification time. Unfinished files are ignored. A pointer such as `latest`
-    does not decide, since it may be outdated or dangling. Checkpoints without a manifest count only if no other has
-    one. Skipped checkpoints are logged as warnings, with the reason.
+    The newest is the one that has trained longest by the time in its manifest, or by `ep` and `ba` in its name.
+    Checkpoints with neither come after these, ordered by modification time. Unfinished files are ignored. A pointer
+    such as `latest` is not used, since it may be outdated or dangling. Checkpoints without a manifest count only if
+    none has one. Skipped checkpoints are logged as warnings, with the reason.
 
     Args:
         folder_or_pattern: A folder, which is searched recursively, or a pattern such as `'runs/*/ep*-rank0.pt'`.
@@ -145,21 +146,21 @@ def look_through(
     for skip in skipped:
         log.warning("Skipped %s: %s", skip.path, skip.reason)
     if found is not None:
-        log.info("The newest whole checkpoint of %s is %s.", folder_or_pattern, found.path)
+        log.info("The newest complete checkpoint in %s is %s.", folder_or_pattern, found.path)
     elif skipped:
-        log.warning("None of the %d checkpoints of %s is whole.", len(skipped), folder_or_pattern)
+        log.warning("None of the %d checkpoints in %s is complete.", len(skipped), folder_or_pattern)
     return found, tuple(skipped)
 
 
 def is_of_other_lineage(info: Mapping[str, Any], latest: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint, by its manifest's information, is of another lineage than the latest one."""
+    """Return whether a checkpoint belongs to another lineage than the latest one, by their manifests' information."""
     lineage = latest.get(LINEAGE_KEY)
     return lineage is not None and info.get(LINEAGE_KEY) != lineage
 
 
 def told_abandoned(latest: object) -> str:
     """Return the reason to skip a later checkpoint of another lineage."""
-    return f"it is of a run that was abandoned: the latest one is {latest}"
+    return f"it belongs to a run that was abandoned: the latest one is {latest}"
 
 
 def is_name_of_file(name: str) -> bool:
@@ -168,10 +169,10 @@ def is_name_of_file(name: str) -> bool:
 
 
 def _fault_of(path: Path, verify: Callable[[Path], object]) -> str | None:
-    """Return what is wrong with a checkpoint, or `None` if it is complete."""
+    """Return the reason why a checkpoint is not complete, or `None`."""
     try:
         verify(path)
-    except NewerCheckpointError:
+    except NewerCheckpointError:  # valid, so that skipping it would lose work
         raise
     except (FileNotFoundError, NotADirectoryError) as error:  # for example, deleted since it was listed
         return str(error)
@@ -179,7 +180,7 @@ def _fault_of(path: Path, verify: Callable[[Path], object]) -> str | None:
         raise StorageError(
             error.errno,
             f"{path} cannot be read: {error.strerror or error}. Resuming from an older checkpoint would lose work. "
-            f"Look at the disk and the permissions, or name a checkpoint with load_path",
+            f"Check the disk and the permissions, or name a checkpoint with load_path",
         ) from error
     except CheckpointError as error:
         return str(error)
@@ -189,6 +190,7 @@ def _fault_of(path: Path, verify: Callable[[Path], object]) -> str | None:
 def _paths(where: str, skipped: list[Skipped]) -> Iterator[Path]:
     """Yield each candidate once, no matter how many links lead to it."""
     seen: set[Path] = set()
+    # A folder's name is not taken as a pattern, since it may have brackets.
     starts = [Path(where)] if os.path.isdir(where) else map(Path, glob.iglob(where, recursive=True))
     for start in starts:
         inside = start.is_dir() and not _is_checkpoint_folder(start)
@@ -220,6 +222,7 @@ def _could_be(path: Path) -> bool:
         return _is_checkpoint_folder(path)
     if path.name == LOCK_NAME or path.name.endswith((_FILE_MANIFEST, ".symlink")):
         return False
+    # Also names without a suffix, such as the default of `save_checkpoint`, but not `ep1-ba2.log`.
     if _SUFFIX.search(path.name) or (not path.suffix and _NUMBERS_IN_NAME.search(path.name)):
         return True
     return _manifest_beside(path).exists() or read_pointer(path) is not None
@@ -236,8 +239,8 @@ def _manifest_beside(path: Path) -> Path:
 def _candidate(path: Path) -> _Candidate:
     info: Mapping[str, Any] = {}
     is_sealed: bool | None = None
-    with suppress(CheckpointError, OSError):  # `verify` reports what is wrong with it
-        # Only if it can be read without unpacking anything.
+    with suppress(CheckpointError, OSError):  # `verify` reports the error later
+        # Only if nothing has to be unpacked, since the folder may hold many large archives.
         if path.is_dir() or not path.suffix or _PLAIN.search(path.name) or _manifest_beside(path).exists():
             manifest = manifest_of(path)
             info, is_sealed = ({}, False) if manifest is None else (manifest.info, True)
@@ -262,7 +265,7 @@ def manifest_of(path: Path) -> Manifest | None:
 def _counters(info: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
     time = info.get("timestamp")
     if isinstance(time, Mapping):
-        time = time.get("Timestamp", time)  # the form in a whole state's dict
+        time = time.get("Timestamp", time)  # nested in the state dict of a training state
     if isinstance(time, Mapping):
         known = {unit: time.get(unit) for unit in _COUNTERS}
     else:
@@ -277,10 +280,10 @@ _NUMBERS = {*_COUNTERS, *_UNITS_IN_EPOCH, "rank", "local_rank", "world_size", "l
 
 
 def find_conflicts(names: Iterable[str], filename: str, timestamp: "Timestamp") -> list[str]:
-    """Return the names that a run at this time would give to checkpoints that it has yet to save.
+    """Return the names that a run at this time may give to checkpoints that it has yet to save.
 
-    A name conflicts if it matches the template and any of its numbers is later than the timestamp's; numbers inside an
-    epoch count only within the same epoch.
+    A name conflicts if it matches the template and any of its numbers is later than the timestamp's. Numbers inside an
+    epoch are compared only within the same epoch.
 
     Args:
         names: Paths of files and folders, relative to the folder of checkpoints.
@@ -299,8 +302,8 @@ def find_conflicts(names: Iterable[str], filename: str, timestamp: "Timestamp") 
     inside = [unit for unit in _UNITS_IN_EPOCH if unit in used]
     if inside and "epoch" not in used:
         raise ValueError(
-            f"save_filename={filename!r} counts inside epochs with {{{inside[0]}}} but does not have {{epoch}}, so it "
-            f"cannot be told which checkpoints are later. Add {{epoch}}, or pass save_overwrite=True."
+            f"save_filename={filename!r} counts inside epochs with {{{inside[0]}}} but does not have {{epoch}}, so "
+            f"that the order of the checkpoints is unknown. Add {{epoch}}, or pass save_overwrite=True."
         )
     pattern = re.compile(_as_pattern(filename.lstrip("/")), re.DOTALL)
     now = {unit: int(getattr(timestamp, unit)) for unit in (*_COUNTERS, *_UNITS_IN_EPOCH)}
@@ -338,7 +341,7 @@ def ensure_folder_has_no_conflicting_files(
 ) -> None:
     """Raise if a folder holds checkpoints later than the run, which the run would replace.
 
-    So a run that starts from zero over the checkpoints of another needs an explicit flag; one that resumes does not.
+    A run that starts from scratch in the folder of another run thus needs an explicit flag; a resumed run does not.
 
     Args:
         folder_name: The folder of checkpoints. It need not exist.
@@ -355,7 +358,7 @@ def ensure_folder_has_no_conflicting_files(
 
 def _refuse_later(folder: str, template: str, link: str | None, timestamp: "Timestamp") -> None:
     ensure_folder_has_no_conflicting_files(folder, template, timestamp)
-    # A run that starts from zero over the checkpoints of another is refused even if its names differ.
+    # Names under another template do not match, so a run over the checkpoints of another is found by the link.
     target = None if link is None else read_pointer(link)
     if target is None or not target.exists():
         return
@@ -366,10 +369,9 @@ def _refuse_later(folder: str, template: str, link: str | None, timestamp: "Time
 
 
 def _refuse_later_in_store(store: "ObjectStore", filename: str, timestamp: "Timestamp") -> None:
-    # A store that cannot be listed, at all or with these credentials, is not searched; each upload then checks its own
-    # name.
+    # If the store or the credentials do not allow listing, nothing is found here, and each upload checks its own name.
     objects = list_if_allowed(store, literal_prefix(filename))
-    # A folder counts if it is complete; what a killed writer left does not.
+    # Only complete folders count, not those that a killed writer has left.
     folders = {posixpath.dirname(name) for name in objects if posixpath.basename(name) in _MAKES_WHOLE}
     conflicts = find_conflicts(sorted(folders.union(objects)), filename.lstrip("/"), timestamp)
     _refuse(store.get_uri(posixpath.dirname(literal_prefix(filename))), conflicts, timestamp)
@@ -453,7 +455,7 @@ class HeldFolder:
         folder: The folder, with `{run_name}` and the placeholders of ranks.
 
     Attributes:
-        name: As above.
+        name: The folder.
         is_held: Whether this run holds the lock.
     """
 
@@ -471,10 +473,10 @@ class HeldFolder:
         link: PartialFilePath | None = None,
         store: "ObjectStore | None" = None,
     ) -> None:
-        """Lock the folder, and remove what killed writers left in it. Every rank must call this.
+        """Lock the folder, and remove leftovers of killed writers. Every rank must call this.
 
-        Raise on all ranks if there are checkpoints, named by a template, that are later than the state; `None` allows
-        all. With `template`, the target of the link must not be later either.
+        Raise on all ranks if checkpoints whose names match a template are later than the state; without a template, all
+        are allowed. With `template`, the target of the link must not be later either.
         """
 
         # Only rank 0 may change the folder, and an error on it must stop every rank.
@@ -483,7 +485,7 @@ class HeldFolder:
             if self._lock is None:
                 self._lock = FolderLock(folder).acquire()
             try:
-                # After locking: another process might still write what looks like leftovers.
+                # After locking, since another process could still be writing what looks like leftovers.
                 remove_leftovers(folder, locked=True)
                 if link is not None:
                     refuse_folder(link.format(state))
@@ -491,7 +493,7 @@ class HeldFolder:
                     _refuse_later(folder, template, None if link is None else link.format(state), state.timestamp)
                 if store is not None and remote_template is not None:
                     _refuse_later_in_store(store, remote_template, state.timestamp)
-            except BaseException:
+            except BaseException:  # also an interrupt must not leave the folder locked
                 self.give_back()
                 raise
 

@@ -84,23 +84,22 @@ class _Template:
 class CheckpointSaver(Callback):
     """Save the training state at intervals and at the end of training, atomically.
 
-    Each save does the following, in this order: it writes the checkpoint under a temporary name, flushes and renames
-    it; moves the link to the latest one; uploads it, if the folder is remote or a logger accepts files; and deletes
-    checkpoints by the retention rules. One process saves to a folder at a time: the folder is locked during `fit`, and
-    what killed writers left is removed at its start. A run is refused there too if the folder has later checkpoints
-    than its own.
+    Each save writes the checkpoint under a temporary name, flushes and renames it; moves the link to the latest one;
+    uploads it, if the folder is remote or a logger accepts files; and deletes checkpoints by the retention rules, in
+    this order. One process saves to a folder at a time: the folder is locked during `fit`. At its start, leftovers of
+    killed writers are removed, and a folder with checkpoints later than the run is refused.
 
     With `async_save`, training continues while a copy of the state is written. An error is raised at the end of the
     next batch, on all ranks; the end of training and the next save wait.
 
     Args:
         folder: The destination, with `{run_name}` and the placeholders of ranks; a path or an address such as
-            `'s3://b/run'`. In it and in the names, `{mlflow_experiment_id}` and `{mlflow_run_id}` are those of the run
-            that an `MLFlowLogger` has begun.
+            `'s3://b/run'`. In it and in the names, `{mlflow_experiment_id}` and `{mlflow_run_id}` are filled in from
+            the MLflow run of a logger, or else of the store.
         filename: The name of each checkpoint, with placeholders for run, ranks and time. Its suffix selects the format.
-        remote_file_name: The name for loggers that accept files, or in the store, relative to the bucket. By default it
-            is then `filename` below the path of `folder`, or below `{run_name}/checkpoints` in a bare bucket. `None`
-            uploads nothing, and needs a local folder.
+        remote_file_name: The name for loggers that accept files, or in the store, relative to the bucket. For a remote
+            `folder` the default is `filename` below its path, or below `{run_name}/checkpoints` in a bare bucket.
+            `None` uploads nothing, and requires a local folder.
         latest_filename: The name of the link to the latest checkpoint. `None` for no link.
         latest_remote_file_name: The name of the pointer, to which `.symlink` is added. The default is like that of
             `remote_file_name`.
@@ -109,7 +108,7 @@ class CheckpointSaver(Callback):
         overwrite: Whether a run may start in a folder with later checkpoints, and replace them.
         num_checkpoints_to_keep: How many of the newest stay on disk; -1 for all. 0 is for folders that are copied
             elsewhere.
-        weights_only: Save only the model and what describes it.
+        weights_only: Whether to save only the model and its metadata.
         ignore_keys: Patterns of entries to leave out, or a function that deletes from the checkpoint's dict.
         num_concurrent_uploads: How many files are uploaded at a time.
         upload_timeout_in_seconds: How long the end of training waits for uploads.
@@ -127,10 +126,10 @@ class CheckpointSaver(Callback):
     Attributes:
         saved_checkpoints: The paths that this process has saved and not deleted, oldest first; the addresses if
             `folder` is one.
-        all_saved_checkpoints_to_timestamp: The time in training of each saved path, including those of before a resume.
+        all_saved_checkpoints_to_timestamp: The time in training of each saved path, also from before a resume.
         last_checkpoint_batch: The batch of the latest save.
-        resumes: Whether the run resumes from what `checkpoint_to_resume` has found, which sets this. Later checkpoints
-            are then damaged or abandoned, and are replaced.
+        resumes: Whether the run resumes from a checkpoint that `checkpoint_to_resume`, which sets this, has found.
+            Later checkpoints are then damaged or abandoned, and may be replaced.
         before_save: Called before each save, on every rank. If it raises, the checkpoint is not written.
 
     Raises:
@@ -209,12 +208,13 @@ class CheckpointSaver(Callback):
                     "remote_file_name out, or give a folder on a disk."
                 )
             self.remote_uploader = RemoteUploader(folder, num_concurrent_uploads=num_concurrent_uploads)
+            # In a bare bucket, names begin with the run, so that the checkpoints of several runs do not mix.
             inside = parse_uri(folder).path.strip("/") or _FOLDER
             if remote_file_name == _REMOTE_NAME:
                 remote_file_name = f"{inside}/{filename}"
             if latest_remote_file_name == _REMOTE_POINTER:
                 latest_remote_file_name = f"{inside}/{os.fspath(latest_filename or _LATEST).lstrip('/')}"
-            # Files for the store are written here first.
+            # Files are written here before they are uploaded.
             folder = tempfile.mkdtemp(prefix="composer-save-")
             # Also runs when the saver is deleted, or Python exits, without `post_close`.
             self._remove_temporary = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -226,14 +226,15 @@ class CheckpointSaver(Callback):
         self.filename, self.latest_filename = filename, latest_filename
         self.remote_file_name, self.latest_remote_file_name = remote_file_name, latest_remote_file_name
 
-        self._addresses: dict[str, str] = {}
+        self._addresses: dict[str, str] = {}  # by name in the bucket, oldest first
         self.all_saved_checkpoints_to_timestamp: dict[str, Timestamp] = {}
         self._saving: Save | None = None
         self._lineage: str | None = None
         self._loaded: Mapping[str, Any] = {}
         self.last_checkpoint_batch: Time[int] | None = None
+        # A function as interval decides by itself whether to save at the end.
         self._saves_at_end = isinstance(interval, Time) and interval.value > 0
-        self._holds_stop = False
+        self._holds_stop = False  # whether the latest checkpoint records that training was stopped
         self.rank_saves_symlinks = False
         self.resumes = False
         self.before_save: Callable[[], object] | None = None
@@ -277,13 +278,14 @@ class CheckpointSaver(Callback):
 
     def fit_start(self, state: "State", logger: "Logger") -> None:
         """Lock the folder for this process, and refuse a folder with later checkpoints than the time of the run."""
+        # Only now does the state have the metrics, whose class tells whether larger values are better.
         for kept in (self._kept, self._kept_remotely):
             if kept is not None:
                 kept.policy = kept.policy.with_mode(metric_of(state, kept.policy.metric))
         path_of(state, self.filename.filename, self.filename.folder)  # raises if the name is invalid
         self._holds_stop = False
         if self.last_checkpoint_batch is not None and state.timestamp.batch < self.last_checkpoint_batch:
-            self.last_checkpoint_batch = None  # the time was set back, so that batch will come again
+            self.last_checkpoint_batch = None  # the time was set back, so that this batch will be reached again
         template, remote_template = (template_of_run(state, name) for name in (self.filename, self.remote_file_name))
         folder = format_name_with_dist(self.folder, state.run_name)
         # Only now, when the folder and the names of this run are known.
@@ -292,6 +294,7 @@ class CheckpointSaver(Callback):
             self._kept.adopt(loaded["kept"], folder, template or "", state.run_name)
         if self._kept_remotely is not None and remote_template is not None and loaded.get("kept_remotely"):
             self._kept_remotely.adopt(loaded["kept_remotely"], remote_template)
+        # After a resume, later checkpoints are those that `checkpoint_to_resume` has skipped, so they do not conflict.
         may_replace = self._uploads.overwrite = self.overwrite or self.resumes
         store = None if self.remote_uploader is None or may_replace else self.remote_uploader.remote_backend
         later = () if may_replace else (template, remote_template)
@@ -310,7 +313,7 @@ class CheckpointSaver(Callback):
         self._save_if_due(Event.ITERATION_CHECKPOINT, state, logger)
 
     def after_train_batch(self, state: "State", logger: "Logger") -> None:
-        """Wait until the weights are copied, before the optimizer's step changes them."""
+        """Wait until the weights have been copied, before the optimizer's step changes them."""
         if self._async is not None:
             self._async.wait_for_staging()
 
@@ -335,6 +338,7 @@ class CheckpointSaver(Callback):
                 self._save_checkpoint(state, logger)
             self.wait(state, logger)
         finally:
+            # Also after an error, so that another `fit` or process can save to the folder.
             self._folder.give_back()
 
     def wait(self, state: "State", logger: "Logger") -> None:
@@ -348,7 +352,7 @@ class CheckpointSaver(Callback):
             self._async.wait()
         self._finish_committed(logger)
         self._uploads.wait()
-        self._kept.rotate()
+        self._kept.rotate()  # again: files are kept while they are being uploaded
 
     def close(self, state: "State", logger: "Logger") -> None:
         """Finish saves in progress without other ranks, which may be gone."""
@@ -375,6 +379,7 @@ class CheckpointSaver(Callback):
         if self._folder.is_held:
             self._save_checkpoint(state, logger)
             return
+        # Outside of `fit`, the folder is locked for this save only.
         self._folder.take(state)
         try:
             self._save_checkpoint(state, logger)
@@ -383,7 +388,7 @@ class CheckpointSaver(Callback):
             self._folder.give_back()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the list of checkpoints, including those of before a resume and the one that is being saved."""
+        """Return the list of checkpoints, including those from before a resume and the one that is being saved."""
         times = self.all_saved_checkpoints_to_timestamp
         state = {
             "all_saved_checkpoints_to_timestamp": [(name, time.state_dict()) for name, time in times.items()],
@@ -391,6 +396,7 @@ class CheckpointSaver(Callback):
             LINEAGE_KEY: self._lineage,
         }
         job = self._saving
+        # Listed in its own content, so that a run that resumes from it can delete it later.
         if job is not None:
             state["kept"].append((own_file(job.path), job.timestamp.state_dict(), job.metrics))
         if self._kept_remotely is not None:
@@ -408,10 +414,10 @@ class CheckpointSaver(Callback):
             timestamp.load_state_dict(saved)
         if self.resumes:  # any other load begins a new lineage
             self._lineage = state.get(LINEAGE_KEY)
-        self._loaded = state
+        self._loaded = state  # adopted in `fit_start`
 
     def _name_mlflow_run(self, logger: "Logger") -> None:
-        """Fill in the experiment and the run of MLflow: those of a logger, or else those that rank 0 begins."""
+        """Fill in the MLflow experiment and run: those of a logger, or else those that rank 0 begins."""
         attributes = ("filename", "latest_filename", "remote_file_name", "latest_remote_file_name")
         names = {name: path.filename for name in attributes if (path := getattr(self, name)) is not None}
         if not any("{mlflow_" in template for template in (self.folder, self._remote_folder or "", *names.values())):
@@ -442,10 +448,12 @@ class CheckpointSaver(Callback):
     def _save_if_due(self, event: Event, state: "State", logger: "Logger") -> None:
         if not self.is_save_due(state, event):
             return
+        # The events of a batch, an epoch and an iteration may follow the same batch, and need one checkpoint.
         if self.last_checkpoint_batch != state.timestamp.batch or self._misses_stop(state):
             self.save(state, logger)
 
     def _misses_stop(self, state: "State") -> bool:
+        """Return whether training was stopped early and no checkpoint records it, so that a resume would train on."""
         if state.stopped_duration is None or state.previous_timestamp is None or self._holds_stop or self.weights_only:
             return False
         return self._saves_at_end or self.last_checkpoint_batch is not None
@@ -454,7 +462,7 @@ class CheckpointSaver(Callback):
         """Save now. Composer's name, which LLM-Shearing calls."""
         layout = layout_of(state)
         if self._async is not None and self._skips(state):
-            log.warning("A checkpoint at batch %s is skipped: the one before is being written.", state.timestamp.batch)
+            log.warning("The checkpoint at batch %s is skipped: the last one is being written.", state.timestamp.batch)
             return
         if self.before_save is not None:  # before anything is recorded, since it may raise
             self.before_save()
@@ -470,6 +478,7 @@ class CheckpointSaver(Callback):
             dist.broadcast_object_list(drawn, src=0)
             self._lineage = drawn[0]
         job = self._name_save(state)
+        # Rank 0 alone deletes and links shared checkpoints; each rank does so for its own per-rank files.
         self._kept.deletes = self.rank_saves_symlinks = layout is Layout.LOCAL or Ranks().rank == 0
         self.last_checkpoint_batch = state.timestamp.batch
         # Recorded before the content is collected, since the content includes this record.
@@ -503,6 +512,7 @@ class CheckpointSaver(Callback):
         path, address = path_of(state, filename.filename, filename.folder), None
         remote_name = None if remote is None else self._remote_name(state, remote.filename)
         if self._remote_folder is not None and remote_name is not None:
+            # `netloc`, since `parse_uri` cuts it at the `@` of `bucket@namespace` or `user@host`.
             place, root = urlsplit(self._remote_folder), "/" if parse_uri(self._remote_folder).path[:1] == "/" else ""
             address = f"{place.scheme}://{place.netloc}/{root}{remote_name}"
             path = address if layout_of(state) is Layout.SHARDED else path  # each rank writes there directly
@@ -559,6 +569,7 @@ class CheckpointSaver(Callback):
     def _finish_committed(self, logger: "Logger") -> None:
         while self._committed:  # the background thread may append to it
             job = self._committed.pop(0)
+            # The rank that deletes the files also uploads them, so that it knows when they are no longer read.
             upload = self._uploads.send(job, logger) if self._kept.deletes else None
             self._kept.add(own_file(job.path), job.timestamp, job.metrics, upload)
             if job.address is not None and job.remote_name is not None:
@@ -597,6 +608,6 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
     check_filename(str(latest), argument="save_latest_filename", overwrite=True)
     if str(latest).lstrip("/") == filename:
         raise ValueError(
-            f"save_latest_filename={latest!r} is what the checkpoints are called, too, so that the link to the latest "
-            f"one would replace it. Give them two names, or pass save_latest_filename=None."
+            f"save_latest_filename={latest!r} is also the name of the checkpoints, so the link to the latest one would "
+            f"replace it. Give them different names, or pass save_latest_filename=None."
         )

@@ -1,4 +1,4 @@
-"""Reproducible batches of a map-style dataset, which depend only on a seed, the epoch, the rank and their number."""
+"""Reproducible batches of a map-style dataset, which depend only on the seed, epoch, rank and batch number."""
 
 import copy
 import hashlib
@@ -47,6 +47,7 @@ __all__ = [
     "seeded",
 ]
 
+# Samplers that draw all their random numbers at the start of an epoch, or from a generator that they seed there.
 _DRAW_FIRST = (
     BatchSampler,
     RandomSampler,
@@ -56,7 +57,7 @@ _DRAW_FIRST = (
     DistributedSampler,
 )
 _END = object()
-_spares: list[Any] = []  # reused NumPy bit generators, which take longer to create than a small batch to load
+_spares: list[Any] = []  # NumPy bit generators to reuse, since creating one takes longer than loading a small batch
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -68,6 +69,7 @@ def derive_seed(*parts: int | str) -> int:
         >>> derive_seed(17, 0, 1) == derive_seed(17, 1, 0)
         False
     """
+    # 63 bits, so that it fits into the signed tensor that the workers share.
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
@@ -75,8 +77,8 @@ def derive_seed(*parts: int | str) -> int:
 def seeded(seed: int) -> Iterator[None]:
     """Seed Python, NumPy and torch on the CPU inside the context, and restore their states on exit.
 
-    Only the second of a pair of normal numbers, which `np.random` may have cached, is drawn again. Devices are not
-    seeded; `composer_dist.reproducibility` seeds all generators.
+    `np.random` may have cached the second of a pair of normal numbers; this number alone is drawn again on exit.
+    Devices are not seeded; `composer_dist.reproducibility` seeds all generators.
 
     Example:
         >>> with seeded(3):
@@ -101,7 +103,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def can_be_seeded(loader: object) -> bool:
-    """Return whether a dataloader is torch's own over a map-style dataset, so that its batches have numbers."""
+    """Return whether a loader is torch's `DataLoader` over a map-style dataset, so that its batches have numbers."""
     return (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
@@ -110,7 +112,7 @@ def can_be_seeded(loader: object) -> bool:
 
 
 def reads_in_workers(loader: object) -> bool:
-    """Return whether a dataloader is torch's own, and persistent workers hold copies of its iterable dataset."""
+    """Return whether persistent workers of torch's `DataLoader` hold copies of an iterable dataset."""
     return (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
@@ -126,12 +128,12 @@ def has_own_order(loader: DataLoader[Any]) -> bool:
 
 
 def open_seeded(loader: Iterable[Any], epoch_seed: int, numbers: Iterable[int]) -> Iterator[Any]:
-    """Return the batches of any dataloader, with each batch's random numbers in this process derived from its number.
+    """Return the batches of any dataloader, each loaded with random numbers that are derived from its number.
 
     Args:
         loader: The dataloader, which may begin at any batch.
         epoch_seed: The seed.
-        numbers: The numbers of the batches, beginning with the first one that it returns.
+        numbers: The numbers of the batches that the dataloader returns.
     """
     with seeded(epoch_seed):
         batches = iter(loader)
@@ -139,9 +141,9 @@ def open_seeded(loader: Iterable[Any], epoch_seed: int, numbers: Iterable[int]) 
 
 
 def open_streamed(loader: Iterable[Any], epoch_seed: int) -> Iterator[Any]:
-    """Return the batches of any dataloader, with random numbers in this process from a separate stream.
+    """Return the batches of any dataloader, loaded with random numbers from a stream separate from the model's.
 
-    The stream depends only on the seed, not on what is drawn between batches, and on what the dataloader seeds itself.
+    The stream depends only on the seed and on what the dataloader itself seeds, not on what is drawn between batches.
 
     Args:
         loader: The dataloader, which is read from its start.
@@ -157,8 +159,9 @@ class SeededBatches:
     """Read a DataLoader from any batch on, without loading earlier ones.
 
     The order of an epoch and the seeds of workers are derived from `(seed, epoch, rank)`, and the augmentation of a
-    batch also from its number. So neither the number nor the persistence of workers changes the data, nor does what the
-    model draws, and batches can be skipped without loading them. Generators that belong to the dataset are not seeded.
+    batch also from its number. The data therefore depend neither on the number and persistence of workers nor on the
+    model's random numbers, and batches can be skipped without loading them. Generators that belong to the dataset are
+    not seeded.
 
     Args:
         loader: A dataloader for which `can_be_seeded` or `reads_in_workers` is true. It is not changed.
@@ -192,8 +195,8 @@ class SeededBatches:
             seed: The seed of the run.
             epoch: The number of the epoch.
             first: The number of the first batch to return. Earlier ones are not loaded.
-            lead: Load and drop this many batches from the start of the epoch, for state that a dataset creates on first
-                access, and continue in the worker whose turn it would be; any worker may continue when `None`.
+            lead: Number of batches to load and drop from the start of the epoch, for state that a dataset creates on
+                first access. Each batch is then loaded by the same worker as without a resume; by any when `None`.
             replays: Whether to load and drop all batches before `first`.
             order: The result of `order_of(first)` when the epoch was first read, to warn if it has changed.
         """
@@ -201,11 +204,14 @@ class SeededBatches:
         # Workers take batches in turn, so a start at a multiple of their number keeps each batch with its worker.
         start = 0 if replays else first - (0 if lead is None else first % (self.loader.num_workers or 1))
         lead = lead or 0
+        # Reading from the start then loads no more batches than reading the lead and from `start`.
         if start <= lead:
             start = lead = 0
         view, sampler = self._prepare(epoch)
         sampler.begin(epoch_seed, start, lead, first, order)
+        # In shared memory, since the workers of the earlier epochs persist and have no other way to learn of this one.
         self._shared[:] = torch.tensor([epoch if self._sets_epoch else -1, epoch_seed])
+        # Seeding each batch takes time, which batches without random numbers need not spend.
         if self.loader.num_workers == 0 and not uses_no_rng(self.loader.dataset, self.loader.collate_fn):
             batches = open_seeded(view, epoch_seed, chain(range(lead), count(start)))
         else:
@@ -218,27 +224,27 @@ class SeededBatches:
         return batches
 
     def order_of(self, num_batches: int) -> int | None:
-        """Return a hash of the samples in the first batches of the open epoch, or `None` if it is unknown."""
+        """Return a hash of the sample indices in the first batches of the current epoch, or `None` if it is unknown."""
         return None if self._sampler is None else self._sampler.orders.get(num_batches)
 
     def close(self) -> None:
         """Stop persistent workers. Later epochs start new ones."""
-        batches = None if self._view is None else vars(self._view)["_iterator"]  # set only if workers persist
+        batches = None if self._view is None else vars(self._view)["_iterator"]  # only persistent workers set it
         self._view = None
         if batches is not None:
             # torch has no public way to stop them, and waits in vain for those that it finds in garbage collection.
             batches._shutdown_workers()
 
     def _prepare(self, epoch: int) -> tuple["DataLoader[Any]", "_SeededSampler"]:
-        """Return a copy of the loader with a seeded sampler, or the existing copy while its workers persist."""
+        """Return a copy of the loader with a seeded sampler, or the existing copy if its workers persist."""
         if self._view is None or self._sampler is None or not self.loader.persistent_workers:
             batch_sampler = self.loader.batch_sampler
             is_batched = batch_sampler is not None
             num_ahead = self.loader.num_workers * (self.loader.prefetch_factor or 0)
             self._sampler = _SeededSampler(self.loader.sampler if batch_sampler is None else batch_sampler, num_ahead)
             self._view = copy.copy(self.loader)
-            # Set in its dict, since a DataLoader refuses assignment to these after creation. Its iterators need nothing
-            # else. The workers of `_iterator`, if there are any, belong to the original loader.
+            # Set in its dict, since a DataLoader does not allow assigning them; its iterators read nothing else. The
+            # workers of the copied `_iterator`, if any, belong to the original loader.
             own: dict[str, Any] = {"_iterator": None}
             if not reads_in_workers(self.loader):
                 own["batch_sampler" if is_batched else "sampler"] = self._sampler
@@ -258,7 +264,7 @@ class _Numbered:
 
 
 class _SeededSampler:
-    """Pass on the batches of another sampler from a given one on, with its random numbers drawn from a seed.
+    """Yield the batches of another sampler from a given number on, with its random numbers drawn from a seed.
 
     Attributes:
         is_numbered: Whether each batch comes with its seed.
@@ -292,7 +298,7 @@ class _SeededSampler:
         return (_Numbered(derive_seed(seed, number), index) for number, index in zip(numbers, self._pass_on()))  # noqa: B905
 
     def skip(self) -> None:
-        """Draw the indices of the batches before the start."""
+        """Draw the indices of the batches before the start, and keep those of the lead."""
         if self._head is None:
             self._head = list(islice(self._indices, self._start))[: self._lead]
 
@@ -302,7 +308,7 @@ class _SeededSampler:
         yield from self._indices
 
     def _draw(self, epoch_seed: int) -> Iterator[Any]:
-        """Yield all batches of the other sampler, without seeding each where all is drawn at the start."""
+        """Yield all batches of the other sampler, seeding each unless the sampler draws everything at its start."""
         with seeded(derive_seed(epoch_seed, "order", 0)):
             indices = iter(self._sampler)
             index = next(indices, _END)
@@ -310,7 +316,8 @@ class _SeededSampler:
             yield from () if index is _END else chain([index], indices)
             return
         self.orders = {0: 0}
-        # A sampler that counts its epochs may do so after its last batch, for which workers would never ask.
+        # A sampler that counts its epochs may do so after its last batch, which workers never ask for, so the end is
+        # drawn ahead. Not from an iterator, which would lose an item of the next epoch.
         length = None if self._goes_on else _length_of(self._sampler)
         following = None
         for number in count(1):
@@ -331,14 +338,15 @@ class _SeededSampler:
         text = repr(index)
         text = "" if " at 0x" in text else text  # it contains an address, which differs between processes
         self.orders[number] = zlib.crc32(text.encode(), self.orders[number - 1])
+        # Workers draw ahead of the batches that have been returned, for which `order_of` still needs its entries.
         self.orders.pop(number - self._num_ahead - 3, None)
         self._check_order(number)
 
     def _check_order(self, number: int) -> None:
-        """Warn if the batches before the first returned one differ from those of the interrupted run."""
+        """Warn if the skipped batches differ from those that the interrupted run has read."""
         if self._order is None or number != self._first:
             return
-        before, self._order = self._order, None
+        before, self._order = self._order, None  # warns once
         if self.orders.get(number) != before:
             warnings.warn(
                 f"The sampler of train_dataloader, a {type(self._sampler).__name__}, has chosen other samples for the "
@@ -362,17 +370,18 @@ def _length_of(sampler: Any) -> int | None:
 
 
 class _SeededDataset:
-    """A dataset in the workers, whose random numbers for a batch are derived from the batch's seed.
+    """A dataset in the workers that seeds the process before it loads a batch.
 
     Args:
         dataset: The dataset.
-        collate_fn: Kept in the worker with it.
+        collate_fn: Kept in the worker too, so that its parts get the number of the epoch.
         shared: The epoch, or -1, and its seed.
         epoch: The epoch for which it was created.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any, shared: torch.Tensor, epoch: int) -> None:
         parts = dataset, collate_fn
+        # Not by assignment, which sets attributes of the dataset, see `__setattr__`.
         vars(self).update(_dataset=dataset, _seeded_parts=parts, _seeded_shared=shared, _seeded_epoch=epoch)
 
     def __getitems__(self, batch: _Numbered) -> Any:
@@ -394,7 +403,7 @@ class _SeededDataset:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    # A worker_init_fn gets this as `get_worker_info().dataset`, and may read and set the attributes of the dataset.
+    # A `worker_init_fn` sees this object as `get_worker_info().dataset`, and may read and set the dataset's attributes.
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dataset, name)
 
@@ -402,10 +411,11 @@ class _SeededDataset:
         setattr(self._dataset, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # By default, unpickling asks for attributes before `_dataset` is set, so that `__getattr__` would recurse.
         return _SeededDataset, (*self._seeded_parts, self._seeded_shared, self._seeded_epoch)
 
     def _seeded_begin(self, seed: int) -> None:
-        """Move persistent objects to the current epoch, and seed the process."""
+        """Call `set_epoch` on persistent copies if the epoch has changed, and seed the process."""
         epoch = int(self._seeded_shared[0])
         if epoch not in (-1, self._seeded_epoch):
             set_epoch_everywhere(self._seeded_parts, epoch)
@@ -414,7 +424,7 @@ class _SeededDataset:
 
 
 class _Stream:
-    """Separate random numbers of Python, NumPy and torch on the CPU, which continue where they stopped."""
+    """RNG state of Python, NumPy and torch on the CPU, used inside the context and saved on exit."""
 
     def __init__(self, seed: int) -> None:
         self._python = random.Random(seed).getstate()
@@ -458,7 +468,8 @@ def _each_seeded(batches: Iterator[Any], epoch_seed: int, numbers: Iterable[int]
 
 def _seed_process(seed: int) -> None:
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # NumPy does not take more bits
+    # Not `torch.manual_seed`, which also seeds the devices, and so would change the model's dropout.
     torch.default_generator.manual_seed(seed)
 
 
@@ -466,9 +477,9 @@ _PLAIN = (TensorDataset, list, tuple, range, torch.Tensor, np.ndarray, np.memmap
 
 
 def uses_no_rng(dataset: Any, collate_fn: object) -> bool:
-    """Return whether a dataset only looks up stored samples, and `collate_fn` only stacks them.
+    """Return whether a dataset only returns stored samples, and `collate_fn` only stacks them.
 
-    Anything else, such as a custom dataset or a transform, is assumed to draw random numbers.
+    All others, such as custom datasets or transforms, are assumed to draw random numbers.
 
     Example:
         >>> uses_no_rng(TensorDataset(torch.rand(3)), default_collate)
@@ -480,7 +491,7 @@ def uses_no_rng(dataset: Any, collate_fn: object) -> bool:
 
 
 def _only_looks_up(dataset: Any) -> bool:
-    # Exact types only, since subclasses may do anything.
+    # Exact types only, since a subclass may draw random numbers.
     if type(dataset) in _PLAIN:
         return True
     if type(dataset) is Subset:
@@ -490,6 +501,7 @@ def _only_looks_up(dataset: Any) -> bool:
     if type(dataset) is StackDataset:
         parts: Any = dataset.datasets
         return all(map(_only_looks_up, parts.values() if isinstance(parts, dict) else parts))
+    # Looked up, since importing the package is slow, and no dataset is of its class if it was never imported.
     hugging_face = sys.modules.get("datasets")
     if hugging_face is not None and type(dataset) is getattr(hugging_face, "Dataset", None):
         return dataset.format["type"] != "custom"  # set by `set_transform`

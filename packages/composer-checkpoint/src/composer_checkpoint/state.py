@@ -1,4 +1,4 @@
-"""Content of a training state's checkpoint, and its saving in the layout of the state."""
+"""Collect the content of a training state's checkpoint, and save it in the layout of the state."""
 
 import os
 import posixpath
@@ -70,6 +70,7 @@ class Layout(StrEnum):
 def layout_of(state: "State") -> Layout:
     """Return the layout that `state_dict_type` in the FSDP settings selects."""
     kind = getattr(state.fsdp_config, "state_dict_type", None)
+    # One process without FSDP has no shards, so it writes a plain file, which any number of ranks can load.
     if kind == "local" and (state.fsdp_enabled or dist.get_world_size() > 1):
         return Layout.LOCAL
     return Layout.SHARDED if state.fsdp_sharded_state_dict_enabled else Layout.MONOLITHIC
@@ -98,14 +99,14 @@ def path_of(state: "State", filename: str, folder: str | None = None) -> str:
     return PartialFilePath(filename, folder).format(state)
 
 
-@cache  # warns once, although it is called at each save
+@cache  # warns once, although each save calls it
 def _warn_of_name(filename: str, prefix_dir: str) -> None:
     name = posixpath.basename(filename)
     is_own = name.removesuffix(".pt") != DEFAULT_PREFIX_DIR + "-rank{rank}"
     if is_own and prefix_dir == DEFAULT_PREFIX_DIR and dist.get_global_rank() == 0:
         log.warning(
-            "save_filename=%r names no sharded checkpoint, which is a folder: those of this run are called %r. Give "
-            "the name as sharded_ckpt_prefix_dir in the FSDP settings, or save one file with state_dict_type='full'.",
+            "save_filename=%r does not name the sharded checkpoints, which are folders: this run names them %r. Set "
+            "the name with sharded_ckpt_prefix_dir in the FSDP settings, or save one file with state_dict_type='full'.",
             filename,
             sharded_folder(filename, prefix_dir),
         )
@@ -150,7 +151,7 @@ def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKe
     attributes = ["model"] if weights_only else list(state.serialized_attributes)
     if strategy is not None:  # it collects these parts itself, below
         attributes = [name for name in attributes if name not in PARTS]
-    # Other attributes are left out here, so that they are not gathered.
+    # Other attributes are left out before collecting, so that nothing is gathered in vain.
     with as_sharded(state), _set_for_now(state, "serialized_attributes", attributes):
         content: dict[str, Any] = {"state": state.state_dict()}
     prepared = _open if layout_of(state) is Layout.SHARDED else _whole
@@ -210,7 +211,7 @@ def save_checkpoint(
     Args:
         state: The training state.
         filename: The path, with placeholders for run, ranks and time. Its suffix selects the format, as in `save_file`.
-        weights_only: Save only the model and what describes it.
+        weights_only: Whether to save only the model and its metadata.
         ignore_keys: Patterns of entries to leave out, such as `'state/optimizers/*'`, or a function that deletes from
             the checkpoint's dict.
 
@@ -241,7 +242,7 @@ def save_checkpoint(
 def save_planner_of(state: "State") -> "SavePlanner | None":
     """Return the planner if the state is saved to a sharded checkpoint: that of the FSDP settings, or the default.
 
-    The default saves all buffers of rank 0: they are not sharded, may differ between ranks, and belong together.
+    The default saves all buffers of rank 0: they are not sharded, may differ between ranks, and must be consistent.
     """
     if layout_of(state) is not Layout.SHARDED:
         return None
@@ -260,7 +261,7 @@ def write(
 ) -> str | None:
     """Write collected content, and return the path on the ranks that wrote. Every rank must call this."""
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # makes room for what saving gathers, next to what training has cached
+        torch.cuda.empty_cache()  # returns memory that training has cached, which saving may need
     match layout:
         case Layout.SHARDED:
             from composer_checkpoint.sharded import save_sharded
@@ -282,13 +283,14 @@ def own_file(path: str) -> str:
 
 
 def _rng(state: "State") -> list[dict[str, Any]]:
-    """Return each rank's random numbers, and the state that its open epoch began with."""
+    """Return each rank's RNG state, with the state in which its current epoch began."""
     entries = get_rng_state()
     position = DataPosition.of(state)
     if position is not None:
         for entry, start in zip(entries, dist.all_gather_object(position.state_dict(state)), strict=True):
             if start:
                 entry[EPOCH_START_KEY] = start
+    # A per-rank file has its own rank's entry only; `to_dtensors` puts them together.
     return [entries[dist.get_global_rank()]] if layout_of(state) is Layout.LOCAL else entries
 
 
@@ -297,7 +299,7 @@ def _add_loader_state(state: "State", saved: dict[str, Any]) -> None:
     if saved.get("dataset_state"):
         train = begin_next_epoch(saved["dataset_state"].get("train"), state)
         saved["dataset_state"] = {**saved["dataset_state"], "train": train}
-    # Ranks without a state of their own must take part in the gather, too.
+    # Ranks whose dataloader has no state must take part in the gathers too.
     if "dataset_state" in saved and any(dist.all_gather_object(has_state)):
         own = state.train_dataloader.state_dict() if has_state else None
         states = dist.all_gather_object(own)
@@ -327,7 +329,7 @@ def as_whole(state: "State") -> AbstractContextManager[None]:
 
 
 def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: bool, *, verify: bool) -> dict[str, Any]:
-    """Return a folder's content, of which each rank reads its own part. Every rank must call this."""
+    """Return this rank's part of a folder's content. Every rank must call this."""
     from composer_checkpoint.sharded import load_sharded
 
     content = _empty_content(path, state, weights_only)
@@ -340,7 +342,7 @@ def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: boo
 
 
 def check_spread(path: str | os.PathLike[str], state: "State") -> None:
-    """Verify the hashes of what each rank would read of a folder. Every rank must call this."""
+    """Verify the hashes of each rank's part of a folder. Every rank must call this."""
     from composer_checkpoint.sharded.load import check_sharded
 
     check_sharded(_empty_content(path, state, weights_only=False), path)
@@ -356,6 +358,7 @@ def _empty_content(path: str | os.PathLike[str], state: "State", weights_only: b
     paths: Mapping[str, Any] = metadata.planner_data or {}
     for name, described in metadata.state_dict_metadata.items():
         keys = tuple(paths.get(name, (name,)))
+        # Algorithms that change the model are applied before its weights load, so their entries are read too.
         if weights_only and keys[:2] not in (("state", "model"), ("state", "algorithms")):
             continue
         leaf: Any = None
@@ -424,9 +427,10 @@ def _empty(described: TensorStorageMetadata, like: DTensor | None) -> torch.Tens
 
 
 def unchanged_until_step(state: "State") -> list[torch.Tensor]:
-    """Return the tensors that nothing changes before the optimizer's next step; none if there are algorithms."""
+    """Return the tensors that stay unchanged until the optimizer's next step; none if there are algorithms."""
     if state.algorithms:  # they may change weights at any event
         return []
+    # Without buffers, which a forward pass may change, such as the averages of batch normalization.
     stable: list[torch.Tensor] = list(state.model.parameters()) if hasattr(state.model, "parameters") else []
     for optimizer in state.optimizers:
         for of_parameter in getattr(optimizer, "state", {}).values():
@@ -453,9 +457,9 @@ def owner_of(state: "State") -> Strategy | None:
 
 
 def collect_parts(state: "State", strategy: Strategy, *, weights_only: bool) -> dict[str, Any]:
-    """Return the full weights and optimizer state, as a run without the engine has them. Every rank must call this.
+    """Return the full weights and optimizer state in the form of a run without DeepSpeed. Every rank must call this.
 
-    The optimizer's parameters are numbered in its own order.
+    The parameters are numbered in the optimizer's own order.
     """
     parts: dict[str, Any] = {"model": strategy.model_state_dict(state.model)}
     if not weights_only:
@@ -469,7 +473,7 @@ def collect_parts(state: "State", strategy: Strategy, *, weights_only: bool) -> 
 
 
 def load_parts(state: "State", strategy: Strategy, saved: Mapping[str, Any], *, strict: bool) -> None:
-    """Load what `collect_parts`, or a run without the engine, has saved. Every rank must call this."""
+    """Load weights and optimizer state of `collect_parts` or of a run without DeepSpeed. Every rank must call this."""
     if saved.get("model"):
         strategy.load_model_state_dict(state.model, saved["model"], strict=strict)
     if "optimizers" not in saved:

@@ -1,10 +1,10 @@
-"""Tensor-by-tensor reading and writing of checkpoints of any size, with one interface for all formats.
+"""Read and write checkpoints of any size tensor by tensor, with one interface for all formats.
 
 - `open_checkpoint`: opens a `.pt`, `.safetensors`, compressed or per-rank file, or a folder of
   `torch.distributed.checkpoint`, DeepSpeed or Hugging Face, as a tree with a `StoredTensor` in place of each tensor.
 - `stream_pt`, `stream_safetensors`, `stream_sharded`, `stream_local`: write such a tree, with at most one tensor in
   memory.
-- `refuse_unfit`: raises the errors of writing in advance, without writing.
+- `refuse_unfit`: raises the errors that writing would raise, without writing.
 """
 
 import json
@@ -86,12 +86,12 @@ def open_checkpoint(
         path: Path of a file, a folder, a link or a pointer such as `latest-rank0.pt`, or the name of per-rank files
             with `{rank}` in it.
         kind: Kind of the checkpoint. Detected when `None`.
-        record_unknown: Whether to open a `.pt` file with more than data too, for inspection; see `open_pt_source`.
+        record_unknown: Whether to also open a `.pt` file that has more than data, to inspect it; see `open_pt_source`.
         zero_weights: Which weights of a DeepSpeed checkpoint to open.
 
     Raises:
         NoCheckpointError: If the path is not a checkpoint, with the files that were searched for.
-        CorruptCheckpointError: If the checkpoint is not whole.
+        CorruptCheckpointError: If the checkpoint is incomplete or damaged.
         UnsafeCheckpointError: If it has more than data.
     """
     place = follow_pointers(path)
@@ -119,18 +119,18 @@ def follow_pointers(path: str | os.PathLike[str]) -> str:
     """Return the target of a link or a pointer file, and any other path unchanged.
 
     Raises:
-        CorruptCheckpointError: If there are too many pointers, as in a circle.
+        CorruptCheckpointError: If there are too many pointers, as in a cycle.
     """
     place = os.fspath(path)
     for _ in range(_MOST_LINKS):
-        # Where links are not supported, or in a copy of a store, a pointer is a small file with the name of its target.
+        # On file systems without links, and in copies of a store, a pointer is a small file with its target's name.
         is_pointer = place.endswith(_SYMLINK) or (os.path.islink(place) and not os.path.exists(place))
         target = read_pointer(place) if is_pointer or _is_small_file(place) else None
         if target is None:
             return place
         place = os.fspath(target)
     raise CorruptCheckpointError(
-        f"{os.fspath(path)!r} leads over more than {_MOST_LINKS} pointers. Name the checkpoint."
+        f"{os.fspath(path)!r} leads through more than {_MOST_LINKS} pointers. Name the checkpoint."
     )
 
 
@@ -141,7 +141,7 @@ def find_kind(path: str | os.PathLike[str]) -> Kind:
         NoCheckpointError: If the path is not a known kind of checkpoint, with the files that were searched for.
     """
     place = os.fspath(path)
-    # A name with the placeholder stands for several files, and does not exist itself.
+    # A name with the placeholder stands for several files and does not exist itself.
     if "{rank}" in place:
         return "local"
     if os.path.isfile(place):
@@ -167,6 +167,7 @@ def find_kind(path: str | os.PathLike[str]) -> Kind:
 
 
 def _is_small_file(place: str) -> bool:
+    # Larger files cannot be pointers, see `read_pointer`, so they need not be read.
     return not os.path.islink(place) and os.path.isfile(place) and os.path.getsize(place) <= 4096
 
 
@@ -209,6 +210,7 @@ def _open_bin_shards(index: Path) -> TensorSource:
         listed = {str(name): str(shard) for name, shard in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{index} is not an index with a weight_map: {error!s:.200}.") from error
+    # The index is not trusted, so a name must not lead to a file outside the folder.
     for shard in listed.values():
         if not re.fullmatch(r"[^/\\\0]+\.bin", shard):
             raise UnsafeCheckpointError(f"{index} names {shard!r:.200}, outside its folder; nothing was read.")
@@ -243,5 +245,5 @@ def _open_modular(folder: Path) -> TensorSource:
             state["integrations"] = {"huggingface": metadata["huggingface"]}
     files = {p.relative_to(folder).as_posix(): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
     whole = TensorSource("modular", {"state": state}, sum(files.values()), source.manifest, files=files)
-    whole.on_close(source)
+    whole.on_close(source)  # its tensors are read from the model's source
     return whole

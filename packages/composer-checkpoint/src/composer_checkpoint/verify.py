@@ -1,4 +1,4 @@
-"""Verification of a checkpoint on demand."""
+"""Verify a checkpoint on demand."""
 
 import os
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ def verify(path: str | os.PathLike[str]) -> "Manifest | None":
         NoCheckpointError: If the checkpoint does not exist.
         CorruptCheckpointError: If anything differs, with the tensor or the file.
     """
-    # Imported here, since the package imports this module eagerly, and these modules load torch.
+    # Imported late: the package imports this module eagerly, and these modules import torch, which is slow.
     if os.path.isdir(path):
         from composer_checkpoint.modular.save import METADATA_FILENAME, verify_modular_folder
 

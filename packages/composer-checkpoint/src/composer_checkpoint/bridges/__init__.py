@@ -1,5 +1,5 @@
-"""The same guarantees for the trainers of other libraries.
+"""Verified checkpoints for the trainers of other libraries.
 
 - `lightning`: a `CheckpointIO` for Lightning's Trainer.
-- `hugging_face`: the newest whole checkpoint of a Hugging Face Trainer, and a seal on each that it saves.
+- `hugging_face`: finds the newest complete checkpoint of a Hugging Face Trainer, and seals those that it saves.
 """

@@ -1,7 +1,7 @@
-"""Resuming of a Hugging Face Trainer from its newest checkpoint that is whole.
+"""Resume a Hugging Face Trainer from its newest complete checkpoint.
 
-The Trainer writes its folders in place and resumes from the one with the highest step, even if a killed run left it
-incomplete or the disk has damaged it.
+The Trainer itself writes its folders in place and resumes from the one with the highest step, even if it is incomplete
+because the run was killed, or damaged.
 """
 
 import json
@@ -38,7 +38,7 @@ _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "pytorch_model_fsdp*", "
 # Written by the Trainer itself, by FSDP to a file or folder, or by DeepSpeed; absent if only weights are saved.
 _SCHEDULER_NAME = "scheduler.pt"
 _OPTIMIZERS = ("optimizer*", "global_step*")
-# Saved for information, with classes of the Trainer, which never reads it.
+# Pickled with classes of the Trainer, for information only: the Trainer does not read it.
 _ARGUMENTS_NAME = "training_args.bin"
 _PICKLED = (".pt", ".pth", ".bin")
 _BIN_INDEX_SUFFIX = ".bin.index.json"
@@ -48,11 +48,11 @@ _MAX_NAMES = 10
 
 
 def latest_valid(output_dir: str | os.PathLike[str]) -> str | None:
-    """Return the path of the whole checkpoint with the highest step, or `None`, for `resume_from_checkpoint`.
+    """Return the path of the complete checkpoint with the highest step, or `None`, for `resume_from_checkpoint`.
 
-    A sealed folder is compared with its hashes. For others the checks are weaker, which is logged as a warning: the
-    Trainer finished the save, no file is missing that another one refers to, no file that the Trainer reads has more
-    than data, and the checksums of the file formats are right. Skipped folders are logged as warnings too.
+    A sealed folder is compared with its hashes. Other folders are checked less strictly, which is logged as a warning:
+    the Trainer finished the save, all files that other files refer to exist, no file that the Trainer reads has more
+    than data, and the checksums of the file formats are correct. Skipped folders are logged as warnings too.
 
     Args:
         output_dir: Output folder of the Trainer.
@@ -104,8 +104,8 @@ def verify_folder(folder: str | os.PathLike[str]) -> Manifest | None:
 
     Raises:
         NoCheckpointError: If a file that each checkpoint has is missing, because the save did not finish.
-        CorruptCheckpointError: If a file is damaged, or one of several is missing, with the file and, where known, the
-            tensor.
+        CorruptCheckpointError: If a file is damaged, or a listed file is missing, with the name of the file and, where
+            known, of the tensor.
         UnsafeCheckpointError: If a file that the Trainer would read has more than data, in a folder that was not
             sealed.
     """
@@ -133,7 +133,7 @@ def sealing_callback() -> "TrainerCallback":
     Example:
         trainer = Trainer(model, args, train_dataset=dataset, callbacks=[sealing_callback()])
     """
-    from transformers import TrainerCallback  # here, since it is optional and slow to import
+    from transformers import TrainerCallback  # late, since it is optional and slow to import
 
     from composer_dist.collectives import barrier, is_initialized
 
@@ -141,7 +141,7 @@ def sealing_callback() -> "TrainerCallback":
         """Callback that seals a checkpoint once all ranks have written their parts."""
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # Each rank has written its part only when the barrier is passed.
+            # After the barrier, all ranks have written their parts.
             if is_initialized():
                 barrier()
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
@@ -166,7 +166,7 @@ def _check_unsealed(root: Path) -> None:
         )
     for path in (root / name for name in _file_names(root)):
         _check_by_format(path)
-        # Folders of DeepSpeed hold objects of its own, which DeepSpeed reads itself.
+        # Subfolders, as of DeepSpeed, have objects of their own, which the Trainer does not read.
         is_read = path.parent == root and path.suffix in _PICKLED and path.name != _ARGUMENTS_NAME
         if is_read and (names := inspect_file(path).unsafe_globals):
             raise UnsafeCheckpointError(

@@ -1,4 +1,4 @@
-"""`CheckpointIO` for Lightning with files that are whole or absent, verified and safe to open."""
+"""`CheckpointIO` for Lightning whose files are written atomically, verified, and safe to open."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ _ATTEMPTS = 3
 class VerifiedCheckpointIO(CheckpointIO):
     """Lightning plugin that saves and loads checkpoints with `save_file` and `load_file`.
 
-    A file exists whole or not at all, the hashes of its tensors are compared on loading, and nothing in it is run.
+    Files are written atomically, the hashes of their tensors are compared on loading, and no code in them is run.
     Files that Lightning itself wrote can be read too.
 
     `path` may be a URI that fsspec supports.
@@ -43,8 +43,7 @@ class VerifiedCheckpointIO(CheckpointIO):
     Args:
         verify: Whether to compare hashes. Sizes are always compared.
         trusted: Whether a file may run code of its own while it is loaded, as hyperparameters of custom classes do.
-            Without it, such objects are refused on saving.
-            Lightning's `weights_only` has no effect.
+            Without it, such objects are refused on saving. Lightning's `weights_only` has no effect.
 
     Example:
         Pass it to the Trainer:
@@ -67,7 +66,7 @@ class VerifiedCheckpointIO(CheckpointIO):
 
         Raises:
             UnsafeCheckpointError: If the dict has more than data, and `trusted` is false.
-            StorageError: If the disk fails, or the store has not received all of it after three attempts.
+            StorageError: If the disk fails, or the third attempt to upload the file fails too.
         """
         info = {key: checkpoint[key] for key in ("epoch", "global_step") if isinstance(checkpoint.get(key), int)}
         if not is_remote(path):
@@ -76,7 +75,7 @@ class VerifiedCheckpointIO(CheckpointIO):
             return
         store, name = _store_of(path, storage_options)
         with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
-            # Under the same name, from which the format follows.
+            # Under the same name, whose suffix selects the format.
             local = os.path.join(folder, name)
             save_file(checkpoint, local, info=info, allow_untrusted=self._trusted)
             retry(ObjectStoreTransientError, _ATTEMPTS)(store.upload_object)(name, local)
@@ -95,7 +94,7 @@ class VerifiedCheckpointIO(CheckpointIO):
             return load_file(
                 local,
                 map_location="cpu" if map_location is None else map_location,
-                mmap=not is_remote(path),  # the copy of a remote file is deleted after the load
+                mmap=not is_remote(path),  # the local copy of a remote file is deleted after loading
                 verify=self._verify,
                 trusted=self._trusted,
             )

@@ -1,8 +1,8 @@
-"""Saving and loading of a model, an optimizer and the rest of a run, each on its own.
+"""Save and load a model, an optimizer and the rest of a run separately.
 
 - `state_dict`: collects state dicts. `save`: writes them to a folder. `load`: reads them, with any sharding.
-- `state_dict_types`: such dicts of Composer's `state_dict_type`s, and loading of them.
-- `checkpoint_folder`: one folder for several parts, which appears whole or not at all.
+- `state_dict_types`: collects and loads state dicts of Composer's `state_dict_type`s.
+- `checkpoint_folder`: writes several parts to one folder atomically.
 - `options`: settings of `save_checkpoint_to_disk` and `load_checkpoint`.
 - `download_monolithic_checkpoint` and `upload_file` of `composer_checkpoint.remote.fetch`: downloads and uploads.
 """
@@ -87,7 +87,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Cached in the module, so that the next access does not come here.
+    # Stored in the module, so that later accesses do not call this function.
     value = globals()[name] = getattr(import_module(f"composer_checkpoint.{_HOME[name]}"), name)
     return value
 

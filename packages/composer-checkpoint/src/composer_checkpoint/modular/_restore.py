@@ -1,4 +1,4 @@
-"""Loading of weights and optimizer states by the names of parameters, with any sharding."""
+"""Load weights and optimizer states by the names of parameters, with any sharding."""
 
 import os
 import posixpath
@@ -49,7 +49,7 @@ _SUFFIXES = ("pt", "safetensors", "safetensors.index.json")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file, or the folder of a sharded checkpoint, with the options of fsspec for it."""
+    """A file, or the folder of a sharded checkpoint, with the fsspec options to open it."""
 
     path: str
     is_sharded: bool
@@ -57,16 +57,16 @@ class Source:
 
 
 def find_source(path: str | os.PathLike[str], part: str, is_sharded: bool | None) -> Source:
-    """Find the checkpoint at a path. Every rank must call this; rank 0 searches for all."""
+    """Find the checkpoint at a path on rank 0, for all ranks. Every rank must call this."""
     return Ranks().from_first(lambda: _look(os.fspath(path), part, is_sharded))
 
 
 @contextmanager
 def read_on_rank_zero(path: str | os.PathLike[str], prepare: Callable[[Any], Any], *, trusted: bool) -> Iterator[Any]:
-    """Yield the result of `prepare` for a file's content, and `None` on other ranks. Every rank must enter it.
+    """Yield the result of `prepare` for a file's content on rank 0, `None` on other ranks. Every rank must enter it.
 
-    The tensors are mapped from the file and must not be used after the end. An error in reading or preparing is raised
-    on all ranks.
+    The tensors are memory-mapped from the file and must not be used after the context. An error in reading or preparing
+    is raised on all ranks.
     """
     ranks = Ranks()
     with tempfile.TemporaryDirectory(prefix="composer-checkpoint-") as folder:
@@ -76,13 +76,13 @@ def read_on_rank_zero(path: str | os.PathLike[str], prepare: Callable[[Any], Any
             if is_uri(local):
                 local = os.path.join(folder, posixpath.basename(parse_uri(local).path))
                 get_file(path, local, progress_bar=False)
-                # An index names further files, which loading expects in the same folder.
+                # An index lists further files, which must be in the same folder to be loaded.
                 if local.endswith(INDEX_SUFFIX):
                     for shard in read_index(local).shards:
                         get_file(posixpath.join(posixpath.dirname(os.fspath(path)), shard), os.path.join(folder, shard))
             return prepare(load_file(local, trusted=trusted))
 
-        # Not sent to the other ranks: it may be larger than their memory.
+        # Not sent to the other ranks, for whose memory it may be too large.
         yield ranks.together(read if ranks.rank == 0 else lambda: None)
 
 
@@ -166,7 +166,7 @@ def load_optimizer(
 ) -> None:
     """Load an optimizer's state from a folder, or from a file that rank 0 reads. Every rank must call this.
 
-    State without memory is allocated like the parameters, so the optimizer need not have stepped.
+    The state is allocated like the parameters, so the optimizer need not have stepped.
     """
     if source.is_sharded:
         make = _maker(model, options.cpu_offload)
@@ -177,13 +177,13 @@ def load_optimizer(
             saved = receive_state(TensorSender(own), model, cpu_offload=options.cpu_offload)
     if "state" in saved:
         converted = cast_state(saved["state"], as_dtype(options.precision), keep_counts=True)
-        # Step counts of low precision become float32, in which optimizers count without rounding.
+        # Step counts in low precision become float32, since bfloat16, for example, cannot count past 256.
         whole = map_tensors(
             converted, lambda value: value.float() if not value.dim() and value.dtype in _NARROW else value
         )
         saved = {**saved, "state": whole}
     if "param_groups" not in saved:
-        optimizer.load_state_dict(saved)  # not a torch optimizer: the layout is its own
+        optimizer.load_state_dict(saved)  # not a torch optimizer, so the layout is its own
         return
     optimizer.load_state_dict(_with_numbers(model, optimizer, saved, strict=options.strict))
 
@@ -221,7 +221,7 @@ def receive_state(sender: TensorSender, model: nn.Module, *, cpu_offload: bool) 
 
 def _read_folder(source: Source, class_name: str, make: Maker, options: CheckpointLoadOptions) -> dict[str, Any]:
     entries = read_entries(source)
-    whole_state: Path = ("state", "optimizers", class_name)  # path in a whole training state
+    whole_state: Path = ("state", "optimizers", class_name)  # path in the checkpoint of a full training state
     prefix = whole_state if any(path[:3] == whole_state for path in entries) else ()
     leaves: list[tuple[Path, Any]] = []
     for path, entry in entries.items():
@@ -257,7 +257,7 @@ def _with_numbers(
     """Return the state with the parameters numbered as the optimizer numbers them."""
     own: dict[str, Any] = optimizer.state_dict()
     if any(isinstance(parameter, int) for group in saved["param_groups"] for parameter in group["params"]):
-        return dict(saved)  # numbered already
+        return dict(saved)  # numbered already, as in a plain optimizer's own state dict
     own_state: dict[Any, Any] = own["state"]
     group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
     names = _as_saved(model, optimizer, group_of)
@@ -269,7 +269,7 @@ def _with_numbers(
         settings = next((group_of[name] for name in group if name in group_of), own_group)
         groups.append({**settings, "params": own_group["params"]})
         for number, name in zip(own_group["params"], group, strict=True):
-            # One that is not in the checkpoint is left unchanged.
+            # Parameters that are not in the checkpoint keep their state.
             found = saved["state"].get(name, None if name in group_of else own_state.get(number))
             if found is not None:
                 state[number] = found
@@ -277,7 +277,7 @@ def _with_numbers(
 
 
 def _as_saved(model: nn.Module, optimizer: torch.optim.Optimizer, known: Mapping[str, Any]) -> list[list[str]]:
-    """Return the names in each group; for a tied parameter, its name in the checkpoint."""
+    """Return the names in each group, where a tied parameter has its name in the checkpoint."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in parameters_by_name(model).items():
         aliases.setdefault(id(parameter), []).append(name)
@@ -313,7 +313,7 @@ def shard_model(model: nn.Module, options: CheckpointLoadOptions, seed: int) -> 
             f"inside. Pass the model without its wrapper."
         )
     keywords, absent = _keywords(options), _without_memory(model)
-    # Inner modules first: fully_shard() leaves out parameters that are sharded already.
+    # Inner modules first, since fully_shard() leaves out parameters that are sharded already.
     ask: Any = getattr(model, "fsdp_wrap_fn", lambda module: False)
     for module in reversed(list(model.modules())):
         wanted = getattr(module, "_fsdp_wrap", None)
@@ -323,6 +323,7 @@ def shard_model(model: nn.Module, options: CheckpointLoadOptions, seed: int) -> 
     if not absent:
         return
     device = next(weight.device_mesh.device_type for weight in model.parameters() if isinstance(weight, DTensor))
+    # `to_empty` leaves memory uninitialized, and the checkpoint may lack some of these weights.
     with seed_context(seed):
         for module in absent:
             module.to_empty(device=device, recurse=False)
@@ -331,7 +332,7 @@ def shard_model(model: nn.Module, options: CheckpointLoadOptions, seed: int) -> 
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """Replace the parameters of an optimizer by those of a model that was sharded after the optimizer was built."""
+    """Replace an optimizer's parameters by those of its model, which was sharded after the optimizer was built."""
     after = parameters_by_name(model)
     replaced = {id(parameter): after[name] for name, parameter in before.items()}
     for group in optimizer.param_groups:
@@ -341,7 +342,7 @@ def follow_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, before
 def _keywords(options: CheckpointLoadOptions) -> dict[str, Any]:
     config = options.fsdp_config
     if isinstance(config, Mapping):
-        given = dict(config)  # fully_shard raises if it does not take one
+        given = dict(config)  # fully_shard raises if it does not know an argument
     else:
         given = {name: getattr(config, name) for name in (*_KEYWORDS, "device_mesh") if hasattr(config, name)}
     mesh = options.device_mesh or given.pop("device_mesh", None) or given.pop("mesh", None)
@@ -369,13 +370,13 @@ log = getLogger(__name__)
 
 
 class WeightsMismatchError(IncompatibleCheckpointError, RuntimeError):
-    """Raised if the weights are those of another model."""
+    """Raised if the weights do not fit the model."""
 
 
 def load_weights(model: nn.Module, source: Source, options: CheckpointLoadOptions, *, trusted: bool) -> None:
     """Load weights from a folder, or from a file that rank 0 reads. Every rank must call this.
 
-    No rank changes anything before all ranks have found everything they need to be whole and of the right shape.
+    No rank changes the model before all ranks have found all weights to be intact and of the right shape.
     """
     if source.is_sharded:
         _load_folder(model, source, options)
@@ -383,7 +384,7 @@ def load_weights(model: nn.Module, source: Source, options: CheckpointLoadOption
     prepare = partial(_prepared, source=source, options=options)
     with read_on_rank_zero(source.path, prepare, trusted=trusted) as own:
         if Ranks().world_size == 1 and not is_sharded(model):
-            # Compared first, since torch raises only after copying what fits.
+            # Compared first, since torch raises only after it has copied the weights that fit.
             _compare(model, weights_of(model), own, options.strict)
             weights: dict[str, Any] = own
             names = names_in_model(model)
@@ -431,7 +432,7 @@ def _load_folder(model: nn.Module, source: Source, options: CheckpointLoadOption
     for key in reversed(prefix):
         nested = {key: nested}
     _load_folder_into(nested, source, options)
-    # Only weights that were not read directly into the model.
+    # Only weights that were not read directly into the model remain to be copied.
     for name, target in targets.items():
         if isinstance(target, torch.Tensor) and readable[name] is not target:
             target.copy_(readable[name].to(precision))
@@ -443,10 +444,11 @@ def _below(path: tuple[str | int, ...], prefix: tuple[str, ...]) -> bool:
 
 
 def _readable(target: Any, entry: object, precision: torch.dtype, cpu_offload: bool) -> Any:
-    """Return the tensor to read a saved weight into: the weight itself, unless its values must be converted."""
+    """Return the tensor to read a saved weight into: the weight itself, or a buffer if values must be converted."""
     if not isinstance(target, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
         return target
     saved = entry.properties.dtype
+    # Values of a wider dtype than `precision` must be rounded to it, even if the model has that dtype.
     if saved == target.dtype and (not saved.is_floating_point or torch.promote_types(saved, precision) == precision):
         return target
     on_host = cpu_offload and type(target) is torch.Tensor  # shards must stay on the device of their mesh
@@ -476,7 +478,7 @@ def _compare(model: nn.Module, targets: Mapping[str, Any], saved: Mapping[str, A
         )
     for names, what in (
         (missing, "weights of the model are not in the checkpoint and stay as they are"),
-        (unexpected, "weights of the checkpoint are not in the model and are passed over"),
+        (unexpected, "weights of the checkpoint are not in the model and are ignored"),
     ):
         if names:
             log.warning("%d %s: %s", len(names), what, _listed(names))

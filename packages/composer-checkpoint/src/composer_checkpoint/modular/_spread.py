@@ -1,4 +1,4 @@
-"""State of models and optimizers under names without wrappers, and its transfer between ranks."""
+"""Collect the state of models and optimizers by names without wrappers, and transfer it between ranks."""
 
 import sys
 from collections.abc import Callable, Hashable
@@ -38,11 +38,11 @@ def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the names of the parameters in each of an optimizer's groups, for a tied parameter its first.
+    """Return the names of the parameters in each of an optimizer's groups; the first name of a tied parameter.
 
-    A parameter that is not of the model, such as a loss function's, is named by its position.
+    A parameter that does not belong to the model, such as that of a loss function, is named by its position.
     """
-    # By identity, since tied parameters are one object.
+    # By identity, since a tied parameter is one object with several names.
     names: dict[int, str] = {}
     for name, parameter in parameters_by_name(model).items():
         names.setdefault(id(parameter), name)
@@ -57,7 +57,7 @@ def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     refuse_fsdp1(model)
     numbered: dict[str, Any] = optimizer.state_dict()
     if "param_groups" not in numbered:
-        return numbered  # not a torch optimizer: the layout is its own
+        return numbered  # not a torch optimizer, so the layout is its own
     groups: list[dict[str, Any]] = numbered["param_groups"]
     names = [name for of_group in group_names(model, optimizer) for name in of_group]
     name_of = dict(zip((number for group in groups for number in group["params"]), names, strict=True))
@@ -76,7 +76,8 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
-    """Raise if the model is wrapped in FSDP1, whose weights no other strategy can read."""
+    """Raise if the model is wrapped in FSDP1, whose weights this package cannot read."""
+    # Looked up instead of imported, since the import is slow.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # never imported, so no model is wrapped
         return
@@ -88,7 +89,7 @@ def refuse_fsdp1(model: nn.Module) -> None:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Free the parameters that a forward pass, such as an evaluation's, has left gathered in place of the shards."""
+    """Free full parameters that a forward pass, as in evaluation, has left in place of the shards."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
@@ -108,9 +109,9 @@ class Slot:
 
 
 class TensorSender:
-    """Transfer of a state from rank 0: first its structure to all ranks, then the tensors, one at a time.
+    """Send a state from rank 0 to all ranks: first its structure, then the tensors, one at a time.
 
-    Every rank must create one, and call `receive` for the same slots in the same order.
+    Every rank must create a sender, and call `receive` for the same slots in the same order.
 
     Args:
         state: Nested dicts and lists; only rank 0's is used.
@@ -126,7 +127,7 @@ class TensorSender:
         if self._ranks.world_size == 1:
             fill(target, self._tensors[slot.index])
             return
-        # On the target's device if the backend supports it, which is many times faster than through the CPU.
+        # On the target's device if the backend supports it, which is many times faster than on the CPU.
         direct = f"{target.device.type}:" in tdist.get_backend_config()
         device = target.device if direct else torch.device("cpu")
         if self._ranks.rank == 0:
@@ -154,12 +155,12 @@ def map_slots(outline: Any, change: Callable[[str, Slot], Any]) -> Any:
 
 @torch.no_grad()
 def fill(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy a whole tensor into one of its shape, or its part into this rank's shard."""
+    """Copy a full tensor into a tensor of its shape, or this rank's part of it into a shard."""
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
     local = target.to_local()
-    # This method, which torch's own checkpoints use, returns the box of the whole that a shard holds.
+    # This private method, which torch's own checkpoints use, returns the part of the full tensor that a shard holds.
     for chunk in target.__create_chunk_list__() if local.numel() else ():
         part = whole
         for dim, (start, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
@@ -204,14 +205,14 @@ def gather(state: Any, *, keep: bool, cpu_offload: bool) -> Any:
     Args:
         state: State with the same structure on all ranks.
         keep: Whether this rank keeps the result; the result of other ranks is empty.
-        cpu_offload: Whether to move the whole tensors to the CPU.
+        cpu_offload: Whether to move the full tensors to the CPU.
     """
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if not keep:
-            return torch.empty(0)  # now rather than at the end, so that only one whole tensor exists at a time
+            return torch.empty(0)  # at once, so that only one full tensor exists at a time
         return tensor.cpu() if cpu_offload else tensor
 
     gathered = map_tensors(state, whole)
@@ -220,7 +221,7 @@ def gather(state: Any, *, keep: bool, cpu_offload: bool) -> Any:
 
 @torch.no_grad()
 def map_tensors(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Change the tensors, each memory only once, so that tied weights remain tied."""
+    """Return a state with changed tensors. Tensors that share memory are changed once, so that they remain tied."""
     changed: dict[Hashable, torch.Tensor] = {}
 
     def visit(_: str, value: Any) -> Any:
@@ -237,5 +238,5 @@ def map_tensors(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 def _identity(tensor: torch.Tensor) -> Hashable:
     if isinstance(tensor, DTensor):
         return tensor.placements, tensor.shape, _identity(tensor.to_local())
-    # Empty tensors may all have the same address, so only their identity tells them apart.
+    # Empty tensors may all have the same address, so they are distinguished by object identity.
     return (tensor.dtype, storage_key(tensor)) if tensor.numel() else id(tensor)

@@ -1,4 +1,4 @@
-"""Loading of a model, an optimizer and the rest of a run, each from files of its own."""
+"""Load a model, an optimizer and the rest of a run from separate files."""
 
 import os
 from collections.abc import Mapping
@@ -53,29 +53,29 @@ def load_checkpoint(
 ) -> None:
     """Load a checkpoint of `save_checkpoint_to_disk`, or parts of it. Every rank must call this.
 
-    All files are searched for before anything is changed. Then the resumption state is loaded, the model, and the
-    optimizer, in this order. Hashes are compared, and no file can run code unless `trusted` is set.
+    Model and optimizer are located before anything is changed. Then the resumption state, the model and the optimizer
+    are loaded, in this order. Hashes are compared, and no file can run code unless `trusted` is set.
 
     Args:
         load_path: Path of the checkpoint's folder, or its URI in a store.
-        load_options: Settings of the load.
-        model: The model. That of the state when `None`.
-        optim: The optimizer. That of the state when `None`.
+        load_options: Settings for loading.
+        model: The model; the state's model when `None`.
+        optim: The optimizer; the state's optimizer when `None`.
         state: State of the run, which the resumption state needs.
         model_child_path: Path of the model in the folder; `model/model.pt`, or `model` if sharded, when `None`.
         optim_child_path: Path of the optimizer in the folder; `optim/optim.pt`, or `optim` if sharded, when `None`.
         resumption_filename: Name of the file with the resumption state.
-        trusted: Whether files may run code of their own while they are loaded, which is logged as a warning. Applies to
-            this call only, and not to sharded checkpoints.
+        trusted: Whether files may run code of their own while they are loaded, which is logged as a warning. It does
+            not apply to sharded checkpoints.
 
     Raises:
-        ValueError: If a target of the load is missing, or the kind of checkpoint does not fit the options.
+        ValueError: If a required model, optimizer or state is missing, or the options exclude this kind of checkpoint.
         NoCheckpointError: If a file is missing; a `FileNotFoundError`.
-        CheckpointError: If a file is damaged, unsafe or of another model.
+        CheckpointError: If a file is damaged, unsafe, or of another model.
     """
     options = _as_options(load_options)
     model, optim = _targets(options, model, optim, state)
-    # Missing files must be found before anything is changed.
+    # Found before anything is changed, so that a missing file does not leave the run half loaded.
     sources = {
         part: find_source(os.path.join(load_path, child or part), part, options.sharded_checkpoint)
         for part, child, wanted in (
@@ -103,12 +103,12 @@ def load_model_checkpoint(
 ) -> None:
     """Load weights. Every rank must call this.
 
-    Nothing is changed before everything needed was found to be whole and of the right shape. If this call shards the
-    model, build the optimizer, or rebuild it, afterwards; `load_checkpoint` updates the optimizer passed to it.
+    Weights are changed only after all of them were found to be intact and of the right shape. If this call shards the
+    model, build the optimizer afterwards; `load_checkpoint` updates the optimizer that is passed to it.
 
     Args:
         model: A plain model, one in `DistributedDataParallel`, or a compiled, FSDP2 or tensor parallel one.
-        load_path: Local path or URI of a file or of the folder of a sharded checkpoint. From a whole training state,
+        load_path: Local path or URI of a file or of the folder of a sharded checkpoint. From a full training state,
             the model is loaded.
         load_options: Settings of the load.
         seed: Seed for weights that have no memory yet (on the device `meta`) and are not in the checkpoint.
@@ -117,7 +117,7 @@ def load_model_checkpoint(
     Raises:
         ValueError: If the kind of checkpoint does not fit the options.
         NoCheckpointError: If the checkpoint does not exist; a `FileNotFoundError`.
-        RuntimeError: If the weights are those of another model.
+        RuntimeError: If the weights do not fit the model.
         CheckpointError: If the checkpoint is damaged or unsafe.
 
     Example:
@@ -145,7 +145,7 @@ def load_optim_checkpoint(
     Args:
         model: The model, which has the parameters' names.
         optim: The optimizer. It need not have stepped. Its groups get the saved settings of their parameters.
-        load_path: Local path or URI of a file or of the folder of a sharded checkpoint. From a whole training state,
+        load_path: Local path or URI of a file or of the folder of a sharded checkpoint. From a full training state,
             the optimizer of the same class is loaded.
         load_options: Settings of the load.
         trusted: As for `load_checkpoint`.
@@ -161,10 +161,10 @@ def load_optim_checkpoint(
 
 
 def load_resumption_checkpoint(state: "State", path: PathLike, *, trusted: bool = False) -> None:
-    """Load what resuming a run needs besides weights and optimizers. Every rank must call this; rank 0 reads.
+    """Load the state that resuming needs besides weights and optimizers. Every rank must call this; rank 0 reads.
 
-    This is the state of the dataset, timestamp, schedulers, algorithms, callbacks and scaler, the seed, the run name,
-    and each rank's RNG state.
+    It consists of the state of the dataset, timestamp, schedulers, algorithms, callbacks and scaler, the seed, the run
+    name, and each rank's RNG state.
 
     Args:
         state: State of the run.
@@ -181,6 +181,7 @@ def load_resumption_checkpoint(state: "State", path: PathLike, *, trusted: bool 
         saved = Ranks().from_first(lambda: content)
     rng = saved.pop("rng", None)
     state.load_state_dict(saved)
+    # Last, since loading the rest may draw random numbers.
     if rng is not None:
         load_rng_state(rng)
 
@@ -197,7 +198,7 @@ def _targets(
     if options.load_resumption_state and state is None:
         raise ValueError("State must be provided if loading resumption state.")
     if state is not None:
-        # What is passed takes precedence over the state's own.
+        # Arguments take precedence over the state.
         model = state.model if model is None else model
         optim = state.optimizers[0] if optim is None and len(state.optimizers) == 1 else optim
     if options.load_optimizer and (model is None or optim is None):
@@ -213,9 +214,9 @@ def _shard_as_needed(
 ) -> None:
     if not options.shard_as_needed_during_load or is_sharded(model):
         return
-    # Collected first: sharding replaces the parameters.
+    # Collected first, since sharding replaces the parameters.
     before = parameters_by_name(model)
-    # The state has the shapes of parameters that sharding would replace.
+    # Optimizer state has the shapes of the unsharded parameters.
     if optim is not None and optim.state:
         raise ValueError(
             "the optimizer has stepped, and its state would not fit the model that shard_as_needed_during_load=True "
@@ -259,7 +260,7 @@ def _refuse_other_kind(model: nn.Module, source: Source, options: CheckpointLoad
 
 def _as_options(options: CheckpointLoadOptions | Mapping[str, Any] | None) -> CheckpointLoadOptions:
     if isinstance(options, CheckpointLoadOptions):
-        return replace(options)  # repeats the checks, since attributes may have changed after construction
+        return replace(options)  # repeats the checks, since attributes may have been set after construction
     return CheckpointLoadOptions(**(options or {}))
 
 
@@ -273,7 +274,7 @@ def _as_state(content: Any, path: str) -> dict[str, Any]:
     saved = dict(content)
     if "timestamp" in saved:
         stopped = {name: saved.pop(name) for name in ("stopped_duration",) if name in saved}
-        # `State` keeps the two in one entry.
+        # `State` loads both from one entry.
         saved["timestamp"] = {"Timestamp": saved["timestamp"], **stopped}
     if isinstance(saved.get("callbacks"), list):
         saved["callbacks"] = dict(numbered(saved["callbacks"]))

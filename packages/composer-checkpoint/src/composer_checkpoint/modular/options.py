@@ -1,4 +1,4 @@
-"""Settings for saving and loading of modular checkpoints."""
+"""Settings for saving and loading modular checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,13 +56,13 @@ class CheckpointLoadOptions:
         load_optimizer: Whether to load the optimizer.
         load_resumption_state: Whether to load everything else, which needs a `State`.
         include_keys: Patterns of the names of the weights to load; all others are left unchanged.
-        ignore_keys: Patterns of the names of the weights to leave unchanged. Either patterns turn `strict` off.
+        ignore_keys: Patterns of the names of the weights to leave unchanged. Both kinds of patterns turn `strict` off.
         sharded_checkpoint: Whether the checkpoint was written by all ranks. The model must be sharded if true, and must
             not be if false. When `None`, the kind is detected, and any checkpoint loads into any model.
         shard_as_needed_during_load: Whether to shard a model that is not sharded yet, with torch's `fully_shard`, and
             whether a checkpoint of one file may be loaded into a sharded model.
-        strict: Whether missing or unexpected names are an error. Shapes that differ always are.
-        precision: Dtype that floating point values are converted to on the way. The model keeps its dtypes.
+        strict: Whether missing or unexpected names are an error. Shapes that differ are always an error.
+        precision: Dtype that saved floating point values are converted to first. The model keeps its dtypes.
         cpu_offload: Whether values that cannot be read directly into the model are buffered on the CPU.
         load_planner: A planner of `torch.distributed.checkpoint` for sharded checkpoints.
         fsdp_config: Arguments of `fully_shard`: a mapping of keywords, or an object with some of them as attributes.
@@ -88,7 +88,7 @@ class CheckpointLoadOptions:
     def __post_init__(self) -> None:
         if self.include_keys is not None and self.ignore_keys is not None:
             raise ValueError(both_key_filters(self.include_keys, self.ignore_keys))
-        # With a part of the names, the others are missing by intention.
+        # With a selection of names, the others are missing intentionally.
         if self.include_keys is not None or self.ignore_keys is not None:
             self.strict = False
 

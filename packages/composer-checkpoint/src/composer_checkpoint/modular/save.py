@@ -1,4 +1,4 @@
-"""Saving of a model, an optimizer and the rest of a run, each to files of its own."""
+"""Save a model, an optimizer and the rest of a run to separate files."""
 
 import json
 import os
@@ -57,7 +57,7 @@ class AlreadyExistsError(CheckpointConflictError, ValueError):
 
 @contextmanager
 def _as_value_error(path: str, kind: str) -> Iterator[None]:
-    """Raise a conflict as an error that is also a `ValueError`."""
+    """Raise conflicts as `AlreadyExistsError`, which is also a `ValueError`, as in Composer."""
     try:
         yield
     except CheckpointConflictError as error:
@@ -69,6 +69,7 @@ def _place_of_part(destination_dir: PathLike, part: str, sharded: bool, save_for
     folder = os.path.join(_local_path(destination_dir, "destination_dir"), part)
     path = folder if sharded else os.path.join(folder, f"{part}.{save_format}")
 
+    # Before the state is gathered, which may take minutes.
     def look() -> None:
         if not overwrite and os.path.lexists(path):
             raise AlreadyExistsError(_conflict(path, "Directory" if sharded else "File"))
@@ -111,7 +112,7 @@ RESUMPTION_FILENAME = "resumption.pkl"
 def save_checkpoint_to_disk(
     destination_dir: PathLike, state: "State", options: CheckpointSaveOptions | Mapping[str, Any] | None = None
 ) -> str:
-    """Save a run to one folder, which appears whole or not at all. Every rank must call this.
+    """Save a run to one folder atomically. Every rank must call this.
 
     The folder has `model/`, `optim/`, `resumption.pkl`, `composer_metadata.json`, and a manifest with the hash of each
     file.
@@ -119,7 +120,7 @@ def save_checkpoint_to_disk(
     Args:
         destination_dir: A local folder that all ranks share. The checkpoint becomes a folder inside it.
         state: State of the run.
-        options: Settings of the save.
+        options: Settings for saving.
 
     Returns:
         Path of the checkpoint's folder.
@@ -131,7 +132,7 @@ def save_checkpoint_to_disk(
     if not isinstance(options, CheckpointSaveOptions):
         options = CheckpointSaveOptions(**(options or {}))
     _check_format(options.save_format, options.sharded_checkpoint)
-    # Before anything is gathered or written, which may take minutes.
+    # Checked before anything is gathered or written, which may take minutes.
     if options.save_optimizer and len(state.optimizers) != 1:
         raise ValueError(
             f"save_optimizer=True saves one optimizer, and the state has {len(state.optimizers)}. Pass "
@@ -172,7 +173,7 @@ def save_model_to_disk(
         ignore_keys: Patterns of the names to leave out.
         overwrite: Whether to replace existing files.
         save_format: `'pt'`, or `'safetensors'` for `model/model.safetensors`.
-        max_shard_bytes: With `'safetensors'`, maximum size of a file's tensors. Larger weights go to
+        max_shard_bytes: With `'safetensors'`, maximum size of a file's tensors in bytes. Larger models are saved to
             several files and their index, `model/model.safetensors.index.json`, as in Hugging Face.
 
     Returns:
@@ -244,7 +245,7 @@ def save_optim_to_disk(
 
 
 def save_resumption_state_to_disk(state: "State", path: PathLike, overwrite: bool = True) -> str | None:
-    """Save what resuming a run needs besides weights and optimizers. Every rank must call this; rank 0 writes.
+    """Save the state that resuming needs besides weights and optimizers. Every rank must call this; rank 0 writes.
 
     Despite its name `resumption.pkl`, which is Composer's, the file can be read with `load_file`.
 
@@ -256,7 +257,7 @@ def save_resumption_state_to_disk(state: "State", path: PathLike, overwrite: boo
     Returns:
         Path of the file on rank 0, `None` on the others.
     """
-    # On all ranks, since it gathers their RNG states.
+    # On all ranks, since it gathers the RNG states.
     resumption = get_resumption_state_dict(state)
     file = _file_in(path, RESUMPTION_FILENAME)
     ranks = Ranks()
@@ -317,7 +318,7 @@ def save_state_dict_to_disk(
         StorageError: If the disk fails.
     """
     ranks = Ranks()
-    # Agreed among the ranks, since a rank without shards would take the other branch.
+    # All ranks must agree, since a rank without shards would take the other branch.
     sharded = not ranks.all(not any(isinstance(leaf, DTensor) for _, leaf in named_leaves(dict(state_dict))))
     _check_format(save_format, sharded)
     if not sharded and (PurePath(path).suffix == ".safetensors") != (save_format == "safetensors"):
@@ -383,9 +384,10 @@ METADATA_FILENAME = "composer_metadata.json"
 def checkpoint_folder(
     path: str | os.PathLike[str], *, overwrite: bool = False, info: Mapping[str, Any] | None = None
 ) -> Iterator[str]:
-    """Yield a folder for the parts of a checkpoint, which at the end gets a manifest and its final name in one step.
+    """Yield a folder for the parts of a checkpoint. On exit it gets a manifest, and then its final name, atomically.
 
-    Every rank must enter and leave it. After an exception, which must be raised on all ranks, the folder is deleted.
+    Every rank must enter and leave the context. After an exception, which must be raised on all ranks, the folder is
+    deleted.
 
     Args:
         path: Final path, on a disk that all ranks share.
@@ -394,7 +396,8 @@ def checkpoint_folder(
             `{"timestamp": {"epoch": 3}}`.
 
     Yields:
-        Temporary path of the folder. The manifest has the hashes of all files in it, whichever program wrote them.
+        Temporary path of the folder. The manifest lists the hashes of all files in it, also of files that other
+        programs have written.
 
     Raises:
         CheckpointConflictError: If the path exists and `overwrite` is false; also a `FileExistsError`.
@@ -410,7 +413,7 @@ def checkpoint_folder(
         ['composer_manifest.json', 'composer_metadata.json', 'model']
     """
     ranks = Ranks()
-    with ExitStack() as unfinished:  # used on rank 0 only
+    with ExitStack() as unfinished:  # holds the folder on rank 0, and nothing on the others
 
         def begin() -> str:
             return str(unfinished.enter_context(write_atomically(path, overwrite=overwrite, folder=True)))
@@ -419,13 +422,13 @@ def checkpoint_folder(
             _seal(Path(place), info or {})
             unfinished.pop_all().close()
 
-        place = ranks.from_first(begin)  # the temporary name is random
+        place = ranks.from_first(begin)  # sent to all ranks, since the temporary name is random
         yield place
         ranks.from_first(commit)
 
 
 def verify_modular_folder(folder: str | os.PathLike[str]) -> Manifest | None:
-    """Compare all files of a modular checkpoint with its manifest, or, without one, with the manifests of its parts."""
+    """Verify a modular checkpoint by its manifest or, if it has none, by the manifests of its parts."""
     root = Path(folder)
     if not (root / MANIFEST_NAME).exists():
         for part in sorted(root.iterdir()):
@@ -433,14 +436,14 @@ def verify_modular_folder(folder: str | os.PathLike[str]) -> Manifest | None:
                 _verify_part(part)
         return None
     manifest = Manifest.from_json((root / MANIFEST_NAME).read_bytes())
-    path = first_difference(root, manifest)  # files beyond those of the manifest do not matter
+    path = first_difference(root, manifest)  # files that the manifest does not list are ignored
     if path is None:
         return manifest
     if not path.exists():
         raise CorruptCheckpointError(
             f"{root} lacks {path.relative_to(root)}, which was saved with it. Load another checkpoint."
         )
-    _verify_part(path)  # raises an error that names the damaged tensor, if the part has hashes of its own
+    _verify_part(path)  # if the part has hashes of its own, the error names the damaged tensor
     raise CorruptCheckpointError(f"{path} is not what was written. Load another checkpoint.")
 
 
@@ -461,7 +464,7 @@ def _seal(folder: Path, info: Mapping[str, Any]) -> None:
     for manifest in folder.glob(f"*/{MANIFEST_NAME}"):
         inside = manifest.parent.relative_to(folder)
         found = Manifest.from_json(manifest.read_bytes())
-        # A manifest has one kind of hash only.
+        # Hashes of the parts are reused, so that files are not read again. A manifest has one kind of hash only.
         if found.hash_name == HASH_NAME:
             known |= {(inside / name).as_posix(): entry for name, entry in found.files.items()}
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

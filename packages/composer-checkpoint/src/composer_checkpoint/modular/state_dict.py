@@ -57,7 +57,7 @@ def get_model_state_dict(
 
     Args:
         model: A plain model, one in `DistributedDataParallel`, or a compiled, FSDP2 or tensor parallel one.
-        sharded_state_dict: Whether each rank gets its shards, as `DTensor`s. Otherwise rank 0 gets whole tensors, and
+        sharded_state_dict: Whether each rank gets its shards, as `DTensor`s. Otherwise rank 0 gets full tensors, and
             the other ranks an empty dict.
         precision: Dtype that floating point tensors are converted to: `'fp32'`, `'fp16'`, `'bf16'` or a dtype.
         include_keys: `fnmatch` patterns of the names to collect, such as `'encoder.*'`.
@@ -115,7 +115,7 @@ def get_optim_state_dict(
     dtype = as_dtype(precision)
     named = named_optimizer_state(model, optimizer)
     collected = _collected(named, sharded_state_dict, cpu_offload)
-    # Ranks without the result have an empty dict.
+    # Without shards, the dict is empty on all ranks but the first.
     if "state" in collected:
         collected["state"] = cast_state(collected["state"], dtype, keep_counts=True)
     return collected
@@ -128,7 +128,7 @@ def get_metadata_state_dict(
     device: "str | Device | None" = None,
     device_train_microbatch_size: int | float | None = None,
 ) -> dict[str, Any]:
-    """Return information about machine, versions and settings as JSON values. It is for people; loading ignores it.
+    """Return information about machine, versions and settings as JSON values. Loading ignores it.
 
     Args:
         model: Model whose class name, and Hugging Face metadata if any, are included.
@@ -150,7 +150,7 @@ def get_metadata_state_dict(
     if model is not None:
         innermost: Any = unwrap_model(model)
         metadata["model_name"] = _class_name(innermost)
-        # By name, since this package must not import the higher-level package of the class.
+        # By name, since this package must not depend on the package of the class.
         if any(base.__name__ == "HuggingFaceModel" for base in type(innermost).__mro__):
             metadata["huggingface"] = innermost.get_metadata()
     if is_initialized():
@@ -161,7 +161,7 @@ def get_metadata_state_dict(
 
 
 def get_resumption_state_dict(state: "State") -> dict[str, Any]:
-    """Collect what resuming a run needs besides weights and optimizers. Every rank must call this.
+    """Collect the state that resuming needs besides weights and optimizers. Every rank must call this.
 
     Args:
         state: State of the run.
@@ -188,7 +188,7 @@ def get_resumption_state_dict(state: "State") -> dict[str, Any]:
 
 
 def numbered(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield pairs of class and state with unique names: further objects of a class are `Name#1` and so on."""
+    """Yield pairs of class name and state with unique names: further objects of a class become `Name#1` and so on."""
     seen: dict[str, int] = {}
     for name, state in pairs:
         count = seen[name] = seen.get(name, -1) + 1
@@ -200,7 +200,7 @@ def _states(objects: Iterable[Any]) -> list[tuple[str, Any]]:
 
 
 def select_keys(weights: Mapping[str, Any], include_keys: Patterns, ignore_keys: Patterns) -> dict[str, Any]:
-    """Return the weights whose names match the one kind of patterns, or do not match the other."""
+    """Return the weights whose names match `include_keys`, or do not match `ignore_keys`."""
     if include_keys is not None and ignore_keys is not None:
         raise ValueError(both_key_filters(include_keys, ignore_keys))
     patterns = include_keys if include_keys is not None else ignore_keys
@@ -215,7 +215,7 @@ def select_keys(weights: Mapping[str, Any], include_keys: Patterns, ignore_keys:
 
 
 def _class_name(model: nn.Module) -> str:
-    """Return the name of the model's own class, without the `FSDP` class that `fully_shard` derives from it."""
+    """Return the name of the model's class, not of the `FSDP` class that `fully_shard` derives from it."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(model, fsdp.FSDPModule):
         return next(base for base in type(model).__mro__[1:] if not issubclass(base, fsdp.FSDPModule)).__name__
@@ -251,8 +251,8 @@ def of_type(state: dict[str, Any], state_dict_type: str, *, rank0_only: bool = T
 
     Args:
         state: Nested dicts and lists of the same structure on all ranks.
-        state_dict_type: Type of the result. Only whole tensors are moved to the CPU.
-        rank0_only: Whether ranks other than 0 get an empty dict instead of whole tensors.
+        state_dict_type: Type of the result. Only full tensors are moved to the CPU.
+        rank0_only: Whether ranks other than 0 get an empty dict instead of full tensors.
     """
     if state_dict_type == "sharded":
         return state
@@ -268,7 +268,7 @@ def own_part(name: str, own: object, value: torch.Tensor) -> torch.Tensor:
         return value
     target = room_for(own, value.dtype)
     local = target.to_local()
-    # Either this rank's shard or the whole tensor, told apart by the shape.
+    # The value is either this rank's shard or the full tensor, and only the shape tells which.
     if value.shape == local.shape:
         local.copy_(value)
     elif value.shape == own.shape:
@@ -284,5 +284,6 @@ def own_part(name: str, own: object, value: torch.Tensor) -> torch.Tensor:
 
 def room_for(own: torch.Tensor, dtype: torch.dtype) -> Any:
     """Return an uninitialized tensor, sharded like another one, on a device with memory."""
+    # Shards must be on the device of their mesh.
     on_host = own.device_mesh.device_type if isinstance(own, DTensor) else "cpu"
     return torch.empty_like(own, dtype=dtype, device=on_host if own.is_meta else None, requires_grad=False)

@@ -1,8 +1,8 @@
-"""State dicts of sharded models in Composer's three types: `'full'`, `'sharded'` and `'local'`.
+"""Collect and load state dicts of sharded models of Composer's types `'full'`, `'sharded'` and `'local'`.
 
 | type | a rank gets | loads on |
 |---|---|---|
-| `'full'` | whole tensors on the CPU, on rank 0; other ranks an empty dict | any number of ranks |
+| `'full'` | full tensors on the CPU, on rank 0; other ranks an empty dict | any number of ranks |
 | `'sharded'` | `DTensor`s | the same mesh |
 | `'local'` | this rank's part of the tensors | as many ranks, sharded in the same way |
 
@@ -48,8 +48,8 @@ _types: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 def fsdp_state_dict_type_context(module: nn.Module, state_dict_type: str = "full") -> Iterator[None]:
     """Set the type of a module's `state_dict()` and `load_state_dict()` inside the context.
 
-    Names are those of the model without wrappers. Every rank must call the two together; a `'full'` state is that of
-    rank 0, which all ranks load; those of other ranks are ignored.
+    Names are those of the model without wrappers. Every rank must call these methods together. A `'full'` state is
+    loaded from rank 0 on all ranks; the states of other ranks are ignored.
 
     Args:
         module: A plain model, one in `DistributedDataParallel`, or a compiled, FSDP2 or tensor parallel one.
@@ -71,7 +71,7 @@ def fsdp_state_dict_type_context(module: nn.Module, state_dict_type: str = "full
     """
     check_type(state_dict_type)
     refuse_fsdp1(module)
-    if _types.get(module) is not None:  # the hooks of the outer context are active already
+    if _types.get(module) is not None:  # nested: the hooks of the outer context are active already
         with _type_of(module, state_dict_type):
             yield
         return
@@ -110,7 +110,7 @@ def fsdp_get_optim_state_dict(
 def get_fsdp_full_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, rank0_only: bool = True
 ) -> dict[str, Any]:
-    """Return an optimizer's whole state with parameters by name, on the CPU. Every rank must call this.
+    """Return an optimizer's full state with parameters by name, on the CPU. Every rank must call this.
 
     Args:
         model: The model, which has the parameters' names.
@@ -123,14 +123,14 @@ def get_fsdp_full_optim_state_dict(
 def get_fsdp_sharded_optim_state_dict(
     full_optim_state_dict: Mapping[str, Any] | None, model: nn.Module
 ) -> dict[str, Any]:
-    """Shard an optimizer's whole state for the optimizer of each rank. Every rank must call this.
+    """Shard an optimizer's full state for the optimizer of each rank. Every rank must call this.
 
     The result numbers the parameters in the order of their names in the state, so that `load_state_dict` of an
     optimizer that was built in the same way accepts it.
 
     Args:
         full_optim_state_dict: Result of `get_fsdp_full_optim_state_dict`, or of `fsdp_get_optim_state_dict` with any
-            type. Whole tensors are taken from rank 0, and the other ranks may pass `{}` or `None`.
+            type. Full tensors are taken from rank 0, and the other ranks may pass `{}` or `None`.
         model: A model with any sharding, or none. The state of a parameter is sharded like the parameter.
 
     Raises:
@@ -144,7 +144,7 @@ def get_fsdp_sharded_optim_state_dict(
     """
     parameters = parameters_by_name(model)
     given = dict(full_optim_state_dict or {})
-    # All ranks must take the same branch, since both have collectives.
+    # All ranks must take the same branch, since both call collectives.
     if Ranks().all(_is_whole(given, parameters)):
         saved = receive_state(TensorSender(given), model, cpu_offload=False)
         _check_names(saved, parameters)
@@ -165,7 +165,7 @@ def _type_of(module: nn.Module, state_dict_type: str | None) -> Iterator[None]:
 
 
 def _give(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Replace a module's own tensors in a state dict by those of the type in effect."""
+    """Hook of `state_dict`: convert the tensors to the type in effect."""
     wanted = _types.get(module)
     if wanted is None:
         return
@@ -176,12 +176,12 @@ def _give(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) ->
 
 
 def _take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace the tensors passed to a module by those that it loads itself."""
-    if _types.get(module) is None:  # a module that was copied inside a context has its hooks too
+    """Hook of `load_state_dict`: convert the tensors to those that the module itself can load."""
+    if _types.get(module) is None:  # a module that was copied inside a context has the hooks too
         return
     given = {key.removeprefix(prefix): state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
     wrapper = _prefix_of_wrappers(module)
-    with _type_of(module, None):  # so that the call below returns PyTorch's own
+    with _type_of(module, None):  # so that the hook does not convert the result
         own = module.state_dict()
     names = {canonical_name(name.removeprefix(wrapper)): name for name in own}
     if _types.get(module) == "full":
@@ -192,16 +192,17 @@ def _take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -
 
 
 def _received(given: Mapping[str, Any], own: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return this rank's part of the state that rank 0 passed."""
+    """Return this rank's part of the state passed on rank 0."""
     Ranks().together(lambda: _refuse_shards(given))
     sender = TensorSender(dict(given))
 
     def take(name: str, slot: Slot) -> torch.Tensor:
         target = own.get(names.get(name, name))
-        if not isinstance(sender.outline.get(name), Slot):  # a tensor inside a module's extra state
+        if not isinstance(sender.outline.get(name), Slot):  # a tensor nested in a module's extra state
             target = torch.empty(slot.shape)
         if not isinstance(target, torch.Tensor) or target.shape != slot.shape:
-            return torch.empty(slot.shape, dtype=slot.dtype, device="meta")  # PyTorch's error then names the shapes
+            # Without data, so that PyTorch itself raises its error about the shape.
+            return torch.empty(slot.shape, dtype=slot.dtype, device="meta")
         room = room_for(target, slot.dtype)
         sender.receive(slot, room)
         return room
@@ -233,7 +234,7 @@ def _prefix_of_wrappers(module: nn.Module) -> str:
 
 
 def _is_whole(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> bool:
-    """Return whether an optimizer's state has no shards of a parameter's state."""
+    """Return whether none of the tensors in an optimizer's state is a shard."""
 
     def is_part(owner: object, value: torch.Tensor) -> bool:
         return isinstance(owner, DTensor) and value.dim() == owner.dim() and value.shape != owner.shape
@@ -247,7 +248,7 @@ def _is_whole(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) 
 
 
 def _spread_state(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Return an optimizer's state, of which each rank has its part, sharded like the parameters."""
+    """Convert an optimizer's state, of which each rank has its part, to DTensors sharded like the parameters."""
 
     def spread(name: str, key: str, value: Any) -> Any:
         owner = parameters.get(name)
@@ -271,7 +272,7 @@ def _check_names(saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter
             f"get_fsdp_full_optim_state_dict(model, optim) returned, on rank 0 at least."
         )
     names = [name for group in groups for name in group["params"]]
-    # Parameters of no model, such as those of a loss function, are named by their position.
+    # Parameters outside the model, such as those of a loss function, are named by their position.
     foreign = [
         n for n in names if not isinstance(n, str) or (n not in parameters and not n.startswith("param_groups."))
     ]

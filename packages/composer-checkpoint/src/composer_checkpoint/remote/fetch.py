@@ -60,9 +60,9 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_MOST_LINKS = 8  # more are taken for a cycle
+_MOST_LINKS = 8  # more are considered a cycle
 _WEB = ("http", "https")
-_SILENCE_S = 60  # longest wait for the next bytes of a web server
+_SILENCE_S = 60  # maximum wait for the next bytes from a web server
 _CHUNK_BYTES = 1 << 20
 _ATTEMPTS = 5
 
@@ -103,7 +103,7 @@ def get_file(
         if owned is None:
             _link_local(path, destination, overwrite)
             return
-        reach(owned, path)  # fails sooner than the retries of the store's library
+        reach(owned, path)  # fails much sooner than the retries of client libraries
         object_store = owned
     try:
         _fetch_or_follow(object_store, parse_uri(path).path, destination, overwrite, progress_bar)
@@ -170,7 +170,7 @@ def _fetch_or_follow(store: Any, name: str, destination: str, overwrite: bool, p
         try:
             target = _resolve(store, name + SYMLINK_SUFFIX)
         except FileNotFoundError:
-            raise error from error.__cause__  # name the object that the caller asked for, not the pointer
+            raise error from error.__cause__  # names the requested object, not the pointer
         _fetch(store, target, destination, overwrite, progress_bar)
 
 
@@ -218,7 +218,7 @@ def _link_local(path: str, destination: str, overwrite: bool) -> None:
     if overwrite:
         with suppress(FileNotFoundError):
             os.unlink(destination)
-    os.symlink(os.path.abspath(path), destination)
+    os.symlink(os.path.abspath(path), destination)  # a copy would take time and disk space
 
 
 @retry(ObjectStoreTransientError, num_attempts=_ATTEMPTS)
@@ -233,7 +233,7 @@ def _fetch_from_web(url: str, destination: str, overwrite: bool, progress_bar: b
                     while chunk := answer.read(_CHUNK_BYTES):
                         done += file.write(chunk)
                         bar(done, max(total, done))
-                if 0 <= total != done:  # a connection that closes early may look like the end of the file
+                if 0 <= total != done:  # a connection that closes early looks like the end of the file
                     raise ObjectStoreTransientError(f"{done} of the {total} bytes of {url} came. Download it again.")
     except (StorageError, FileExistsError):  # raised above; both are OSErrors
         raise
@@ -246,10 +246,10 @@ def _explained(error: OSError, url: str) -> Exception:
         error.close()  # it holds the connection
     match classify(error):
         case Fault.MISSING:
-            return FileNotFoundError(f"{url} does not exist: {error}. Look at the address.")
+            return FileNotFoundError(f"{url} does not exist: {error}. Check the address.")
         case Fault.TRANSIENT:
             return ObjectStoreTransientError(f"{url} could not be fetched: {error}. Try again.")
-    return StorageError(f"{url} could not be fetched: {error}. Look at the address and at who may read it.")
+    return StorageError(f"{url} could not be fetched: {error}. Check the address and its access rights.")
 
 
 class _Bar:
@@ -385,7 +385,7 @@ def upload_file(
 def _uploader_of(state: "State | None", dest_dir: str) -> RemoteUploader:
     if state is None:
         raise ValueError("state=None: an upload in the background needs the state, whose callbacks wait for it.")
-    place = parse_uri(dest_dir)[:2]  # one uploader per bucket; the names of objects include the folder
+    place = parse_uri(dest_dir)[:2]  # one uploader per bucket suffices, since object names include the folder
     for callback in state.callbacks:
         if isinstance(callback, CheckpointUploadCallback) and parse_uri(callback.remote_folder)[:2] == place:
             return callback.uploader

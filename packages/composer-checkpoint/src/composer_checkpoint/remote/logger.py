@@ -29,14 +29,14 @@ _POLL_S = 2.0
 
 
 class RemoteUploaderDownloader(LoggerDestination):
-    """Logger destination that uploads the files of `Logger.upload_file` in the background.
+    """Logger destination that uploads files passed to `Logger.upload_file` in the background.
 
     Each file is copied when it is passed in; if several for one name are queued, only the newest is uploaded. Transient
     errors are retried. A permanent error is raised at the end of the batch on the rank whose file failed, and on all
     ranks at the end of the epoch, of training, of evaluation or of prediction. The ends of training, evaluation and
     prediction wait for the uploads of all ranks.
 
-    It also serves to load checkpoints: `Trainer(load_object_store=...)`.
+    It can also be passed as `Trainer(load_object_store=...)` to load checkpoints.
 
     Args:
         bucket_uri: An address such as `'s3://bucket'`. With a folder in it, names are relative to the folder.
@@ -99,7 +99,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         self.backend_kwargs: dict[str, Any] = {**arguments_of(bucket_uri), **(backend_kwargs or {})}
         self.num_concurrent_uploads, self.num_attempts, self.use_procs = num_concurrent_uploads, num_attempts, use_procs
         self.upload_staging_folder = upload_staging_folder
-        # The path of a dbfs address is an argument of the store itself.
+        # The path of a dbfs address is an argument of the store itself, not a prefix of names.
         self._folder = "" if parsed.backend == "dbfs" else parsed.path
         self._opened: RemoteUploader | None = None
         self._run_name: str | None = None
@@ -160,7 +160,7 @@ class RemoteUploaderDownloader(LoggerDestination):
                 f"Trainer first, or give each of them one of its own."
             )
         path = self.backend_kwargs.get("path", "")
-        if "{mlflow_" in path:  # first, since it decides which store is opened
+        if "{mlflow_" in path:  # before the store is used, since the run is part of its address
             ids = self._uploader.begin_mlflow_run()
             if ids is not None:
                 self.backend_kwargs["path"] = partial_format(path, mlflow_experiment_id=ids[0], mlflow_run_id=ids[1])
@@ -193,7 +193,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         if remote_file_name.endswith(".symlink"):  # the caller wants the pointer itself
             self._download(remote_file_name, destination, overwrite)
         else:
-            # Pointers hold names as passed to `upload_file`, so each name that is followed must be formatted.
+            # Pointers contain names as passed to `upload_file`, so `get_file` must format each name that it follows.
             get_file(remote_file_name, destination, _HandedOver(self._download), overwrite, progress_bar)
 
     def get_uri_for_file(self, remote_file_name: str) -> str:
@@ -236,7 +236,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         try:
             if not uploader.has_failed:
                 uploader.wait()
-        except Exception as error:  # in the warning below: the other callbacks must still be closed
+        except Exception as error:  # only reported in the warning, since the other callbacks must still be closed
             reason = f" ({type(error).__name__}: {error})"
         unsent = uploader.unsent_names  # before `abandon`, which clears them
         uploader.abandon()
@@ -273,7 +273,7 @@ class RemoteUploaderDownloader(LoggerDestination):
 
 @dataclass(frozen=True, slots=True)
 class _HandedOver:
-    """Store adapter whose object names are those passed to `upload_file`."""
+    """Adapter for `get_file`, whose object names are those passed to `upload_file`."""
 
     download_object: Callable[..., None]
 
@@ -306,7 +306,7 @@ def maybe_create_remote_uploader_downloader_from_uri(
         if isinstance(destination, RemoteUploaderDownloader) and destination.serves(backend, netloc):
             warnings.warn(
                 f"There already exists a RemoteUploaderDownloader object to handle the uri: {uri} specified. It is "
-                f"used, and no second one is made.",
+                f"used, and a second one is not created.",
                 UserWarning,
                 stacklevel=2,
             )

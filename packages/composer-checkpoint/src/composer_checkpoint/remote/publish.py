@@ -1,4 +1,4 @@
-"""Upload and download of committed checkpoints, with a pointer written only after a verified upload."""
+"""Upload and download committed checkpoints. A pointer is written only after the upload has been verified."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 SYMLINK_SUFFIX = ".symlink"
 _FILE_MANIFEST_SUFFIX = ".manifest.json"
-_INDEX_NAME = ".metadata"  # without it, torch does not read a sharded checkpoint
+_INDEX_NAME = ".metadata"  # torch does not read a sharded checkpoint without it
 
 
 _Piece = tuple[Path, str]  # a local file, and the name of its object
@@ -40,7 +40,7 @@ def publish_checkpoint(
     """Upload a committed checkpoint, verify it in the store, and then write the pointer.
 
     Data is uploaded first, then the index of a sharded checkpoint, then the manifest. Next, the size of each object is
-    checked and the manifest is read back. Last, the pointer is written and read back. A writer that dies on the way
+    checked and the manifest is read back. Last, the pointer is written and read back. A writer that dies in between
     leaves objects without a manifest or pointer, which the next attempt replaces.
 
     Args:
@@ -69,9 +69,8 @@ def publish_checkpoint(
         ['run/ep1.pt', 'run/latest.pt.symlink']
     """
     data, seals = _plan(Path(path), remote_name.strip("/"))
-    vouching, vouching_name = (seals or data)[
-        -1
-    ]  # the last object uploaded: if it is there, so is the whole checkpoint
+    # The object that is uploaded last: if it exists, the checkpoint is complete.
+    vouching, vouching_name = (seals or data)[-1]
     if not overwrite and _is_there(store, vouching_name, num_attempts):
         raise _exists(store, vouching_name)
 
@@ -80,11 +79,12 @@ def publish_checkpoint(
 
     with ThreadPoolExecutor(max(1, num_concurrent_uploads), thread_name_prefix="publish") as pool:
         list(pool.map(send, data))  # `list` raises the first error
-    # The order must not change: a manifest in the store means that the objects it lists are there.
+    # Only after all data: a manifest in the store means that the objects in it are complete.
     for piece in seals[:-1]:
         send(piece)
     if seals:
         _seal(store, vouching, vouching_name, overwrite, num_attempts)
+    # Only at the end, since another writer may have replaced objects, and not every store checks its uploads.
     for piece in (*data, *seals):
         _confirm_size(store, *piece, num_attempts)
     if seals and not _reads_back(store, vouching_name, vouching.read_bytes(), num_attempts):
@@ -128,6 +128,7 @@ def fetch_checkpoint(
     # Only folders have a manifest below their name, so without one the name is tried as a file.
     try:
         with write_atomically(destination, overwrite=overwrite, folder=True) as unfinished:
+            # The names of the files come from the manifest, since stores need not support listing.
             _fetch(store, f"{name}/{MANIFEST_NAME}", unfinished / MANIFEST_NAME, num_attempts)
             manifest = Manifest.from_json((unfinished / MANIFEST_NAME).read_bytes())
             names = _safe_names(manifest, store.get_uri(name))
@@ -147,13 +148,13 @@ def fetch_checkpoint(
         if not _is_there(store, name, num_attempts):
             raise NoCheckpointError(
                 f"{store.get_uri(name)} is not a checkpoint: there is neither a file of this name nor a whole folder "
-                f"with a {MANIFEST_NAME} ({error}). Look at the name, or name an older checkpoint."
+                f"with a {MANIFEST_NAME} ({error}). Check the name, or name an older checkpoint."
             ) from error
     retry(ObjectStoreTransientError, num_attempts)(store.download_object)(name, destination, overwrite=overwrite)
 
 
 def write_pointer(store: ObjectStore, pointer: str, target: str, *, num_attempts: int = 3) -> None:
-    """Write a pointer object and verify that it reads back."""
+    """Write a pointer object, and verify it by reading it back."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "pointer"
         text.write_text(target)
@@ -211,6 +212,7 @@ def _exists(store: ObjectStore, name: str) -> FileExistsError:
 
 def _seal(store: ObjectStore, path: Path, name: str, overwrite: bool, num_attempts: int) -> None:
     """Upload the object that completes the checkpoint, so that only one of two writers succeeds."""
+    # Only this class has conditional writes; other stores were checked by the caller, which leaves a race.
     if overwrite or not isinstance(store, FsspecObjectStore):
         upload_with_retries(store, name, path, overwrite=True, num_attempts=num_attempts)
         return
@@ -223,7 +225,7 @@ def _seal(store: ObjectStore, path: Path, name: str, overwrite: bool, num_attemp
     try:
         create()
     except FileExistsError:
-        # A retry inside the client library may have met the object of its own earlier attempt.
+        # A retry inside the client library may have found the object of its own earlier attempt.
         if not _reads_back(store, name, path.read_bytes(), num_attempts):
             raise
 
@@ -233,7 +235,7 @@ def _confirm_size(store: ObjectStore, path: Path, name: str, num_attempts: int) 
     def look() -> int:
         try:
             return store.get_object_size(name)
-        except FileNotFoundError as error:  # the store may be eventually consistent
+        except FileNotFoundError as error:  # retried, since the store may be eventually consistent
             raise ObjectStoreTransientError(
                 f"{store.get_uri(name)} cannot be seen after it was uploaded. Upload it again."
             ) from error
@@ -268,7 +270,7 @@ def _reads_back(store: ObjectStore, name: str, expected: bytes, num_attempts: in
 
 
 class _DifferentError(ObjectStoreTransientError):
-    """The store returns other bytes, perhaps outdated ones."""
+    """Raised if the store returns other bytes, which may be outdated."""
 
 
 def _is_there(store: ObjectStore, name: str, num_attempts: int) -> bool:
@@ -284,7 +286,7 @@ def _fetch(store: ObjectStore, name: str, path: Path, num_attempts: int) -> None
 
 
 def _safe_names(manifest: Manifest, uri: str) -> Sequence[str]:
-    """Return the names of the manifest's files, which become local paths and come from a store that is not trusted."""
+    """Return the manifest's file names, which become local paths, and refuse those that lead out of the folder."""
     for name in manifest.files:
         if name in ("", MANIFEST_NAME) or name[:1] == "/" or {"\\", "\0"} & {*name} or ".." in name.split("/"):
             raise CorruptCheckpointError(

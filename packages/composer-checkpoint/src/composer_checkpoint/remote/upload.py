@@ -43,7 +43,7 @@ _STAGGER_VARIABLE = "COMPOSER_LOCAL_RANK_STAGGER_SECONDS"
 
 
 class RemoteUploader:
-    """Uploader of files to a store in the background.
+    """Upload files to a store in the background.
 
     Uploads of one name run in the order of the calls. Transient errors are retried. A permanent error is raised by the
     next `check_workers`, `wait` or `wait_and_close`, with the store's own error as its cause. The environment variable
@@ -92,7 +92,7 @@ class RemoteUploader:
         self.num_concurrent_uploads, self.num_attempts, self.use_procs = num_concurrent_uploads, num_attempts, use_procs
         self.futures: list[Future[Any]] = []
         self._latest_of: dict[str, Future[Any]] = {}
-        # Opening a store with the placeholders of an MLflow run may create the run.
+        # Not opened yet if it has placeholders of an MLflow run, since opening it may create the run on each rank.
         is_known = "{mlflow_" not in remote_folder
         self._store: ObjectStore | None = open_store(remote_folder, self.backend_kwargs) if is_known else None
         self._threads: Executor | None = None
@@ -170,7 +170,8 @@ class RemoteUploader:
         """
         with self._lock:
             unsent = self._unsent.get(remote_file_name)
-            if unsent is not None and unsent.future.done():  # failed: `check_workers` or `wait` raises the error
+            # Successful uploads are removed, so this one has failed; `check_workers` or `wait` raises its error.
+            if unsent is not None and unsent.future.done():
                 unsent = None
             if unsent is not None and not overwrite:
                 raise FileExistsError(
@@ -178,6 +179,7 @@ class RemoteUploader:
                     f"another name, or pass overwrite=True."
                 )
             source = self._copy(file_path)
+            # Replacing the copy in the queue keeps the disk and the network from falling behind fast writers.
             if unsent is not None and not unsent.has_begun:
                 unsent.source.unlink()
                 # If the first upload may not overwrite, an object from before it must still be rejected.
@@ -189,7 +191,7 @@ class RemoteUploader:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether any upload has failed permanently."""
+        """Return whether any upload has failed after all attempts."""
         return self._has_failed.is_set()
 
     @property
@@ -231,9 +233,9 @@ class RemoteUploader:
         return self._submit(name, work)
 
     def begin_mlflow_run(self) -> tuple[str, str] | None:
-        """Return the experiment and the run of MLflow that rank 0 begins, if files go there. Every rank must call this.
+        """Return the MLflow experiment and run that rank 0 begins; `None` for other stores. Every rank must call this.
 
-        Only rank 0 opens the store with the placeholders of a run, since that may create one.
+        Only rank 0 opens a store whose address has placeholders of a run, since that may create a run.
         """
         if "{mlflow_" not in str(self.backend_kwargs.get("path", self.remote_folder)):
             return None
@@ -260,7 +262,7 @@ class RemoteUploader:
             if status is not RemoteFilesExistingCheckStatus.EXIST:
                 raise RuntimeError(
                     f"{self.remote_backend.get_uri(pointer)} was not written, since not all of {list(names)} arrived "
-                    f"({status.name} after at most {timeout_s} s). Look into the logs of the other ranks."
+                    f"({status.name} after at most {timeout_s} s). Check the logs of the other ranks."
                 )
             write_pointer(self.remote_backend, pointer, target, num_attempts=self.num_attempts)
 
@@ -322,7 +324,7 @@ class RemoteUploader:
                     continue
                 except (FileNotFoundError, ObjectStoreTransientError):
                     pass
-                # After the look, so that objects that are there count although an upload failed.
+                # Checked after the lookup, since the objects may exist although another upload failed.
                 if self._has_failed.is_set() or self._closing.is_set():
                     return RemoteFilesExistingCheckStatus.ERROR
                 left_s = deadline - time.monotonic()
@@ -345,11 +347,11 @@ class RemoteUploader:
         if self._threads is None:
             self._closing.clear()  # set if the uploader was closed before
             self._threads = ThreadPoolExecutor(self.num_concurrent_uploads, thread_name_prefix="upload")
-        before = self._latest_of.get(key)
+        before = self._latest_of.get(key)  # work for one name must not overlap or change its order
 
         def run() -> _Result:
             if before is not None:
-                before.exception()  # no deadlock: it is earlier in the queue, so it has started
+                before.exception()  # cannot deadlock: the queue is in order, so it has started already
             if self._stagger_s:
                 time.sleep(self._stagger_s)
             return work()
@@ -379,7 +381,7 @@ class RemoteUploader:
             # Spawned, since a forked process would share the connections of this one.
             context = multiprocessing.get_context("spawn")
             self._processes = ProcessPoolExecutor(self.num_concurrent_uploads, mp_context=context)
-        # As bytes, by which the process can cache the store.
+        # As bytes, since `_store` caches by its argument, and a dict is not hashable.
         settings = pickle.dumps((self.remote_folder, self.backend_kwargs))
         self._processes.submit(_upload_in_process, settings, name, source, overwrite, self.num_attempts).result()
 
@@ -398,13 +400,13 @@ class RemoteUploader:
 
     def _close(self, *, cancel: bool = False) -> None:
         self._closing.set()
-        # The threads first, since they submit to the processes.
+        # Threads first, since they submit work to the processes.
         for executor in (self._threads, self._processes):
             if executor is not None:
                 executor.shutdown(cancel_futures=cancel)
         copies, self._copies = self._copies, None
         if copies is not None:
-            copies.cleanup()  # only now, since uploads read them
+            copies.cleanup()  # only now, since the uploads above still read them
         if self._store is not None:
             self._store.close()
         self._threads = self._processes = self._store = None
@@ -415,7 +417,7 @@ class RemoteUploader:
 
 @dataclass(slots=True, eq=False)
 class _Unsent:
-    """Newest copy of a file that is not uploaded yet."""
+    """Newest copy of a file that is queued or being uploaded."""
 
     source: Path
     overwrite: bool

@@ -1,6 +1,7 @@
-"""Stores of checkpoints: one interface, `ObjectStore`, to the file systems of fsspec.
+"""Object stores for checkpoints, with one interface, `ObjectStore`.
 
-`FsspecObjectStore` takes any address. The others have the names and arguments of Composer's object stores.
+`FsspecObjectStore` takes any address that fsspec supports. The others have the names and arguments of Composer's object
+stores.
 """
 
 from importlib import import_module
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from composer_checkpoint.stores.fsspec import FsspecObjectStore
     from composer_checkpoint.stores.sftp import SFTPObjectStore
 
+# Home module of each public name, imported on first use, since the stores import fsspec.
 _NAMES = {
     "base": "ObjectStore ObjectStoreTransientError",
     "cloud": "AzureObjectStore GCSObjectStore LibcloudObjectStore OCIObjectStore S3ObjectStore",
@@ -45,7 +47,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Stored, so that the next access does not come here.
+    # Stored in the module, so that later accesses do not call this function.
     value = globals()[name] = getattr(import_module(f"composer_checkpoint.stores.{_HOME[name]}"), name)
     return value
 

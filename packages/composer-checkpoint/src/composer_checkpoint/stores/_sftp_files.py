@@ -10,7 +10,7 @@ from fsspec.implementations.sftp import SFTPFileSystem
 
 
 class StrictSFTPFileSystem(SFTPFileSystem):
-    """fsspec's file system, with host key checks, relative paths and progress, all of which it lacks."""
+    """fsspec's SFTP file system with host key checks, relative paths and progress reports."""
 
     cachable = False  # each store has a connection of its own
 
@@ -32,7 +32,7 @@ class StrictSFTPFileSystem(SFTPFileSystem):
         try:
             self.client.connect(self.host, **self._connect_options)
             self.ftp = self.client.open_sftp()
-            # A machine that stops answering causes an error instead of a run that hangs.
+            # Without a timeout, a machine that stops responding would block the run forever.
             channel = self.ftp.get_channel()
             if channel is not None:
                 channel.settimeout(self._silence_s)
@@ -50,23 +50,23 @@ class StrictSFTPFileSystem(SFTPFileSystem):
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
-        return os.fspath(path)
+        return os.fspath(path)  # paths are never addresses here, even if a name contains `://`
 
     def put_file(
         self, lpath: Any, rpath: Any, callback: Callback | None = None, mode: str = "overwrite", **kwargs: Any
     ) -> None:
-        """Upload one file; paramiko compares the sizes."""
+        """Upload one file. Paramiko verifies its size."""
         if mode == "create" and self.exists(rpath):
             raise FileExistsError(rpath)
         self.ftp.put(lpath, rpath, callback=_telling(callback or DEFAULT_CALLBACK))
 
     def get_file(self, rpath: Any, lpath: Any, callback: Callback | None = None, **kwargs: Any) -> None:
-        """Download one file; paramiko compares the sizes."""
+        """Download one file. Paramiko verifies its size."""
         self.ftp.get(rpath, lpath, callback=_telling(callback or DEFAULT_CALLBACK))
 
 
 class _Refuse(paramiko.MissingHostKeyPolicy):
-    """Reject unknown machines with an error that differs from the one of a broken connection."""
+    """Reject unknown machines with a permanent error, since paramiko's `SSHException` counts as transient."""
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
         raise PermissionError(

@@ -33,7 +33,7 @@ class ObjectStore:
 
     def get_uri(self, object_name: str) -> str:
         """Return the address of an object, whether or not it exists."""
-        self._cannot("say the address of an object")
+        self._cannot("return the address of an object")
 
     def upload_object(
         self, object_name: str, filename: str | os.PathLike[str], callback: Progress | None = None, **kwargs: Any
@@ -59,7 +59,7 @@ class ObjectStore:
             FileNotFoundError: If it does not exist, or the credentials may not see it.
             ObjectStoreTransientError: If a retry may succeed.
         """
-        self._cannot("say the size of an object")
+        self._cannot("return the size of an object")
 
     def download_object(
         self,
@@ -121,7 +121,7 @@ log = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Errors = type[BaseException] | tuple[type[BaseException], ...]
-_jitter = random.Random()  # separate, so that the global random state does not change
+_jitter = random.Random()  # separate, so that retries do not change the random numbers of training
 
 
 @overload
@@ -196,6 +196,7 @@ def retry(
     return decorate
 
 
+# 409 is a conflict of concurrent requests, and 425 a request that came too early.
 _TRANSIENT_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 _TRANSIENT_ERRNO = {
     errno.EBUSY,
@@ -233,7 +234,7 @@ class Fault(StrEnum):
     OTHER = "other"
 
 
-# By top-level module and class name, to avoid importing client libraries.
+# By top-level module and class name, so that client libraries need not be imported.
 _NAMES = {
     Fault.TRANSIENT: (
         "aiohttp.ClientConnectionError aiohttp.ClientPayloadError azure.ServiceRequestError "
@@ -255,8 +256,8 @@ _CLASSES = {name: fault for fault, names in _NAMES.items() for name in names.spl
 def classify(error: BaseException) -> Fault:
     """Return the kind of failure, from the deepest cause that can be classified.
 
-    Client libraries wrap the response of a server in exceptions of their own, sometimes less specific ones; the
-    original is among the causes.
+    Client libraries wrap the response of a server in exceptions of their own, which may be less specific. The original
+    is among the causes.
     """
     verdicts = [verdict for verdict in map(_classify_one, _chain(error)) if verdict is not None]
     return verdicts[-1] if verdicts else Fault.OTHER
@@ -287,7 +288,7 @@ def _classify_one(error: BaseException) -> Fault | None:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status of a response, which each library keeps elsewhere."""
+    """Return the HTTP status of a response, which each client library keeps in a different attribute."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -311,7 +312,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link
-        # As in tracebacks: the explicit cause, or else the context.
+        # As in a traceback: the explicit cause, or else the context.
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
@@ -347,6 +348,7 @@ def parse_uri(uri: str | os.PathLike[str]) -> ParsedURI:
     # Databricks writes `dbfs:/path`, with one slash.
     if not colon or not (rest.startswith("//") or scheme == "dbfs"):
         return ParsedURI("", "", text)
+    # The name of libcloud's provider, which Composer's addresses may have.
     backend = "azure" if scheme == "AZURE_BLOBS" else scheme.lower()
     netloc, _, path = rest[2:].partition("/") if rest.startswith("//") else ("", "", rest.removeprefix("/"))
     path = path if backend in _HOME_RELATIVE else path.lstrip("/")
@@ -354,5 +356,5 @@ def parse_uri(uri: str | os.PathLike[str]) -> ParsedURI:
 
 
 def is_uri(text: str | os.PathLike[str]) -> bool:
-    """Return whether a text is an address of a store or of the web, instead of a local path."""
+    """Return whether a text is an address of a store or a website instead of a local path."""
     return bool(parse_uri(text).backend)

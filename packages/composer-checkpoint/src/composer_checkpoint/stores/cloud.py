@@ -14,7 +14,7 @@ from composer_checkpoint.stores.fsspec import FsspecObjectStore, require_package
 
 __all__ = ["AzureObjectStore", "GCSObjectStore", "LibcloudObjectStore", "OCIObjectStore", "S3ObjectStore"]
 
-# Settings of an object that S3 knows.
+# Settings of an object that S3 supports.
 _EXTRA_ARG_NAMES: Final = (
     "ACL CacheControl ChecksumAlgorithm ContentDisposition ContentEncoding ContentLanguage ContentType "
     "ExpectedBucketOwner Expires GrantFullControl GrantRead GrantReadACP GrantWriteACP Metadata "
@@ -74,9 +74,9 @@ class S3ObjectStore(FsspecObjectStore):
             secret=aws_secret_access_key,
             token=aws_session_token,
             client_kwargs={"region_name": region_name} if region_name else {},
-            # Adaptive retries slow down when S3 throttles.
+            # In this mode clients send fewer requests when S3 throttles them.
             config_kwargs={"retries": {"mode": "adaptive"}, **(client_config or {})},
-            use_listings_cache=False,
+            use_listings_cache=False,  # other ranks write to the bucket, so a cached listing would be outdated
             **concurrency,
         )
 
@@ -136,7 +136,7 @@ class AzureObjectStore(FsspecObjectStore):
         super().__init__(f"az://{container}/{self.prefix}", use_listings_cache=False, **options)
 
 
-# Google's S3-compatible API.
+# Google's S3-compatible API, which s3fs can use.
 _GOOGLE_S3: Final = {"endpoint_url": "https://storage.googleapis.com", "client_kwargs": {"region_name": "auto"}}
 
 
@@ -164,7 +164,7 @@ class GCSObjectStore(FsspecObjectStore):
             return
         options = {**_GOOGLE_S3, "key": key, "secret": secret, "use_listings_cache": False}
         super().__init__(f"s3://{bucket}/{self.prefix}", **options)
-        # Addresses name the bucket as the user did, not by the S3-compatible API.
+        # Pointers and messages must have the address of the user, not that of the S3-compatible API.
         self.uri = f"gs://{bucket}/{self.prefix}".rstrip("/")
 
 
@@ -226,7 +226,7 @@ class LibcloudObjectStore(FsspecObjectStore):
                 super().__init__(f"az://{container}", account_name=key, account_key=secret, **options)
             case _:
                 raise ValueError(
-                    f"provider={provider!r} is not reached any more. Use 'local', 's3', 'google_storage' or "
+                    f"provider={provider!r} is not supported. Use 'local', 's3', 'google_storage' or "
                     f"'azure_blobs', or FsspecObjectStore with an address that fsspec knows."
                 )
         self.uri = f"{provider.lower()}://{container}"

@@ -1,4 +1,4 @@
-"""Stores on Databricks: MLflow artifacts and Unity Catalog volumes."""
+"""Object stores on Databricks: MLflow artifacts and Unity Catalog volumes."""
 
 import os
 import posixpath
@@ -20,7 +20,7 @@ RUN_PLACEHOLDER: Final = "{mlflow_run_id}"
 
 
 class MLFlowObjectStore(VerifiedObjectStore):
-    """Artifacts of one MLflow run on Databricks, through MLflow's own client.
+    """Artifacts of one MLflow run on Databricks, accessed through MLflow's own client.
 
     Names are relative to the artifacts, or full paths of the same run. Artifacts cannot be deleted: MLflow's client
     does not support it.
@@ -56,7 +56,7 @@ class MLFlowObjectStore(VerifiedObjectStore):
             self._create_run()
         elif self.experiment_id != self.client.get_run(self.run_id).info.experiment_id:
             raise ValueError(
-                f"path={path!r}: run {self.run_id} is not part of experiment {self.experiment_id}. Look both up in the "
+                f"path={path!r}: run {self.run_id} is not part of experiment {self.experiment_id}. Look them up in the "
                 f"workspace."
             )
 
@@ -85,7 +85,7 @@ class MLFlowObjectStore(VerifiedObjectStore):
         if not name.startswith(MLFLOW_PREFIX):
             return name
         experiment, run = _parse(name)
-        # Placeholders mean this run: they may have been replaced only after the name was made.
+        # Placeholders stand for this run, since names may have been formed before the run was known.
         if (experiment, run) not in {
             (self.experiment_id, self.run_id),
             (EXPERIMENT_PLACEHOLDER, RUN_PLACEHOLDER),
@@ -124,12 +124,12 @@ class MLFlowObjectStore(VerifiedObjectStore):
     def _put(self, filename: str, path: str, progress: Callback, *, overwrite: bool, **kwargs: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
             named = Path(folder, posixpath.basename(path))  # MLflow names the artifact after the file
-            named.symlink_to(os.path.abspath(filename))  # a copy would need as much disk space again
+            named.symlink_to(os.path.abspath(filename))  # a copy would double the disk space
             os.environ["MLFLOW_MULTIPART_UPLOAD_CHUNK_SIZE"] = str(self.multipart_upload_chunk_size)
             self.client.log_artifact(self.run_id, str(named), posixpath.dirname(path) or None)
 
     def _get(self, path: str, target: Path, progress: Callback) -> None:
-        # A folder on the same file system, which `os.replace` needs.
+        # On the file system of the target, since `os.replace` does not move files between file systems.
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             os.replace(self.client.download_artifacts(self.run_id, path, folder), target)
 
@@ -141,7 +141,7 @@ class MLFlowObjectStore(VerifiedObjectStore):
         raise FileNotFoundError(path)
 
     def _create_run(self) -> None:
-        # Not imported: without mlflow in `sys.modules`, no run is active.
+        # Not imported, since no run can be active if mlflow was never imported.
         find_active: Any = getattr(sys.modules.get("mlflow"), "active_run", lambda: None)
         active = find_active()
         if active is not None and self.experiment_id in (EXPERIMENT_PLACEHOLDER, active.info.experiment_id):
@@ -169,7 +169,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 class UCObjectStore(VerifiedObjectStore):
-    """Volume of Unity Catalog, through Databricks' own client.
+    """Volume of Unity Catalog, accessed through Databricks' own client.
 
     Args:
         path: `Volumes/<catalog>/<schema>/<volume>`, optionally with a path below.
@@ -217,10 +217,10 @@ class UCObjectStore(VerifiedObjectStore):
         while pending:
             folder = pending.pop()
             try:
-                # A list, so that the requests of the generator happen inside the `try`.
+                # A list, since the generator sends its requests while it is consumed, which must happen in this `try`.
                 entries = list(self.client.files.list_directory_contents(folder))
             except Exception as error:
-                if classify(error) is Fault.MISSING:
+                if classify(error) is Fault.MISSING:  # without the folder, there are no objects with the prefix
                     continue
                 raise self._explain(error, folder, "list") from error
             pending += [entry.path for entry in entries if entry.is_directory]
@@ -234,7 +234,7 @@ class UCObjectStore(VerifiedObjectStore):
         return f"/{self.prefix}/{name}"
 
     def _put(self, filename: str, path: str, progress: Callback, *, overwrite: bool, **kwargs: Any) -> None:
-        self.client.files.create_directory(os.path.dirname(path))
+        self.client.files.create_directory(os.path.dirname(path))  # volumes have real folders; parents are created too
         with open(filename, "rb") as content:
             self.client.files.upload(path, content, overwrite=overwrite)
 

@@ -1,4 +1,4 @@
-"""Object stores that verify their transfers, and the one on top of any fsspec file system."""
+"""Base class of object stores that verify their transfers, and the store for any fsspec file system."""
 
 import importlib.util
 import inspect
@@ -22,7 +22,7 @@ __all__ = ["FsspecObjectStore", "VerifiedObjectStore", "require_package"]
 
 log = logging.getLogger(__name__)
 
-# By protocol: the package that fsspec imports, and the extra that installs it.
+# The package that fsspec imports for a protocol, and the extra that installs it.
 _EXTRAS: Final = {
     "s3": ("s3fs", "s3"),
     "gs": ("gcsfs", "gcs"),
@@ -35,17 +35,18 @@ _EXTRAS: Final = {
     "ssh": ("paramiko", "sftp"),
     "hf": ("huggingface_hub", "hf"),
 }
-# File systems with real folders: a file is visible while it is written, so it is written under a temporary name.
+# File systems with real folders, where a file is visible while it is written. Uploads there need a temporary name.
 _FOLDERS: Final = {"file", "local", "sftp", "ssh", "smb", "hdfs", "arrow_hdfs"}
 _ASKS: Final = {"look up", "download", "list"}  # actions for which a missing object is an ordinary outcome
+# File systems whose `find` has the argument `prefix`, so that the server does the filtering.
 _LISTS_BY_PREFIX: Final = {"s3", "s3a", "gs", "gcs"}
 
 
 class VerifiedObjectStore(ObjectStore):
-    """Store whose transfers are compared by size, with the errors of any client library converted to this package's.
+    """Store that verifies transfers by size and converts the errors of its client library to those of this package.
 
-    Subclasses implement `_path`, `_put`, `_get`, `_size`, `_names` and `_remove`, all but the first with the result of
-    `_path`. Apart from the client library's own retries, nothing is retried: callers may retry after
+    Subclasses implement `_path`, which converts an object's name, and `_put`, `_get`, `_size` and `_remove`, which take
+    its result. Apart from the client library's own retries, nothing is retried: callers may retry after
     `ObjectStoreTransientError`.
     """
 
@@ -75,6 +76,7 @@ class VerifiedObjectStore(ObjectStore):
         """
         path, size = self._path(object_name), os.path.getsize(filename)
         progress = _Progress(callback, size)
+        # Before the transfer, and also for stores without conditional writes, where two writers may still race.
         if not overwrite and self._has(object_name):
             raise _exists(self.get_uri(object_name))
         with self._explained(object_name, "upload"):
@@ -105,7 +107,7 @@ class VerifiedObjectStore(ObjectStore):
         callback: Progress | None = None,
     ) -> None:
         """Copy an object to a local file atomically, as in `ObjectStore.download_object`."""
-        refuse_existing(Path(filename), overwrite)  # before any request
+        refuse_existing(Path(filename), overwrite)  # before any request to the store
         size = self.get_object_size(object_name)
         progress = _Progress(callback, size)
         with write_atomically(filename, overwrite=overwrite, need_bytes=size) as unfinished:
@@ -125,7 +127,7 @@ class VerifiedObjectStore(ObjectStore):
             try:
                 self._remove(path)
             except Exception as error:
-                if classify(error) is not Fault.MISSING:  # an attempt that failed may have deleted it
+                if classify(error) is not Fault.MISSING:  # an earlier attempt that failed may have deleted it
                     raise
 
     def _path(self, object_name: str) -> str:
@@ -156,7 +158,7 @@ class VerifiedObjectStore(ObjectStore):
         try:
             yield
         except (CheckpointError, ValueError, TypeError, NotImplementedError, ImportError):
-            raise  # explained already, or a mistake of the caller instead of a failure of the store
+            raise  # converted already, or an error of the caller instead of the store
         except Exception as error:
             raise self._explain(error, object_name, action) from error
 
@@ -166,11 +168,11 @@ class VerifiedObjectStore(ObjectStore):
             case Fault.EXISTS:
                 return _exists(uri)
             case Fault.MISSING if action in _ASKS:
-                return FileNotFoundError(f"{uri} does not exist: {_reason(error)}. Look at the name and the folder.")
+                return FileNotFoundError(f"{uri} does not exist: {_reason(error)}. Check the name and the folder.")
             case Fault.FORBIDDEN if action in _ASKS:
-                # Without permission to list, stores deny access to missing objects as well.
+                # Without permission to list, stores such as S3 report missing objects as forbidden.
                 return FileNotFoundError(
-                    f"{uri} does not exist, or these credentials may not see it: {_reason(error)}. Look at both."
+                    f"{uri} does not exist, or these credentials may not see it: {_reason(error)}. Check both."
                 )
             case Fault.TRANSIENT:
                 return ObjectStoreTransientError(f"could not {action} {uri}: {_reason(error)}. Try again.")
@@ -210,7 +212,7 @@ class FsspecObjectStore(VerifiedObjectStore):
     def _open(self, uri: str, storage_options: dict[str, Any]) -> tuple[Any, str]:
         """Return the file system, and its path that names are relative to."""
         require_package(uri)
-        # A new instance, since invalidating the cache of a shared one would affect the user's own file systems.
+        # A new instance, since fsspec shares instances, and clearing the cache would affect the user's file systems.
         try:
             return url_to_fs(uri, skip_instance_cache=True, **storage_options)
         except ValueError as error:
@@ -236,7 +238,7 @@ class FsspecObjectStore(VerifiedObjectStore):
         """
         prefix = (prefix or "").lstrip("/")
         with self._explained(prefix, "list"):
-            self.filesystem.invalidate_cache()
+            self.filesystem.invalidate_cache()  # other processes may have changed the store since the last listing
             if self._protocols & _LISTS_BY_PREFIX:  # others can list whole folders only
                 found = self.filesystem.find(self._root, prefix=prefix)
             else:
@@ -275,7 +277,7 @@ class FsspecObjectStore(VerifiedObjectStore):
         try:
             self.filesystem.put_file(filename, unfinished, callback=progress, **kwargs)
             self.filesystem.mv(unfinished, path)
-        except BaseException:  # also an interrupt must leave no temporary file
+        except BaseException:  # also an interrupt must not leave a temporary file
             with suppress(Exception):
                 self.filesystem.rm_file(unfinished)
             raise
@@ -286,7 +288,7 @@ class FsspecObjectStore(VerifiedObjectStore):
     def _size(self, path: str) -> int:
         self.filesystem.invalidate_cache()  # an earlier listing may be outdated
         info = self.filesystem.info(path)
-        if info["type"] == "directory":
+        if info["type"] == "directory":  # a mere prefix of other objects' names
             raise FileNotFoundError(f"{path} is a folder")
         return int(info["size"])
 
@@ -295,7 +297,7 @@ class FsspecObjectStore(VerifiedObjectStore):
 
 
 class _Progress(Callback):
-    """Report transferred bytes to a callback, without decreasing, and the total at the end."""
+    """fsspec callback that reports the transferred bytes, which never decrease, and the total at the end."""
 
     def __init__(self, callback: Progress | None, size: int) -> None:
         super().__init__(size=size)
@@ -311,7 +313,7 @@ class _Progress(Callback):
         self._tell(self._size)
 
     def set_size(self, size: int) -> None:
-        """Ignore the new size: some libraries report another one at first."""
+        """Ignore the size, since some libraries report a wrong one at first."""
 
     def _tell(self, value: int) -> None:
         if self._callback is not None and value > self._told:
@@ -349,6 +351,7 @@ def _overwriting(filesystem: Any, overwrite: bool) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
+    # The deepest cause is the response of the server, without the client library's wrapping.
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

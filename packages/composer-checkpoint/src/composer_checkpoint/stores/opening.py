@@ -1,4 +1,4 @@
-"""Opening of the store of an address, and checks that it responds."""
+"""Open the store of an address, and check that it responds."""
 
 import logging
 import tempfile
@@ -43,7 +43,7 @@ A = TypeVar("A")
 
 CREDENTIALS_PROBE: Final = ".credentials_validated_successfully"
 _FIRST_ANSWER_S: Final = 12.0
-_spent_s: Final = dict[tuple[str, str], float]()
+_spent_s: Final = dict[tuple[str, str], float]()  # time that opening the store of a backend and bucket has taken
 _answered: Final = set[tuple[str, str]]()  # backends and buckets, in this process
 _NO_STORES: Final = {"wandb", "http", "https"}  # fsspec supports some of them, but read-only
 # Lambdas look the classes up when called, so that users' tests can patch the classes in this module.
@@ -84,7 +84,8 @@ def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
         return build_remote_backend(backend, {**arguments_of(uri), **namespace})
     check_scheme(uri)
     address = f"{backend}://{netloc}{'' if netloc else '/'}"
-    return _made(address, lambda: FsspecObjectStore(address))  # some libraries fetch credentials at once
+    # With a time limit, since some client libraries fetch credentials when the store is created.
+    return _made(address, lambda: FsspecObjectStore(address))
 
 
 def check_scheme(uri: str) -> None:
@@ -156,8 +157,8 @@ def build_remote_backend(remote_backend_name: str, backend_kwargs: dict[str, Any
         kind, package = (UCObjectStore, "databricks.sdk")
         if path.startswith(MLFLOW_PREFIX):
             kind, package = MLFlowObjectStore, "mlflow"
-        # The import may take longer than the time limit of the first response.
-        with suppress(ImportError):  # the store raises it again
+        # Imported outside the time limit of the first response, which the import may exceed.
+        with suppress(ImportError):  # the store raises it, too
             import_module(package)
         return _made(f"dbfs:/{path}", lambda: kind(**backend_kwargs))
     if remote_backend_name not in _BACKENDS:
@@ -209,7 +210,7 @@ def reach(store: ObjectStore, address: str) -> None:
             store.get_object_size(name)
         except ObjectStoreTransientError:
             raise
-        except Exception as error:  # also an error is a response; the caller's own request will raise it
+        except Exception as error:  # an error is a response too; the caller's own request raises it
             log.debug("%s answers: %s", address, error)
 
     _first_answer(address, ask)
@@ -243,7 +244,7 @@ def _first_answer(place: str, ask: Callable[[], A]) -> A:
             f"needs a proxy; and the endpoint, if one is set."
         )
 
-    # At least a second, however long opening the store took.
+    # At least a second, even if opening the store took all of the time.
     timeout_s = max(_FIRST_ANSWER_S - _spent_s.pop(parse_uri(place)[:2], 0.0), 1.0)
     try:
         return in_thread(retry(ObjectStoreTransientError)(attempt), timeout_s, told)
@@ -265,7 +266,7 @@ def list_remote_objects(remote_path: str) -> list[str]:
         reach(store, remote_path)
         objects = store.list_objects(parse_uri(remote_path).path)
     if not objects:
-        raise ValueError(f"There are no objects at remote_path={remote_path!r}. Look at the name and the folder.")
+        raise ValueError(f"There are no objects at remote_path={remote_path!r}. Check the name and the folder.")
     return objects
 
 
@@ -286,5 +287,5 @@ def list_if_allowed(store: ObjectStore, prefix: str) -> list[str]:
             store.get_object_size(CREDENTIALS_PROBE)
         except FileNotFoundError:
             raise error from error.__cause__
-        log.warning("Only what a pointer or a checkpoint names is found: %s", error)
+        log.warning("Only objects named by a pointer or a checkpoint are found: %s", error)
         return []

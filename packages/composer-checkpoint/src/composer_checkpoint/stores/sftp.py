@@ -1,4 +1,4 @@
-"""Object store over SFTP."""
+"""Object store on a machine that is reached over SFTP."""
 
 import os
 import threading
@@ -17,10 +17,10 @@ _POLICIES: Final = ("RejectPolicy", "AutoAddPolicy", "WarningPolicy")
 
 
 class SFTPObjectStore(FsspecObjectStore):
-    """A folder on a machine that is reached over SFTP.
+    """Folder on a machine that is reached over SFTP.
 
-    Only files and folders are transferred or created; no command is run there. Files are sent under a temporary name
-    and renamed when complete. One connection is open at a time, and is reopened if it breaks.
+    No command is run on the machine. Files are sent under a temporary name, and renamed when they are complete. One
+    connection is open at a time, and is reopened if it breaks.
 
     Args:
         host: The machine, or `sftp://user:password@host:port/cwd`. After the host, one slash begins a path from the
@@ -64,7 +64,8 @@ class SFTPObjectStore(FsspecObjectStore):
             )
         given = {"host": host, "port": port, "username": username, "password": password, "cwd": cwd}
         place = _read_uri(given) if "://" in host else given
-        self._lock = threading.RLock()  # paramiko's connection is used by one thread at a time
+        # Paramiko's connection must not be used by several threads at a time. Reentrant, since actions are nested.
+        self._lock = threading.RLock()
         options = {
             **{name: place[name] for name in ("port", "username", "password")},
             "key_filename": key_filename or os.environ.get(key_filename_environ),
@@ -91,7 +92,7 @@ class SFTPObjectStore(FsspecObjectStore):
 
     def _open(self, uri: str, storage_options: dict[str, Any]) -> tuple[Any, str]:
         require_package(uri)
-        # Imported late, since it needs paramiko.
+        # Imported late, since it imports paramiko, which is optional.
         from composer_checkpoint.stores._sftp_files import StrictSFTPFileSystem
 
         cwd = storage_options.pop("cwd")
@@ -105,7 +106,7 @@ class SFTPObjectStore(FsspecObjectStore):
     @contextmanager
     def _explained(self, object_name: str, action: str) -> Iterator[None]:
         with self._lock, super()._explained(object_name, action):
-            if action != "reach":
+            if action != "reach":  # during "reach" the file system does not exist yet
                 self.filesystem.reconnect()
             yield
 
