@@ -355,12 +355,12 @@ def _check_evaluator(evaluator: Evaluator, metrics: Mapping[str, Any], device: D
     if evaluator.auto_microbatching and device.name != "gpu":
         raise ValueError(
             f"Can only use adaptive device_eval_microbatch_size on GPU, and device is {device.name!r}: other "
-            f"devices do not say that they are out of memory. Give evaluator {evaluator.label!r} a number."
+            f"devices do not report that they are out of memory. Give evaluator {evaluator.label!r} a number."
         )
     if evaluator.metric_names and not evaluator.select_metrics(metrics):
         there = ", ".join(metrics if evaluator.metrics is None else evaluator.metrics) or "none at all"
         raise ValueError(
-            f"Evaluator {evaluator.label!r} has metric_names={evaluator.metric_names!r}, and no metric is called so. "
+            f"Evaluator {evaluator.label!r} has metric_names={evaluator.metric_names!r}, and no metric matches. "
             f"There are {there}. Name some of these, or leave metric_names out for all."
         )
     loader = evaluator.dataloader.dataloader
@@ -424,8 +424,8 @@ def metrics_by_name(model: ComposerModel, *, is_train: bool) -> Mapping[str, Any
         return metrics
     raise TypeError(
         f"{type(model).__name__}.get_metrics(is_train={is_train}) returned {metrics!r}, a {type(metrics).__name__}. It "
-        "returns a dict of names to metrics, such as {'MulticlassAccuracy': MulticlassAccuracy(...)}, and {} where "
-        "there are none."
+        "must return a dict of names to metrics, such as {'MulticlassAccuracy': MulticlassAccuracy(...)}, or {} "
+        "without metrics."
     )
 
 
@@ -436,8 +436,8 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
         if any(isinstance(state, Tensor) and state.is_meta for state in states):
             raise ValueError(
                 f"the metric {name!r} of the model, a {type(metric).__name__}, is on the meta device, where it has no "
-                f"numbers to count from. Make the model's metrics below "
-                f"`with torch.device('cpu'):`, also where the rest of the model is made on the meta device."
+                f"values to start from. Create the model's metrics inside "
+                f"`with torch.device('cpu'):`, even if the rest of the model is created on the meta device."
             )
 
 
