@@ -135,7 +135,7 @@ def check_names(example: str, **names: Any) -> None:
             continue
         if not isinstance(value, str | os.PathLike):
             raise TypeError(f"{name}={value!r} must be {accepted}.")
-        # A name of slashes only would name a folder.
+        # A name that consists of slashes would be a folder.
         if not os.fspath(cast("str | os.PathLike[str]", value)).strip("/ "):
             raise ValueError(f"{name}={value!r} is empty, and must be {accepted}.")
 
@@ -238,7 +238,7 @@ def to_device(device: Any) -> Any:
     if not isinstance(device, str) and device is not None:
         return device
     if device is None and "torch" not in sys.modules:
-        return None  # no tensors exist yet, and looking for a device would import torch
+        return None  # no tensors exist yet, and choosing a device would import torch
     get_device = _provider("device")
     return device if get_device is None else get_device(device)
 
@@ -279,5 +279,5 @@ def overrides(thing: object, base: type, method: str) -> bool:
     cls = type(thing)
     if not issubclass(cls, base):
         return True
-    # vars: a method may also have been set on the object itself, as tests do.
+    # Also in `vars`, because tests set methods on the object itself.
     return getattr(cls, method) is not getattr(base, method) or method in vars(thing)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["batch_get", "batch_set", "IteratorFileStream", "ensure_tuple", "iterate_with_callback", "map_collection"]
 
-# One value that belongs to every sample of a mapping, such as a task's name.
+# Types of values in a mapping that belong to every sample, such as the name of a task.
 _SCALARS = (int, float, str, bool, type(None))
 
 
@@ -131,7 +131,7 @@ def split_batch_by_count(batch: Any, num_microbatches: int) -> Sequence[Any]:
             UserWarning,
             stacklevel=_level_of_user(),
         )
-    # Rounded up; a batch without a length counts as one sample.
+    # Rounded up, as in `torch.chunk`. A batch without a length counts as one sample.
     return default_split_batch(batch, max(1, -(-(length or 1) // num_microbatches)))
 
 
@@ -166,7 +166,7 @@ class _LengthMismatch(ValueError):
 
 
 def _lengths(batch: Any) -> list[int]:
-    """Return the possible lengths of a batch, empty if it has nothing to split.
+    """Return the possible lengths of a batch, or an empty list if it has nothing to split.
 
     There are two if all parts are lists of tensors: one item per sample or, last, one row of each tensor per sample.
     """
@@ -233,7 +233,7 @@ def _cut(batch: Any, length: int, size: int) -> list[Any]:
     if _is_array(batch) or _is_primitives(batch):
         return _slices(batch, size)
     columns = [_cut_item(item, length, size) for item in batch]
-    make: Any = getattr(cast(Any, type(batch)), "_make", tuple)  # a namedtuple keeps its type
+    make: Any = getattr(cast(Any, type(batch)), "_make", tuple)  # preserves the type of a namedtuple
     return [make(row) for row in zip(*columns, strict=True)]
 
 
@@ -260,7 +260,7 @@ def split_list(sequence: Sequence[Any], microbatch_size: int) -> list[Any]:
 
 
 def _is_tensor(value: Any) -> bool:
-    # In a process that has not imported torch nothing is a tensor, and this check must not import it.
+    # Without an import of torch no tensor exists, and this check must not cause the import.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -439,7 +439,7 @@ def _set_one(batch: Any, key: Any, value: Any) -> Any:
 
 
 def _set_item(batch: Any, key: Any, value: Any) -> Any:
-    # Assignment alone would add a key that does not exist.
+    # Checked first, because an assignment would add a missing key.
     if isinstance(batch, Mapping):
         if not _has_key(cast("Mapping[Any, Any]", batch), key):
             raise KeyError(key)

@@ -85,6 +85,7 @@ class Evaluator:
         self._eval_interval = (
             interval
             if callable(interval)
+            # On *_END events, which come before *_CHECKPOINT, so that checkpoints include the results.
             else create_interval_scheduler(interval, checkpoint_events=False, final_events={Event.FIT_END})
         )
 
