@@ -335,8 +335,8 @@ def test_an_error_says_who_failed_to_take_what_and_not_only_who_asked():
     with pytest.raises(OSError, match="full") as raised:
         engine.run_event("batch_end")
     assert raised.value.__notes__ == [
-        "The destination Broken raised it while it received metrics that were logged up to batch 4. A hook that is named "
-        "below may only have requested them.",
+        "The destination Broken raised it while it received metrics that were logged up to batch 4. A hook that is "
+        "named below may only have requested them.",
         "raised by callback Asks on Event.BATCH_END (epoch 0, batch 4)",
     ]
     engine.close()

@@ -185,7 +185,7 @@ def to_time(name: str, value: Any, unit: TimeUnit | None = None) -> Time[Any]:
 
 
 def to_interval(name: str, value: Any) -> Time[Any] | Callable[..., bool]:
-    """Convert an argument that says how often to do something; functions are returned unchanged.
+    """Convert an interval argument; functions are returned unchanged.
 
     Args:
         name: The argument's name.

@@ -168,8 +168,8 @@ class Engine:
         if not isinstance(event, Event):
             event = Event(event)
         state, listeners, calls = self.state, self._listeners, None
-        # Runs many times per batch, mostly without algorithms, a profiler or many listeners. A watched state is a State:
-        # reading its private attributes avoids properties, which would double the time.
+        # Runs many times per batch, mostly without algorithms, a profiler or many listeners. A watched state is a
+        # State: reading its private attributes avoids properties, which would double the time.
         if (
             state is listeners.watched_state
             and listeners.callbacks.version == listeners.version
@@ -418,7 +418,7 @@ def _positions(matched: Sequence[Algorithm], event: Event) -> tuple[int, ...]:
     ordered = matched
     for default_pass in DEFAULT_PASSES:
         ordered = default_pass(ordered, event)
-    # By identity: algorithms need be neither hashable nor different from one another.
+    # By id, because algorithms need not be hashable, and different ones may compare equal.
     place = {id(algorithm): position for position, algorithm in enumerate(matched)}
     return tuple(place[id(algorithm)] for algorithm in ordered)
 

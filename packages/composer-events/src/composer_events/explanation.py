@@ -145,7 +145,7 @@ def explain(state: State, passes: Sequence[AlgorithmPass], asks: bool = True) ->
     Args:
         state: The state with the algorithms.
         passes: The passes that order them.
-        asks: Whether to call `match` of a copy if a class does not declare its events.
+        asks: Whether to call `match` of a copy for a class that does not declare its events.
     """
     names = _Names(state.algorithms)
     events_of: list[tuple[Algorithm, Collection[Event]]] = []

@@ -243,7 +243,7 @@ def choose_optimizers(optimizers: Any, model: ComposerModel) -> list[Optimizer]:
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(
                 f"None of the parameters of {type(optimizer).__name__} belongs to the model, so nothing would be "
-                "trained. Build the optimizer over the parameters of the very model that is given."
+                "trained. Build the optimizer over the parameters of the model that is passed."
             )
     if given:
         return list(given)
@@ -518,7 +518,7 @@ _OLDER: dict[str, _Older] = {
     ),
     "grad_clip_norm": _Older("Write algorithms=GradientClipping('norm', ...).", _clip_gradients),
     "compute_training_metrics": _keep(
-        "compute_training_metrics", "Let the model's get_metrics(is_train=True) return {} where they are not wanted."
+        "compute_training_metrics", "Let the model's get_metrics(is_train=True) return {} to disable them."
     ),
     "fsdp_config": _keep("fsdp_config", "Write parallelism_config={'fsdp': ...}."),
     "fsdp_auto_wrap": _keep("fsdp_auto_wrap", "Write parallelism_config={'fsdp': {'auto_wrap': ...}}."),

@@ -290,7 +290,7 @@ def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_ze
     names = [state.run_name]
     dist.broadcast_object_list(names, src=0)
     state.run_name = names[0]
-    state.strategy = resolved.placement.strategy  # checkpoint saving asks the strategy for the whole weights
+    state.strategy = resolved.placement.strategy  # checkpoints get the whole weights from the strategy
     share_mesh(resolved.placement.strategy, state)  # the state and its checkpoints must use the mesh of the strategy
     return state
 

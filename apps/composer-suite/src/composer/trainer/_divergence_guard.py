@@ -90,7 +90,7 @@ class DivergenceGuard:
         if self._defers:
             self._act_on_arrivals()
             if self._policy.action == "skip":
-                self._found.zero_()  # each batch counts by itself; other actions block all steps until the host knows
+                self._found.zero_()  # only the bad batch is skipped; other actions block all steps until the host knows
         if self._buffers is not None:
             self._buffers.keep()
         if self._rolls_back:

@@ -412,14 +412,14 @@ def _listed(given: Any) -> Sequence[Any]:
 
 
 def _is_batch(item: Any) -> bool:
-    """Return whether an item of a list is a batch (the list is one dataloader), not a dataloader of its own."""
+    """Return whether an item of a list is a batch, so that the list is one dataloader, and not a dataloader."""
     return isinstance(item, (tuple, Tensor)) or (isinstance(item, Mapping) and "dataloader" not in item)
 
 
 def metrics_by_name(model: ComposerModel, *, is_train: bool) -> Mapping[str, Any]:
     """Return the model's metrics for training or evaluation."""
     metrics: Any = model.get_metrics(is_train=is_train)
-    # By attribute, since neither ModuleDict nor MetricCollection is a Mapping.
+    # By attribute, because ModuleDict and MetricCollection are not Mappings.
     if hasattr(metrics, "keys") and hasattr(metrics, "items"):
         return metrics
     raise TypeError(

@@ -41,7 +41,7 @@ class SchedulerSteps:
 
     By default they step after each epoch if one of them is a PyTorch scheduler, which counts epochs, and otherwise
     after each batch. PyTorch schedulers count their steps. Composer schedulers are functions of the state's timestamp,
-    so a batch trains with the rate of its own time even if the timestamp was loaded or reset.
+    so each batch trains with the rate of its timestamp, even after a load or a reset.
     """
 
     def __init__(self, state: State, every_batch: bool | None) -> None:
@@ -297,15 +297,15 @@ def check_time_left(state: State) -> None:
     asked = max_duration.to_timestring()
     if state.iteration_length is None and max_duration.unit is TimeUnit.ITERATION:
         raise ValueError(
-            f"max_duration cannot be specified in iterations ({asked!r}) before state.iteration_length says how long "
-            "one is, such as '2ep'. Set it, or give epochs ('10ep')."
+            f"max_duration cannot be specified in iterations ({asked!r}) without a state.iteration_length, such as "
+            "'2ep'. Set it, or give epochs ('10ep')."
         )
     if now >= max_duration:
         raise ValueError(
             f"The max_duration {asked} is not beyond the {now.get(max_duration.unit).to_timestring()} trained so far. "
             "Please provide the `duration` or specify `reset_time=True` in Trainer.fit(). A script that may be started "
-            "again when its run is over (autoresume=True) asks `if trainer.state.timestamp < "
-            "trainer.state.max_duration:` first."
+            "again after the end of its run (autoresume=True) should check `trainer.state.timestamp < "
+            "trainer.state.max_duration` first."
         )
 
 

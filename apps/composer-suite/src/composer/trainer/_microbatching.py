@@ -113,12 +113,12 @@ def check_token_weights(num_tokens: int | float, microbatches: Sequence[Any], da
     if not num_tokens:
         raise ValueError(
             "accumulate_train_batch_on_tokens=True, and no tokens are counted in a batch: it has no input_ids, and the "
-            f"dataset no max_seq_len. Have them counted: {_COUNTED}"
+            f"dataset no max_seq_len. Count them: {_COUNTED}"
         )
     if any(map(_has_ignored_labels, microbatches)):
         warnings.warn(
             f"accumulate_train_batch_on_tokens=True counts all tokens of a microbatch, also those with the label "
-            f"{_IGNORED}, which enter no loss. Have them counted apart: {_COUNTED}",
+            f"{_IGNORED}, which enter no loss. Count them separately: {_COUNTED}",
             stacklevel=user_stacklevel(),
         )
 
@@ -139,7 +139,7 @@ def refuse_unrepeatable(microbatching: Microbatching, strategy: Strategy, *, is_
     if isinstance(strategy, DDP) and strategy.comm_hook is not None:
         raise ValueError(
             f"device_train_microbatch_size='auto' does not go with ddp_comm_hook={strategy.comm_hook!r}: gradients are "
-            "averaged apart from the backward pass, past the hook. Leave the hook out, or give the size as a number."
+            "averaged after the backward pass, without the hook. Leave the hook out, or give the size as a number."
         )
     if fsdp := as_fsdp(strategy):
         fsdp.check_repeatable()
@@ -181,8 +181,8 @@ def _check_auto(name: str, device: Device, profiler: Any) -> None:
             f"they are out of memory. Give {name} as a number."
         )
     warnings.warn(
-        f"{name}='auto' is experimental: it may run into CUDA errors that cannot be told from a lack of memory. If "
-        "training fails with one, give a number.",
+        f"{name}='auto' is experimental: it may run into CUDA errors that cannot be distinguished from a lack of "
+        "memory. If training fails with one, give a number.",
         UserWarning,
         stacklevel=user_stacklevel(),
     )

@@ -32,7 +32,7 @@ from composer_events.data_spec import DataSpec
 
 
 class Ranks:
-    """Facts about a run that one rank cannot know by itself, the same on every rank.
+    """Facts that depend on all ranks, and are the same on every rank.
 
     Attributes:
         same_num_batches: Whether every rank has the same number of batches.
@@ -157,9 +157,9 @@ def next_batch(batches: Iterator[Any], dataloader: Any, num_read: int, default: 
             dataset = cast("type[object]", type(dataloader.dataset))
             raise RuntimeError(
                 f"A StopIteration of {dataset.__module__}.{dataset.__qualname__} has ended the dataloader on global "
-                f"rank {get_global_rank()} after {num_read} of its {len(dataloader)} batches, which the other ranks go "
-                "on to read. A dataset that is asked for samples by number raises another exception if it has no such "
-                "sample, and its __len__ says how many there are."
+                f"rank {get_global_rank()} after {num_read} of its {len(dataloader)} batches, while the "
+                "other ranks read on. A map-style dataset must not raise StopIteration, and its __len__ must be the "
+                "number of its samples."
             ) from end
         return default
     except Exception as error:

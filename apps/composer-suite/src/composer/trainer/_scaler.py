@@ -75,7 +75,7 @@ class ClosureGradScaler(ShardedGradScaler):
             return super().step(optimizer, *args, **kwargs, **own)
 
         def checked(**settings: Any) -> Any:
-            states_of(self).pop(id(optimizer), None)  # `unscale_` refuses a second call within a step
+            states_of(self).pop(id(optimizer), None)  # `unscale_` raises on a second call within a step
             optimizer.zero_grad()
             with torch.enable_grad():
                 value = closure(**settings)

@@ -52,7 +52,7 @@ class StopAgreement:
         ask: Returns the request to this rank, such as the number of a signal, or `None`. It is called from a thread.
 
     Attributes:
-        request: The request of the first rank that was asked, once it is known here.
+        request: The first request of any rank, once it is known on this rank.
     """
 
     def __init__(self, ask: Callable[[], int | None]) -> None:
@@ -116,7 +116,7 @@ class StopAgreement:
             self._is_known.set()
 
     def _is_asked(self, store: Any) -> bool:
-        """Block until any rank is asked to stop; return `False` if this rank's training ends before."""
+        """Block until any rank is asked to stop; return `False` if training on this rank ends first."""
         while not self._is_over.is_set():
             asked = self._ask()
             if asked is not None:

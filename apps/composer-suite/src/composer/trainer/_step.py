@@ -208,7 +208,7 @@ class BatchTrainer:
         except torch.OutOfMemoryError as error:
             error.add_note(
                 f"with device_train_microbatch_size={self.state.device_train_microbatch_size}; give a smaller one, "
-                "or 'auto' to have it found"
+                "or 'auto' to adapt it automatically"
             )
             raise
 
@@ -394,7 +394,7 @@ def transform(name: Literal["batch_transforms", "microbatch_transforms"], spec: 
     transformed = getattr(spec, name)(batch)
     if transformed is None:
         raise TypeError(
-            f"{name}={getattr(spec, name)!r} returned None. It must return the batch, also if it changes it in place."
+            f"{name}={getattr(spec, name)!r} returned None. It must return the batch, even if it changes it in place."
         )
     return transformed
 

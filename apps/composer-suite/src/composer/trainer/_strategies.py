@@ -372,7 +372,7 @@ def _check(config: Any) -> None:
         torch.compile(lambda: None, **settings)
     except Exception as error:
         raise ValueError(
-            f"compile_config={settings!r} is refused by torch.compile: {error} Backends here are "
+            f"compile_config={settings!r} is rejected by torch.compile: {error} Available backends are "
             f"{', '.join(cast(Any, torch.compiler).list_backends())}; {{}} takes the defaults."
         ) from error
 
