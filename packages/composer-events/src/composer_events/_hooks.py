@@ -49,6 +49,7 @@ class Closer:
     def is_done(self) -> bool:
         """Return whether training has reached `max_duration` and no event is running."""
         elapsed = getattr(self._state, "get_elapsed_duration", lambda: None)()
+        # A hook may construct another Trainer, which must not close the engine of the running event.
         return elapsed is not None and float(elapsed) >= 1 and self._state.num_running_events == 0
 
     def stand_down(self) -> None:

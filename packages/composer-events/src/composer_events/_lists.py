@@ -35,7 +35,7 @@ def _counting(name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def counted(self: VersionedList[Any], *args: Any, **kwargs: Any) -> Any:
-        self.version += 1
+        self.version += 1  # first, because a failing `extend` or `sort` may have changed the list
         return method(self, *args, **kwargs)
 
     return counted

@@ -186,6 +186,7 @@ class DataSource:
                 UserWarning,
                 stacklevel=2,
             )
+        # An epoch ends with the dataloader at the latest.
         if num_batches < 0 or (length is not None and num_batches > length):
             self._dataloader_len = None if length is None else Time(length, TimeUnit.BATCH)
         else:

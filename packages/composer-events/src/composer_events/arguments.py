@@ -180,7 +180,7 @@ def to_time(name: str, value: Any, unit: TimeUnit | None = None) -> Time[Any]:
             raise TypeError("a bool is not a number. Accepted: a number and a unit, such as '10ba'.")
         return Time.from_input(value) if unit is None else ensure_time(value, unit)
     except (TypeError, ValueError, RuntimeError) as error:
-        kind = ValueError if isinstance(value, str) else TypeError
+        kind = ValueError if isinstance(value, str) else TypeError  # a string has the right type
         raise kind(f"{name}={value!r} is not a length of training: {error}") from error
 
 

@@ -205,7 +205,7 @@ def _lengths_of_part(key: Any, part: Any) -> list[int] | None:
     if _is_array(part):
         return [_rows(part)]
     if isinstance(part, Mapping):
-        return _lengths(part) or None
+        return _lengths(part) or None  # a mapping of single values has no length, so it fits any batch
     if not _is_sequence(part):
         raise ValueError(
             f"Unable to determine the number of samples: the part of the batch at {key!r} is {part!r} of type "
@@ -221,6 +221,7 @@ def _whole(batch: Any) -> Any:
     """Convert a batch that is not split to the type that microbatches have."""
     if isinstance(batch, Mapping):
         return dict(cast("Mapping[Any, Any]", batch))
+    # A list of columns becomes a tuple, like the microbatches of a batch that is split.
     if not isinstance(batch, list) or not batch or _is_primitives(cast("list[Any]", batch)):
         return cast(Any, batch)
     return tuple(cast("list[Any]", batch))
@@ -238,6 +239,7 @@ def _cut(batch: Any, length: int, size: int) -> list[Any]:
 
 
 def _cut_item(item: Any, length: int, size: int) -> Sequence[Any]:
+    # A list with one item per sample is split by items; otherwise it contains columns, which are split by rows.
     return split_list(item, size) if _is_sequence(item) and len(item) == length else _cut(item, length, size)
 
 
@@ -320,6 +322,7 @@ def batch_get(batch: Any, key: Any) -> Any:
     try:
         return itemgetter(key)(batch)
     except IndexError:
+        # An array raises IndexError for the name of an attribute, too, which is tried below.
         if isinstance(key, (int, slice)):
             raise
     except TypeError:

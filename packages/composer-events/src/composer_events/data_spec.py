@@ -106,6 +106,7 @@ class DataSpec:
     @property
     def counts_tokens_by_default(self) -> bool:
         """Return whether tokens are counted by the default function, which includes padding."""
+        # Not `is`, because each access creates another bound method.
         return self._count_tokens == self._default_get_num_tokens_in_batch
 
     def get_num_tokens_in_batch(self, batch: Any, token_type: str = "total") -> int:

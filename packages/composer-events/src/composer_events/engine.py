@@ -315,6 +315,7 @@ class Engine:
     def _run_algorithms(self, event: Event, is_observed: bool) -> Traces:
         state, logger = self.state, self.logger
         traces: Traces = OrderedDict()
+        # Compared on each event, because the public list may be changed at any time.
         is_default = self.algorithm_passes == self._default_passes
         matched: Sequence[Algorithm] = []
         kind, hook = "algorithm", None

@@ -167,6 +167,7 @@ def explain(state: State, passes: Sequence[AlgorithmPass], asks: bool = True) ->
             turns.extend(course.turns())
             conflicts.extend(course.conflicts)
             rules.update(course.rules)
+    # Without duplicates, because the same conflict may occur on several events.
     return Explanation(tuple(turns), tuple(dict.fromkeys(conflicts)), tuple(undeclared), rules)
 
 
@@ -235,6 +236,7 @@ class _Course:
         name = str(getattr(algorithm_pass, "__name__", type(algorithm_pass).__name__))
         if algorithm_pass.__doc__:
             self.rules[name] = algorithm_pass.__doc__.strip().partition("\n")[0]
+        # By id, because algorithms need not be hashable.
         present = {id(algorithm) for algorithm in after}
         gone = [algorithm for algorithm in before if id(algorithm) not in present]
         for algorithm in gone:

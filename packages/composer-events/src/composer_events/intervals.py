@@ -145,6 +145,7 @@ def _is_part_crossed(state: State, interval: Time[Any]) -> bool:
     # A batch may pass a multiple of samples or tokens without reaching it exactly; batches are counted one by one.
     if duration.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH):
         return _crosses(state, duration.unit, math.ceil(part * duration.value))
+    # Epochs are converted to batches, so that a fraction of an epoch can be due.
     num_batches = duration.value
     if duration.unit is TimeUnit.EPOCH:
         num_batches *= _batches_in_epoch(state, interval)

@@ -437,6 +437,7 @@ class ShardingAnswers:
                 f"fsdp_config={fsdp_config!r} is a {type(fsdp_config).__name__!r}, neither an FSDPConfig nor an "
                 f"FSDP2Config. Build one of them from your settings first."
             )
+        # `_set_parallelism` resets all of these before it checks the new settings.
         before = self._fsdp_config, self._fsdp2_config, self.tp_config, self.device_mesh
         try:
             self._set_parallelism({kind: fsdp_config, "tp": self.tp_config}, self.save_metrics)

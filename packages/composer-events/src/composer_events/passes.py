@@ -188,6 +188,7 @@ def class_flag(algorithm: object, attribute: str) -> bool:
 
 def is_named(algorithm: object, *names: str) -> bool:
     """Return whether the algorithm's class or one of its bases has one of the names."""
+    # By name, because the algorithms belong to a package that depends on this one.
     return any(base.__name__ in names for base in algorithm.__class__.__mro__)
 
 

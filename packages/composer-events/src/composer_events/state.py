@@ -325,6 +325,7 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
             resumable: Whether a resumed run continues to the original duration, as after the time limit of a job.
         """
         duration, stopped = self._max_duration, self.stopped_duration
+        # A repeated call keeps the duration of the first one, because `max_duration` is then the current time.
         if duration is not None and self.timestamp < duration:
             stopped = None if resumable else duration.to_timestring()
         unit = TimeUnit.EPOCH if duration is None else duration.unit
