@@ -313,5 +313,5 @@ def test_the_bad_part_of_a_sharded_gradient_is_named_and_its_batch_left_out_by_a
     for results in run_ranks(train_steeps, store=tmp_path / "store"):
         for batches, num_batches, is_finite, said in results[:2]:
             assert (batches, num_batches, is_finite) == ([BAD], BAD, True)
-            assert "Not finite are the gradients of module.steep." in said
+            assert "The gradients of module.steep are not finite." in said
         assert results[2:] == [([BAD], NUM_BATCHES, True, "")] * 2

@@ -335,8 +335,8 @@ def test_an_error_says_who_failed_to_take_what_and_not_only_who_asked():
     with pytest.raises(OSError, match="full") as raised:
         engine.run_event("batch_end")
     assert raised.value.__notes__ == [
-        "The destination Broken raised it while it took metrics that were logged up to batch 4. What else is named "
-        "here may only have asked for them.",
+        "The destination Broken raised it while it received metrics that were logged up to batch 4. A hook that is "
+        "named below may only have requested them.",
         "raised by callback Asks on Event.BATCH_END (epoch 0, batch 4)",
     ]
     engine.close()
@@ -432,7 +432,7 @@ def test_what_fails_to_be_handed_over_at_the_end_is_logged_and_everybody_is_clos
     engine.close()
     assert closes.closings == ("close", "post_close")
     [record] = caplog.records
-    assert record.getMessage() == "Error handing over metrics while closing."
+    assert record.getMessage() == "Error delivering metrics while closing."
     assert "The destination Broken raised it" in record.exc_text
     assert closes.metrics == [{"loss": 0.5}]
 

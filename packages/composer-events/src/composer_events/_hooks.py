@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from composer_events.state import State
     from composer_time import Timestamp
 
-# The name that users filter by; it does not depend on the package that holds the engine.
+# The name by which users filter, which stays the same if the engine moves to another package.
 _log = logging.getLogger("composer.core.engine")
 
 _num_at_work = 0  # closers running in this process
@@ -35,7 +35,7 @@ def is_closing() -> bool:
 
 
 class Closer:
-    """Close the callbacks of one engine.
+    """Closes the callbacks of one engine.
 
     `atexit` holds this object, so it refers to the state and the logger but not to the engine: an unused engine can be
     garbage collected, and its `__del__` closes the callbacks.
@@ -49,6 +49,7 @@ class Closer:
     def is_done(self) -> bool:
         """Return whether training has reached `max_duration` and no event is running."""
         elapsed = getattr(self._state, "get_elapsed_duration", lambda: None)()
+        # A hook may construct another Trainer, which must not close the engine of the running event.
         return elapsed is not None and float(elapsed) >= 1 and self._state.num_running_events == 0
 
     def stand_down(self) -> None:
@@ -79,7 +80,7 @@ class Closer:
         for callback in tuple(self._state.callbacks):
             name = type(callback).__name__
             _log.debug("Closing callback %s", name)
-            # Before each `close`: a closed destination no longer asks for the metrics that were buffered for it.
+            # Before each `close`, because a closed destination cannot receive the metrics that were buffered for it.
             _flush(self._logger, interrupts)
             try:
                 callback.close(self._state, self._logger)
@@ -115,13 +116,14 @@ def _flush(logger: object, interrupts: list[BaseException]) -> None:
     try:
         logger.flush()
     except Exception:
-        _log.exception("Error handing over metrics while closing.")
+        _log.exception("Error delivering metrics while closing.")
     except BaseException as interrupt:
         interrupts.append(interrupt)
 
 
 def _shut_down_workers(state: State) -> None:
     """Stop the persistent worker processes of the dataloaders, which would otherwise outlive training."""
+    # Any object may be a state, so an attribute may be missing.
     holders: list[Any] = [getattr(state, "train_dataloader", None), getattr(state, "dataloader", None)]
     holders += ensure_tuple(getattr(state, "evaluators", None))
     for loader in map(_innermost, holders):
@@ -168,7 +170,7 @@ _ALSO_SKIPPED: Final = frozenset({Event.INIT, Event.FIT_START, Event.EPOCH_START
 
 
 class Observer:
-    """Time events and hooks with the profiler's markers, and write debug lines if `ENGINE_DEBUG` is set.
+    """Times events and hooks with the profiler's markers, and writes debug lines if `ENGINE_DEBUG` is set.
 
     The profiler is any object with `marker(name, actions=..., categories=...)`, whose result has `start()` and
     `finish()` and is a context manager.
@@ -226,11 +228,11 @@ def _log_prefix(event: Event, state: State) -> str:
     return f"[ep={int(state.timestamp.epoch)}][ba={int(state.timestamp.batch)}]{stage}[event={event.name}]"
 
 
-# By id, because a callback need not be hashable; weakly, because a deleted callback must not count as in use.
+# Callbacks in use, by id, because a callback need not be hashable; weakly, because a deleted one is no longer in use.
 _OPEN: Final[weakref.WeakValueDictionary[int, Callback]] = weakref.WeakValueDictionary()
 
 
-_CLOSERS: Final[weakref.WeakValueDictionary[int, Closer]] = weakref.WeakValueDictionary()
+_CLOSERS: Final[weakref.WeakValueDictionary[int, Closer]] = weakref.WeakValueDictionary()  # by id of the callback
 
 
 def mark_in_use(callbacks: Sequence[Callback], closer: Closer) -> None:

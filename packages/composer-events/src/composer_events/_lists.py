@@ -35,12 +35,13 @@ def _counting(name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def counted(self: VersionedList[Any], *args: Any, **kwargs: Any) -> Any:
-        self.version += 1
+        self.version += 1  # first, because a failing `extend` or `sort` may have changed the list
         return method(self, *args, **kwargs)
 
     return counted
 
 
+# All methods that change a list: a missing one would leave caches stale.
 for _name in ("append", "extend", "insert", "remove", "pop", "clear", "reverse", "sort"):
     setattr(VersionedList, _name, _counting(_name))
 for _name in ("__setitem__", "__delitem__", "__iadd__", "__imul__"):
@@ -107,5 +108,5 @@ class StableListAttribute(Generic[L]):
         kept[:] = ensure_tuple(items)
 
     def __delete__(self, instance: object) -> None:
-        # Scripts that train several models in a row free memory by deleting every attribute of the state.
+        # Scripts that train several models delete every attribute of the state to free memory.
         del instance.__dict__[self._name]

@@ -52,6 +52,7 @@ def build_state_dict(state: State) -> dict[str, Any]:
     """Collect the state needed to resume a run. Every rank must call this if the model is sharded."""
     collected: dict[str, Any] = {}
     for name in state.serialized_attributes:
+        # Users may append names of attributes that need no conversion.
         collect = _COLLECTORS.get(name)
         collected[name] = getattr(state, name, None) if collect is None else collect(state)
     collected["integrations"] = _integrations(state)
@@ -120,7 +121,7 @@ def _integrations(state: State) -> dict[str, Any]:
 
 
 def _metadata(state: State) -> dict[str, Any]:
-    # If torch is not imported, the state has no weights, and its version alone is not worth the import.
+    # If torch is not imported, the state has no weights, and the version is not worth the slow import.
     torch: Any = sys.modules.get("torch")
     metadata: dict[str, Any] = {
         "composer_env_info": get_composer_env_dict(),
@@ -185,6 +186,7 @@ class DataSource:
                 UserWarning,
                 stacklevel=2,
             )
+        # An epoch ends with the dataloader at the latest.
         if num_batches < 0 or (length is not None and num_batches > length):
             self._dataloader_len = None if length is None else Time(length, TimeUnit.BATCH)
         else:
@@ -264,7 +266,7 @@ def _to_num_batches(given: Any) -> int:
     return index(given)
 
 
-# Loaded elsewhere, or kept for people to read.
+# Loaded elsewhere, or meant for readers of the checkpoint.
 _NOT_ATTRIBUTES = frozenset({"model", "integrations", "metadata"})
 
 
@@ -290,7 +292,7 @@ def load_all(
             continue
         try:
             setattr(state, name, saved[name])
-        except AttributeError:  # saved by an older release, a read-only property now
+        except AttributeError:  # saved by an older release, now a read-only property
             continue
 
 
@@ -328,7 +330,8 @@ def load_optimizers(state: State, saved: Mapping[str, Any], strict: bool) -> Non
     states: Mapping[str, Any] = saved["optimizers"] or {}  # only rank 0 may have read them
     broadcast = state.load_monolith_rank0_only
     for name, optimizer in named_by_class(state.optimizers):
-        # All ranks must take the same branch: loading is collective.
+        # Loading is collective, so all ranks must take the same branch. With a broadcast rank 0 alone has the states;
+        # otherwise every rank needs its own.
         is_missing = not any_rank(name in states) if broadcast else any_rank(name not in states)
         if is_missing:
             _warn_not_saved(name)
@@ -380,6 +383,7 @@ def _load_algorithms(state: State, saved: Any) -> None:
 def _numbered(saved: Sequence[Sequence[Any]]) -> dict[str, Any]:
     states: dict[str, Any] = {}
     for name, value in saved:
+        # Numbered as in `named_by_class`, by which the states are looked up.
         count = sum(1 for key in states if key.partition("#")[0] == name)
         states[f"{name}#{count}" if count else name] = value
     return states
@@ -433,7 +437,7 @@ def apply_required_algorithms(
     missing = list(_missing_algorithms(state, saved, exclude))
     if not missing:
         return
-    # The passes order all algorithms together, although the applied ones cannot be moved any more.
+    # Order all algorithms together: an applied one that would have to come later is an error below.
     applied = [algorithm for algorithm in state.algorithms if algorithm.match(Event.INIT, state)]
     order: Sequence[Algorithm] = [*applied, *missing]
     for algorithm_pass in passes:
@@ -484,7 +488,7 @@ def _missing_algorithms(state: State, saved: Sequence[Sequence[Any]], exclude: C
             continue
         try:
             yield parse_algorithm(text, algorithm_class)
-        except Exception as error:  # the constructor gets arguments from the file and may reject them with any error
+        except Exception as error:  # any error: the constructor may reject arguments from the file
             _warn(
                 f"required_on_load algorithm {name} could not be rebuilt from {text[:200]!r} ({error}) and is left "
                 f"out. If the weights do not fit, pass the algorithm to algorithms=."
@@ -512,7 +516,7 @@ def _subclasses(algorithm_class: type[Algorithm]) -> Iterator[type[Algorithm]]:
 
 
 def _refuse_wrong_order(order: Sequence[Algorithm], applied: Sequence[Algorithm], missing: Sequence[Algorithm]) -> None:
-    # The weights of the checkpoint went through the algorithms in the order of the passes.
+    # The algorithms changed the saved model in the order of the passes, so the same order must be possible here.
     early: list[Algorithm] = []
     for algorithm in order:
         if any(algorithm is one for one in missing):
@@ -542,7 +546,7 @@ def _apply(algorithm: Algorithm, state: State, logger: Any) -> None:
     )
 
 
-# The containers of a repr, by their nodes.
+# The container types that a repr may contain, by AST node.
 _CONTAINERS: Mapping[type[ast.expr], Callable[[Iterable[Any]], Any]] = {ast.List: list, ast.Tuple: tuple, ast.Set: set}
 _ENUMS: Mapping[str, type[Event] | type[TimeUnit]] = {"Event": Event, "TimeUnit": TimeUnit}
 

@@ -73,12 +73,13 @@ def set_optimizer_state(
         options = sharded_options(state_dict_type, strict=strict and not without, broadcast=broadcast)
         base = getattr(optimizer, "base_optimizer", None)
         has_base = base is not None and base.state is optimizer.state
-        # torch creates missing state by a step without a closure, which an optimizer such as SAM requires.
+        # torch creates missing state by a step without a closure, which fails for an optimizer such as SAM.
         loaded: Any = base if has_base else optimizer
         set_optimizer_state_dict(model, loaded, named, options=options)
-        for place in without:  # torch's step counted as one; these parameters have not been stepped yet
+        for place in without:  # torch's step created state for them, but they have not been stepped
             loaded.state.pop(_parameters(optimizer)[place], None)
         if has_base:
+            # Loading has replaced state and groups of the base optimizer; this links the wrapper to them again.
             optimizer.load_state_dict(loaded.state_dict())
     elif "param_groups" not in saved or _is_numbered(saved):
         optimizer.load_state_dict(dict(saved))
@@ -151,6 +152,7 @@ def _with_numbers(model: Any, optimizer: Any, saved: Mapping[str, Any], *, stric
     state = {key: value for key, value in saved_state.items() if key not in group_of}
     groups: list[dict[str, Any]] = []
     for own_group, group_names in zip(own["param_groups"], names, strict=True):
+        # A group takes the saved settings of any of its parameters; a new group keeps its own.
         settings = next((group_of[name] for name in group_names if name in group_of), own_group)
         groups.append({**settings, "params": own_group["params"]})
         for number, name in zip(own_group["params"], group_names, strict=True):
@@ -200,7 +202,7 @@ def get_metric_states(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def set_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any], device: Any) -> None:
     """Load the result of `get_metric_states` into the metrics of the same names; others are skipped.
 
-    Forms of older checkpoints are read too: whole metric objects (0.13.5 and before), and NumPy arrays in place of
+    The formats of older checkpoints are supported: whole metric objects (up to 0.13.5), and NumPy arrays instead of
     tensors (0.14 to 0.16).
     """
     for name, metric in metrics.items():
@@ -218,7 +220,7 @@ def set_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any], dev
                     stacklevel=2,
                 )
         metric._computed = computed
-        metric._update_count += 1  # compute() warns about a metric that was never updated
+        metric._update_count += 1  # otherwise compute() warns about a metric without updates
         if hasattr(device, "module_to_device"):
             device.module_to_device(metric)
 
@@ -233,7 +235,7 @@ def _read(state: Any) -> tuple[dict[str, Any], Any]:
 
 
 def _to_tensor(value: Any) -> Any:
-    # By type name, so that NumPy is not imported only to find that the value is not an array.
+    # By the name of the module, so that NumPy is not imported only for this check.
     if type(value).__module__ != "numpy":
         return value
     import torch
@@ -243,8 +245,8 @@ def _to_tensor(value: Any) -> Any:
 
 log = logging.getLogger("composer.core.state")
 
-# Names under which torch.compile and activation checkpointing store the wrapped module. Higher packages use those of
-# composer-dist, which this package does not depend on.
+# Names under which torch.compile and activation checkpointing store the wrapped module. This package does not depend
+# on composer-dist, whose names higher packages use.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 

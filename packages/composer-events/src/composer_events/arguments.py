@@ -135,7 +135,7 @@ def check_names(example: str, **names: Any) -> None:
             continue
         if not isinstance(value, str | os.PathLike):
             raise TypeError(f"{name}={value!r} must be {accepted}.")
-        # A name of slashes only would name a folder.
+        # A name that consists of slashes would be a folder.
         if not os.fspath(cast("str | os.PathLike[str]", value)).strip("/ "):
             raise ValueError(f"{name}={value!r} is empty, and must be {accepted}.")
 
@@ -180,12 +180,12 @@ def to_time(name: str, value: Any, unit: TimeUnit | None = None) -> Time[Any]:
             raise TypeError("a bool is not a number. Accepted: a number and a unit, such as '10ba'.")
         return Time.from_input(value) if unit is None else ensure_time(value, unit)
     except (TypeError, ValueError, RuntimeError) as error:
-        kind = ValueError if isinstance(value, str) else TypeError
+        kind = ValueError if isinstance(value, str) else TypeError  # a string has the right type
         raise kind(f"{name}={value!r} is not a length of training: {error}") from error
 
 
 def to_interval(name: str, value: Any) -> Time[Any] | Callable[..., bool]:
-    """Convert an argument that says how often to do something; functions are returned unchanged.
+    """Convert an interval argument; functions are returned unchanged.
 
     Args:
         name: The argument's name.
@@ -238,7 +238,7 @@ def to_device(device: Any) -> Any:
     if not isinstance(device, str) and device is not None:
         return device
     if device is None and "torch" not in sys.modules:
-        return None  # no tensors exist yet, and looking for a device would import torch
+        return None  # no tensors exist yet, and choosing a device would import torch
     get_device = _provider("device")
     return device if get_device is None else get_device(device)
 
@@ -279,5 +279,5 @@ def overrides(thing: object, base: type, method: str) -> bool:
     cls = type(thing)
     if not issubclass(cls, base):
         return True
-    # vars: a method may also have been set on the object itself, as tests do.
+    # Also in `vars`, because tests set methods on the object itself.
     return getattr(cls, method) is not getattr(base, method) or method in vars(thing)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["batch_get", "batch_set", "IteratorFileStream", "ensure_tuple", "iterate_with_callback", "map_collection"]
 
-# One value that belongs to every sample of a mapping, such as a task's name.
+# Types of values in a mapping that belong to every sample, such as the name of a task.
 _SCALARS = (int, float, str, bool, type(None))
 
 
@@ -131,7 +131,7 @@ def split_batch_by_count(batch: Any, num_microbatches: int) -> Sequence[Any]:
             UserWarning,
             stacklevel=_level_of_user(),
         )
-    # Rounded up; a batch without a length counts as one sample.
+    # Rounded up, as in `torch.chunk`. A batch without a length counts as one sample.
     return default_split_batch(batch, max(1, -(-(length or 1) // num_microbatches)))
 
 
@@ -166,7 +166,7 @@ class _LengthMismatch(ValueError):
 
 
 def _lengths(batch: Any) -> list[int]:
-    """Return the possible lengths of a batch, empty if it has nothing to split.
+    """Return the possible lengths of a batch, or an empty list if it has nothing to split.
 
     There are two if all parts are lists of tensors: one item per sample or, last, one row of each tensor per sample.
     """
@@ -205,7 +205,7 @@ def _lengths_of_part(key: Any, part: Any) -> list[int] | None:
     if _is_array(part):
         return [_rows(part)]
     if isinstance(part, Mapping):
-        return _lengths(part) or None
+        return _lengths(part) or None  # a mapping of single values has no length, so it fits any batch
     if not _is_sequence(part):
         raise ValueError(
             f"Unable to determine the number of samples: the part of the batch at {key!r} is {part!r} of type "
@@ -221,6 +221,7 @@ def _whole(batch: Any) -> Any:
     """Convert a batch that is not split to the type that microbatches have."""
     if isinstance(batch, Mapping):
         return dict(cast("Mapping[Any, Any]", batch))
+    # A list of columns becomes a tuple, like the microbatches of a batch that is split.
     if not isinstance(batch, list) or not batch or _is_primitives(cast("list[Any]", batch)):
         return cast(Any, batch)
     return tuple(cast("list[Any]", batch))
@@ -233,11 +234,12 @@ def _cut(batch: Any, length: int, size: int) -> list[Any]:
     if _is_array(batch) or _is_primitives(batch):
         return _slices(batch, size)
     columns = [_cut_item(item, length, size) for item in batch]
-    make: Any = getattr(cast(Any, type(batch)), "_make", tuple)  # a namedtuple keeps its type
+    make: Any = getattr(cast(Any, type(batch)), "_make", tuple)  # preserves the type of a namedtuple
     return [make(row) for row in zip(*columns, strict=True)]
 
 
 def _cut_item(item: Any, length: int, size: int) -> Sequence[Any]:
+    # A list with one item per sample is split by items; otherwise it contains columns, which are split by rows.
     return split_list(item, size) if _is_sequence(item) and len(item) == length else _cut(item, length, size)
 
 
@@ -260,7 +262,7 @@ def split_list(sequence: Sequence[Any], microbatch_size: int) -> list[Any]:
 
 
 def _is_tensor(value: Any) -> bool:
-    # In a process that has not imported torch nothing is a tensor, and this check must not import it.
+    # Without an import of torch no tensor exists, and this check must not cause the import.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -320,6 +322,7 @@ def batch_get(batch: Any, key: Any) -> Any:
     try:
         return itemgetter(key)(batch)
     except IndexError:
+        # An array raises IndexError for the name of an attribute, too, which is tried below.
         if isinstance(key, (int, slice)):
             raise
     except TypeError:
@@ -439,7 +442,7 @@ def _set_one(batch: Any, key: Any, value: Any) -> Any:
 
 
 def _set_item(batch: Any, key: Any, value: Any) -> Any:
-    # Assignment alone would add a key that does not exist.
+    # Checked first, because an assignment would add a missing key.
     if isinstance(batch, Mapping):
         if not _has_key(cast("Mapping[Any, Any]", batch), key):
             raise KeyError(key)

@@ -1,4 +1,4 @@
-"""Base class of callbacks, which watch training and act at events."""
+"""Base class of callbacks, which observe training and act on events."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from composer_events.parallelism import get_world_size
 
 __all__ = ["DataSpec", "default_split_batch", "ensure_data_spec", "split_batch_by_count", "split_list"]
 
-# The name in releases of Composer that counted microbatches.
+# The name in releases of Composer that split batches by a number of microbatches.
 _num_microbatches_split_batch = split_batch_by_count
 
 
@@ -106,6 +106,7 @@ class DataSpec:
     @property
     def counts_tokens_by_default(self) -> bool:
         """Return whether tokens are counted by the default function, which includes padding."""
+        # Not `is`, because each access creates another bound method.
         return self._count_tokens == self._default_get_num_tokens_in_batch
 
     def get_num_tokens_in_batch(self, batch: Any, token_type: str = "total") -> int:
@@ -137,7 +138,7 @@ class DataSpec:
 
     def _default_get_num_tokens_in_batch(self, batch: Any) -> int:
         max_sequence_length: int | None = getattr(getattr(self.dataloader, "dataset", None), "max_seq_len", None)
-        # Counting samples may be slow or fail, so it is done only if it is needed.
+        # Only if needed, because counting samples may be slow or fail.
         num_samples = 0 if max_sequence_length is None else self.get_num_samples_in_batch(batch)
         return _count_tokens(batch, max_sequence_length, num_samples)
 
@@ -196,7 +197,7 @@ def _refuse_undistributed(dataloader: Any) -> None:
     if world_size == 1:
         return
     data = sys.modules["torch.utils.data"]
-    # An iterable dataset has no sampler; it shards by itself.
+    # An iterable dataset has no sampler and must shard its samples itself.
     if isinstance(dataloader.dataset, data.IterableDataset):
         return
     samplers = samplers_of(dataloader)
@@ -234,7 +235,7 @@ def _count_tokens(batch: Any, max_sequence_length: int | None, num_samples: int 
 
     Padding is included.
     """
-    # Lists and tuples first: the ABC check is slow for types that are not a Mapping.
+    # Lists and tuples first, because the ABC check is slow for types that are not a Mapping.
     if type(batch) not in (list, tuple) and isinstance(batch, Mapping) and "input_ids" in batch:
         input_ids: Any = cast("Mapping[str, Any]", batch)["input_ids"]
         shape = getattr(input_ids, "shape", None)

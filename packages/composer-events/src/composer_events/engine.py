@@ -168,7 +168,7 @@ class Engine:
         if not isinstance(event, Event):
             event = Event(event)
         state, listeners, calls = self.state, self._listeners, None
-        # Run many times per batch, in most runs without algorithms, a profiler, or many listeners. A watched state is a
+        # Runs many times per batch, mostly without algorithms, a profiler or many listeners. A watched state is a
         # State: reading its private attributes avoids properties, which would double the time.
         if (
             state is listeners.watched_state
@@ -183,9 +183,9 @@ class Engine:
             calls = listeners.calls.get(event)
             if calls is None:
                 return OrderedDict()
-            if event in ENTRANCES:
+            if event in ENTRANCES:  # `_run` rebuilds the table
                 calls = None
-        # Counted, so that State can distinguish the assignments of hooks from those of the loop.
+        # Counted, so that State can distinguish assignments in hooks from those in the loop.
         counts = isinstance(state, InputsTargetsMixin)  # pyright: ignore[reportUnnecessaryIsInstance]  # any object may be one
         if counts:
             state.num_running_events += 1
@@ -199,7 +199,7 @@ class Engine:
                 state.num_running_events -= 1
 
     def run_marker_only_event(self, event: Event | str) -> None:
-        """Show an event to the profiler without running anything, for half of a pair that does not really happen.
+        """Mark an event for the profiler without running hooks, to end a pair whose second event does not occur.
 
         Args:
             event: The event, or its name.
@@ -315,10 +315,12 @@ class Engine:
     def _run_algorithms(self, event: Event, is_observed: bool) -> Traces:
         state, logger = self.state, self.logger
         traces: Traces = OrderedDict()
+        # Compared on each event, because the public list may be changed at any time.
         is_default = self.algorithm_passes == self._default_passes
         matched: Sequence[Algorithm] = []
         kind, hook = "algorithm", None
         try:
+            # The variables `kind` and `hook` are what the note on an exception names.
             for hook in state.algorithms:
                 if method_of(kind, hook, "match")(event, state):  # every `match` before any algorithm acts
                     matched.append(hook)
@@ -366,7 +368,8 @@ class Engine:
         try:
             mark_in_use(added, self._closer)
         except RuntimeError:
-            # The callbacks belong to another engine, so this one must not close them, except after a second INIT.
+            # The callbacks belong to another engine, so this one must not close them, unless an earlier INIT of this
+            # engine has marked them.
             if not self._has_begun:
                 self._closer.stand_down()
             raise
@@ -416,7 +419,7 @@ def _positions(matched: Sequence[Algorithm], event: Event) -> tuple[int, ...]:
     ordered = matched
     for default_pass in DEFAULT_PASSES:
         ordered = default_pass(ordered, event)
-    # By identity: algorithms need be neither hashable nor different from one another.
+    # By id, because algorithms need not be hashable, and different ones may compare equal.
     place = {id(algorithm): position for position, algorithm in enumerate(matched)}
     return tuple(place[id(algorithm)] for algorithm in ordered)
 
@@ -452,19 +455,21 @@ class Listeners:
         self.watched_state = state if is_watched else None
         self.version = self.callbacks.version if is_watched else -1
         self._snapshot = tuple(self.callbacks)
+        # Logger destinations last, so that they can write what the other callbacks log. The sort is stable.
         ordered = sorted(self._snapshot, key=lambda callback: isinstance(callback, LoggerDestination))
+        # Call an overridden `run_event` instead of the method of the event.
         asked = frozenset(id(callback) for callback in ordered if overrides(callback, Callback, "run_event"))
         self.calls: dict[Event, tuple[Call, ...]] = {}
         for event in Event:
             calls = tuple((c, None if id(c) in asked else event.value) for c in listening(ordered, event))
-            if calls or event in ENTRANCES:
+            if calls or event in ENTRANCES:  # an event without an entry runs nothing, not even the rebuild
                 self.calls[event] = calls
 
     def is_current(self, state: State) -> bool:
         """Return whether the table is valid for this state."""
         if state is self.watched_state:
             return self.callbacks.version == self.version
-        # A plain list has no version. Compared by identity, because equal callbacks may still be different objects.
+        # A plain list has no version. Compare by identity, because equal callbacks may be different objects.
         callbacks = state.callbacks
         return len(callbacks) == len(self._snapshot) and all(map(is_, callbacks, self._snapshot))
 

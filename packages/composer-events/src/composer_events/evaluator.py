@@ -85,6 +85,7 @@ class Evaluator:
         self._eval_interval = (
             interval
             if callable(interval)
+            # On *_END events, which come before *_CHECKPOINT, so that checkpoints include the results.
             else create_interval_scheduler(interval, checkpoint_events=False, final_events={Event.FIT_END})
         )
 
@@ -175,8 +176,8 @@ def _automatic_microbatch_size(data_spec: DataSpec) -> int | float | None:
             )
     size = _batch_size(data_spec, may_be_unknown=False)
     warnings.warn(
-        "device_eval_microbatch_size='auto' may run into CUDA errors that cannot be told from a lack of memory. If "
-        "evaluation fails with one, give the microbatch size as a number.",
+        "device_eval_microbatch_size='auto' may run into CUDA errors that cannot be distinguished from a lack of "
+        "memory. If evaluation fails with one, give the microbatch size as a number.",
         UserWarning,
         stacklevel=4,
     )

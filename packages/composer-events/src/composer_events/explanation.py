@@ -126,7 +126,7 @@ def _section(title: str, lines: Iterable[str]) -> str:
     return "\n".join([title, *listed]) if listed else ""
 
 
-# The name that users filter by; it does not depend on the package that holds the engine.
+# The name by which users filter, which stays the same if the engine moves to another package.
 _log = logging.getLogger("composer.core.engine")
 
 
@@ -145,7 +145,7 @@ def explain(state: State, passes: Sequence[AlgorithmPass], asks: bool = True) ->
     Args:
         state: The state with the algorithms.
         passes: The passes that order them.
-        asks: Whether to call `match` of a copy if a class does not declare its events.
+        asks: Whether to call `match` of a copy for a class that does not declare its events.
     """
     names = _Names(state.algorithms)
     events_of: list[tuple[Algorithm, Collection[Event]]] = []
@@ -167,6 +167,7 @@ def explain(state: State, passes: Sequence[AlgorithmPass], asks: bool = True) ->
             turns.extend(course.turns())
             conflicts.extend(course.conflicts)
             rules.update(course.rules)
+    # Without duplicates, because the same conflict may occur on several events.
     return Explanation(tuple(turns), tuple(dict.fromkeys(conflicts)), tuple(undeclared), rules)
 
 
@@ -208,7 +209,7 @@ class _Course:
                 warnings.simplefilter("always")
                 try:
                     after = list(algorithm_pass(list(self._order), self.event))
-                except Exception as error:  # the engine raises it at the event
+                except Exception as error:  # on the event itself, the engine raises it
                     self.conflicts.append(str(error))
                     return
             self.conflicts.extend(str(warning.message) for warning in caught)
@@ -235,12 +236,13 @@ class _Course:
         name = str(getattr(algorithm_pass, "__name__", type(algorithm_pass).__name__))
         if algorithm_pass.__doc__:
             self.rules[name] = algorithm_pass.__doc__.strip().partition("\n")[0]
+        # By id, because algorithms need not be hashable.
         present = {id(algorithm) for algorithm in after}
         gone = [algorithm for algorithm in before if id(algorithm) not in present]
         for algorithm in gone:
             self._note(algorithm, f"{name}: left out")
         self._left_out = [algorithm for algorithm in (*self._left_out, *gone) if id(algorithm) not in present]
-        # A move is noted at the algorithm that overtakes others, not at those.
+        # A move is noted for the algorithm that overtakes, not for those that it overtakes.
         was_at = {id(algorithm): place for place, algorithm in enumerate(before)}
         for place, algorithm in enumerate(after):
             own = was_at.get(id(algorithm))
@@ -259,7 +261,7 @@ class _Course:
 def _reason(algorithm_pass: AlgorithmPass, first: Algorithm, second: Algorithm) -> str:
     if algorithm_pass is sort_by_surgery_rank:
         return f" ({surgery_rank(first)} < {surgery_rank(second)})"
-    # On events whose name begins with AFTER_ the relation is reversed.
+    # In both directions, because the relation is reversed on events whose name begins with AFTER_.
     if algorithm_pass is sort_by_precedence and (asked := precedence(first, second) or precedence(second, first)):
         return f" ({asked})"
     return ""
@@ -276,7 +278,7 @@ def _declared_events(algorithm: Algorithm) -> Collection[Event] | None:
     for owner in algorithm.__class__.__mro__:
         if "acts_on" in vars(owner):
             break
-        if "match" in vars(owner):  # it may match other events than a base class declares
+        if "match" in vars(owner):  # it may match events that a base class does not declare
             return None
     declared: Any = getattr(algorithm, "acts_on", None)
     return cast("Collection[Event]", declared) if isinstance(declared, Collection) else None

@@ -77,7 +77,7 @@ def partial_format(template: str, *args: Any, **kwargs: Any) -> str:
         numbered = f"{position}{name}" if name == "" or name[0] in ".[" else name
         position += numbered is not name
         try:
-            # The fields of Formatter, because `str.format` cannot keep a placeholder that is missing.
+            # The steps of `str.format` one by one, because it raises for a missing placeholder instead of keeping it.
             value, _ = formatter.get_field(numbered, args, kwargs)
             value = formatter.convert_field(value, conversion or "") if conversion else value
             parts.append(format(value, partial_format(spec or "", *args, **kwargs)))
@@ -167,7 +167,7 @@ def check_placeholders(known: Collection[str] = OF_RUN, **templates: str | os.Pa
 
 
 def _rank_variables() -> dict[str, int]:
-    """Return the known numbers of this process; those that the launcher does not provide are left out."""
+    """Return the ranks and sizes of this process, without those that the launcher does not provide."""
     rank, world_size = get_global_rank(), get_world_size()
     known = {"rank": rank, "world_size": world_size}
     for name, (alone, variables) in _LOCAL_VARIABLES.items():
@@ -178,5 +178,6 @@ def _rank_variables() -> dict[str, int]:
         elif world_size == 1:
             known[name] = alone
     if "node_rank" not in known and "local_world_size" in known:
+        # Launchers number the ranks machine by machine.
         known["node_rank"] = rank // known["local_world_size"]
     return known

@@ -156,6 +156,7 @@ def get_composer_env_dict() -> dict[str, Any]:
         `gpu_model`, `num_gpus_per_node`, `num_gpus` and `cuda_device_count`.
     """
     num_devices, gpu_model = _gpus()
+    # At least 1, even if the environment has only one of the two sizes.
     num_nodes = max(1, get_world_size() // max(1, get_local_world_size()))
     return {
         "composer_version": _composer_version(),
@@ -175,7 +176,7 @@ def _gpus() -> tuple[int, str]:
     if torch is None:
         return 0, "N/A"
     in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
-    # Reading a device's name would create a CUDA context, which takes memory.
+    # Otherwise reading a device's name would create a CUDA context, which takes memory.
     return int(torch.cuda.device_count()), str(torch.cuda.get_device_name()) if in_use else "N/A"
 
 

@@ -49,7 +49,8 @@ def create_interval_scheduler(
     Raises:
         RuntimeError: By the function, if the interval is a fraction of training and its length is unknown.
     """
-    # Users' test suites read it from the last cell of the function's closure, so its name must sort last.
+    # Users' test suites read it from the last cell of the function's closure. Cells are sorted by name, so this name
+    # must come last.
     time_interval = ensure_time(interval, TimeUnit.EPOCH)
     finals = frozenset({Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT} if final_events is None else final_events)
     due_event = _due_event(time_interval.unit, checkpoint_events)
@@ -65,10 +66,10 @@ def create_interval_scheduler(
         if never or not (is_final or event is due_event) or state.previous_timestamp is None:
             return False
         batch = state.timestamp.num_batches
-        if batch < last_batch:  # training was restarted
+        if batch < last_batch:  # the timestamp was reset
             last_batch = -1
         if (is_final or batch == last_batch) and _is_over(state):
-            # Several events follow the last batch and one is due; a repeated call at it gets the same result.
+            # Several events follow the last batch, and only one of them is due. Repeated calls on it return the same.
             is_now = batch != last_batch or event is last_event
         else:
             is_now = event is due_event and is_crossed(state, time_interval)
@@ -87,7 +88,7 @@ def evaluate_periodically(
 
     Args:
         eval_interval: As in `create_interval_scheduler`.
-            eval_at_fit_end: Whether to evaluate also when training ends between two intervals.
+        eval_at_fit_end: Whether to evaluate also when training ends between two intervals.
     """
     return create_interval_scheduler(
         eval_interval,
@@ -129,7 +130,7 @@ def _crosses(state: State, unit: TimeUnit, length: int) -> bool:
     assert state.previous_timestamp is not None
     if length <= 0:
         return False
-    # Not a remainder: a batch may pass a multiple of the interval without reaching it exactly.
+    # Not a remainder, because a batch may pass a multiple of the interval without reaching it exactly.
     before, now = _count(state.previous_timestamp, unit), _count(state.timestamp, unit)
     return before // length != now // length
 
@@ -141,8 +142,10 @@ def _is_part_crossed(state: State, interval: Time[Any]) -> bool:
             f"The interval {interval.to_timestring()!r} is a part of training, which has no max_duration yet. Set "
             f"state.max_duration, or give the interval in another unit, such as '100ba'."
         )
+    # A batch may pass a multiple of samples or tokens without reaching it exactly; batches are counted one by one.
     if duration.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH):
         return _crosses(state, duration.unit, math.ceil(part * duration.value))
+    # Epochs are converted to batches, so that a fraction of an epoch can be due.
     num_batches = duration.value
     if duration.unit is TimeUnit.EPOCH:
         num_batches *= _batches_in_epoch(state, interval)

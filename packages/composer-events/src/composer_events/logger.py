@@ -20,7 +20,7 @@ _VERBS: Final = ("log_hyperparameters", "log_metrics", "log_table", "log_images"
 class Logger:
     """Passes each value to the destinations that accept its kind.
 
-    Which destination accepts what is determined once, so logging a value that none accepts costs a look-up.
+    The destinations for each kind are determined once, so logging a value that none accepts costs a look-up.
 
     Args:
         state: The training state; its batch count is the default `step`.
@@ -58,6 +58,7 @@ class Logger:
     def destinations(
         self, destinations: LoggerDestination | Sequence[LoggerDestination] | Set[LoggerDestination] | None
     ) -> None:
+        # `ensure_tuple` counts a set as one element.
         several = tuple(destinations) if isinstance(destinations, Set) else destinations
         self._destinations: tuple[LoggerDestination, ...] = ensure_tuple(several)
         self._takers = {
@@ -199,15 +200,15 @@ class Logger:
         return self._state.timestamp.batch.value
 
 
-_LOG_METRICS: Final = Logger.log_metrics  # a test may replace it, on the class or on a logger
+_LOG_METRICS: Final = Logger.log_metrics  # the original, because tests replace it on the class or on a logger
 
 
 def log_lazily(state: State, logger: Logger, compute: Callable[..., dict[str, Any]], *arguments: Any) -> None:
     """Log numbers that are computed only when a destination reads them.
 
-    In the middle of a training step of a few milliseconds the processor's caches hold little of Python, so a small
-    computation takes ten times as long as in a batch of many. If a destination receives metrics immediately, or the
-    logger has another `log_metrics`, they are computed immediately.
+    During a short training step, little Python code and data is in the processor's caches, so a small computation takes
+    ten times as long as one of many in a row. If a destination receives metrics immediately, or the logger has another
+    `log_metrics`, the numbers are computed immediately.
 
     Args:
         state: The training state.

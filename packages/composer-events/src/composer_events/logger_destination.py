@@ -239,13 +239,13 @@ def map_values(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 class _Scalar(tuple[Any, Any]):
-    """Number and dtype of a tensor without dimensions."""
+    """Value and dtype of a scalar tensor, which `restored` converts back."""
 
     __slots__ = ()
 
 
 _MOST_KEPT: Final = 256  # calls; a bound on the memory of destinations that never call `catch_up`
-# Another thread that reads a destination also delivers. One lock for all, because destinations are copied and pickled.
+# A thread that reads a destination delivers, too. One lock for all, because a lock cannot be copied or pickled.
 _HANDING_OVER: Final = RLock()
 _are_unchanging: Final = UNCHANGING.issuperset
 
@@ -373,7 +373,7 @@ class MetricBuffer:
     def destinations(self, destinations: tuple[BufferedDestination, ...]) -> None:
         try:
             self.deliver()
-        finally:  # also if an old destination fails
+        finally:  # even if an old destination fails
             self._destinations = destinations
             self._copies = any(place.copies_values for place in destinations)
             for place in destinations:
@@ -419,7 +419,7 @@ class MetricBuffer:
             return
         with _HANDING_OVER, ExitStack() as rest:  # callbacks all run, even if a destination fails
             noted = self._noted[:]
-            del self._noted[: len(noted)]  # not clear(): another thread may append in the meantime
+            del self._noted[: len(noted)]  # not clear(), because another thread may append in the meantime
             if logged := self._computed(noted, rest):
                 # Callbacks of an ExitStack run in reverse order.
                 for place in reversed(self._destinations):
@@ -441,7 +441,7 @@ class MetricBuffer:
                 continue
             try:
                 metrics = kept(now, *copies)
-            except BaseException as error:  # Ctrl-C too is raised only after delivery
+            except BaseException as error:  # a KeyboardInterrupt is raised after delivery, too
                 name = getattr(kept, "__qualname__", type(kept).__qualname__)
                 batch = None if now is None else now.num_batches
                 error.add_note(f"It was raised by {name}, which computes what was logged at batch {batch}.")
@@ -466,11 +466,11 @@ def _hand_to(place: BufferedDestination, logged: Sequence[LoggedMetrics]) -> Non
     try:
         place.take_metrics(logged)
     except Exception as error:
-        # The engine will add the hook that was running, which may only have triggered the delivery.
+        # The engine adds a note with the running hook, which may only have triggered the delivery.
         now = logged[-1][2]
         error.add_note(
-            f"The destination {type(place).__name__} raised it while it took metrics that were logged up to batch "
-            f"{None if now is None else now.num_batches}. What else is named here may only have asked for them."
+            f"The destination {type(place).__name__} raised it while it received metrics that were logged up to batch "
+            f"{None if now is None else now.num_batches}. A hook that is named below may only have requested them."
         )
         raise
 
@@ -511,7 +511,7 @@ def format_log_data_value(data: Any) -> str:
         return format_log_data_value(data.cpu().item()) if has_number else f"Tensor of shape {data.shape}"
     if isinstance(data, Mapping):
         return _format_mapping(cast("Mapping[Any, Any]", data))
-    # An array without dimensions has `__iter__`, but raises when iterated.
+    # An array without dimensions has `__iter__`, which raises.
     if isinstance(data, Iterable) and getattr(cast(Any, data), "ndim", 1) != 0:
         items = cast("Iterable[Any]", data)
         return f"[{', '.join(map(format_log_data_value, items))}]"
@@ -535,6 +535,6 @@ def is_tensor(data: Any) -> bool:
     Args:
         data: The value.
     """
-    # In a process that has not imported torch nothing is a tensor, and the import would be slow.
+    # Without an import of torch no tensor exists, and the import would be slow.
     torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(data, torch.Tensor)

@@ -12,7 +12,7 @@ from composer_events.logger_destination import format_log_data_value, is_tensor
 
 __all__ = ["by_entry", "metric_with", "number_of", "refuse_several", "higher_is_better"]
 
-_LONGEST = 4096  # longer vectors are curves over samples, not one number per class
+_LONGEST = 4096  # longer vectors are curves over samples, not values per class
 
 
 def by_entry(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _size(value: Any) -> int:
     return value.numel() if is_tensor(value) else int(getattr(value, "size", isinstance(value, (int, float))))
 
 
-# Parts of names without separators, and whole words if they are too short to be searched for inside others.
+# Parts of names without separators, and whole words that are too short to be searched for inside other words.
 _LOWER_PARTS = (
     *("loss", "error", "perplexity", "crossentropy", "negativelog", "neglog", "divergence", "distance"),
     *("editrate", "failurerate", "falsepositiverate", "falsenegativerate", "bitsper", "brier"),
@@ -151,6 +151,7 @@ def higher_is_better(name: str, metric: object = None) -> bool | None:
         return None if better is None else not better
     words = {*re.split(r"[^a-z0-9]+", name.lower()), *re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower().split()}
     joined = re.sub(r"[^a-z0-9]", "", name.lower())
+    # "DistanceIntersectionOverUnion" contains "distance", but higher is better.
     if words & _LOWER_WORDS or (any(part in joined for part in _LOWER_PARTS) and "intersectionoverunion" not in joined):
         return False
     if words & _HIGHER_WORDS or any(part in joined for part in _HIGHER_PARTS):

@@ -15,9 +15,9 @@ from composer_time import StringEnum
 
 __all__ = ["ParallelismType", "make_device_mesh", "parallelism_degrees"]
 
-_FILLS_UP = -1  # the degree that takes all ranks that the others leave
+_FILLS_UP = -1  # the degree of an axis with all ranks that remain
 
-# Strategies that do not depend on groups of ranks; the others choose their groups by where the ranks run.
+# Strategies that need one group of all ranks. The others form groups by machine.
 _PLAIN_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
 
 
@@ -263,13 +263,14 @@ class ParallelismSettings:
         return cls(**{part: _as_object(part, given.get(part)) for part in _PARTS})
 
     def compare_ranks(self, save_metrics: bool) -> None:
-        """Check that all ranks have the same settings, without which they would deadlock. Every rank must call this.
+        """Check that all ranks have the same settings, since they would deadlock otherwise. Every rank must call this.
 
         Raises:
             ValueError: On every rank, with the first setting that differs.
         """
         # Gathered whether or not this rank has a setting, because a rank that skips the collective blocks the others.
         settings = gather({**self._described(), "save_metrics": repr(save_metrics)})
+        # An ordered set, so that every rank raises about the same setting.
         names = dict.fromkeys(name for own in settings for name in own)
         for name in names:
             values = {rank: own.get(name, "no such settings") for rank, own in enumerate(settings)}
@@ -428,7 +429,7 @@ class ShardingAnswers:
 
     @fsdp_config.setter
     def fsdp_config(self, fsdp_config: Any) -> None:
-        # By name: the classes belong to a package that depends on this one.
+        # By class name, because the classes belong to a package that depends on this one.
         names = {base.__name__ for base in type(fsdp_config).__mro__}
         kind = "fsdp2" if "FSDP2Config" in names else "fsdp"
         if not names & {"FSDPConfig", "FSDP2Config"}:
@@ -436,6 +437,7 @@ class ShardingAnswers:
                 f"fsdp_config={fsdp_config!r} is a {type(fsdp_config).__name__!r}, neither an FSDPConfig nor an "
                 f"FSDP2Config. Build one of them from your settings first."
             )
+        # `_set_parallelism` resets all of these before it checks the new settings.
         before = self._fsdp_config, self._fsdp2_config, self.tp_config, self.device_mesh
         try:
             self._set_parallelism({kind: fsdp_config, "tp": self.tp_config}, self.save_metrics)

@@ -39,7 +39,7 @@ def set_filo_order(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Al
 
 
 def sort_by_precedence(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """Heed `Algorithm.runs_before` and `Algorithm.runs_after`, and keep the order of all others as far as that goes.
+    """Sort by `Algorithm.runs_before` and `Algorithm.runs_after`, and keep the order of other algorithms if possible.
 
     On events whose name begins with `AFTER_` the relation is reversed. So MixUp, which `runs_before` label smoothing,
     mixes targets before they are smoothed, and the targets are restored before MixUp computes a loss.
@@ -54,6 +54,7 @@ def sort_by_precedence(algorithms: Sequence[Algorithm], event: Event) -> Sequenc
     if not any(map(asks_for_precedence, algorithms)):
         return list(algorithms)
     if event.name.startswith("AFTER_"):
+        # Reversed twice: ties keep their order, and what acts first undoes last.
         return _in_precedence(algorithms[::-1], event)[::-1]
     return _in_precedence(algorithms, event)
 
@@ -61,7 +62,7 @@ def sort_by_precedence(algorithms: Sequence[Algorithm], event: Event) -> Sequenc
 def _in_precedence(algorithms: Sequence[Algorithm], event: Event) -> list[Algorithm]:
     waiting, ordered = list(algorithms), list["Algorithm"]()
     while waiting:
-        # Of the algorithms that may run next, the first listed one, which keeps the order of all others.
+        # Of the algorithms that may run next, take the first in the list, which keeps the order of all others.
         free = [i for i, one in enumerate(waiting) if not any(precedence(o, one) for o in waiting if o is not one)]
         if not free:
             names = ", ".join(type(algorithm).__name__ for algorithm in waiting)
@@ -187,11 +188,12 @@ def class_flag(algorithm: object, attribute: str) -> bool:
 
 def is_named(algorithm: object, *names: str) -> bool:
     """Return whether the algorithm's class or one of its bases has one of the names."""
+    # By name, because the algorithms belong to a package that depends on this one.
     return any(base.__name__ in names for base in algorithm.__class__.__mro__)
 
 
 def asks_for_precedence(algorithm: object) -> bool:
-    """Return whether the algorithm's class has an order requirement."""
+    """Return whether the algorithm's class declares an order requirement."""
     return bool(_class_value(algorithm, "runs_before", ()) or _class_value(algorithm, "runs_after", ()))
 
 
@@ -206,7 +208,6 @@ def precedence(first: object, second: object) -> str:
 
 def conflict(first: object, second: object) -> str:
     """Return why the first algorithm is incompatible with the second one, or an empty string."""
-
     reasons = _class_value(first, "conflicts_with", {})
     return next((reasons[name] for name in reasons if is_named(second, name)), "")
 

@@ -61,6 +61,7 @@ class BatchPart:
         if self._name not in instance.__dict__:
             raise self._missing(instance)
         del instance.__dict__[self._name]
+        # The loop no longer assigns both parts, so the batch is not their pair any more.
         instance.__dict__["_is_loop_of_pairs"] = False
 
     def _missing(self, instance: Any) -> AttributeError:
@@ -85,7 +86,7 @@ class InputsTargetsMixin:
     targets = BatchPart()
 
     def _begin_without_parts(self) -> None:
-        # Counted by the engine, to distinguish assignments of algorithms and callbacks from those of the loop.
+        # The engine counts them, to distinguish assignments of algorithms and callbacks from those of the loop.
         self.num_running_events = 0
         self._is_loop_of_pairs = False
         self._new_parts: frozenset[str] = frozenset()
@@ -114,7 +115,7 @@ def _is_paired(instance: Any) -> bool:
 
 if TYPE_CHECKING:
     from composer_events.evaluator import Evaluator
-else:  # for typing.get_type_hints; importing it would be circular
+else:  # for typing.get_type_hints; the import would be circular
     Evaluator = Any
 
 
@@ -134,7 +135,7 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         model: The model to train, wrapped or not.
         rank_zero_seed: The seed of rank 0; other ranks add their rank.
         run_name: Generated if `None`. Ranks that train together must agree on it, so pass one there.
-        device: A device object or its name. If `None`, chosen by `composer-dist`.
+        device: A device object or its name. If `None`, `composer-dist` chooses one.
         max_duration: How long to train: epochs, a timestring or a `Time`.
         device_train_microbatch_size: Samples per forward pass on each rank.
         auto_microbatching: Whether the loop lowers that number when the device runs out of memory.
@@ -170,7 +171,7 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
     callbacks: StableListAttribute[VersionedList[Callback]] = StableListAttribute()
     evaluators: StableListAttribute[VersionedList[Evaluator]] = StableListAttribute()
     strategy: Any = None
-    """The object that distributes the model over ranks, if any; checkpoints ask it for the whole weights."""
+    """The object that distributes the model over ranks, if any; checkpoints get the whole weights from it."""
 
     def __init__(
         self,
@@ -229,6 +230,7 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         self._begin_without_parts()
         self._begin_at_zero()
         self.save_metrics = save_metrics
+        # A copy per state, because users append attributes of their own.
         self.serialized_attributes: list[str] = list(SERIALIZED_ATTRIBUTES)
 
         self.dataset_state = dataset_state
@@ -323,6 +325,7 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
             resumable: Whether a resumed run continues to the original duration, as after the time limit of a job.
         """
         duration, stopped = self._max_duration, self.stopped_duration
+        # A repeated call keeps the duration of the first one, because `max_duration` is then the current time.
         if duration is not None and self.timestamp < duration:
             stopped = None if resumable else duration.to_timestring()
         unit = TimeUnit.EPOCH if duration is None else duration.unit

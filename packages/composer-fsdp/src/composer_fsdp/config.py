@@ -233,7 +233,7 @@ class FSDP2Config(_Checked):
 
     @property
     def sync_module_states(self) -> bool:
-        """Whether the ranks received rank 0's weights; set when the model is sharded."""
+        """Return whether the other ranks have received the weights of rank 0. Set when the model is sharded."""
         return self._sync_module_states
 
     @sync_module_states.setter

@@ -132,7 +132,7 @@ class TrainerArguments:
         """Return the arguments. Those of earlier releases are translated, with a warning. Every rank must call this.
 
         Raises:
-            RankDisagreementError: If this rank rejects its arguments, and other ranks do not find the same.
+            RankDisagreementError: If this rank rejects its arguments, unless all ranks do so with the same message.
         """
         defaults = {**defaults, **_OLDER_NAMES_ONLY}
         values = {name: to_plain(value) for name, value in arguments.items() if name not in ("self", "older_names")}
@@ -233,6 +233,7 @@ def choose_optimizers(optimizers: Any, model: ComposerModel) -> list[Optimizer]:
             "with settings of their own instead."
         )
     parameters = list(model.parameters())
+    # By id, because `in` would compare tensors elementwise.
     own = {id(parameter) for parameter in parameters}
     for optimizer in given:
         if not isinstance(optimizer, Optimizer):
@@ -242,7 +243,7 @@ def choose_optimizers(optimizers: Any, model: ComposerModel) -> list[Optimizer]:
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(
                 f"None of the parameters of {type(optimizer).__name__} belongs to the model, so nothing would be "
-                "trained. Build the optimizer over the parameters of the very model that is given."
+                "trained. Build the optimizer over the parameters of the model that is passed."
             )
     if given:
         return list(given)
@@ -309,7 +310,7 @@ def choose_run_name(run_name: str | None) -> str | None:
     return name
 
 
-# A text such as 'no' would count as yes.
+# Checked because a string such as 'no' would count as true.
 _FLAGS = (
     "spin_dataloaders",
     "step_schedulers_every_batch",
@@ -375,6 +376,7 @@ def is_whole(value: object) -> bool:
 
 def to_plain(value: Any) -> Any:
     """Convert a NumPy number to a Python number. Other values are returned unchanged."""
+    # By the name of the module, so that NumPy is not imported.
     is_numpys = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
     return value.item() if is_numpys else value
 
@@ -395,6 +397,7 @@ def user_stacklevel() -> int:
 def warn_at_user(function: Callable[..., TResult], *args: Any) -> TResult:
     """Call a function, and make its warnings point at the first frame outside the Trainer's modules."""
     with warnings.catch_warnings(record=True) as caught:
+        # The filters of the user apply below, where the warnings are emitted again.
         warnings.simplefilter("always")
         result = function(*args)
     for warning in caught:
@@ -406,7 +409,7 @@ TParameters = ParamSpec("TParameters")
 
 
 def suggest_keywords(**meant: str) -> Callable[[Callable[TParameters, TResult]], Callable[TParameters, TResult]]:
-    """Decorate a method so that an unknown keyword raises with a suggestion: one of `meant`, or a similar keyword."""
+    """Decorate a method to suggest a keyword in place of an unknown one: from `meant`, or a similar one."""
 
     def decorate(method: Callable[TParameters, TResult]) -> Callable[TParameters, TResult]:
         names = [name for name in inspect.signature(method).parameters if name != "self"]
@@ -424,7 +427,7 @@ def suggest_keywords(**meant: str) -> Callable[[Callable[TParameters, TResult]],
 
 
 def unknown_keyword_error(method: str, name: str, names: Iterable[str], instead: str | None = None) -> str:
-    """Return the error message for an unknown keyword, with what to write `instead`, or else with similar ones."""
+    """Return the error message for an unknown keyword, with the replacement `instead` or similar keywords."""
     if instead is None:
         near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
         where = "Trainer" if method == "__init__" else f"Trainer.{method}"
@@ -432,7 +435,7 @@ def unknown_keyword_error(method: str, name: str, names: Iterable[str], instead:
     return f"Trainer.{method}() got an unexpected keyword argument {name!r}. {instead}"
 
 
-# Arguments that have an older name only, with their defaults.
+# Arguments that exist only for older scripts, with their defaults.
 _OLDER_NAMES_ONLY = {each.name: each.default for each in fields(TrainerArguments) if each.default is not MISSING}
 _INTERVALS = {"epoch": "1ep", "batch": "1ba"}
 
@@ -442,9 +445,9 @@ class _Older:
     """An argument of an earlier release.
 
     Attributes:
-        instead: What to write today.
-        apply: Writes a value onto the arguments.
-        newer: The argument that it became, which must not be given too.
+        instead: Advice for the warning.
+        apply: Stores a value in the current arguments.
+        newer: The current name, which must not be passed as well.
     """
 
     instead: str
@@ -476,12 +479,12 @@ def _keep(name: str, instead: str) -> _Older:
 
 
 def _clip_gradients(values: dict[str, Any], threshold: Any) -> None:
-    from composer_algorithms.gradient_clipping import GradientClipping  # here, since few scripts are that old
+    from composer_algorithms.gradient_clipping import GradientClipping  # a slow import that only old scripts need
 
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
         raise ValueError(f"grad_clip_norm={threshold!r} must be a number; the norm of a gradient is clipped to it.")
     if threshold <= 0:
-        return  # what -1 meant, the default of that time
+        return  # -1, the default of that release, disabled clipping
     several = list(ensure_tuple(values["algorithms"]))
     if any(isinstance(algorithm, GradientClipping) for algorithm in several):
         raise ValueError(
@@ -515,7 +518,7 @@ _OLDER: dict[str, _Older] = {
     ),
     "grad_clip_norm": _Older("Write algorithms=GradientClipping('norm', ...).", _clip_gradients),
     "compute_training_metrics": _keep(
-        "compute_training_metrics", "Let the model's get_metrics(is_train=True) return {} where they are not wanted."
+        "compute_training_metrics", "Let the model's get_metrics(is_train=True) return {} to disable them."
     ),
     "fsdp_config": _keep("fsdp_config", "Write parallelism_config={'fsdp': ...}."),
     "fsdp_auto_wrap": _keep("fsdp_auto_wrap", "Write parallelism_config={'fsdp': {'auto_wrap': ...}}."),

@@ -1,4 +1,4 @@
-"""Loggers of a Trainer: those given, a progress bar, the console."""
+"""Loggers, profiler and log level of a Trainer, as chosen by its arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def choose_destinations(given: TrainerArguments) -> list[LoggerDestination]:
-    """Return the given loggers, then the recorder, the progress bar and the console if they are wanted."""
+    """Return the given loggers, followed by the recorder, the progress bar and the console, if enabled."""
     destinations = list(ensure_tuple(given.loggers))
     if not any(isinstance(destination, RunRecorder) for destination in destinations):
         destinations += recorder_of_environment()
@@ -38,6 +38,7 @@ def choose_destinations(given: TrainerArguments) -> list[LoggerDestination]:
             hint = how_to_create(destination, LoggerDestination)
             raise TypeError(f"loggers holds {destination!r}, which is no LoggerDestination. {hint}")
         if isinstance(destination, FileLogger | RunRecorder):
+            # A resumed run continues its files; any other run must not append to those of an earlier one.
             destination.is_resuming = given.autoresume
     if given.progress_bar and not _is_given("progress_bar", ProgressBarLogger, destinations):
         destinations.append(ProgressBarLogger(given.console_stream, given.log_traces))
@@ -50,11 +51,11 @@ def choose_destinations(given: TrainerArguments) -> list[LoggerDestination]:
 
 
 def _add_console(given: TrainerArguments, destinations: list[LoggerDestination]) -> None:
-    # None was the default of earlier releases: the console, unless there is a progress bar.
+    # None was the default of earlier releases: log to the console unless there is a progress bar.
     is_wanted = not given.progress_bar if given.log_to_console is None else given.log_to_console
     if not is_wanted and given.is_default("console_log_interval") and given.is_default("console_stream"):
         return
-    # Created even if it is not wanted, so that a wrong interval is an error on every rank and machine.
+    # Created even if it is not used, so that a wrong interval is an error in every run.
     console = ConsoleLogger(given.console_log_interval, given.console_stream, given.log_traces)
     if not is_wanted or _is_given("log_to_console", ConsoleLogger, destinations):
         return
@@ -78,8 +79,9 @@ def record_failure(error: BaseException, state: State) -> None:
             destination.note_failure(error, of_others)
         elif isinstance(destination, MosaicMLLogger):
             destination.log_exception(error)
+    # An error that all ranks raise alike would only be repeated.
     if of_others is not None and isinstance(error, Exception) and str(error) not in of_others:
-        error.add_note(of_others.rstrip())  # the cause is on another rank, and its traceback helps more than ours
+        error.add_note(of_others.rstrip())  # the cause is on another rank, with the more useful traceback
 
 
 def _is_given(argument: str, kind: type, destinations: list[Any]) -> bool:
@@ -91,8 +93,8 @@ def _is_given(argument: str, kind: type, destinations: list[Any]) -> bool:
     return True
 
 
-# Composer's constructor does not have these. They are logged only if used, so that the hyperparameters of runs stay
-# comparable.
+# Arguments that Composer's constructor does not have. They are logged only if used, so that the hyperparameters of
+# runs stay comparable.
 _ONLY_IF_USED = frozenset(
     {
         "load_trusted",
@@ -134,6 +136,7 @@ def log_arguments(given: TrainerArguments, parts: ResolvedArguments, state: Stat
             "rank_zero_seed": state.rank_zero_seed,
             "is_model_compiled": parts.compilation.is_compiled,
             "auto_microbatching": state.auto_microbatching,
+            # Local variables of Composer's constructor, which it logs too.
             "latest_remote_file_name": None,
             "remote_ud_has_format_string": [False] * len(parts.destinations),
         }
@@ -169,6 +172,8 @@ def bind_profiler(profiler: Profiler | None, state: State, saver: CheckpointSave
     state.profiler = profiler
     profiler.bind_to_state(state)
     if saver is not None:
+        # The saver comes after the callbacks of the profiler, so that checkpoints include their state of the same
+        # event.
         state.callbacks.remove(saver)
         state.callbacks.append(saver)
 
@@ -181,9 +186,9 @@ def check_log_level(level: Any) -> None:
 
 
 def set_log_level(level: str | None) -> None:
-    """Show the messages of Composer's loggers from a level on, with time, rank, process and thread.
+    """Set the level of Composer's loggers, and log with time, rank, process and thread.
 
-    Without a level, nothing is configured. The application's settings for other loggers stay.
+    Without a level, nothing is configured. The levels of other loggers are not changed.
     """
     if level is None:
         return

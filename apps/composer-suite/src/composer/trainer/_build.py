@@ -1,4 +1,4 @@
-"""Construction of a Trainer: the arguments are checked first, then the objects that train are created.
+"""Construction of a Trainer: check the arguments, then create the objects that training needs.
 
 Nothing is written, loaded or communicated before all arguments have been checked.
 """
@@ -136,10 +136,10 @@ class ResolvedArguments:
 
 
 def build(arguments: TrainerArguments) -> Runtime:
-    """Check the arguments, and create everything that trains. Every rank must call this.
+    """Check the arguments, and create all objects that training needs. Every rank must call this.
 
     Raises:
-        RankDisagreementError: If the ranks have different arguments, or do not all reject theirs.
+        RankDisagreementError: If the ranks have different arguments, or only some reject theirs.
     """
     resolved = resolve(arguments)
     set_log_level(arguments.python_log_level)
@@ -160,7 +160,7 @@ def resolve(arguments: TrainerArguments) -> ResolvedArguments:
     """Check the arguments. Every rank must call this, and `check_agreement` afterwards.
 
     Raises:
-        RankDisagreementError: If this rank rejects its arguments, and other ranks do not find the same.
+        RankDisagreementError: If this rank rejects its arguments, unless all ranks do so with the same message.
     """
     try:
         return _resolve_on_this_rank(arguments)
@@ -200,6 +200,7 @@ def _resolve_on_this_rank(arguments: TrainerArguments) -> ResolvedArguments:
     optimizers = choose_optimizers(arguments.optimizers, model)
     check_optimizers_of(schedule.schedulers, optimizers)
     placement = _choose_placement(arguments, device, precision, microbatching, data_spec, algorithms, callbacks)
+    # DeepSpeed scales the loss itself.
     scaler = None if placement.strategy.has_own_precision else make_scaler(precision, device, optimizers)
     run_name = choose_run_name(arguments.run_name)
     check_uploaders(arguments, [*destinations, *callbacks])
@@ -285,11 +286,12 @@ def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_ze
     bind_profiler(
         arguments.profiler, state, None if resolved.saver in ensure_tuple(arguments.callbacks) else resolved.saver
     )
+    # A generated name is random, so all ranks take that of rank 0.
     names = [state.run_name]
     dist.broadcast_object_list(names, src=0)
     state.run_name = names[0]
-    state.strategy = resolved.placement.strategy  # checkpoint saving asks the strategy for the whole weights
-    share_mesh(resolved.placement.strategy, state)
+    state.strategy = resolved.placement.strategy  # checkpoints get the whole weights from the strategy
+    share_mesh(resolved.placement.strategy, state)  # the state and its checkpoints must use the mesh of the strategy
     return state
 
 
@@ -323,6 +325,8 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
     if (size, count) != (None, None):
         microbatching = Microbatching.of(size, count, state.device, profiler=state.profiler)
         refuse_unrepeatable(microbatching, runtime.strategy, is_deepspeed=state.deepspeed_enabled)
+    # A loaded run that was stopped stays stopped unless this call gives it a new length. Read first: an assignment to
+    # `max_duration` resets it.
     stopped = None if longer is not None or asked.reset_time else state.stopped_duration
     with plan.unchanged_on_error():
         plan.settings = replace(plan.settings, microbatching=microbatching)
@@ -336,6 +340,7 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
         plan.set_schedule(schedule, begins_now=True)
     stay_stopped(state, stopped)
     if asked.reset_time:
+        # Not undone by the context above, so it must follow everything that can fail.
         batches.restart()
         runtime.position.forget()
     if asked.spin_dataloaders is not None:
@@ -362,7 +367,8 @@ def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optim
 
 
 def fit_scaler(scaler: GradScaler | None, optimizers: Iterable[Optimizer], device: Device) -> GradScaler | None:
-    """Return the scaler, or one for closures if an algorithm has replaced the optimizer by one that needs a closure."""
+    """Return the scaler, or one that supports closures if the optimizer needs one."""
+    # By exact type, so that a scaler class of the user is kept.
     if type(scaler) in (GradScaler, ShardedGradScaler) and any(map(needs_closure, optimizers)):
         return ClosureGradScaler(device.torch_device.type)
     return scaler
@@ -377,7 +383,7 @@ class Runtime:
         position: The position in the training data, which checkpoints store.
         halve_on_oom: The state of `'auto'` microbatching.
         divergences: The batches for which `on_divergence` acted.
-        local_hparams: What `auto_log_hparams` logged.
+        local_hparams: The hyperparameters that `auto_log_hparams` logged.
         has_failed: Whether this rank has raised an error, so that it must not wait for other ranks.
     """
 
@@ -419,7 +425,7 @@ class Runtime:
         # The same seed on all ranks, if the weights of rank 0 are not broadcast later.
         with seed_context(state.rank_zero_seed) if self.strategy.prepares_before_load else nullcontext():
             self.engine.run_event(Event.INIT)
-        self._take_model(state.model)  # an algorithm may have put another in its place
+        self._take_model(state.model)  # an algorithm may have replaced it
         if arguments.auto_log_hparams:
             self.local_hparams = log_arguments(arguments, resolved, state, self.logger)
         log_run_facts(state, self.logger)
@@ -431,16 +437,19 @@ class Runtime:
         if self.strategy.prepares_before_load:
             self._prepare_model()
         self.engine.run_event(Event.BEFORE_LOAD)
+        # Before and after the load: an algorithm may have replaced the optimizer on an event or while loading, and the
+        # scaler must have its final class before its saved state is loaded.
         state.scaler = fit_scaler(state.scaler, state.optimizers, state.device)
         with following_load(state):
             load_at_start(arguments, self.saver, state, self.logger, self.engine)
         self.engine.run_event(Event.AFTER_LOAD)
         state.scaler = fit_scaler(state.scaler, state.optimizers, state.device)
         if not self.strategy.prepares_before_load:
-            if state.model is not self.model:  # an algorithm that the checkpoint names has put it there
+            if state.model is not self.model:  # replaced by an algorithm that the checkpoint required
                 self._take_model(state.model)
                 self._make_metrics(arguments, resolved)
             self._prepare_model()
+        # Last: algorithms, the load and the strategy may still have replaced the model or its modules.
         self._compilation.apply(state.model)
         # Training must not depend on how many random numbers algorithms have drawn so far.
         seed_rank(state.rank_zero_seed, self.strategy)
@@ -455,6 +464,7 @@ class Runtime:
         state = self.state
         metrics: Mapping[str, Any] = {}
         if arguments.compute_training_metrics:
+            # A copy, because get_metrics may return the same objects for training and evaluation.
             metrics = copy.deepcopy(metrics_by_name(self.model, is_train=True))
         check_metrics(metrics)
         state.train_metrics = {name: state.device.module_to_device(metric) for name, metric in metrics.items()}
@@ -473,32 +483,33 @@ class Runtime:
         self.state.evaluators = list(evaluators)
 
     def add_metrics(self, evaluators: Iterable[Evaluator]) -> None:
-        """Make the metrics of evaluators ready."""
+        """Add copies of the metrics of evaluators to `state.eval_metrics`."""
         for evaluator in evaluators:
             selected = evaluator.select_metrics(metrics_by_name(self.model, is_train=False))
             self.state.eval_metrics[evaluator.label] = copy.deepcopy(selected)
 
     def take_evaluators(self) -> None:
         """Prepare evaluators that a user or callback has added to `state.evaluators`."""
-        evaluators = cast("list[Any]", self.state.evaluators)  # a user may have put in plain dataloaders
+        evaluators = cast("list[Any]", self.state.evaluators)  # users may append plain dataloaders
         for place, item in enumerate(evaluators):
             is_one = isinstance(item, Evaluator)
             if is_one and item.eval_interval is not None and item.label in self.state.eval_metrics:
                 continue
             (made,) = make_evaluators(item, self.model, *self._eval_settings, self.state.device)
-            if is_one:  # the object stays the same, since the caller may hold it
+            if is_one:  # changed in place, because the caller may hold a reference
                 vars(item).update(vars(made))
             else:
                 evaluators[place] = made
             self.add_metrics([made])
 
     def fit(self, arguments: FitArguments) -> None:
-        """Train as `Trainer.fit` describes it. Every rank must call this."""
+        """Train; see `Trainer.fit`. Every rank must call this."""
         batches = take_fit_arguments(self, arguments)
         # The failure is recorded before a signal ends the process: the launcher sends one when a rank fails.
         with self.preemption.watched(), self.recording_failure():
             begin_fit(self.state, self.ranks, batches.data_spec, self.strategy)
             self.make_loop(batches).fit()
+        # The gradients of the last batch would occupy memory until the next fit.
         for optimizer in self.state.optimizers:
             self.strategy.zero_grad(optimizer)
 
@@ -509,7 +520,7 @@ class Runtime:
         try:
             yield
         except BaseException as error:
-            with postponed():
+            with postponed():  # a second signal must not interrupt the record
                 self.has_failed = True
                 error_context.name_stage(error, self.state)
                 record_failure(error, self.state)
@@ -551,6 +562,7 @@ class Runtime:
             oom=self.halve_on_oom if state.auto_microbatching else None,
         )
         if self.saver is not None:
+            # Assigned for each fit, because the guard of an earlier one refers to its scaler and results.
             self.saver.before_save = None if guard is None else guard.check_weights
         return Loop(
             state=state,

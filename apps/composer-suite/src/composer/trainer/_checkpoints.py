@@ -1,4 +1,4 @@
-"""Checks of the Trainer's arguments for saving, loading and resuming, and their use."""
+"""Saving, loading and resuming, as chosen by the arguments of the Trainer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def choose_saver(
 
 
 def _check_without_folder(arguments: TrainerArguments) -> None:
-    """Check arguments that are unused without a folder, so that mistakes show before a run that saves."""
+    """Check arguments that are unused without a folder, so that a trial run reveals mistakes in them."""
     if arguments.save_async:
         raise ValueError("save_async=True but save_folder=None, so nothing is saved. Give save_folder, too.")
     to_interval("save_interval", arguments.save_interval)
@@ -83,7 +83,7 @@ def _warn_of_no_effect(given: str, missing: str) -> None:
 
 def find_saver(callbacks: Iterable[Callback]) -> CheckpointSaver | None:
     """Return the first saver among the callbacks."""
-    module: Any = sys.modules.get("composer_checkpoint.saver")  # not imported, so no instance exists
+    module: Any = sys.modules.get("composer_checkpoint.saver")  # an instance exists only after this import
     if module is None:
         return None
     saver: Any = next((callback for callback in callbacks if isinstance(callback, module.CheckpointSaver)), None)
@@ -102,6 +102,7 @@ def _make_saver(arguments: TrainerArguments) -> CheckpointSaver | None:
     prefix = f"{inside}/" if inside else ""
     remote, latest = arguments.save_artifact_name, arguments.save_latest_artifact_name
     if remote is None:
+        # Object names do not begin with a slash.
         remote = prefix + os.fspath(arguments.save_filename).lstrip("/")
     if latest is None and arguments.save_latest_filename is not None:
         latest = prefix + os.fspath(arguments.save_latest_filename).lstrip("/")
@@ -189,10 +190,11 @@ def _load(arguments: TrainerArguments, state: State, logger: Logger, engine: Eng
 
     path, store = os.fspath(arguments.load_path), arguments.load_object_store
     if store is not None and parse_uri(path).backend:
+        # The given store replaces the one that the URI names.
         path = parse_uri(path).path
-    # Passed only if set: users' test suites patch this function with one that has Composer's arguments only.
+    # Passed only if set: users' test suites replace this function by one with Composer's arguments only.
     chosen = {"trusted": arguments.load_trusted, "restart_epoch": arguments.load_restart_epoch}
-    # Called through the module, where such patches apply.
+    # Called through the module, in which they replace it.
     checkpoint.load_checkpoint(
         state=state,
         logger=logger,
@@ -208,5 +210,5 @@ def _load(arguments: TrainerArguments, state: State, logger: Logger, engine: Eng
     )
     stamp = state.timestamp
     if not stamp.num_iterations and not int(stamp.epoch_in_iteration) and not int(stamp.token_in_iteration):
-        # A checkpoint from before there were iterations.
+        # Checkpoints of old releases do not have iterations.
         state.timestamp = stamp.copy(epoch_in_iteration=stamp.num_epochs, token_in_iteration=stamp.num_tokens)

@@ -27,8 +27,8 @@ _NO_BATCH: Any = object()
 class TrainBatches:
     """Iterator over the rest of the current epoch.
 
-    An epoch that a `fit` leaves half-way is kept open, and the next `fit` continues with the next batch. If the ranks
-    have dataloaders of unequal length, the epoch ends for all with the shortest.
+    If a `fit` ends in the middle of an epoch, the iterator stays open, and the next `fit` continues with the next
+    batch. If the dataloaders of the ranks differ in length, the epoch ends on all ranks with the shortest.
 
     Attributes:
         data_spec: Prepares and counts the batches.
@@ -60,7 +60,7 @@ class TrainBatches:
         self._exhausted = False
         while True:
             run_event(Event.BEFORE_DATALOADER)
-            # If an exception prevented the step on the latest batch, it is yielded again.
+            # If an exception prevented the step on the latest batch, that batch is yielded again.
             is_new = self._num_read == self._state.timestamp.num_batches_in_epoch
             if is_new and not self._ranks.all_have_a_batch(has_one := self._read()):
                 if has_one and not self._is_warned:
@@ -72,7 +72,7 @@ class TrainBatches:
                         "gives all ranks as many.",
                         stacklevel=user_stacklevel(),
                     )
-                # AFTER_DATALOADER has no batch to show here; only the profiler's span must end.
+                # Without a batch, AFTER_DATALOADER does not run; only the profiler's span must end.
                 self._engine.run_marker_only_event(Event.AFTER_DATALOADER)
                 break
             self._num_read += is_new
@@ -87,14 +87,14 @@ class TrainBatches:
 
         Within an epoch it belongs to the next batch, and is restored when the epoch is opened.
         """
-        # Workers of a killed run leave shared memory behind; one process per machine removes it.
+        # Workers of a killed run leave shared memory behind. One process per machine removes it.
         if dataset_counts_samples(self.data_spec.dataloader) and get_local_rank() == 0:
             tidy_shared_memory()
         self._position.restore_between_epochs(self._state)
 
     @error_context.stage("the dataloader")
     def begin_epoch(self) -> None:
-        """Set the epoch of the data, before callbacks on EPOCH_START may choose another one."""
+        """Set the epoch of the data, before EPOCH_START, on which callbacks may set another one."""
         self._position.begin(self._state, self.data_spec.dataloader)
 
     def restart(self) -> None:
@@ -133,7 +133,7 @@ class TrainBatches:
         return True
 
     def _raise_empty_dataloader(self) -> None:
-        """Warn of an epoch without batches; raise if training would never end, or had batches before."""
+        """Warn about an epoch without batches; raise if training would never end, or earlier epochs had batches."""
         state = self._state
         message = (
             f"No batches were trained for global rank {get_global_rank()}: "
@@ -142,6 +142,7 @@ class TrainBatches:
             "more, and an iterator can be read only once."
         )
         duration = state.max_duration
+        # Only a duration in epochs is reached without batches.
         if state.timestamp.num_batches > 0 or duration is None or duration.unit is not TimeUnit.EPOCH:
             raise ValueError(message)
         warnings.warn(message, stacklevel=user_stacklevel())
@@ -196,13 +197,13 @@ def _check_samples(num_samples: Any, duration: Time[Any] | None) -> None:
 
 
 class Clock:
-    """Durations of batches: each lasts from the end of the previous one to its own end."""
+    """Clock of batches, each of which lasts from the end of the previous one to its own end."""
 
     def __init__(self) -> None:
         self._started_s = time.perf_counter()
 
     def start_batch(self) -> None:
-        """Start now; the time before belongs to no batch."""
+        """Start the first batch now, so that earlier time is not counted."""
         self._started_s = time.perf_counter()
 
     def end_batch_s(self) -> float:

@@ -1,4 +1,4 @@
-"""Find the batch whose step would ruin the weights before the optimizer takes the step, and act on it."""
+"""Check gradients before each optimizer step, and act on a batch that would make the weights non-finite."""
 
 import logging
 import math
@@ -42,7 +42,7 @@ class DivergenceGuard:
     The gradients decide, since they enter the weights. A loss may be NaN with gradients of 0, such as the mean over
     labels that are all ignored. Such a batch is counted and logged, and training continues.
 
-    The strategy averages gradients over the ranks, so every rank comes to the same result without another message. On
+    The strategy averages gradients over the ranks, so all ranks reach the same result without another collective. On
     a CPU the result is read at once. On a GPU, fused optimizer kernels skip the step by a flag on the device, and the
     host reads the flag two batches later; until then no further step is taken. Other optimizers synchronize with the
     device.
@@ -66,11 +66,13 @@ class DivergenceGuard:
         # With sharded gradients, a reduction carries the result to all ranks; each rank sees only its own shard.
         fsdp = as_fsdp(strategy)
         self._reductions = fsdp.watch_reductions() if fsdp is not None and self._sees_gradients else None
+        # A spike check reads the loss at every batch anyway, so the result need not be deferred.
         self._defers = (
             device.type == "cuda"
             and policy.spike_factor is None
             and (state.scaler is not None or has_fused_step(state.optimizers[0]))
         )
+        # A deferred result concerns a batch that is LAG batches old, so its buffers must still be there.
         buffers = KeptBuffers(state.model, num_batches=LAG + 1 if self._defers else 1)
         self._buffers = buffers if buffers.owners else None
         self._rolls_back = policy.rolls_back
@@ -84,11 +86,11 @@ class DivergenceGuard:
         self._refused: Divergence | None = None
 
     def begin_batch(self) -> None:
-        """Act on the results that have arrived from the device, and copy what the batch may ruin."""
+        """Act on the results that have arrived from the device, and copy the buffers and, if due, the weights."""
         if self._defers:
             self._act_on_arrivals()
             if self._policy.action == "skip":
-                self._found.zero_()  # each batch counts by itself; other actions block all steps until the host knows
+                self._found.zero_()  # only the bad batch is skipped; other actions block all steps until the host knows
         if self._buffers is not None:
             self._buffers.keep()
         if self._rolls_back:
@@ -139,7 +141,7 @@ class DivergenceGuard:
             self._act(self._refused)
 
     def check_weights(self) -> None:
-        """Read and act on all pending results, then reject weights that a step itself has ruined."""
+        """Act on all pending results, then raise if a step itself has made weights non-finite."""
         self._act_on_arrivals(wait=True)
         found = torch.zeros_like(self._found)
         for optimizer in self._state.optimizers:
@@ -155,8 +157,9 @@ class DivergenceGuard:
             self.check_weights()
         finally:
             if self._num_bad_losses > 1:
-                _log.warning("%d batches had a loss that is not finite beside finite gradients.", self._num_bad_losses)
+                _log.warning("%d batches had a non-finite loss with finite gradients.", self._num_bad_losses)
             self._num_bad_losses = 0
+            # A step outside the Trainer must not depend on the flag.
             for optimizer in self._state.optimizers:
                 set_found_inf(optimizer, None)
 
@@ -172,7 +175,7 @@ class DivergenceGuard:
         return None
 
     def _find(self, optimizer: Optimizer, is_bad_loss: Tensor) -> Tensor | None:
-        """Set `found` on the device if the step would ruin the weights, and return the overflow of a scaler."""
+        """Set `found` on the device if the step would be harmful, and return the overflow of a scaler."""
         if self._scaler is None:
             if self._sees_gradients:
                 self._look_at_gradients(optimizer)
@@ -180,6 +183,7 @@ class DivergenceGuard:
                 self._look_into_engine(is_bad_loss)
             return None
         overflow = overflow_of(self._scaler, optimizer)
+        # An overflow alone is routine: the scaler skips the step and lowers its scale.
         self._found.logical_or_(is_bad_loss & (overflow > 0))
         return overflow
 
@@ -191,6 +195,7 @@ class DivergenceGuard:
             self._agree()
         has_bad_loss = bool(is_bad_loss)
         mean = None if self._spikes is None else mean_total(losses, self._strategy)
+        # `_counts_overflow` comes first, because it must count in every batch.
         if (overflow is not None and self._counts_overflow(has_overflown)) or self._found.item():
             return self._describe(math.nan if has_bad_loss else losses[TOTAL].item(), is_spike=False)
         self._num_in_a_row = 0
@@ -214,14 +219,14 @@ class DivergenceGuard:
         self._found.logical_or_(is_bad_loss)
         if self._strategy.world_size > 1:
             self._agree()
-        # The engine is asked for its gradients only after a bad loss.
+        # Only after a bad loss, because this gathers every gradient.
         if self._found.item() and cast("DeepSpeed", self._strategy).has_finite_gradients():
             self._found.zero_()
 
     def _knows_of_shards(self) -> bool:
-        """Return whether `found` already covers all ranks' shards of the gradients, without a message.
+        """Return whether `found` covers the shards of all ranks without another collective.
 
-        It does not when algorithms may have changed the gradients after their reduction.
+        It does not if algorithms may have changed the gradients after their reduction.
         """
         watch = self._reductions
         if watch is None or not watch.speaks_of_all or self._state.algorithms:
@@ -264,7 +269,7 @@ class DivergenceGuard:
 
     def _keep_snapshot(self) -> None:
         if self._snapshot is None or self._num_since_snapshot >= self._policy.rollback_batches:
-            self._act_on_arrivals(wait=True)  # a snapshot of ruined weights would be useless
+            self._act_on_arrivals(wait=True)  # a snapshot of non-finite weights would be useless
             self._snapshot = Snapshot(self._state.model, self._state.optimizers[0])
             self._num_since_snapshot = 0
         self._num_since_snapshot += 1
@@ -280,7 +285,7 @@ class DivergenceGuard:
         """Perform the action of a divergence; the weights are those before the batch."""
         self._divergences.append(divergence)
         if divergence.action == "log":
-            _log.warning("%s The step is made all the same.", _sentence(divergence))
+            _log.warning("%s The optimizer takes the step anyway.", _sentence(divergence))
             return
         self._num_in_a_row += 1
         if self._buffers is not None:
@@ -296,18 +301,19 @@ class DivergenceGuard:
         if divergence.action == "rollback":
             assert self._snapshot is not None
             self._snapshot.restore()
-            went_back = f"Weights and optimizer went back by {self._num_since_snapshot - 1} batches."
-            _log.warning("%s The optimizer made no step with it. %s", _sentence(divergence), went_back)
+            went_back = f"Weights and optimizer state were rolled back by {self._num_since_snapshot - 1} batches."
+            _log.warning("%s The optimizer did not step. %s", _sentence(divergence), went_back)
         else:
-            _log.warning("%s The optimizer made no step with it.", _sentence(divergence))
+            _log.warning("%s The optimizer did not step.", _sentence(divergence))
 
     def _explain(self, divergence: Divergence) -> str:
         where = ""
-        if not divergence.is_spike and not self._defers:  # a deferred result comes when newer gradients are present
+        # When a deferred result arrives, `grad` holds the gradients of a later batch.
+        if not divergence.is_spike and not self._defers:
             parameters = self._state.model.named_parameters()
             gradients = ((name, p.grad) for name, p in parameters if p.grad is not None)
             names = names_of_bad(gradients, may_be_marked=self._reductions is not None)
-            where = f" Not finite are the gradients of {names}." if names else ""
+            where = f" The gradients of {names} are not finite." if names else ""
         again = f", {self._num_in_a_row} batches in a row" if self._num_in_a_row > 1 else ""
         return (
             f"{_sentence(divergence)}{where} The optimizer made no step with it{again}; the weights are those before "
@@ -317,8 +323,9 @@ class DivergenceGuard:
         )
 
     def _refuse_weights(self) -> None:
-        """Raise for weights that a step has ruined; a good copy does not exist."""
+        """Raise because a step itself has made weights non-finite; no good copy exists."""
         stamp = self._state.timestamp
+        # The timestamp counts the batch already.
         divergence = Divergence(max(stamp.num_batches - 1, 0), stamp.num_epochs, math.nan, False, "raise")
         self._divergences.append(divergence)
         names = names_of_bad((name, p.detach()) for name, p in self._state.model.named_parameters())
@@ -345,6 +352,7 @@ def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
 def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the weights of an optimizer, and its state tensors of the same shape."""
     weights = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    # State of another shape is left out: the step counter of Adam may be on the CPU, unlike the weights.
     states = [value for p in weights for value in _values(optimizer.state.get(p, {})) if value.shape == p.shape]
     return [tensor.detach() for tensor in (*weights, *states) if tensor.is_floating_point() or tensor.is_complex()]
 
@@ -357,10 +365,10 @@ LAG = 2  # batches; by then the host reads a finished result without a visible s
 
 
 class DelayedReadback:
-    """Transfer of a few numbers per batch to the host, in order.
+    """Asynchronous copies of a few numbers per batch to the host, in order.
 
-    They are read after a fixed number of batches on all ranks: acting as soon as they arrive would leave the other
-    ranks alone in their next collective.
+    All ranks read them after the same number of batches. A rank that acted as soon as they arrive would leave the
+    others waiting in their next collective.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -391,7 +399,7 @@ class DelayedReadback:
         self._waiting.clear()
 
 
-_PLAIN = {Tensor}  # lists of nothing else skip the check of each tensor
+_PLAIN = {Tensor}  # a list with only this type skips the check of each tensor
 
 
 def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
@@ -511,6 +519,7 @@ def takes_none(optimizer: Optimizer) -> bool:
 
 def has_fused_step(optimizer: Optimizer) -> bool:
     """Return whether an optimizer's kernels read a skip flag on the device."""
+    # The attribute of fused optimizers in PyTorch, which GradScaler reads too.
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
@@ -523,6 +532,6 @@ def set_found_inf(optimizer: Any, found: Tensor | None) -> None:
 
 
 def overflow_of(scaler: GradScaler, optimizer: Optimizer) -> Tensor:
-    """Return more than 0 if the scaler has found an overflow."""
+    """Return a scalar tensor, greater than 0 if the scaler has found an overflow on any device."""
     per_device: dict[torch.device, Tensor] = states_of(scaler)[id(optimizer)]["found_inf_per_device"]
     return torch.stack([found.to(next(iter(per_device))) for found in per_device.values()]).sum()

@@ -12,7 +12,7 @@ from composer_events.state import State
 
 TFunction = TypeVar("TFunction", bound=FunctionType)
 
-# By code object, which a traceback has: a wrapper around each function would slow down every call.
+# By code object, which tracebacks contain: a wrapper around each function would slow down every call.
 _STAGES: dict[CodeType, str] = {}
 
 
@@ -27,10 +27,10 @@ def stage(name: str) -> Callable[[TFunction], TFunction]:
 
 
 def name_stage(error: BaseException, state: State) -> None:
-    """Add the innermost stage of an exception, the batch and the rank as a note.
+    """Add a note to an exception, with its innermost stage, the batch and the rank.
 
-    Nothing is added if a hook has added a more precise note, or if the exception came through no stage. If only its
-    cause came through one, the cause gets the note.
+    No note is added if a hook has added a more precise one, or if the traceback has no stage. If only the traceback of
+    the cause has one, the note is added to the cause.
     """
     for each in (error, error.__cause__):
         if not isinstance(each, Exception) or any(
@@ -43,7 +43,7 @@ def name_stage(error: BaseException, state: State) -> None:
             stamp = state.timestamp
             rank = f" on rank {get_global_rank()}" if get_world_size() > 1 else ""
             each.add_note(f"raised in {stages[-1]} of epoch {stamp.num_epochs}, batch {stamp.num_batches}{rank}")
-            if "find_unused_parameters=True" in str(each):  # PyTorch's advice, which a Trainer has no argument for
+            if "find_unused_parameters=True" in str(each):  # PyTorch's advice, for which the Trainer has no argument
                 each.add_note(
                     "Some layers of the model take no part in the loss. Train without them, or give the Trainer "
                     "ddp_sync_strategy='forced_sync', which needs no gradient of theirs."
@@ -52,17 +52,17 @@ def name_stage(error: BaseException, state: State) -> None:
 
 
 def name_dataset(error: Exception, dataloader: Any) -> None:
-    """Add the dataset of a dataloader that raised as a note, and advice about its workers."""
+    """Add notes with the dataset of a dataloader that raised, and advice about its workers."""
     dataset = getattr(dataloader, "dataset", None)
     if dataset is None:
         return
     num_workers = getattr(dataloader, "num_workers", 0)
     reader = f"a {type(dataloader).__name__}" + (f" with num_workers={num_workers}" if num_workers else "")
     error.add_note(f"{reader} was reading {type(dataset).__module__}.{type(dataset).__qualname__}")
-    said = f"{error} {error.__cause__}"  # these are PyTorch's messages, which contain no advice
+    said = f"{error} {error.__cause__}"  # messages of PyTorch, which do not say what to do
     if "killed by signal: Killed" in said:
         error.add_note(
-            "A worker that another process kills was mostly too large for the machine's memory: have fewer workers, a "
+            "A worker that another process kills was usually too large for the machine's memory: have fewer workers, a "
             "smaller prefetch_factor, or more memory."
         )
     elif "DataLoader timed out" in said:
@@ -73,10 +73,10 @@ def name_dataset(error: Exception, dataloader: Any) -> None:
 
 
 def name_setters(error: Exception, state: State, events: Iterable[Event]) -> None:
-    """Add the algorithms and callbacks that may have replaced a batch that cannot be split as a note."""
+    """Add a note with the algorithms and callbacks that may have set a batch that cannot be split."""
     setters = [f"algorithm {type(algorithm).__name__}" for algorithm in state.algorithms]
     for event in events:
         setters += [f"callback {type(callback).__name__} on {event}" for callback in listening(state.callbacks, event)]
     if setters:
         kind = type(state.batch).__name__
-        error.add_note(f"state.batch is a {kind}. If no dataloader gave that, it was set by {' or '.join(setters)}")
+        error.add_note(f"state.batch is a {kind}. If no dataloader yielded it, it was set by {' or '.join(setters)}")

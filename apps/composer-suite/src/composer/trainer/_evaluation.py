@@ -50,9 +50,9 @@ _NO_BATCH: Any = object()
 
 @dataclass(slots=True, eq=False)
 class Evaluation:
-    """Runs of evaluators: events, forward passes, metrics.
+    """Runs evaluators: events, forward passes and metrics.
 
-    Every sample counts once, even where a DistributedSampler repeats some to give each rank equally many.
+    Each sample counts once, even if a DistributedSampler repeats some to give all ranks the same number.
     """
 
     state: State
@@ -66,6 +66,7 @@ class Evaluation:
     _eval_forward: Callable[[Any], Any] = field(init=False)
 
     def __post_init__(self) -> None:
+        # ValueError for other CUDA errors, as in Composer.
         self._attempts = Attempts(self.strategy, ValueError)
         self._eval_forward = _of_batch(self.model.eval_forward)
 
@@ -76,7 +77,7 @@ class Evaluation:
         subset_num_batches: int = -1,
         open_batches: Callable[[Evaluator], Iterator[Any]] | None = None,
     ) -> None:
-        """Evaluate over one dataloader, log the metrics, and leave the state's dataloader and mode as they were.
+        """Evaluate over one dataloader, log the metrics, and restore the state's dataloader and the model's mode.
 
         A dataloader that yields no batch causes a warning, and its metrics keep their values.
 
@@ -122,6 +123,7 @@ class Evaluation:
     ) -> Iterator[Any]:
         state, spec = self.state, evaluator.dataloader
         length = state.dataloader_len
+        # By the batches trained on, so that a resumed run shuffles as the uninterrupted one.
         set_epoch(spec.dataloader, state.timestamp.num_batches)
         batches = iter(spec.dataloader) if open_batches is None else open_batches(evaluator)
         while True:
@@ -193,7 +195,7 @@ class Evaluation:
         state, undo = self.state, MetricsUndo(metrics)
         batch = state.batch
         while not self._attempts.succeeds(evaluate, Stage.GRADIENTS):
-            state.batch, state.outputs = batch, torch.empty(0)
+            state.batch, state.outputs = batch, torch.empty(0)  # releases the tensors of the failed attempt
             undo()
             old = evaluator.device_eval_microbatch_size
             assert old is not None, "Evaluator begins with a size"
@@ -241,8 +243,10 @@ def _fill_shorter_lists(metrics: Mapping[str, Any]) -> None:
         return
     own = [[[_kind_of(element) for element in found] for found in of_part] for of_part in lists]
     for part, of_part, *of_ranks in zip(parts, lists, *dist.all_gather_object(own), strict=True):
+        # The longest list of any rank has the shapes and dtypes for the padding.
         longest = [max(of_list, key=len) for of_list in zip(*of_ranks, strict=True)]
-        if any(None in kinds for kinds in longest):  # a metric with other objects than tensors has its own gathering
+        # A metric with lists of objects other than tensors gathers them itself.
+        if any(None in kinds for kinds in longest):
             continue
         for found, kinds, *lengths in zip(of_part, longest, *of_ranks, strict=True):
             if min(map(len, lengths)) < len(kinds):
@@ -273,9 +277,9 @@ def _of_batch(eval_forward: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 class EvaluationBatches:
-    """Readers of evaluation dataloaders whose random draws depend on the training batch alone.
+    """Iterators over evaluation dataloaders whose random draws depend only on the training batch.
 
-    Without them, the rest of training would depend on whether persistent workers had been started before.
+    Otherwise training after an evaluation would depend on whether its persistent workers had been started before.
     """
 
     def __init__(self, state: State) -> None:
@@ -313,10 +317,10 @@ def make_evaluators(
     Args:
         given: One dataloader, DataSpec or Evaluator, several of one kind, or None.
         model: Provides the metrics.
-        eval_interval: Of evaluators without an interval.
-        subset_num_batches: Of evaluators without a number of batches; -1 for all.
+        eval_interval: The interval of evaluators without their own.
+        subset_num_batches: The number of batches of evaluators without their own; -1 for all.
         device: The device of the evaluation.
-        present: Existing evaluators, which stay if `given` is empty.
+        present: Existing evaluators, which are kept if `given` is empty.
     """
     items = _listed(given)
     if not items:
@@ -351,12 +355,12 @@ def _check_evaluator(evaluator: Evaluator, metrics: Mapping[str, Any], device: D
     if evaluator.auto_microbatching and device.name != "gpu":
         raise ValueError(
             f"Can only use adaptive device_eval_microbatch_size on GPU, and device is {device.name!r}: other "
-            f"devices do not say that they are out of memory. Give evaluator {evaluator.label!r} a number."
+            f"devices do not report that they are out of memory. Give evaluator {evaluator.label!r} a number."
         )
     if evaluator.metric_names and not evaluator.select_metrics(metrics):
         there = ", ".join(metrics if evaluator.metrics is None else evaluator.metrics) or "none at all"
         raise ValueError(
-            f"Evaluator {evaluator.label!r} has metric_names={evaluator.metric_names!r}, and no metric is called so. "
+            f"Evaluator {evaluator.label!r} has metric_names={evaluator.metric_names!r}, and no metric matches. "
             f"There are {there}. Name some of these, or leave metric_names out for all."
         )
     loader = evaluator.dataloader.dataloader
@@ -372,6 +376,7 @@ def _check_evaluator(evaluator: Evaluator, metrics: Mapping[str, Any], device: D
 
 
 def _warn_of_idle(eval_interval: Any, subset_num_batches: int, present: Sequence[Evaluator]) -> None:
+    # 1 is the default, and 0 turns evaluation off.
     if eval_interval in (0, 1) and subset_num_batches == -1:
         return
     labels = ", ".join(repr(evaluator.label) for evaluator in present)
@@ -385,7 +390,7 @@ def _warn_of_idle(eval_interval: Any, subset_num_batches: int, present: Sequence
 
 
 def warn_of_known_labels(evaluators: Sequence[Evaluator], others: Iterable[Evaluator]) -> None:
-    """Warn if two evaluators share a label, under which each overwrites the other's results."""
+    """Warn if two evaluators share a label, so that each overwrites the results of the other."""
     known = {evaluator.label for evaluator in others}
     for evaluator in evaluators:
         if evaluator.label in known and others:
@@ -407,20 +412,20 @@ def _listed(given: Any) -> Sequence[Any]:
 
 
 def _is_batch(item: Any) -> bool:
-    """Return whether an item of a list is a batch (the list is one dataloader), not a dataloader of its own."""
+    """Return whether an item of a list is a batch, so that the list is one dataloader, and not a dataloader."""
     return isinstance(item, (tuple, Tensor)) or (isinstance(item, Mapping) and "dataloader" not in item)
 
 
 def metrics_by_name(model: ComposerModel, *, is_train: bool) -> Mapping[str, Any]:
     """Return the model's metrics for training or evaluation."""
     metrics: Any = model.get_metrics(is_train=is_train)
-    # By attribute, since neither ModuleDict nor MetricCollection is a Mapping.
+    # By attribute, because ModuleDict and MetricCollection are not Mappings.
     if hasattr(metrics, "keys") and hasattr(metrics, "items"):
         return metrics
     raise TypeError(
         f"{type(model).__name__}.get_metrics(is_train={is_train}) returned {metrics!r}, a {type(metrics).__name__}. It "
-        "returns a dict of names to metrics, such as {'MulticlassAccuracy': MulticlassAccuracy(...)}, and {} where "
-        "there are none."
+        "must return a dict of names to metrics, such as {'MulticlassAccuracy': MulticlassAccuracy(...)}, or {} "
+        "without metrics."
     )
 
 
@@ -431,15 +436,15 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
         if any(isinstance(state, Tensor) and state.is_meta for state in states):
             raise ValueError(
                 f"the metric {name!r} of the model, a {type(metric).__name__}, is on the meta device, where it has no "
-                f"numbers to count from. Make the model's metrics below "
-                f"`with torch.device('cpu'):`, also where the rest of the model is made on the meta device."
+                f"values to start from. Create the model's metrics inside "
+                f"`with torch.device('cpu'):`, even if the rest of the model is created on the meta device."
             )
 
 
 class Padding:
     """Counts of the repeated samples in one pass over a dataloader.
 
-    They are the last sample of each of the last ranks, in the last batch of the sampler.
+    The sampler repeats them as the last sample of each of the last ranks, in the last batch.
 
     Args:
         dataloader: Any dataloader; only a DistributedSampler that keeps its tail repeats samples.
@@ -451,6 +456,7 @@ class Padding:
         self._num_left = 0
         sampler: Any = getattr(getattr(dataloader, "batch_sampler", None), "sampler", None)
         if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
+            # `total_size` is the size of the dataset, rounded up to a multiple of the ranks.
             self._num_repeated = sampler.total_size - len(cast(Any, sampler).dataset)
             self._is_own = sampler.rank >= sampler.num_replicas - self._num_repeated
             self._num_left = sampler.num_samples
@@ -466,8 +472,8 @@ class Padding:
 def without_last(microbatch: Any, data_spec: DataSpec) -> tuple[Any, bool]:
     """Return a microbatch without its last sample, and whether any counted sample is left.
 
-    A microbatch of one sample is returned unchanged and computed anyway, because the other ranks may need this rank's
-    part of a collective.
+    A microbatch of one sample is returned unchanged and still evaluated, because other ranks may wait for this rank in
+    a collective.
     """
     num_samples = int(data_spec.get_num_samples_in_batch(microbatch))
     if num_samples <= 1:

@@ -41,7 +41,7 @@ class SchedulerSteps:
 
     By default they step after each epoch if one of them is a PyTorch scheduler, which counts epochs, and otherwise
     after each batch. PyTorch schedulers count their steps. Composer schedulers are functions of the state's timestamp,
-    so a batch trains with the rate of its own time even if the timestamp was loaded or reset.
+    so each batch trains with the rate of its timestamp, even after a load or a reset.
     """
 
     def __init__(self, state: State, every_batch: bool | None) -> None:
@@ -57,12 +57,12 @@ class SchedulerSteps:
             self.set_rates()
 
     def after_batch(self) -> None:
-        """Step the schedulers if they go by batches, after the timestamp."""
+        """Step the schedulers if they step after each batch; the timestamp counts the batch already."""
         if self._steps_every_batch():
             self._step()
 
     def after_epoch(self) -> None:
-        """Step the schedulers if they go by epochs, after the timestamp."""
+        """Step the schedulers if they step after each epoch; the timestamp counts the epoch already."""
         if not self._steps_every_batch():
             self._step()
 
@@ -93,7 +93,7 @@ class SchedulerSteps:
 
     def _has_moved(self) -> bool:
         (time, *lengths), (before, *lengths_before) = self._moment(), self._set_for
-        # Lengths by identity: those in different units have no order, and refuse to be compared.
+        # Lengths by identity, because comparing two of different units raises.
         return (time is not before and time != before) or any(map(is_not, lengths, lengths_before))
 
     def _moment(self) -> tuple[Any, ...]:
@@ -216,6 +216,7 @@ def _parts(schedulers: Mapping[Optimizer, list[Any]]) -> list[list[object]]:
 
 def _base_lrs(state: State, schedulers: Mapping[Optimizer, list[Any]]) -> list[float]:
     """Return the learning rate that the schedule of each group of each optimizer begins with."""
+    # By the groups, which an optimizer such as SAM shares with the one that it wraps and the schedulers hold.
     of_schedulers = {id(each.param_groups): getattr(schedulers[each][-1], "base_lrs", None) for each in schedulers}
     return [
         float(lr)
@@ -262,14 +263,14 @@ def to_duration(given: int | str | Time[int] | None, name: str) -> Time[int] | N
     if duration.unit is TimeUnit.SECOND:
         raise ValueError(f"{name}={given!r}: Wall clock time not an allowed time unit. {accepted}")
     if duration.unit is TimeUnit.DURATION:
-        raise ValueError(f"{name}={given!r} is a part of a training, whose length it cannot be. {accepted}")
+        raise ValueError(f"{name}={given!r} is a fraction of training, not a length. {accepted}")
     if duration.value <= 0:
         raise ValueError(f"{name}={given!r} must be greater than 0. {accepted}")
     return duration
 
 
 def stay_stopped(state: State, stopped_duration: str | None) -> None:
-    """Stop again if the loaded checkpoint is of a run that was stopped, unless the duration has changed."""
+    """Stop if the loaded checkpoint records that the run was stopped, unless the duration has changed."""
     state.stopped_duration = None
     duration = state.max_duration
     if duration is None or duration.to_timestring() != stopped_duration:
@@ -296,15 +297,15 @@ def check_time_left(state: State) -> None:
     asked = max_duration.to_timestring()
     if state.iteration_length is None and max_duration.unit is TimeUnit.ITERATION:
         raise ValueError(
-            f"max_duration cannot be specified in iterations ({asked!r}) before state.iteration_length says how long "
-            "one is, such as '2ep'. Set it, or give epochs ('10ep')."
+            f"max_duration cannot be specified in iterations ({asked!r}) without a state.iteration_length, such as "
+            "'2ep'. Set it, or give epochs ('10ep')."
         )
     if now >= max_duration:
         raise ValueError(
             f"The max_duration {asked} is not beyond the {now.get(max_duration.unit).to_timestring()} trained so far. "
             "Please provide the `duration` or specify `reset_time=True` in Trainer.fit(). A script that may be started "
-            "again when its run is over (autoresume=True) asks `if trainer.state.timestamp < "
-            "trainer.state.max_duration:` first."
+            "again after the end of its run (autoresume=True) should check `trainer.state.timestamp < "
+            "trainer.state.max_duration` first."
         )
 
 
@@ -322,7 +323,7 @@ class FitSettings:
 
     Attributes:
         batches: The batches to train on, or `None` before there is a dataloader.
-        microbatching: How the user wants batches to be split.
+        microbatching: The microbatching that the user has chosen.
         split: The `microbatching` and the data that the microbatch size on the state was computed for.
         pending: Schedulers that cannot be compiled before a duration and a dataloader are known.
         steps_every_batch: How often schedulers step; see `SchedulerSteps`.
@@ -336,7 +337,7 @@ class FitSettings:
 
 
 class FitPlan:
-    """Holds the settings that a fit needs, from the constructor or from earlier fits."""
+    """Settings of the next fit, from the constructor or earlier fits."""
 
     def __init__(
         self, state: State, engine: Engine, ranks: Ranks, position: DataPosition, microbatching: Microbatching
@@ -378,7 +379,7 @@ class FitPlan:
         return batches
 
     def _set_microbatching(self, data_spec: DataSpec) -> None:
-        """Split batches as the user wants, unless they are split so already: a size that 'auto' found stays."""
+        """Set the microbatch size on the state, but keep one that 'auto' found for the same setting and data."""
         microbatching = self.settings.microbatching
         if self.settings.split == (microbatching, data_spec):
             return
@@ -412,7 +413,7 @@ class FitPlan:
 
     @contextmanager
     def unchanged_on_error(self) -> Generator[None]:
-        """Return a context that restores all settings if the fit turns out to be impossible."""
+        """Return a context that restores all settings on an error."""
         settings, state = self.settings, self._state
         data, schedulers = (state.dataloader, state.dataloader_label, state.dataloader_len), list(state.schedulers)
         before = (

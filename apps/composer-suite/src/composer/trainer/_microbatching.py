@@ -27,12 +27,12 @@ _IGNORED = -100  # the default `ignore_index` of torch's losses and of transform
 
 @dataclass(frozen=True, slots=True)
 class Microbatching:
-    """Number of samples that go through the model at once.
+    """Number of samples per forward pass.
 
     Attributes:
         size: Samples per microbatch; `None` for the dataloader's batch size.
-        count: Microbatches per batch, in place of a size.
-        is_auto: Whether size or count is a start value, lowered when the device runs out of memory.
+        count: Microbatches per batch, instead of a size.
+        is_auto: Whether size or count is an initial value, adapted when the device runs out of memory.
     """
 
     size: int | float | None = None
@@ -44,6 +44,7 @@ class Microbatching:
         """Create one from the arguments `device_train_microbatch_size` and `grad_accum`."""
         if grad_accum is not None:
             _check_grad_accum(grad_accum)
+            # Scripts may pass 1, the default of earlier releases, together with a size.
             if size is not None and grad_accum != 1:
                 raise ValueError(
                     "Cannot use both device_train_microbatch_size and grad_accum: they are "
@@ -65,11 +66,11 @@ class Microbatching:
         return cls(size=size)
 
     def resolve(self, data_spec: DataSpec) -> int | float | None:
-        """Return the number of samples in a microbatch of a dataloader; `None` if each batch has its own."""
+        """Return the number of samples per microbatch, or `None` if it depends on the batch."""
         if self.count is not None:
             return None
         size = _batch_size(data_spec, is_auto=self.is_auto) if self.size is None else self.size
-        # A fraction of a sample is meaningful only for a custom `split_batch`.
+        # A size below one sample is meaningful only for a custom `split_batch`.
         kinds = int if data_spec.split_batch is default_split_batch else (int, float)
         if isinstance(size, bool) or not isinstance(size, kinds) or not size > 0:
             raise ValueError(_not_positive(size))
@@ -78,7 +79,7 @@ class Microbatching:
         return size
 
     def of_one_size(self, batch_size: Any) -> Any:
-        """Return the microbatch size for an engine that needs it in advance, for batches of a fixed size."""
+        """Return the microbatch size for batches of a fixed size, which DeepSpeed needs in advance."""
         if self.is_auto:
             return _AUTO
         if self.count is None or not isinstance(batch_size, int):
@@ -106,17 +107,18 @@ def size_for(batch: Any, data_spec: DataSpec, state: State) -> int | float:
 
 def check_token_weights(num_tokens: int | float, microbatches: Sequence[Any], data_spec: DataSpec) -> None:
     """Reject token weights if no tokens are counted, and warn if they would count padding."""
+    # A custom function may count only the tokens that enter the loss.
     if not data_spec.counts_tokens_by_default:
         return
     if not num_tokens:
         raise ValueError(
             "accumulate_train_batch_on_tokens=True, and no tokens are counted in a batch: it has no input_ids, and the "
-            f"dataset no max_seq_len. Have them counted: {_COUNTED}"
+            f"dataset no max_seq_len. Count them: {_COUNTED}"
         )
     if any(map(_has_ignored_labels, microbatches)):
         warnings.warn(
             f"accumulate_train_batch_on_tokens=True counts all tokens of a microbatch, also those with the label "
-            f"{_IGNORED}, which enter no loss. Have them counted apart: {_COUNTED}",
+            f"{_IGNORED}, which enter no loss. Count them separately: {_COUNTED}",
             stacklevel=user_stacklevel(),
         )
 
@@ -124,6 +126,7 @@ def check_token_weights(num_tokens: int | float, microbatches: Sequence[Any], da
 def _has_ignored_labels(batch: Any) -> bool:
     parts = ensure_tuple(batch) if isinstance(batch, (Mapping, list, tuple)) else ()
     labels = [part for part in parts if isinstance(part, torch.Tensor) and part.dtype in (torch.int32, torch.int64)]
+    # Sparse and nested tensors do not support the comparison.
     return any(
         each.layout is torch.strided and not each.is_nested and bool((each == _IGNORED).any()) for each in labels
     )
@@ -136,7 +139,7 @@ def refuse_unrepeatable(microbatching: Microbatching, strategy: Strategy, *, is_
     if isinstance(strategy, DDP) and strategy.comm_hook is not None:
         raise ValueError(
             f"device_train_microbatch_size='auto' does not go with ddp_comm_hook={strategy.comm_hook!r}: gradients are "
-            "averaged apart from the backward pass, past the hook. Leave the hook out, or give the size as a number."
+            "averaged after the backward pass, without the hook. Leave the hook out, or give the size as a number."
         )
     if fsdp := as_fsdp(strategy):
         fsdp.check_repeatable()
@@ -174,12 +177,12 @@ def _check_auto(name: str, device: Device, profiler: Any) -> None:
         )
     if device.name != "gpu":
         raise ValueError(
-            f"Can only use adaptive {name} on GPU, and device is {device.name!r}: other devices do not say that "
+            f"Can only use adaptive {name} on GPU, and device is {device.name!r}: other devices do not report that "
             f"they are out of memory. Give {name} as a number."
         )
     warnings.warn(
-        f"{name}='auto' is experimental: it may run into CUDA errors that cannot be told from a lack of memory. If "
-        "training fails with one, give a number.",
+        f"{name}='auto' is experimental: it may run into CUDA errors that cannot be distinguished from a lack of "
+        "memory. If training fails with one, give a number.",
         UserWarning,
         stacklevel=user_stacklevel(),
     )
@@ -188,7 +191,7 @@ def _check_auto(name: str, device: Device, profiler: Any) -> None:
 def size_of_batches(dataloader: Any) -> Any:
     """Return the batch size of a dataloader, or `None`."""
     size = getattr(dataloader, "batch_size", None)
-    # With a custom batch_sampler, only the sampler has it.
+    # With a custom batch_sampler, the `batch_size` of the DataLoader is None.
     return getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None) if size is None else size
 
 

@@ -19,24 +19,24 @@ from composer_dist.strategy import Strategy
 from composer_events.state import State
 
 _log = logging.getLogger(__name__)
-_MOST_MICROBATCHES = 2**16  # of a dataloader that does not say how many samples its batches have
-_MOST_THRASHES = 2  # batches in a row that were slow for a lack of memory
+_MOST_MICROBATCHES = 2**16  # for a dataloader whose batch size is unknown
+_MOST_THRASHES = 2  # consecutive batches that were slow because the allocator retried
 
 
 class HalveOnOom:
-    """Repetition of a batch with microbatches of half the size, on all ranks alike, until it fits on every rank.
+    """Retry a batch with microbatches of half the size, on all ranks, until it fits on every rank.
 
     Memory may run out on any rank, from the first forward pass to the end of the optimizer's step. Buffers, random
     states and the counters of algorithms are then restored from before the batch, weights and optimizer from before the
-    step, so that the weights are the same as if the smaller size had been used from the start. The smaller size stays
-    for the following batches. Gradients are averaged only when all ranks have theirs. Before each step the weights and
-    the optimizer's state are copied, which takes about as long as the step itself.
+    step, so that the weights are the same as if the smaller size had been used from the start. The following batches
+    use the smaller size, too. Gradients are averaged only after all ranks have computed theirs. Before each step the
+    weights and the optimizer's state are copied, which takes about as long as the step itself.
 
     An optimizer that evaluates the loss itself may see smaller microbatches in the last evaluations of a step than in
     the first. Memory must not run out in AFTER_TRAIN_BATCH if a listener calls a collective there.
 
     Attributes:
-        cumulative_alloc_retries: How often the allocator had to free its cache and retry, since the process started.
+        cumulative_alloc_retries: How often the allocator has freed its cache and retried, since the process started.
         num_consecutive_thrashes: The number of consecutive batches with such a retry on any rank; the second one halves
             the size.
         num_consecutive_non_oom_batches: The number of batches since the latest one that did not fit.
@@ -58,7 +58,7 @@ class HalveOnOom:
             self._begin_smaller()
 
     def meeting(self, *, sync: bool) -> AbstractContextManager[Any]:
-        """Return the context of the microbatches, at whose end the ranks meet."""
+        """Return the context manager of the microbatches, at the end of which the ranks exchange reports."""
         return self._attempts.meeting(sync=sync)
 
     def step(self, optimizer: Optimizer, prepare: Callable[[], bool] | None, take: Callable[[], None]) -> None:
@@ -115,7 +115,7 @@ def release_memory() -> None:
 def _make_smaller(state: State, lack: str) -> bool:
     """Lower the size of microbatches, or raise their number, and return whether that was possible."""
     if state.grad_accum is not None:
-        # The same on every rank. A batch that is cut finer than it can be is cut into samples.
+        # The limit is the same on every rank. A batch with fewer samples is split into single samples.
         most = size_of_batches(state.dataloader) or _MOST_MICROBATCHES
         name, old, new = "grad_accum", state.grad_accum, min(2 * state.grad_accum, most)
         if old >= most:
@@ -152,7 +152,7 @@ class Stage(Enum):
 
 
 class _OutOfMemoryElsewhere(Exception):
-    """Another rank has given up its attempt at a stage."""
+    """Another rank has run out of memory in a stage."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -168,8 +168,8 @@ class Attempts:
     sends the same number of reports, wherever and on whichever rank memory runs out.
 
     Args:
-        strategy: Provides the points at which the ranks meet.
-        kind: The class of the error raised for a failure that may or may not be a lack of memory.
+        strategy: Calls the report before each of its collectives.
+        kind: The class of the error raised for other CUDA errors.
 
     Attributes:
         any_thrashes: Whether any rank reported allocator retries at the end of the latest attempt.
@@ -213,18 +213,19 @@ class Attempts:
 
     @contextmanager
     def meeting(self, *, sync: bool) -> Generator[None]:
-        """Return the context of an attempt's microbatches, at whose end the ranks meet."""
+        """Return the context manager of an attempt's microbatches, at the end of which the ranks exchange reports."""
         with self._strategy.attempt(self._report, sync=sync):
             self._may_fail = True
             yield
             self._may_fail = False  # from here on the others may be waiting for this rank's gradients
-        self._may_fail = True
+        self._may_fail = True  # an optimizer with a closure has its step still ahead
 
     def _report(self, *, fails_in: Stage | None = None, thrashes: bool = False) -> None:
         """Exchange reports; raise if another rank has failed in this stage or in an enclosing one."""
         counts = sum_over_everybody([*(int(fails_in is stage) for stage in Stage), int(thrashes)])
         *num_failing, num_thrashing = counts
         self.any_thrashes = num_thrashing > 0
+        # The enclosing stage first: repeating it repeats the inner one, too.
         for stage, number in reversed(list(zip(Stage, num_failing, strict=True))):
             if fails_in is stage:
                 return
@@ -248,6 +249,7 @@ def is_out_of_memory(error: Exception, kind: type[Exception] = RuntimeError) -> 
         return True
     if any(name in message for name in _OTHER_NAMES):
         return True
+    # Raised as another error, because the CUDA context may be unusable.
     if "cuda" in message.lower() or "c10" in message:
         raise kind(
             f"Encountered non-addressable cuda error while using auto microbatching: {message} If it is a lack of "

@@ -51,9 +51,9 @@ def check_prediction(dataloader: Any, subset_num_batches: Any, microbatch_size: 
 
 @dataclass(slots=True, eq=False)
 class Prediction:
-    """Runs of the model over a dataloader, with the events of `predict`; mode and dataloader are restored afterwards.
+    """Runs the model over a dataloader with the events of `predict`, then restores its mode and the dataloader.
 
-    Samples that a DistributedSampler repeats, to give each rank equally many, are not returned.
+    Samples that a DistributedSampler repeats to give all ranks the same number are not returned.
     """
 
     state: State
@@ -63,7 +63,7 @@ class Prediction:
     _clock: Clock = field(default_factory=Clock, init=False)
 
     def run(self, data_spec: DataSpec, subset_num_batches: int, microbatch_size: int | None, keeps: bool) -> list[Any]:
-        """Return the outputs of each batch on the CPU, or an empty list unless it `keeps` them."""
+        """Return the outputs of each batch on the CPU, or an empty list if `keeps` is False."""
         state, run_event = self.state, self.engine.run_event
         before = (state.dataloader, state.dataloader_label, state.dataloader_len)
         state.predict_timestamp = Timestamp()
@@ -91,6 +91,7 @@ class Prediction:
         set_epoch(data_spec.dataloader, state.timestamp.num_batches)
         batches = iter(data_spec.dataloader)
         while True:
+            # Every rank must reach the collective below, even one without a batch.
             may_read = length is None or state.predict_timestamp.batch < length
             num_read = state.predict_timestamp.num_batches
             batch = next_batch(batches, data_spec.dataloader, num_read, _NO_BATCH) if may_read else _NO_BATCH
@@ -123,6 +124,7 @@ class Prediction:
             with self.autocast():
                 state.outputs = state.model(state.batch)
             run_event(Event.PREDICT_AFTER_FORWARD)
+            # Moved to the CPU at once, so that the outputs of all batches need not fit on the device.
             outputs += [DeviceCPU().batch_to_device(state.outputs)] if keeps and is_counted else []
         samples, tokens, seconds = ranks.total(num_samples, num_tokens, self._clock.end_batch_s())
         state.predict_timestamp = state.predict_timestamp.to_next_batch(

@@ -32,20 +32,20 @@ from composer_events.data_spec import DataSpec
 
 
 class Ranks:
-    """Facts about a run that one rank cannot know by itself, the same on every rank.
+    """Facts that depend on all ranks, and are the same on every rank.
 
     Attributes:
         same_num_batches: Whether every rank has the same number of batches.
         same_batch_size: Whether, in addition, every rank has the same number of samples in each batch.
         listen: Whether any rank has a listener that reads the losses or the clock of each batch.
         may_stop: Whether any rank has a listener that can stop the training, such as an algorithm.
-        may_stop_late: Whether one can do so on BATCH_CHECKPOINT, after the ranks have agreed on the batch.
+        may_stop_late: Whether a listener can do so on BATCH_CHECKPOINT, after the ranks have agreed to continue.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self.world_size = strategy.world_size
-        self._is_alone = get_world_size() == 1  # `world_size` of the strategy is 1 for ranks that share a batch, too
+        self._is_alone = get_world_size() == 1  # the strategy's `world_size` is also 1 if all ranks share one batch
         self.same_num_batches = True
         self.same_batch_size = True
         self.listen = True
@@ -112,6 +112,7 @@ class Ranks:
                 )
             return round(num_samples * self.world_size), 0, duration_s
         of_rank_0 = duration_s if get_global_rank() == 0 else 0.0
+        # Sent with the counts, so that a new loss name does not need a collective of its own.
         has_news = float(self._losses.has_news)
         samples, tokens, seconds, num_news = self._strategy.sum(
             [float(num_samples), float(num_tokens), of_rank_0, has_news]
@@ -156,9 +157,9 @@ def next_batch(batches: Iterator[Any], dataloader: Any, num_read: int, default: 
             dataset = cast("type[object]", type(dataloader.dataset))
             raise RuntimeError(
                 f"A StopIteration of {dataset.__module__}.{dataset.__qualname__} has ended the dataloader on global "
-                f"rank {get_global_rank()} after {num_read} of its {len(dataloader)} batches, which the other ranks go "
-                "on to read. A dataset that is asked for samples by number raises another exception if it has no such "
-                "sample, and its __len__ says how many there are."
+                f"rank {get_global_rank()} after {num_read} of its {len(dataloader)} batches, while the "
+                "other ranks read on. A map-style dataset must not raise StopIteration, and its __len__ must be the "
+                "number of its samples."
             ) from end
         return default
     except Exception as error:
@@ -177,7 +178,7 @@ def keeps_length(dataloader: Any) -> bool:
         isinstance(dataloader, DataLoader)
         and type(batch_sampler) is BatchSampler
         and type(sampler) is DistributedSampler
-        and sampler.num_replicas > 1  # else each rank may have a dataset of its own
+        and sampler.num_replicas > 1  # otherwise each rank may have its own dataset
         and not isinstance(cast(Any, dataloader).dataset, IterableDataset)
     )
 
@@ -200,7 +201,7 @@ def agreed_facts(dataloader: Any) -> dict[str, Any]:
         names = ("num_replicas", "drop_last", "shuffle", "seed", "num_samples")
         facts |= {f"sampler.{name}": getattr(cast(object, sampler), name) for name in names}
         facts |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        if sampler.num_replicas == 1:  # then each rank may have a dataset of its own
+        if sampler.num_replicas == 1:  # each rank may have its own dataset
             del facts["dataset"], facts["sampler.num_samples"]
     return facts
 
@@ -232,13 +233,14 @@ def first_failure_of_others(error: BaseException) -> str | None:
     told = f"{rank} failed first:\n{''.join(traceback.format_exception(error))[-_MOST_KEPT:]}"
     try:
         store = open_store(f"composer/failure/{_stage}")
+        # A KeyboardInterrupt or SystemExit is usually a consequence of the failure of another rank, so it only reads.
         if isinstance(error, Exception):
             first = store.compare_set(_KEY, "", told).decode(errors="replace")
         elif store.check([_KEY]):
             first = store.get(_KEY).decode(errors="replace")
         else:
             return None
-    except Exception:  # its class depends on the store, and this rank's own error matters more
+    except Exception:  # any class, depending on the store; this rank's own error matters more
         return None
     return None if first.startswith(f"{rank} ") else first
 
@@ -258,7 +260,9 @@ def add_finite(losses: dict[str, Tensor], name: str, loss: Tensor, share: float)
 
     A NaN would hide the losses of the other microbatches and ranks.
     """
+    # In 16 bits the shares of many microbatches would not add up to 1.
     dtype = torch.promote_types(loss.dtype, torch.float32)
+    # Without a synchronization: `loss * 0` is 0 for a finite loss, else NaN, which becomes the share.
     missing = torch.nan_to_num((loss * 0).to(dtype), nan=share)
     _add(losses, name, torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0))
     _add(losses, name + _SHARE, share - missing)
@@ -340,7 +344,7 @@ def _add(losses: dict[str, Tensor], name: str, loss: Tensor) -> None:
 
 
 _MOST_SHOWN = 8
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, and different in each process
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, which differs between processes
 
 
 def broadcast_error(refusal: Exception, device: Any, dist_timeout: Any) -> None:
@@ -353,7 +357,7 @@ def broadcast_error(refusal: Exception, device: Any, dist_timeout: Any) -> None:
         if get_world_size() == 1:
             return
         chosen, timeout_s = None, DEFAULT_TIMEOUT_S
-        with suppress(Exception):  # else the default device, which most likely the other ranks have
+        with suppress(Exception):  # falls back to the default device, which the other ranks most likely use
             chosen = get_device(device)
         with suppress(Exception):
             check_dist_timeout(dist_timeout)
@@ -378,6 +382,7 @@ def compare(facts: Mapping[str, Any], refusal: Exception | None = None) -> None:
     try:
         agreement.check_agreement({"refusal": said, **facts})
     except RankDisagreementError:
+        # The disagreement is raised on every rank, so all of them reach this collective.
         of_ranks = dist.all_gather_object(said)
         if not any(of_ranks):
             raise

@@ -40,7 +40,7 @@ class Report:
             self._log_tokens()
 
     def epoch_and_time(self) -> None:
-        """Log the end of training, and compute the metrics of the latest batch if no listener has requested them."""
+        """Log the end of training, and compute the metrics of the latest batch if they have not been computed yet."""
         if not self._ranks.listen:
             self._metrics.compute()
         now = self._state.timestamp
@@ -59,7 +59,7 @@ class Report:
 
     def train_metrics(self) -> None:
         """Compute and log the metrics of the latest batch, if any rank has a destination or a listener."""
-        # The condition on `listen` is the same on every rank, which the collectives of torchmetrics need.
+        # `listen` is the same on every rank, as the collectives of torchmetrics require.
         if self._ranks.listen and (self._logger.destinations or self._state.train_metrics):
             values = self._metrics.compute()
             if self._logger.destinations:
@@ -88,7 +88,7 @@ def _times(now: Timestamp) -> dict[str, int]:
 
 
 def log_run_facts(state: State, logger: Logger) -> None:
-    """Log the facts that identify the run: versions, machines and the seed, in one call each as Composer does."""
+    """Log versions, machines and the seed, in one call each as Composer does."""
     processes = f"num_{state.device.name}s_per_node"
     unknown = "unknown because NODENAME environment variable not set"
     logger.log_hyperparameters({"composer_version": metadata.version("composer-suite")})

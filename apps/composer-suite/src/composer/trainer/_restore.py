@@ -35,6 +35,7 @@ class BatchUndo:
         state.batch, state.outputs, state.loss = self._batch, torch.empty(0), torch.empty(0)
         self._buffers.restore()
         for algorithm, attributes in self._algorithms:
+            # Cleared first, so that attributes that the attempt has added go away.
             vars(algorithm).clear()
             vars(algorithm).update(attributes)
         for restore, generator_state in self._draws:
@@ -87,11 +88,13 @@ class StepSnapshot:
     def __call__(self) -> None:
         """Restore everything. The copies can be used again."""
         copy_all(self._tensors, self._copies)
+        # Not strict, because `_groups` is empty without settings.
         for group, kept in zip(self._optimizer.param_groups, self._groups, strict=False):
             for name in [name for name in group if name != "params" and name not in kept]:
                 del group[name]
             group.update(kept)
         state = self._optimizer.state
+        # State that the step itself has created.
         for parameter in [parameter for parameter in state if parameter not in self._state]:
             del state[parameter]
         for parameter, entries in self._state.items():
@@ -129,21 +132,21 @@ def _random_states(device: torch.device) -> Iterable[tuple[Callable[[Any], objec
     ]
     if device.type == "cuda":
         states.append((lambda state: torch.cuda.set_rng_state(state, device), torch.cuda.get_rng_state(device)))
-    numpy: Any = sys.modules.get("numpy")  # if it was never imported, its generator was never used
+    numpy: Any = sys.modules.get("numpy")  # without an import, its generator was never used
     if numpy is not None:
         states.append((numpy.random.set_state, numpy.random.get_state()))
     return states
 
 
 class KeptBuffers:
-    """Copies of a model's buffers, such as running means, which a forward pass over a bad batch ruins.
+    """Copies of a model's buffers, such as running means, which a forward pass over a bad batch makes non-finite.
 
-    A buffer is copied again only if PyTorch has seen it change: a large constant costs memory once and no time. Custom
-    kernels must report their changes with `torch.autograd.graph.increment_version`.
+    A buffer is copied again only if its version has changed, so a large constant is copied once. Custom kernels must
+    report in-place changes with `torch.autograd.graph.increment_version`.
     """
 
     def __init__(self, model: nn.Module, num_batches: int = 1) -> None:
-        # The dict itself, here and below: named access to each buffer takes longer than the copy.
+        # The dict itself, here and below: access to each buffer by name takes longer than the copy.
         self.owners = [module for module in model.modules() if module._buffers]  # pyright: ignore[reportPrivateUsage]
         self._kept: deque[list[_OfModule]] = deque(maxlen=num_batches)
 
@@ -220,7 +223,7 @@ def _kind(tensor: Tensor) -> tuple[object, ...]:
 class Snapshot:
     """Copy of weights, buffers and optimizer state; each rank copies its own shards.
 
-    Learning rates are left out: the schedule continues.
+    Learning rates are not included, because the schedule continues after a rollback.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -237,7 +240,7 @@ class Snapshot:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, or the tensor itself, detached; the memory is shared."""
     tensor = tensor.detach()
-    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)  # only a DTensor has it
+    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)  # only DTensor has this method
     return tensor if to_local is None else to_local()
 
 
@@ -254,6 +257,7 @@ def copies_of(tensors: Sequence[Tensor], *, on_host: bool = False) -> list[Tenso
     local = [local_part(tensor) for tensor in tensors]
     if not on_host:
         try:
+            # All memory first, so that one call of a fused kernel copies everything.
             copies = [torch.empty_like(tensor) for tensor in local]
         except torch.OutOfMemoryError:
             on_host = True

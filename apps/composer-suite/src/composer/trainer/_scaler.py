@@ -14,9 +14,9 @@ from composer_dist import dist
 class ShardedGradScaler(GradScaler):
     """A `GradScaler` for models with some or all weights sharded.
 
-    torch's scaler refuses to mix both kinds, and reduces over the ranks that share the first gradient, which may not be
-    the ranks that share the others. This one checks each rank's shards and combines the results of all ranks, so that
-    all ranks step, or none. Without sharded weights it behaves as torch's.
+    PyTorch's scaler does not accept a mixture of both, and reduces over the ranks that share the first gradient, which
+    may not be those that share the others. This one checks each rank's shards and combines the results of all ranks, so
+    that all ranks step, or none. Without sharded weights it behaves like `GradScaler`.
     """
 
     # Overridden because the public `unscale_` divides and checks in one call of this method.
@@ -75,7 +75,7 @@ class ClosureGradScaler(ShardedGradScaler):
             return super().step(optimizer, *args, **kwargs, **own)
 
         def checked(**settings: Any) -> Any:
-            states_of(self).pop(id(optimizer), None)  # `unscale_` refuses a second call within a step
+            states_of(self).pop(id(optimizer), None)  # `unscale_` raises on a second call within a step
             optimizer.zero_grad()
             with torch.enable_grad():
                 value = closure(**settings)
@@ -84,6 +84,7 @@ class ClosureGradScaler(ShardedGradScaler):
             return None if self._is_infinite_anywhere(optimizer) else value
 
         result = optimizer.step(*args, closure=checked, **kwargs)  # pyright: ignore[reportCallIssue]  # takes what it knows
+        # `update` requires a step; `GradScaler.step`, which would record it, does not support closures.
         states_of(self)[id(optimizer)]["stage"] = OptState.STEPPED
         return result
 

@@ -1,4 +1,4 @@
-"""Sharding of a Trainer's model, from the arguments to the strategy and the state."""
+"""Sharding of a Trainer's model: arguments, strategy and device mesh."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def facts_of(strategy: Strategy) -> dict[str, Any] | None:
 
 
 def share_mesh(strategy: Strategy, state: State) -> None:
-    """Give the strategy and the state the same device mesh, whichever of them created it."""
+    """Make the strategy and the state use the same device mesh."""
     fsdp = as_fsdp(strategy)
     if fsdp is None:
         return

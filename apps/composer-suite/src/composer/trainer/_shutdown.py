@@ -1,12 +1,12 @@
-"""Stop of all ranks after the same batch, when one of them is asked to stop.
+"""Stop of all ranks after the same batch, when any of them receives a signal.
 
-Training ranks exchange no messages for this. Each has a thread that polls the store of the process group; the training
+Training uses no collectives for this. Each rank has a thread that polls the store of the process group; the training
 loop only counts its batches and reads a flag. The protocol:
 
 1. A request is written into the store, and every thread finds it.
 2. Each thread closes a gate in front of its rank's next batch, then publishes the batch that the rank has entered.
    The rank counts a batch before it reads the gate, so it never trains beyond the published one.
-3. The latest batch that any rank has entered is the last one for all. The gates open, and each rank stops behind it.
+3. The latest batch that any rank has entered is the last one for all. The gates open, and each rank stops after it.
 
 Deadlocks cannot occur: a rank at its gate does not keep others from a batch that all have entered, and threads answer
 even while their rank is inside a collective.
@@ -52,7 +52,7 @@ class StopAgreement:
         ask: Returns the request to this rank, such as the number of a signal, or `None`. It is called from a thread.
 
     Attributes:
-        request: The request of the first rank that was asked, once it is known here.
+        request: The first request of any rank, once it is known on this rank.
     """
 
     def __init__(self, ask: Callable[[], int | None]) -> None:
@@ -89,8 +89,8 @@ class StopAgreement:
             return False
         if not self._is_known.wait(_PATIENCE_S):
             raise RuntimeError(
-                f"The ranks were asked to stop, by signal {self.request}, and within {_PATIENCE_S:g} s not all "
-                f"{get_world_size()} of them said where they are. One has probably died; its own output says why."
+                f"The ranks were asked to stop by signal {self.request}, but not all {get_world_size()} of them "
+                f"answered within {_PATIENCE_S:g} s. One has probably died; see its output."
             ) from self._error
         return self._last is not None and ended >= self._last
 
@@ -98,6 +98,7 @@ class StopAgreement:
         """Stop polling, and return when no other rank needs an answer."""
         self._has_failed = has_failed
         self._is_over.set()
+        # Twice, because the thread may wait for an entry and then for the readers of the last batch.
         self._thread.join(2 * _PATIENCE_S)
 
     def _watch(self) -> None:
@@ -107,6 +108,7 @@ class StopAgreement:
                 self._is_closed = True
                 self._learn_last(store, str(self._entered))
             elif not self._has_failed:
+                # Ranks that are asked to stop later must not wait for this one.
                 store.set("last" if get_global_rank() == 0 else _key_of(get_global_rank()), _NEVER)
         except _NoAnswerError as error:
             self._error = error
@@ -114,7 +116,7 @@ class StopAgreement:
             self._is_known.set()
 
     def _is_asked(self, store: Any) -> bool:
-        """Block until any rank is asked to stop; return `False` if this rank's training ends before."""
+        """Block until any rank is asked to stop; return `False` if training on this rank ends first."""
         while not self._is_over.is_set():
             asked = self._ask()
             if asked is not None:
@@ -195,7 +197,7 @@ _process = _Process()
 def take_signals(engine: Engine) -> None:
     """Make signals that would kill this process raise `SystemExit`, until the engine is closed or collected.
 
-    A custom handler stays, and so does a signal that is ignored.
+    Custom handlers and ignored signals are not changed.
     """
     global _process
     if threading.current_thread() is not threading.main_thread():
@@ -225,6 +227,7 @@ def close_engine(engine: Engine) -> None:
                 if signal.getsignal(signum) is end_run:
                     signal.signal(signum, signal.SIG_DFL)
         is_asked = is_main and _process.is_asked
+        # Taken over here, so that the waiting thread does not send the signal again.
         _process.is_asked &= not is_asked
     if is_asked:
         raise SystemExit(128 + signal.SIGTERM)
@@ -259,6 +262,7 @@ def end_run(signum: int, frame: FrameType | None) -> None:
     elif _is_busy():
         if not _process.is_asked:
             _process.is_asked = True
+            # From a thread, because the handler must return before the busy section can end.
             threading.Thread(target=_ask_again, args=(signum,), name="composer-signal", daemon=True).start()
     elif _process.is_asked or list(_process.engines):
         _process.is_asked = False
@@ -277,6 +281,7 @@ def is_free_signal(signum: int) -> bool:
             caught = next((line.split()[1] for line in status if line.startswith("SigCgt:")), "0")
     except OSError:
         return True
+    # The bit mask begins with signal 1.
     return not int(caught, 16) >> (signum - 1) & 1
 
 
@@ -308,7 +313,7 @@ _log = logging.getLogger("composer.trainer.trainer")
 
 @dataclass(slots=True, eq=False)
 class Preemption:
-    """Stop of a training by a signal, on all ranks after the same batch, whichever rank received it.
+    """Stop of training by a signal to any rank, on all ranks after the same batch.
 
     The exit status is 143 for SIGTERM and SIGUSR1, 130 for SIGINT. A second SIGINT raises `KeyboardInterrupt` at once.
     """
@@ -339,6 +344,7 @@ class Preemption:
             yield
             has_failed = False
         except SystemExit:
+            # `leave_if_asked` exits this way, which is not a failure.
             has_failed = not self._is_agreed()
             raise
         finally:
@@ -395,8 +401,7 @@ class Preemption:
         batch = state.timestamp.num_batches
         if saver is None:
             _log.warning(
-                "Training stops after batch %d, as it was asked to by %s. Nothing is saved: give save_folder to go on "
-                "from here next time.",
+                "Training stops after batch %d because of %s. Nothing is saved: give save_folder to resume next time.",
                 batch,
                 self._name(),
             )
@@ -407,7 +412,7 @@ class Preemption:
             saver.save(state, self._logger)
         saver.wait(state, self._logger)
         if get_global_rank() == 0:
-            _log.warning("Training stops after batch %d, as it was asked to by %s. It is saved.", batch, self._name())
+            _log.warning("Training stops after batch %d because of %s. A checkpoint is saved.", batch, self._name())
 
     def _exit(self) -> SystemExit:
         return SystemExit(128 + (signal.SIGINT if self._signal() == signal.SIGINT else signal.SIGTERM))

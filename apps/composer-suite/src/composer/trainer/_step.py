@@ -1,4 +1,4 @@
-"""One optimizer step: the batch cut into microbatches, each with its forward, loss and backward pass."""
+"""One optimizer step: split the batch into microbatches, and run forward, loss and backward for each."""
 
 import functools
 import inspect
@@ -48,10 +48,7 @@ def _do_nothing() -> AbstractContextManager[Any]:
 
 
 class TrainMetrics:
-    """Updates of `state.train_metrics` with each microbatch as it was before algorithms changed it.
-
-    A model without train metrics costs nothing here.
-    """
+    """Updates of `state.train_metrics` with the microbatches as they were before algorithms changed them."""
 
     def __init__(self, state: State, model: ComposerModel) -> None:
         self._state = state
@@ -92,7 +89,7 @@ class TrainMetrics:
         values = {
             name: metric.compute()
             for name, metric in (self._state.train_metrics or {}).items()
-            if getattr(metric, "update_called", True)  # what torchmetrics says of its own
+            if getattr(metric, "update_called", True)  # compute() of torchmetrics warns before the first update
         }
         self._state.train_metric_values.update(values)
         return values
@@ -111,16 +108,16 @@ def _copy_containers(batch: Any) -> Any:
 class BatchTrainer:
     """Training step on `state.batch`.
 
-    The gradient of a batch is the mean over its samples, however it is cut: each microbatch's loss counts with its
-    share of the samples, or of the tokens that make up the loss, of all ranks together.
+    The gradient of a batch is the mean over its samples for any microbatch size: the loss of each microbatch is
+    weighted by its share of the samples, or of the loss-generating tokens, of all ranks.
 
     Attributes:
-        state: Its `batch`, `outputs` and `loss` follow the microbatch at work; the whole batch is back at the end.
+        state: `batch`, `outputs` and `loss` are those of the current microbatch; afterwards `batch` is the whole batch.
         model: The user's model, whose `loss` is called; `state.model` may wrap it.
         metrics: Receives each microbatch as it was before algorithms changed it.
         create_graph: Whether an algorithm differentiates through the gradients.
         by_tokens: Whether microbatches are weighted by their loss-generating tokens instead of their samples.
-        guard: Decides whether each step may be taken; `None` takes all.
+        guard: Decides whether to take each step; `None` takes all steps.
         oom: Repeats batches that do not fit into memory; `None` if the microbatch size is fixed.
     """
 
@@ -140,7 +137,7 @@ class BatchTrainer:
     _has_looked_at_tokens: bool = field(default=False, init=False)
     _needs_closure: dict[Optimizer, bool] = field(
         default_factory=dict[Optimizer, bool], init=False
-    )  # algorithms may replace it
+    )  # by optimizer, because an algorithm may replace it during training
 
     def __post_init__(self) -> None:
         self._optimizers = self.state.optimizers  # the list object never changes, only its items
@@ -168,6 +165,7 @@ class BatchTrainer:
 
             self.oom.step(optimizer, prepare, partial(self._step, optimizer))
         if scaler is not None:
+            # Also after a step that the guard has rejected: an overflow must still lower the scale.
             scaler.update()
         return losses
 
@@ -210,13 +208,13 @@ class BatchTrainer:
         except torch.OutOfMemoryError as error:
             error.add_note(
                 f"with device_train_microbatch_size={self.state.device_train_microbatch_size}; give a smaller one, "
-                "or 'auto' to have it found"
+                "or 'auto' to adapt it automatically"
             )
             raise
 
     def _attempt_gradients(self, losses: dict[str, Tensor], *, sync: bool) -> None:
         state = self.state
-        losses.clear()
+        losses.clear()  # a failed attempt, or an earlier call of the closure, may have added some
         self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
         for optimizer in self._optimizers:
             self.strategy.zero_grad(optimizer)
@@ -225,6 +223,7 @@ class BatchTrainer:
         batch = state.batch
         microbatches = self._cut(batch)
         shares, is_aligned = self._weigh(microbatches)
+        # A single microbatch on a single rank is the mean already, which saves the kernels for shares.
         averages = len(microbatches) > 1 or self.ranks.world_size > 1
         with _NOTHING if self.oom is None else self.oom.meeting(sync=sync):
             for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True), 1):
@@ -234,7 +233,8 @@ class BatchTrainer:
                     self._train_microbatch(share, losses, averages=averages)
         state.batch = batch
         if state.scaler is not None:
-            state.scaler.unscale_(state.optimizers[0])  # AFTER_TRAIN_BATCH must see gradients at their true size
+            # Here, because algorithms such as clipping read the gradients on AFTER_TRAIN_BATCH.
+            state.scaler.unscale_(state.optimizers[0])
         self.engine.run_event(Event.AFTER_TRAIN_BATCH)
 
     @error_context.stage("the cutting into microbatches")
@@ -267,6 +267,7 @@ class BatchTrainer:
         else:
             weights = [spec.get_num_samples_in_batch(part) for part in microbatches]
         whole, is_aligned = self.ranks.compare_batch(sum(weights), len(weights), is_count_of_samples=not self.by_tokens)
+        # Once per fit, because the check reads all labels of a batch.
         if self.by_tokens and not self._has_looked_at_tokens:
             check_token_weights(whole, microbatches, spec)
             self._has_looked_at_tokens = True
@@ -326,10 +327,10 @@ class BatchTrainer:
 
 
 def cut(batch: Any, data_spec: DataSpec, size: Any) -> Sequence[Any]:
-    """Return the microbatches of a batch, of `size` samples each; a custom `split_batch` may work without a size.
+    """Return the microbatches of a batch, of `size` samples each; a custom `split_batch` may accept `None`.
 
-    When microbatches are as large as the dataloader's batches, an incomplete last batch becomes one microbatch. It
-    bypasses `split_batch`, which would warn that it cannot be split.
+    If `size` is the batch size of the dataloader, an incomplete last batch is one microbatch and bypasses
+    `split_batch`, which would warn that it cannot split it.
     """
     of_loader = getattr(data_spec.dataloader, "batch_size", None)
     if of_loader is not None and size == of_loader and data_spec.get_num_samples_in_batch(batch) < size:
@@ -361,11 +362,12 @@ def name_losses(loss: object) -> dict[str, Tensor]:
 def _weigh(loss: Tensor, share: float) -> Tensor:
     if share == 1.0:
         return loss
+    # Not a product with 0: the loss of a microbatch without weight may be NaN.
     return loss * share if share else torch.zeros_like(loss)
 
 
 def _zero_over(outputs: Any) -> Tensor:
-    """Return a zero with a zero gradient for everything that the outputs depend on."""
+    """Return 0 with a gradient of 0 for everything that the outputs depend on, so that all gradient hooks run."""
     if isinstance(outputs, Tensor):
         # NaN * 0 would be NaN again.
         return torch.nan_to_num(outputs).sum() * 0
@@ -379,6 +381,7 @@ def _mean(loss: Tensor) -> Tensor:
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether an optimizer evaluates the loss itself, once or more per step, as LBFGS and SAM do."""
+    # SAM sets this; its `step` has an optional closure, so the signature alone does not show it.
     if getattr(optimizer, "_step_supports_amp_closure", False):
         return True
     # PyTorch's wrappers (hooks, schedulers) preserve the signature of the method.
@@ -391,7 +394,7 @@ def transform(name: Literal["batch_transforms", "microbatch_transforms"], spec: 
     transformed = getattr(spec, name)(batch)
     if transformed is None:
         raise TypeError(
-            f"{name}={getattr(spec, name)!r} returned None. It must return the batch, also if it changes it in place."
+            f"{name}={getattr(spec, name)!r} returned None. It must return the batch, even if it changes it in place."
         )
     return transformed
 

@@ -1,4 +1,4 @@
-"""Setup of the ranks: the process group, the strategy, and the facts that must agree on all ranks."""
+"""Choice of the strategy, checks that all ranks agree, compilation and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from composer_fsdp import ParallelismConfig, ShardingPlan
 
 
+# Types whose text is the same in every process.
 _PLAIN = (bool, int, float, str, Time, type(None))
 
 
@@ -60,7 +61,7 @@ def choose_strategy(
         if sync_strategy is not None or comm_hook is not None:
             raise ValueError(
                 f"ddp_sync_strategy={sync_strategy!r} and ddp_comm_hook={comm_hook!r} do not go with deepspeed_config: "
-                "DeepSpeed's engine synchronises the gradients itself. Leave out what you do not need."
+                "DeepSpeed's engine synchronizes the gradients itself. Leave out what you do not need."
             )
         from composer_dist.deepspeed import DeepSpeed  # requires the package deepspeed
 
@@ -160,6 +161,7 @@ def _clipping(algorithms: Iterable[Algorithm]) -> tuple[str, float] | None:
 
 def share_seed(seed: int | None) -> int:
     """Return the seed of rank 0, which is random if none was given. Every rank must call this."""
+    # Seeds go up to 2**32 - 1.
     drawn = torch.tensor([reproducibility.get_random_seed() if seed is None else seed], dtype=torch.int64)
     dist.broadcast(drawn, src=0)
     return int(drawn)
@@ -168,7 +170,9 @@ def share_seed(seed: int | None) -> int:
 def seed_rank(rank_zero_seed: int, strategy: Strategy) -> None:
     """Seed this rank, so that dropout and augmentation differ between ranks, unless ranks share a batch."""
     fsdp = as_fsdp(strategy)
-    batch_rank = get_global_rank() if fsdp is None else fsdp.batch_rank  # tensor parallel ranks read the same part
+    # The ranks of one tensor parallel group share a batch, and therefore a seed.
+    batch_rank = get_global_rank() if fsdp is None else fsdp.batch_rank
+    # The largest seed wraps around.
     reproducibility.seed_all((rank_zero_seed + batch_rank) % (reproducibility.MAX_SEED + 1))
 
 
@@ -189,8 +193,9 @@ def share_length(state: State) -> None:
 
 
 def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec, strategy: Strategy) -> None:
-    """Compare the state of the ranks, and determine what they have to exchange. Every rank must call this."""
+    """Compare the state of the ranks, and determine which values they exchange. Every rank must call this."""
     if fsdp := as_fsdp(strategy):
+        # FSDP would neither gather nor average a parameter that was added after sharding.
         fsdp.sharded.check_unchanged()
     if get_world_size() > 1:
         agreement.check_agreement(
@@ -207,16 +212,17 @@ def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec, strategy: Strateg
                 "eval_dataloader": _evaluator_facts(state.evaluators),
             }
         )
-    # A function of the user may read the clock, on which the ranks must then agree.
+    # An `eval_interval` that is a function may read the clock, on which the ranks must then agree.
     lengths = [getattr(evaluator.eval_interval, "interval", None) for evaluator in state.evaluators]
     follows_clock = any(length is None or length.unit is TimeUnit.SECOND for length in lengths)
     listens = bool(state.callbacks) or follows_clock
     may_stop_late = any(
-        overrides(callback, Callback, name) and not hasattr(callback, "is_save_due")  # as savers have
+        overrides(callback, Callback, name) and not hasattr(callback, "is_save_due")  # savers never stop training
         for callback in state.callbacks
         for name in ("batch_checkpoint", "run_event")
     )
     may_stop = listens or bool(state.algorithms)
+    # Each fact that holds on no rank saves a collective per batch.
     ranks.begin(data_spec, listens=listens, may_stop=may_stop, may_stop_late=may_stop_late)
 
 
@@ -311,12 +317,12 @@ _log = logging.getLogger("composer.trainer.trainer")
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """A model, and how it is compiled.
+    """A model, and the arguments with which it is compiled.
 
-    A module is compiled in place: its class, attributes and state dict keys stay the same.
+    A module is compiled in place: its class, attributes and state dict keys do not change.
 
     Attributes:
-        model: The model, taken out of the wrapper of `torch.compile` if there is one.
+        model: The model, without the wrapper of `torch.compile` if there is one.
         config: Arguments of `torch.compile`; `None` for a model that is not to be compiled, or is compiled already.
     """
 
@@ -326,7 +332,7 @@ class Compilation:
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None, model: Any) -> Compilation:
-        """Check the arguments, and take the model out of a compiled wrapper."""
+        """Check the arguments, and unwrap a model that is already compiled."""
         if config is not None:
             _check(config)
         inner = getattr(model, "_orig_mod", None)  # the module inside a wrapper of `torch.compile`
@@ -366,7 +372,7 @@ def _check(config: Any) -> None:
         torch.compile(lambda: None, **settings)
     except Exception as error:
         raise ValueError(
-            f"compile_config={settings!r} is refused by torch.compile: {error} Backends here are "
+            f"compile_config={settings!r} is rejected by torch.compile: {error} Available backends are "
             f"{', '.join(cast(Any, torch.compiler).list_backends())}; {{}} takes the defaults."
         ) from error
 

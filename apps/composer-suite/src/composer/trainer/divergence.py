@@ -1,4 +1,4 @@
-"""Policies for batches that would ruin the weights: a gradient that is not finite, or a loss that jumps."""
+"""Policies for batches that would harm the weights: non-finite gradients, or a loss that jumps."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -13,13 +13,13 @@ SpikeAction = Literal["log", "skip", "rollback", "raise"]
 class OnDivergence:
     """Policy for batches whose gradients are not finite, and for a loss that jumps.
 
-    Such a batch is found before the optimizer steps, on all ranks alike: weights, optimizer state and the model's
-    buffers (such as running means) stay as before it. A skipped batch still counts in the timestamp. Gradients are
+    Such a batch is detected before the optimizer steps, on all ranks alike, so weights, optimizer state and the model's
+    buffers (such as running means) keep their values. A skipped batch still counts in the timestamp. Gradients are
     checked as the optimizer sees them, after algorithms such as clipping; of a sharded gradient, the norm of each
     rank's shard must be finite, too.
 
-    A loss that is not finite with finite gradients does no harm: a microbatch whose labels are all ignored has the loss
-    0/0 and gradients of 0. It is logged and left out of averages.
+    A non-finite loss with finite gradients is harmless: a microbatch whose labels are all ignored has the loss 0/0 and
+    gradients of 0. It is logged and excluded from averages.
 
     Weights that become non-finite in the step itself, such as by a division by 0, end the run for every `action`. They
     are found by the next batch, before a checkpoint is saved, and at the end.
@@ -69,7 +69,7 @@ class OnDivergence:
         if self.spike_factor is not None and not self.spike_factor > 1:
             raise ValueError(
                 f"spike_factor={self.spike_factor!r} must be a number greater than 1, such as 1000: a spike is a loss "
-                "that many times as large as usual. Leave it out to let losses be."
+                "that many times as large as usual. Leave it out to disable the check."
             )
         for name, count in (("rollback_batches", self.rollback_batches), ("max_in_a_row", self.max_in_a_row)):
             if count < 1:
@@ -83,7 +83,7 @@ class OnDivergence:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """A batch that would have ruined the weights, and the action taken.
+    """A batch that would have harmed the weights, and the action taken.
 
     Attributes:
         batch: The number of batches trained on before it.
@@ -103,7 +103,7 @@ class Divergence:
 class DivergenceError(RuntimeError):
     """Error for a gradient that is not finite, or a loss that jumps. The weights are those before the batch.
 
-    If the message says that a step has ruined the weights, they are as the step left them.
+    If a step itself has made weights non-finite, as the message then states, they are those after the step.
 
     Attributes:
         divergence: Describes the batch.
@@ -127,12 +127,12 @@ def to_policy(given: Any, *, is_deepspeed: bool = False) -> OnDivergence | None:
     if not isinstance(policy, OnDivergence):
         kind = ValueError if isinstance(given, str) else TypeError
         raise kind(
-            f"on_divergence={given!r} says nothing that can be done about a divergence. Give 'raise', 'skip', "
-            "'rollback', an OnDivergence(...) for more, or None to disable the check."
+            f"on_divergence={given!r} is not a policy. Give 'raise', 'skip', 'rollback', an OnDivergence(...) for "
+            "more options, or None to disable the check."
         )
     if is_deepspeed and (policy.action != "raise" or policy.on_spike not in ("raise", "log")):
         raise ValueError(
             f"on_divergence={given!r} does not go with deepspeed_config: DeepSpeed's engine keeps gradients and "
-            "state to itself, so that a step can be neither left out nor undone. Give 'raise' or None."
+            "state internal, so that a step can be neither skipped nor undone. Give 'raise' or None."
         )
     return policy

@@ -22,7 +22,7 @@ from composer_time import Timestamp
 
 
 class FitEvaluation:
-    """Runs the evaluators that are due on an event of `fit`, with the clock of training stopped."""
+    """Runs the evaluators that are due on an event of `fit`, with the training clock paused."""
 
     def __init__(
         self, state: State, engine: Engine, evaluation: Evaluation, clock: Clock, take_evaluators: Callable[[], None]
@@ -34,7 +34,7 @@ class FitEvaluation:
         self._data = EvaluationBatches(state)
         self._take_evaluators = take_evaluators
         self._evaluators = state.evaluators  # always the same list object
-        self._version: int | None = None  # of the list, when they were made ready
+        self._version: int | None = None  # of the list, when the evaluators were last prepared
 
     def __call__(self, event: Event) -> None:
         """Run the evaluators that are due on BATCH_END, EPOCH_END or FIT_END."""
@@ -80,6 +80,7 @@ class Loop:
         self.batches.resume()
         state.model.train()
         while self._goes_on():
+            # A resumed run may begin in the middle of an epoch, whose start events have run before.
             if state.timestamp.epoch_in_iteration == 0 and state.timestamp.batch_in_epoch == 0:
                 run_event(Event.ITERATION_START)
             if state.timestamp.batch_in_epoch == 0:
@@ -117,6 +118,7 @@ class Loop:
 
                 run_event(Event.EPOCH_END)
                 self.evaluate(Event.EPOCH_END)
+                # Called for its effect: if a rank has stopped, all stop before the save, in which all take part.
                 self._goes_on()
                 run_event(Event.EPOCH_CHECKPOINT)
                 if self.batches.iteration_is_complete():
@@ -126,6 +128,7 @@ class Loop:
                     self._goes_on()
                     run_event(Event.ITERATION_CHECKPOINT)
 
+        # Results of the last batches may still be on the device; an error must come before FIT_END.
         self.train_batch.finish()
         self.report.epoch_and_time()
         run_event(Event.FIT_END)
@@ -136,7 +139,7 @@ class Loop:
         return max_duration is not None and self.state.timestamp < max_duration
 
     def _goes_on(self) -> bool:
-        """Return whether to train on. All ranks agree, since one of them may have been stopped."""
+        """Return whether to continue. If a rank has been stopped, stop all. Every rank must call this."""
         state, is_over = self.state, not self._is_training()
         stops, for_good = self.ranks.any_stops(is_over, for_good=is_over and state.stopped_duration is not None)
         if stops and not is_over:

@@ -32,7 +32,7 @@ from composer_time import Time
 if TYPE_CHECKING:
     from composer.profiler.profiler import Profiler
     from composer.utils.inference import ExportFormat, Transform
-else:  # for typing.get_type_hints: few profile or export
+else:  # for typing.get_type_hints; the imports are slow, and few runs profile or export
     ExportFormat = Profiler = Transform = Any
 
 
@@ -47,7 +47,7 @@ class Trainer:
         train_dataloader: Batches to train on: an iterable, a `DataSpec`, or a dict of the arguments of a `DataSpec`.
             May be passed to `fit` instead.
         train_dataloader_label: The `state.dataloader_label` during training, which progress bars show. Training metrics
-            are always logged as `metrics/train/...`, but stoppers watch them only if the label is `'train'`.
+            are always logged as `metrics/train/...`, but early stopping monitors them only if the label is `'train'`.
         train_subset_num_batches: The maximum number of batches per epoch; -1 for all.
         spin_dataloaders: When resuming in the middle of an epoch, whether to read and drop the batches that were
             already trained on, so that the same batches follow.
@@ -232,6 +232,7 @@ class Trainer:
         on_divergence: str | OnDivergence | None = "raise",
         **older_names: Any,
     ) -> None:
+        # The first statement, because `locals()` must contain only the arguments.
         arguments = TrainerArguments.of(locals(), Trainer.__init__.__kwdefaults__ or {})
         self._runtime = build(arguments)
         self.state = self._runtime.state
@@ -241,7 +242,7 @@ class Trainer:
         self.divergences = self._runtime.divergences
         self.python_log_level = arguments.python_log_level
         self.auto_log_hparams = arguments.auto_log_hparams
-        if arguments.auto_log_hparams:
+        if arguments.auto_log_hparams:  # as in Composer, the attribute exists only then
             self.local_hparams = self._runtime.local_hparams
 
     @suggest_keywords(
@@ -374,6 +375,7 @@ class Trainer:
         from composer.utils import inference  # a slow import that only exports need
 
         formats = inference.ExportFormat
+        # TorchScript scripts the model without a sample; only a sample that the user passes allows tracing instead.
         if sample_input is None and formats(save_format) in (formats.ONNX, formats.EXPORT):
             sample_input = self.state.batch
         inference.export_with_logger(
@@ -395,12 +397,12 @@ class Trainer:
 
     @property
     def num_consecutive_thrashes(self) -> int:
-        """Number of consecutive latest batches with such retries on any rank."""
+        """Number of latest consecutive batches in which the allocator of any rank retried."""
         return self._runtime.halve_on_oom.num_consecutive_thrashes
 
     @property
     def num_consecutive_non_OOM_batches(self) -> int:  # Composer's name
-        """Number of batches since the latest that ran out of memory."""
+        """Number of batches since the latest out-of-memory error."""
         return self._runtime.halve_on_oom.num_consecutive_non_oom_batches
 
     @property
@@ -448,5 +450,6 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # An error outside the Trainer may be on this rank alone; `close` must then not wait for the others.
         self._runtime.has_failed |= error is not None
         self.close()
