@@ -420,6 +420,17 @@ def test_a_loss_a_thousand_times_as_large(train, on_spike, trained_on):
     assert_same_weights(network, by_hand([batches[index] for index in trained_on]))
 
 
+@pytest.mark.parametrize("on_spike", ["skip", "rollback"])
+def test_spikes_in_a_row_end_the_run_as_other_divergences_do(train, on_spike):
+    """A run whose losses stayed high was skipped to its end: nothing was trained, and nothing raised."""
+    made = enumerate(make_batches())
+    batches = [(inputs, inputs[:, :2] * (100.0 if index >= 3 else 1.0)) for index, (inputs, _) in made]
+    policy = OnDivergence(spike_factor=1000, on_spike=on_spike, max_in_a_row=3)
+    _, _, error = train(batches, loss=nn.functional.mse_loss, on_divergence=policy)
+    assert isinstance(error, DivergenceError)
+    assert (error.divergence.batch, error.divergence.is_spike) == (5, True)
+
+
 def test_gradients_that_overflow_under_a_scaler_are_no_divergence(train):
     batches = make_batches()
     scaler = GradScaler("cpu", init_scale=2.0**127)  # too large for float32 until it was halved a few times

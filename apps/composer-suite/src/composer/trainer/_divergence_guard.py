@@ -198,11 +198,11 @@ class DivergenceGuard:
         # `_counts_overflow` comes first, because it must count in every batch.
         if (overflow is not None and self._counts_overflow(has_overflown)) or self._found.item():
             return self._describe(math.nan if has_bad_loss else losses[TOTAL].item(), is_spike=False)
-        self._num_in_a_row = 0
         if has_bad_loss:
             self._note_bad_loss(self._state.timestamp.num_batches)
         if self._spikes is not None and mean is not None and self._spikes.is_spike(value := mean.item()):
             return self._describe(value, is_spike=True)
+        self._num_in_a_row = 0
         return None
 
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
@@ -286,6 +286,7 @@ class DivergenceGuard:
         self._divergences.append(divergence)
         if divergence.action == "log":
             _log.warning("%s The optimizer takes the step anyway.", _sentence(divergence))
+            self._num_in_a_row = 0
             return
         self._num_in_a_row += 1
         if self._buffers is not None:
