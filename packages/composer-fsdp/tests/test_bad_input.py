@@ -290,7 +290,7 @@ def test_a_unit_is_kept_over_a_divisor_of_its_own_ranks(options, num_ranks, as_o
 @pytest.mark.parametrize("mesh", ["cpu", (2, 2)])
 @pytest.mark.filterwarnings("ignore:FSDP2 Config/APIs are experimental:UserWarning")
 def test_what_is_no_mesh_is_refused(mesh, as_one_of_four):
-    refusal(ValueError, f"device_mesh={mesh!r} is no DeviceMesh", Model(), FSDP2Config(device_mesh=mesh))
+    refusal(ValueError, f"device_mesh={mesh!r} must be a DeviceMesh", Model(), FSDP2Config(device_mesh=mesh))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, False, ""])

@@ -180,7 +180,7 @@ def _integer(variable: str, text: str) -> int:
 def _from_other_launchers(variable: str) -> int | None:
     for name in _OTHER_LAUNCHERS.get(variable, ()):
         text = os.environ.get(name, "")
-        if text.isdecimal():  # Slurm also writes '4(x2)', which fits no single node
+        if text.isdecimal():  # Slurm also writes '4(x2)', which does not describe a single node
             return int(text)
     rank, ranks_per_node = os.environ.get("RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     # Ranks are numbered node by node.

@@ -228,7 +228,7 @@ class FSDP2Config(_Checked):
         self.mixed_precision = _in_case(self.mixed_precision, str.upper)
         for name in ("state_dict_type", "activation_checkpointing"):
             setattr(self, name, _in_case(getattr(self, name), str.lower))
-        # Composer's text, which users' warning filters match.
+        # Composer's text, which users' warning filters match. The dataclass's own `__init__` is one more stack level.
         warnings.warn("FSDP2 Config/APIs are experimental and subject to heavy changes", UserWarning, stacklevel=3)
 
     @property

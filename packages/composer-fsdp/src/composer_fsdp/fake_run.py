@@ -73,8 +73,8 @@ class Workload:
                 raise ValueError(f"{name}={number!r} is not a number of them: it has to be 1 or more.")
         if not any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in tree_leaves(self.batch)):
             raise ValueError(
-                f"batch={self.batch!r} has no tensor with a first dim of examples. Give what the dataloader gives, "
-                f"such as torch.zeros((8, 1024), dtype=torch.long, device='meta')."
+                f"batch={self.batch!r} has no tensor with a first dim of examples. Give a batch as the dataloader "
+                f"yields it, such as torch.zeros((8, 1024), dtype=torch.long, device='meta')."
             )
 
 
@@ -247,11 +247,12 @@ def _copy_to_meta(model: nn.Module, no_values: FakeTensorMode) -> tuple[nn.Modul
             own = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
             twins |= {id(tensor): _like(tensor, _DEVICE) for tensor in own}
     try:
+        # As the memo, `twins` supplies the tensors, so that none is copied, and then also maps modules to their copies.
         replica = copy.deepcopy(model, twins)
     except Exception as error:
         raise TypeError(
-            f"the {type(model).__name__} cannot be copied, as it has to be to stay as it is: {error!r}. Keep what "
-            f"cannot be copied, such as locks, files and process groups, out of its attributes."
+            f"the {type(model).__name__} cannot be copied, so it cannot be simulated without changing it: {error!r}. "
+            f"Keep objects that cannot be copied, such as locks, files and process groups, out of its attributes."
         ) from error
     return replica, lambda module: twins[id(module)]
 
@@ -308,8 +309,8 @@ def _explained_failures() -> Iterator[None]:
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise RuntimeError(
-            f"the model asks for the values of a tensor ({error}), and here there are only shapes. Leave out what "
-            f"does, such as .item() and masks as indices, or measure a real step."
+            f"the model asks for the values of a tensor ({error}), and fake tensors have only shapes. Remove such "
+            f"operations, for example .item() and masks as indices, or measure a real step."
         ) from error
     except (ValueError, TypeError):  # raised by our own validation, whose messages are clear
         raise
@@ -345,8 +346,8 @@ def fake_world(world_size: int, local_world_size: int | None = None) -> Iterator
         )
     if tdist.is_initialized():
         raise RuntimeError(
-            f"this process is rank {tdist.get_rank()} of a real run, and cannot play one of {world_size} ranks at the "
-            f"same time. Ask in a process of its own, such as by the command composer-fsdp."
+            f"this process is rank {tdist.get_rank()} of a real run, and cannot simulate one of {world_size} ranks at "
+            f"the same time. Run the estimate in a process of its own, for example with the command composer-fsdp."
         )
     variables = {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local, "NODE_RANK": 0}
     before = {name: os.environ.get(name) for name in variables}

@@ -94,8 +94,8 @@ def validate_all_dtensors_are_fsdp_based(model: nn.Module) -> None:
         axes = parameter.device_mesh.mesh_dim_names or ()
         if id(parameter) not in managed or "tensor_parallel" in axes:
             raise ValueError(
-                f"the parameter {name!r} is a DTensor of the mesh {parameter.device_mesh}, which is not of sharding "
-                f"alone. Only models without tensor parallelism can have whole parameters for a while."
+                f"the parameter {name!r} is a DTensor of the mesh {parameter.device_mesh}, which FSDP2 does not manage "
+                f"alone. Full parameters are available only for models without tensor parallelism."
             )
 
 

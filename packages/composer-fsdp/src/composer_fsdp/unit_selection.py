@@ -94,7 +94,7 @@ def _refuse_duplicates(model: nn.Module) -> None:
         if module in names and next(module.parameters(), None) is not None:
             raise ValueError(
                 f"the model has duplicate module references, {names[module]!r} and {name!r}, and rank 0's weights are "
-                f"handed on by name. Keep the module under one name, or give every rank the weights itself."
+                f"broadcast by name. Keep the module under one name, or load the weights on every rank."
             )
         names[module] = name
 
@@ -143,8 +143,8 @@ def check_units(model: nn.Module, units: Sequence[Unit], plan: ShardingPlan) -> 
         inside = [module for outer in _modules(unit) for module in outer.modules()]
         if any(isinstance(module, FSDPModule) for module in _modules(unit)):
             raise ValueError(
-                f"{called} is sharded already. Shard a model that is as it was built, or say auto_wrap=False if it "
-                f"shall stay as it is."
+                f"{called} is sharded already. Pass a model that is not sharded, or set auto_wrap=False to keep its "
+                f"sharding."
             )
         own = {p: names[p] for module in inside for p in module.parameters(recurse=False) if p not in taken}
         taken.update(own)
@@ -286,6 +286,7 @@ def _grouped(units: Sequence[Unit], policy: str, whole: set[nn.Parameter]) -> li
 
     resolved: list[Unit] = []
     for unit in units:
+        # A unit may share weights with several earlier units that share none with each other; it joins them all.
         first, *others = [*(other for other in resolved if share(other.module, unit.module)), unit]
         for other in others:
             if policy != "group" or first.is_root or other.is_root:

@@ -281,7 +281,7 @@ def _make_spec(options: Options, rendezvous: Rendezvous) -> WorkerSpec:
     except (ValueError, TypeError) as error:  # torch validates the backend and its settings
         raise CannotStartError(
             f"--rdzv_backend={rendezvous.backend!r} with --rdzv_endpoint={rendezvous.endpoint!r} and "
-            f"--rdzv_conf={dict(rendezvous.config)} cannot be followed: {error}. Correct what is named."
+            f"--rdzv_conf={dict(rendezvous.config)} is not valid: {error}. Correct the option that it names."
         ) from error
     return WorkerSpec(
         role="composer",

@@ -298,7 +298,7 @@ _UNSET = ("", "false")
 
 
 def named_file(stream: str, options: Options, env: Mapping[str, str], environ: Mapping[str, str]) -> str | None:
-    """Return the file that a rank's `'stdout'` or `'stderr'` is appended to, as the user or a platform wants it."""
+    """Return the file that a rank's `'stdout'` or `'stderr'` is appended to; `None` for the console or the logs."""
     if env["LOCAL_RANK"] == "0":
         return None  # on the console
     hosted = _hosted_prefix(environ)
