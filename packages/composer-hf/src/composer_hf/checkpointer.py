@@ -43,7 +43,7 @@ log = getLogger(__name__)
 
 _SIZE_VARIABLE: Final = "LLM_FOUNDRY_SAVE_FOLDER_HF_MAX_SHARD_SIZE"
 _SUBFOLDER: Final = "huggingface"
-_READY_S: Final = 3600
+_READY_S: Final = 3600  # limit of MLflow's own wait until a new model version is ready
 _LAST_UPLOADED: Final = ("config.json", "adapter_config.json")  # an upload that lacks them is not a loadable folder
 
 

@@ -350,7 +350,7 @@ class HuggingFaceModel(ComposerModel):
             raise RuntimeError(
                 f"{type(self.model).__name__} has an encoder and a decoder, and the batch has no decoder_input_ids, "
                 f"which cannot be made of the labels: there are no "
-                f"{'labels' if labels is None else 'prepare_decoder_input_ids_from_labels'}. Let the batch have them."
+                f"{'labels' if labels is None else 'prepare_decoder_input_ids_from_labels'}. Add them to the batch."
             )
         return prepare(labels=labels)
 
@@ -386,7 +386,7 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
     kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type)).upper()
     if kind != "LORA":
         raise ValueError(f"PEFT type {kind} is not supported by HuggingFaceModel. Use LORA, with peft.LoraConfig.")
-    peft_config.peft_type = kind
+    peft_config.peft_type = kind  # peft looks up this and the task type in upper case
     if peft_config.task_type is not None:
         peft_config.task_type = str(getattr(peft_config.task_type, "value", peft_config.task_type)).upper()
     from peft import get_peft_model  # optional
@@ -419,9 +419,9 @@ def _forgive_missing_base(module: torch.nn.Module, incompatible_keys: Any) -> No
         beside = module.names_trained_beside_adapter()
         if lost := [name for name in missing if name not in adapter and published_name(name) in beside]:
             warnings.warn(
-                f"the checkpoint has an adapter without {len(lost)} weights that training changes besides it, and they "
-                f"stay as they are here: {', '.join(lost[:_MAX_NAMES])}. Load a checkpoint that has them, if they were "
-                f"trained.",
+                f"the checkpoint has an adapter without {len(lost)} weights that training changes besides it, and these "
+                f"keep their current values: {', '.join(lost[:_MAX_NAMES])}. Load a checkpoint that has them, if they "
+                f"were trained.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -465,8 +465,8 @@ def _refuse_names_and_classes(argument: str, value: Any, auto_class: str) -> Non
     if isinstance(value, str | os.PathLike):
         raise TypeError(
             f"{argument}={value!r} is a name, and the {argument} itself is needed, whose save_pretrained every "
-            f"checkpoint needs. Give {auto_class}.from_pretrained({value!r}) of transformers, or what another of its "
-            f"Auto classes makes of the name."
+            f"checkpoint needs. Give {auto_class}.from_pretrained({value!r}) of transformers, or use another of its "
+            f"Auto classes."
         )
     if isinstance(value, type):
         raise TypeError(
@@ -497,5 +497,5 @@ def _check_parts(model: Any, tokenizer: Any) -> None:
             f"tokenizer={tokenizer!r:.200} is not a tokenizer, which has len() and save_pretrained, as those of "
             f"transformers have. Give AutoTokenizer.from_pretrained(...), or "
             f"PreTrainedTokenizerFast(tokenizer_object=...) around a tokenizers.Tokenizer. With None, "
-            f"checkpoints keep none."
+            f"checkpoints have no tokenizer."
         )
