@@ -49,6 +49,7 @@ def diff(options: argparse.Namespace) -> Result:
                 if name in of_b:
                     _compare(name, tensor, of_b[name], options, data)
                 progress(tensor.size_bytes)
+        # Without tensors, of which `describe` would list each.
         data["timestamp"] = _different(*(describe(side, "", {})["timestamp"] for side in (a, b)))
         data["config"] = _different(_config(a), _config(b))
     faults = ("only_a", "only_b", "shape", "dtype", "value")
@@ -311,7 +312,7 @@ def _hashes(place: Path, kind: str) -> str:
         for path in find_files(place, kind):
             _check_zip(path)
         bare = f"{sealed.count(False)} of {counted(len(sealed), 'file')}"
-        return f"no manifest in {bare}: only structure and checksums were looked at"
+        return f"no manifest in {bare}: only structure and checksums were checked"
     return f"every byte of {counted(len(sealed), 'file')} is as it was written"
 
 
@@ -355,7 +356,7 @@ def _not_hashed(source: TensorSource) -> list[Check]:
     quantized = [name for name, tensor in source.tensors.items() if tensor.is_quantized]
     whys = (
         (sparse, "sparse tensor", "whose elements have no order"),
-        (quantized, "quantized tensor", "whose bytes say nothing without a scale"),
+        (quantized, "quantized tensor", "whose bytes have no meaning without a scale"),
     )
     return [
         {"name": "hashed", "ok": True, "detail": f"not {counted(len(names), kind)}, {why}: {first_few(names)}"}

@@ -82,8 +82,8 @@ def _named(source: TensorSource) -> dict[str, StoredTensor]:
     others = {name: tensor for name, tensor in source.tensors.items() if id(tensor) not in own}
     if doubled := weights.keys() & others.keys():
         raise UsageError(
-            f"{min(doubled)!r} is the name of a weight and also where another tensor is, so that a file would have one "
-            f"of them. Load the checkpoint with load_file() and save what you want with save_file()."
+            f"{min(doubled)!r} is the name of a weight and the path of another tensor, and a file can have only one of "
+            f"them. Load the checkpoint with load_file() and save the tensors that you want with save_file()."
         )
     return weights | others
 
@@ -149,7 +149,7 @@ def _link_at(folder: Path, name: str) -> Path:
         raise UsageError(f"--link {name!r} is not a plain name. Give one in the folder, such as latest-rank0.pt.")
     link = folder / name
     if link.exists() and not link.is_symlink() and read_pointer(link) is None:
-        raise UsageError(f"--link {name!r}: there is something else of this name, which a link would replace.")
+        raise UsageError(f"--link {name!r}: this name is taken by something that is not a link. Choose another name.")
     return link
 
 

@@ -85,10 +85,10 @@ def untied_config(
 def have_same_elements(one: StoredTensor, other: StoredTensor) -> bool:
     """Return whether two tensors are equal bit by bit, read piece by piece unless they share storage."""
     if are_one(one, other):
-        # Compared as bytes below, since NaN is not equal to itself.
         return True
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
+    # As bytes, since NaN is not equal to itself.
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in blocks_of(one, other))
 
 

@@ -419,9 +419,9 @@ def _forgive_missing_base(module: torch.nn.Module, incompatible_keys: Any) -> No
         beside = module.names_trained_beside_adapter()
         if lost := [name for name in missing if name not in adapter and published_name(name) in beside]:
             warnings.warn(
-                f"the checkpoint has an adapter without {len(lost)} weights that training changes besides it, and these "
-                f"keep their current values: {', '.join(lost[:_MAX_NAMES])}. Load a checkpoint that has them, if they "
-                f"were trained.",
+                f"the checkpoint has an adapter without {len(lost)} weights that training changes besides it, and they "
+                f"stay as they are here: {', '.join(lost[:_MAX_NAMES])}. Load a checkpoint that has them, if they were "
+                f"trained.",
                 UserWarning,
                 stacklevel=2,
             )

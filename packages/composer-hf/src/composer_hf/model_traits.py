@@ -32,8 +32,8 @@ def warn_of_lost_alibi(model: Any) -> None:
     length = alibi.get("max_sequence_length") if isinstance(alibi, Mapping) else "..."
     log.warning(
         "The weights of this %s were trained with ALiBi (composer_alibi=%r in its configuration), and from_pretrained "
-        "made it without, so it cannot distinguish positions. Call apply_alibi(model, max_sequence_length=%s), or train "
-        "it with the algorithm Alibi(max_sequence_length=%s).",
+        "made it without, so it cannot distinguish positions. Call apply_alibi(model, max_sequence_length=%s), or "
+        "train it with the algorithm Alibi(max_sequence_length=%s).",
         *(type(model).__qualname__, alibi, length, length),
     )
 
@@ -46,7 +46,7 @@ def forward_args(model: Any) -> set[str]:
     """
     if is_wrapped(model):
         raise ValueError(
-            f"the model that peft has wrapped is an {type(model).__name__} of torch.compile, and its "
+            f"the model that peft has wrapped is an {type(model).__name__}, which torch.compile has made, and its "
             f"weights would have other names in checkpoints. Compile the result of get_peft_model, "
             f"or pass the model uncompiled with Trainer(compile_config={{}})."
         )
