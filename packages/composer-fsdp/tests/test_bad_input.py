@@ -238,7 +238,7 @@ def test_what_stays_whole_may_be_shared(as_one_of_four):
 WEIGHTS = [
     (lambda: nn.LazyLinear(4), "'net.3.weight' has no shape yet"),
     (lambda: nn.Embedding(8, 4, sparse=True), "gradients are sparse tensors"),
-    (lambda: nn.Linear(4, 2, dtype=torch.bfloat16), "weights of several formats: 'net.0.weight' in float32"),
+    (lambda: nn.Linear(4, 2, dtype=torch.bfloat16), "weights of several dtypes: 'net.0.weight' in float32"),
     (lambda: nn.Linear(4, 2, dtype=torch.complex64), "'net.3.weight' is torch.complex64"),
     (lambda: nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), "'net.3.weight' of shape (4, 4, 3, 3)"),
 ]

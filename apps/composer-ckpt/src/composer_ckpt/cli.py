@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result: Result = run(options)
     except KeyboardInterrupt:
         sys.stderr.write("composer-ckpt: interrupted; nothing was left under the final name\n")
-        return 130
+        return 130  # as of a process that SIGINT killed, in a shell
     except Exception as error:
         code = _code_of(error)
         if code is None:

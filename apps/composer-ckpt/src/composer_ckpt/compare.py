@@ -182,6 +182,7 @@ class _Difference:
             self.is_different, self.max_abs = True, max(self.max_abs, 1.0)
         gap = (wide_a - wide_b).abs()
         self.max_abs = max(self.max_abs, _largest(gap))
+        # Clamped, so that a difference of 0 from 0 is 0 and not NaN.
         self.max_rel = max(self.max_rel, _largest(gap / wide_b.abs().clamp_min(torch.finfo(torch.float64).tiny)))
         self.dot += float(wide_a.dot(wide_b))
         self.norm_a += float(wide_a.dot(wide_a))
@@ -199,6 +200,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(values: torch.Tensor) -> float:
+    # A NaN in only one of two tensors counts as an infinite difference.
     return float(values.nan_to_num(nan=math.inf, posinf=math.inf).max()) if values.numel() else 0.0
 
 

@@ -184,6 +184,7 @@ def gather_objects(obj: object, group: "ProcessGroup | None") -> list[Any]:
     tdist.all_gather(sizes, torch.tensor([len(payload)]), group=group)
     # all_gather needs tensors of one size, so shorter payloads are padded.
     longest = max(int(size) for size in sizes)
+    # Bytearrays, since torch warns about tensors in read-only memory.
     buffers = [bytearray(longest) for _ in sizes]
     tdist.all_gather([_view(buffer) for buffer in buffers], _view(bytearray(payload.ljust(longest))), group=group)
     return [pickle.loads(buffer) for buffer in buffers]  # ignores the padding after the end of the pickle

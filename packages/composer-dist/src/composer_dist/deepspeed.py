@@ -145,8 +145,9 @@ class DeepSpeed:
         """
         if not is_aligned:
             raise ValueError(
-                "the ranks cut this batch into unequally many microbatches, but DeepSpeed's engine has collectives in "
-                "each. Give every rank's dataloader batches of the same size (drop_last=True), or train with DDP."
+                "the ranks split this batch into different numbers of microbatches, but DeepSpeed's engine has "
+                "collectives in each. Give every rank's dataloader batches of the same size (drop_last=True), or train "
+                "with DDP."
             )
         if not sync:
             raise ValueError(

@@ -219,7 +219,7 @@ class _Policy:
 class _Watch(TorchDispatchMode):
     """Records which savable results are later changed in place or outlive the pass."""
 
-    supports_higher_order_operators = True
+    supports_higher_order_operators = True  # PyTorch rejects these operators in other modes
 
     def __init__(self, seen: _Seen) -> None:
         super().__init__()

@@ -77,6 +77,7 @@ def check_fsdp(config: FSDPConfig) -> None:
                     f"{name}={planner!r} must be a {kind.__name__} of torch.distributed.checkpoint. Give one, such as "
                     f"Default{kind.__name__}(), or leave it out."
                 )
+    # Stored back, since this exhausts an iterator.
     config.ignored_modules = _modules_in(config.ignored_modules or ())
     if config.cpu_offload:
         if os.environ.get(_STRICT_VARIABLE) == "1":  # Composer refuses the setting

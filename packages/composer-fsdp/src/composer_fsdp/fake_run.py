@@ -94,7 +94,7 @@ def simulate_steps(model: nn.Module, plan: ShardingPlan, work: Workload) -> Memo
         RuntimeError: If the model reads tensor values, which fake tensors lack, or its training step fails otherwise.
     """
     stage = Stage()
-    no_values = FakeTensorMode(allow_non_fake_inputs=True)
+    no_values = FakeTensorMode(allow_non_fake_inputs=True)  # the ranks of a mesh are real tensors
     log = MemoryLog(stage.place, no_values)
     units = units_of(model, plan, wraps_itself=not is_composer_model(model))
     if plan.layer_plan is not None:
@@ -214,6 +214,7 @@ def _shard_copy(
     # Apply the rules to the original model: user functions in them may compare modules by identity.
     replica, twin_of = _copy_to_meta(model, no_values)
     ignored = tuple(twin_of(module) for module in plan.ignored_modules)
+    # Offloading is imitated below: on the one device of all fake tensors, PyTorch's wrapper would have no effect.
     offloads, plan = plan.activation_cpu_offload, replace(plan, ignored_modules=ignored, activation_cpu_offload=False)
     units = [replace(u, module=twin_of(u.module), partners=tuple(map(twin_of, u.partners))) for u in units]
     chosen = {twin_of(module) for module in checkpointed}
@@ -279,6 +280,7 @@ def _offload_activations(module: nn.Module, log: MemoryLog) -> None:
         contexts[-1].__enter__()
 
     module.register_forward_pre_hook(begin)
+    # Also after an error, or the hooks on saved tensors would stay active.
     module.register_forward_hook(lambda *_: contexts.pop().__exit__(), always_call=True)
 
 

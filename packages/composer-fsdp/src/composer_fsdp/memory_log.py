@@ -186,7 +186,7 @@ class MemoryLog(TorchDispatchMode):
             self._places.append((len(self._changes), place))
 
     def _look_again(self, numbers: Iterable[int]) -> None:
-        for number in tuple(numbers):
+        for number in tuple(numbers):  # a copy, since a finalizer may remove entries meanwhile
             storage = self._alive[number]() if number in self._alive else None
             if storage is not None:
                 self._change(number, storage.nbytes())

@@ -243,7 +243,7 @@ def _group_settings(config: FSDPConfig, tp: TPConfig | None, world_size: int, st
     group = config.process_group
     if group is not None and (has_degrees or tp is not None):
         warn(
-            f"process_group={group!r} is ignored, since the degrees of parallelism say which ranks belong together. "
+            f"process_group={group!r} is ignored, since the degrees of parallelism determine the groups of ranks. "
             f"Give one of the two.",
             stacklevel + 1,
         )

@@ -127,10 +127,12 @@ def shard_model(
     """
     choice = choose(model, plan, optimizers, wraps_itself=wraps_itself, wrap_fn=wrap_fn, check_fn=check_fn)
     syncs = plan.sync_module_states and plan.auto_wrap
+    # An `FSDP2Config` has no setting for it: rank 0's weights are shared if only rank 0 has weights.
     beginning = meta_init.agree_on_beginning(model, sync=syncs, follows_weights=plan.version == 2)
     # Before sharding, while every rank still has full weights to compare.
     if beginning is meta_init.Beginning.REAL and plan.auto_wrap:
         warn_of_different_weights(model)
+    # Also before sharding, while rank 0's tensors are whole.
     state = meta_init.state_to_share(model) if beginning is meta_init.Beginning.RANK_ZERO else {}
     meshes = Meshes(plan, device.type, mesh)
     with check_param_tying(model):
@@ -449,7 +451,7 @@ def _parallelize(
             check_fn=check_fn,
             param_init_fn=param_init_fn,
         )
-    average_after_backward(sharded.whole)
+    average_after_backward(sharded.whole)  # a user's own training loop has no strategy that averages them
     return sharded
 
 

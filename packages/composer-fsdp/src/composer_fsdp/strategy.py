@@ -74,9 +74,9 @@ class FSDP(SingleDevice):
 
     @property
     def batch_rank(self) -> int:
-        """Return the index of this rank's part of the batch, the same for all ranks of a tensor-parallel group."""
+        """Return a number for this rank's part of the batch, the same for all ranks of a tensor-parallel group."""
         given = self.plan.tp_device_mesh
-        if given is not None:
+        if given is not None:  # a user's mesh may group ranks in any way, so the lowest rank stands for the group
             return min(tdist.get_process_group_ranks(given.get_group()))
         return dist.get_global_rank() // self.plan.tensor_parallel_degree
 
@@ -114,7 +114,7 @@ class FSDP(SingleDevice):
         if self._sharded.meshes.tensor is not None:
             self._first_batch = TensorParallelBatchCheck(self._sharded.meshes.tensor)
         for optimizer in optimizers:
-            if not self.plan.cpu_offload:
+            if not self.plan.cpu_offload:  # otherwise the optimizer runs on the host
                 self.device.optimizer_to_device(optimizer)
         self._tell()
         return model, optimizers
@@ -140,9 +140,9 @@ class FSDP(SingleDevice):
         """
         if not is_aligned:
             raise ValueError(
-                "the ranks cut this batch into unequally many microbatches, but sharded weights are gathered from all "
-                "ranks in each. Give every rank's dataloader batches of the same size (drop_last=True), or train "
-                "without sharding."
+                "the ranks split this batch into different numbers of microbatches, but sharded weights are gathered "
+                "from all ranks in each. Give every rank's dataloader batches of the same size (drop_last=True), or "
+                "train without sharding."
             )
         if not self.sharded.whole and self.plan.grad_sync_every_microbatch:
             return _NOTHING
@@ -230,6 +230,7 @@ class FSDP(SingleDevice):
 
     def mean(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the mean of each value over all ranks, using one collective without a device synchronization."""
+        # Tensor-parallel groups are of one size, so that counting each of their ranks does not change the mean.
         return average_values(values)
 
     def model_state_dict(self, model: "Module") -> dict[str, Any]:
@@ -376,7 +377,7 @@ def _fingerprint(batch: Any) -> str:
     checksum = 0
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
-            # As bytes, since NumPy has no bfloat16, and flat, since a 0-dim tensor has no view in another dtype.
+            # As bytes, since NumPy has no bfloat16, and flat, since a 0-dim tensor has no view as bytes.
             leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         checksum = zlib.crc32(leaf if isinstance(leaf, bytes) else repr(leaf).encode(), checksum)
     return f"{checksum:08x}"

@@ -134,6 +134,7 @@ def _write_back(shards: list[DTensor], whole: dict[DTensor, nn.Parameter], *, ra
             if not rank0_only:
                 shard.to_local().copy_(own_region(shard, whole[shard].detach()))
                 continue
+            # On the shard's device, which the collective's backend supports, even if the full tensor is on the host.
             sent = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
             if shard in whole:
                 sent.copy_(whole[shard].detach())

@@ -295,7 +295,7 @@ def _lora_config(values: Mapping[str, Any]) -> Any:
         raise MissingConditionalImportError("peft", "peft", distribution="composer-hf")
     from peft import LoraConfig
 
-    del settings["peft_type"]
+    del settings["peft_type"]  # not an argument: `LoraConfig` sets it itself
     return LoraConfig(**settings)
 
 

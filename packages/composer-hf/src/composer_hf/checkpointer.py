@@ -279,6 +279,7 @@ class HuggingFaceCheckpointer(Callback):
                     timeout_s=min(self.register_wait_seconds, _READY_S),
                 )
 
+        # Only rank 0 has metadata, so only rank 0 registers.
         wait_on_all_ranks(None if metadata is None else in_background(register), self.register_wait_seconds)
 
     def _write(

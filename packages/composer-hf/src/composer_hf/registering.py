@@ -80,6 +80,7 @@ def register_folder(
             edit(saved)
         registry.client.log_artifacts(registry.run_id, os.fspath(saved), _ARTIFACT_PATH)
     root = registry.client.get_run(registry.run_id).info.artifact_uri
+    # MLflow counts whole seconds, and takes 0 for not waiting.
     registry.register_model_with_run_id(f"{root}/{_ARTIFACT_PATH}", name, await_creation_for=max(1, int(timeout_s)))
 
 

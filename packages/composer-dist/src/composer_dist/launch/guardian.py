@@ -57,7 +57,7 @@ class Guardian:
             _wait_for(self._groups, _LINGER_S)
         killed = sweep(self._groups, None if spare_detached else self.launch_id)
         self._groups.clear()  # the system may reuse the numbers
-        self._tell("\n")
+        self._tell("\n")  # makes the guardian forget the groups, too
         return killed
 
     def close(self) -> None:

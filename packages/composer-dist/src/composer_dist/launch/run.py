@@ -67,6 +67,7 @@ def _serve_store(topology: Topology) -> tuple[Topology, "Store | None"]:
     # A port that was free while options were parsed may be taken by now; 0 lets the system choose another.
     port = 0 if source == FREE_PORT else topology.master_port
     try:
+        # The name is only for this process's own connection: the server listens on all addresses.
         store = tdist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented there
             "localhost", port, is_master=True, wait_for_workers=False
         )

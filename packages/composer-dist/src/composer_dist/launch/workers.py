@@ -91,7 +91,7 @@ class Workers:
         try:
             context = start_processes(
                 name="composer",
-                entrypoint=commands[0][0],
+                entrypoint=commands[0][0],  # the same program on all ranks
                 args={local_rank: tuple(command[1:]) for local_rank, command in commands.items()},
                 envs=envs,
                 logs_specs=logs,
