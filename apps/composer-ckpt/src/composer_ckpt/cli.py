@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result: Result = run(options)
     except KeyboardInterrupt:
         sys.stderr.write("composer-ckpt: interrupted; nothing was left under the final name\n")
-        return 130  # as of a process that SIGINT killed, in a shell
+        return 130  # as a shell reports a process that SIGINT killed
     except Exception as error:
         code = _code_of(error)
         if code is None:
@@ -140,7 +140,7 @@ def _command(commands: Any, name: str, module: str, function: str, text: str) ->
 
 
 def _add_inspect(commands: Any) -> None:
-    command = _command(commands, "inspect", "inspect", "inspect", "show what is in a checkpoint, as a tree")
+    command = _command(commands, "inspect", "inspect", "inspect", "show the content of a checkpoint as a tree")
     _add_source(command)
     command.add_argument("--keys", metavar="GLOB", action="append", help="only tensors of such names; repeatable")
     command.add_argument("--tree", action="store_true", help="show all tensors, however many there are")
@@ -271,7 +271,7 @@ def _add_selection(command: argparse.ArgumentParser) -> None:
 
 def _add_writing(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--overwrite", action="store_true", help="replace what is there")
+    add("--overwrite", action="store_true", help="replace an existing target")
     add("--dry-run", action="store_true", help="print what would be written, and write nothing")
     add("--quiet", action="store_true", help="no progress bar")
     _add_stores(command)

@@ -200,7 +200,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(values: torch.Tensor) -> float:
-    # A NaN in only one of two tensors counts as an infinite difference.
+    # A difference that is NaN counts as infinite.
     return float(values.nan_to_num(nan=math.inf, posinf=math.inf).max()) if values.numel() else 0.0
 
 

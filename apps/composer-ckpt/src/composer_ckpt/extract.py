@@ -107,7 +107,7 @@ def _as_json(value: Any, depth: int = 0) -> Any:
     if isinstance(value, StoredTensor):
         return {"tensor": dtype_name(value.dtype), "shape": list(value.shape), **layout_of(value)}
     if isinstance(value, Mapping):
-        refuse_doubles((repr(key), str(key)) for key in value)
+        refuse_doubles((repr(key), str(key)) for key in value)  # such as 1 and "1", the same key in JSON
         return {str(key): _as_json(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_as_json(item, depth + 1) for item in value]

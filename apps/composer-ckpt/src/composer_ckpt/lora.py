@@ -190,7 +190,7 @@ def _base_of(
     if options.base_model is None:
         if not has_base(own, metadata):
             raise IncompatibleCheckpointError(
-                f"{options.source} has the adapter's weights alone. Give --base-model PATH with the model that was "
+                f"{options.source} has only the adapter's weights. Give --base-model PATH with the model that was "
                 f"adapted, or write the adapter with --peft adapter."
             )
         return renamed_by(own, _plain_name), {}, metadata

@@ -172,8 +172,8 @@ def publish(folder: str, repo: str, options: ConvertOptions) -> str:
     from huggingface_hub import HfApi, hf_hub_download  # slow to load, and rarely needed
 
     api = HfApi()
-    # The upload replaces files, so an existing repository is accepted only with --overwrite. Without --private, `None`
-    # keeps the default visibility of the account or organization.
+    # The upload replaces files, so an existing repository is accepted only with --overwrite. Without --private, the Hub
+    # decides, since an organization may have a default of its own.
     repo = api.create_repo(repo, private=options.private or None, exist_ok=options.overwrite).repo_id
     commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Add a model that composer-ckpt wrote")
     if options.test_uploaded_model:

@@ -76,7 +76,7 @@ def untied_config(
             if ties.get(one, one) == ties.get(other, other):
                 raise IncompatibleCheckpointError(
                     f"the adapter changes one of {one!r} and {other!r}, and {type(untied).__name__} has them as one "
-                    f"weight also with {_TIED}=False, so that no merged model computes what the adapted one does. "
+                    f"weight also with {_TIED}=False, so that no merged model computes the same as the adapted one. "
                     f"Write the adapter with --peft adapter."
                 )
     return config

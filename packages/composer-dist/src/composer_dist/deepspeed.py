@@ -35,7 +35,7 @@ __all__ = ["DeepSpeed", "check_deepspeed_fits", "parse_deepspeed_config", "Unuse
 
 
 class DeepSpeed:
-    """Data parallel training with DeepSpeed's engine, which shards what the ranks would hold in common (ZeRO).
+    """Data parallel training with DeepSpeed's engine, which shards state that every rank would otherwise hold (ZeRO).
 
     Stage 0 shards nothing, 1 the optimizer's state, 2 also gradients, 3 also weights. Every batch has the weight that
     it has on a single device, even if it is split into fewer or less even microbatches than configured: the loop weighs
@@ -151,8 +151,8 @@ class DeepSpeed:
             )
         if not sync:
             raise ValueError(
-                "sync=False asks for gradients that differ between the ranks, but DeepSpeed's engine shards them as "
-                "their mean. Use DDP for methods that need them, such as SAM."
+                "sync=False asks for gradients that differ between the ranks, but DeepSpeed's engine shards their mean. "
+                "Use DDP for methods that need them, such as SAM."
             )
         return self._microbatch(is_last)
 
@@ -354,8 +354,8 @@ def check_deepspeed_fits(
     """
     if parallelism_config is not None:
         raise ValueError(
-            "deepspeed_config and parallelism_config (or fsdp_config) were both given, and both say how the model is "
-            "sharded. Leave one of them out."
+            "deepspeed_config and parallelism_config (or fsdp_config) were both given, and both configure the sharding "
+            "of the model. Leave one of them out."
         )
     if not has_train_dataloader:
         raise ValueError(
@@ -436,7 +436,7 @@ def _fill_batch_sizes(
     config: dict[str, Any], batch_size: int | None, microbatch_size: int | float | str | None, world_size: int
 ) -> None:
     total = config.get("train_batch_size", _TO_FILL)
-    # The configuration may give what the dataloader does not.
+    # The configuration may give the batch size that the dataloader lacks.
     if batch_size is None and total != _TO_FILL and total % world_size == 0:
         batch_size = total // world_size
     if batch_size is None:

@@ -109,7 +109,7 @@ def check_environment(environ: Mapping[str, str]) -> None:
     known = {variable: _integer(variable, environ[variable]) for variable in SINGLE_RANK if variable in environ}
     if known.get("RANK", 0) > 0 and "WORLD_SIZE" not in known:
         raise RuntimeError(
-            f"the environment variable RANK={environ['RANK']!r} says that this is one of several processes, but "
+            f"the environment variable RANK={environ['RANK']!r} means that this is one of several processes, but "
             "WORLD_SIZE is not set. Set it to their number in every process, or unset RANK to train in a single one."
         )
     if known.get("WORLD_SIZE", 1) < 1:

@@ -82,8 +82,8 @@ def check_fsdp(config: FSDPConfig) -> None:
     if config.cpu_offload:
         if os.environ.get(_STRICT_VARIABLE) == "1":  # Composer refuses the setting
             raise ValueError(
-                f"FSDP CPU Offload not supported yet. cpu_offload=True was given, and {_STRICT_VARIABLE}=1 asks for "
-                f"what Composer does. Leave one of them out."
+                f"FSDP CPU Offload not supported yet. cpu_offload=True was given, and {_STRICT_VARIABLE}=1 rejects "
+                f"settings that Composer does not support. Leave one of them out."
             )
         log.info("cpu_offload=True: weights, gradients and optimizer state stay on the host between uses.")
 
@@ -156,7 +156,7 @@ def check_mesh(mesh: Any, world_size: int) -> None:
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ValueError(
-            f"device_mesh={mesh!r} has two axes without names, by which FSDP2 tells them apart. Give it "
+            f"device_mesh={mesh!r} has two axes without names, by which FSDP2 distinguishes them. Give it "
             f"mesh_dim_names=('data_parallel_replicate', 'data_parallel_shard')."
         )
     # Several equal meshes may partition the ranks, each rank having its own.

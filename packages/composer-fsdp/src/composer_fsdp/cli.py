@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="print which modules are sharded as one, and all settings")
     explain.set_defaults(run=_explain)
     _add_common(explain)
-    estimate = commands.add_parser("estimate", help="print how much memory a rank needs, and what it sends")
+    estimate = commands.add_parser("estimate", help="print the memory and the communication of a rank")
     estimate.set_defaults(run=_estimate)
     _add_common(estimate)
     _add_work(estimate)

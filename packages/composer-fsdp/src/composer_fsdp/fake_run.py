@@ -164,7 +164,7 @@ class _Step:
         """Average the gradients of unsharded parameters, as the strategy does after the last microbatch."""
         whole = [p for p in self._shards if not isinstance(p, DTensor)]
         if whole:
-            self._stage.enter("averaging the gradients of what is not sharded")
+            self._stage.enter("averaging the gradients of unsharded parameters")
             average_gradients(whole)
 
     def _loss(self) -> torch.Tensor:

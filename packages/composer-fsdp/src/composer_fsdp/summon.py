@@ -52,7 +52,8 @@ def summon_full_params_fsdp2(
     whole: dict[DTensor, nn.Parameter] = {}
     with torch.no_grad():
         for shard in places:
-            gathered = _gathered(shard, offload_to_cpu)  # a collective: every rank joins, even if rank 0 alone keeps it
+            # A collective: every rank takes part, even if only rank 0 keeps the result.
+            gathered = _gathered(shard, offload_to_cpu)
             grad = _gathered(shard.grad, offload_to_cpu) if with_grads and isinstance(shard.grad, DTensor) else None
             if is_here:
                 whole[shard] = nn.Parameter(gathered, requires_grad=shard.requires_grad)

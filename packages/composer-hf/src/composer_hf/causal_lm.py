@@ -104,8 +104,8 @@ class ComposerHFCausalLM(HuggingFaceModel):
             )
         if peft_config is not None and pretrained_lora_id_or_path is not None:
             raise ValueError(
-                f"peft_config asks for a new adapter, and pretrained_lora_id_or_path={pretrained_lora_id_or_path!r} "
-                f"for one that exists. Give one of them."
+                f"peft_config adds a new adapter, and pretrained_lora_id_or_path={pretrained_lora_id_or_path!r} "
+                f"loads an existing one. Give one of them."
             )
         options = _loading_options(use_auth_token, use_flash_attention_2, attn_implementation, load_in_8bit)
         origin = _Origin(pretrained_model_name_or_path, pretrained, trust_remote_code, options)
@@ -160,7 +160,7 @@ def _loading_options(
     if use_flash_attention_2:
         if attn_implementation not in (None, "flash_attention_2"):
             raise ValueError(
-                f"use_flash_attention_2=True and attn_implementation={attn_implementation!r} ask for two kinds of "
+                f"use_flash_attention_2=True and attn_implementation={attn_implementation!r} select two kinds of "
                 f"attention. Give one of them."
             )
         from transformers.utils.import_utils import is_flash_attn_2_available
@@ -295,7 +295,7 @@ def _lora_config(values: Mapping[str, Any]) -> Any:
         raise MissingConditionalImportError("peft", "peft", distribution="composer-hf")
     from peft import LoraConfig
 
-    del settings["peft_type"]  # not an argument: `LoraConfig` sets it itself
+    del settings["peft_type"]  # `LoraConfig` sets it itself
     return LoraConfig(**settings)
 
 

@@ -50,7 +50,7 @@ _LAST_UPLOADED: Final = ("config.json", "adapter_config.json")  # an upload that
 class HuggingFaceCheckpointer(Callback):
     """Write the model as a folder that `from_pretrained` reads, at intervals and at the end of training.
 
-    The weights are gathered one after the other, converted and copied to host memory of rank 0. Training then
+    The weights are gathered one at a time, converted and copied to host memory of rank 0. Training then
     continues while a thread writes a temporary folder, flushes it and renames it, so a folder is complete or absent.
     Errors in writing are logged at once, and raised on all ranks at the next save and at the end of `fit`. For a model
     with an adapter, the adapter is written.
@@ -345,7 +345,7 @@ def _model_of(state: "State") -> HuggingFaceModel:
 
 
 def gather_weights(model: HuggingFaceModel, dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:
-    """Return copies of the weights, gathered one after the other. Every rank must call this.
+    """Return copies of the weights, gathered one at a time. Every rank must call this.
 
     Args:
         model: The model without its parallel wrappers. With an adapter, only trained weights are returned.

@@ -240,6 +240,7 @@ class HuggingFaceModel(ComposerModel):
             The return value of the metric's `update`, and the metric's name for each sample.
         """
         if self.labels is not None and metric.device.type == "cpu":
+            # The labels are on the device of the batch, and a metric may stay on the host.
             self.labels = self.labels.to("cpu")
         if getattr(metric, "needs_batch", False):
             result: Any = metric.update(batch=batch, outputs=outputs, labels=self.labels)
@@ -349,7 +350,7 @@ class HuggingFaceModel(ComposerModel):
         if prepare is None or labels is None:
             raise RuntimeError(
                 f"{type(self.model).__name__} has an encoder and a decoder, and the batch has no decoder_input_ids, "
-                f"which cannot be made of the labels: there are no "
+                f"which cannot be made from the labels: there are no "
                 f"{'labels' if labels is None else 'prepare_decoder_input_ids_from_labels'}. Add them to the batch."
             )
         return prepare(labels=labels)

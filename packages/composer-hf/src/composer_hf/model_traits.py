@@ -19,7 +19,7 @@ def resolve_shift(model: Any, shift_labels: bool | None) -> bool:
     if is_causal and not shift_labels:
         log.warning(
             "The shift_labels argument was set to False but the model is an instance of a HuggingFace Causal LM. This "
-            "may lead to incorrect behavior: the logits of each token are compared with that very token."
+            "may lead to incorrect behavior: the logits of each token are compared with the same token."
         )
     return shift_labels
 

@@ -241,7 +241,7 @@ def _add_run(add: _Add) -> None:
         help="processes on this node (default: $LOCAL_WORLD_SIZE, then the cluster's number, then one for each "
         "visible accelerator, at least 1)",
     )
-    add("-v", "--verbose", action="store_true", help="log what the launcher does")
+    add("-v", "--verbose", action="store_true", help="log the launcher's actions")
     add("-m", "--module_mode", action="store_true", help="run `python -m training_script`")
     add("-c", "--command_mode", action="store_true", help="run training_script itself, without Python")
     add("--python", default=sys.executable, metavar="PATH", help="interpreter of the ranks (default: the launcher's)")
@@ -274,7 +274,7 @@ def _add_nodes(add: _Add) -> None:
     )
     add("--nnodes", metavar="N|MIN:MAX", help="nodes that meet at a rendezvous and agree on their ranks there")
     add("--rdzv_backend", default="c10d", metavar="NAME", help="kind of rendezvous (default: %(default)s)")
-    add("--rdzv_endpoint", metavar="HOST:PORT", help="where it is (default: localhost:0, this node alone)")
+    add("--rdzv_endpoint", metavar="HOST:PORT", help="its address (default: localhost:0, this node alone)")
     add("--rdzv_id", metavar="ID", help="name of the run, the same on every node (default: a random one)")
     add("--rdzv_conf", default="", metavar="K=V,...", help="settings of the rendezvous, such as join_timeout=600")
     add(
