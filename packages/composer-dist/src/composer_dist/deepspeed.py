@@ -151,8 +151,8 @@ class DeepSpeed:
             )
         if not sync:
             raise ValueError(
-                "sync=False asks for gradients that differ between the ranks, but DeepSpeed's engine shards their mean. "
-                "Use DDP for methods that need them, such as SAM."
+                "sync=False asks for gradients that differ between the ranks, but DeepSpeed's engine shards their "
+                "mean. Use DDP for methods that need them, such as SAM."
             )
         return self._microbatch(is_last)
 
