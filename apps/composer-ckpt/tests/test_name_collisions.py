@@ -176,7 +176,7 @@ def test_what_is_left_out_of_a_conversion_is_told(here, run_json):
     assert code == 0
     assert told["warnings"] == [
         "left out of the model, since they are not tensors: norm._extra_state.scale, version",
-        "left out, since they are beside the model: ema",
+        "left out, since they are not part of the model: ema",
     ]
 
 
@@ -213,7 +213,7 @@ def test_a_file_cut_by_size_keeps_its_names(here, run):
 def test_a_file_has_each_of_two_tensors_or_none(here, run):
     torch.save({"model": {"beside/w": ONE}, "beside": {"w": TWO}}, "a.pt")
     code, _, errors = run("extract", "a.pt", "out.pt")
-    assert (code, "'beside/w' is the name of a weight and also where another tensor is" in errors) == (2, True)
+    assert (code, "'beside/w' is the name of a weight and the path of another tensor" in errors) == (2, True)
     torch.save({"state": {1: ONE, "1": TWO}}, "b.pt")
     code, _, errors = run("extract", "b.pt", "out.json")
     assert (code, "would both be called '1'" in errors) == (2, True)
@@ -270,8 +270,8 @@ def with_lora(weights):
     ("weights", "told"),
     [
         ({"a.base_layer.weight": ONE, "a.weight": TWO}, "a.weight' would both be called 'model.a.weight'"),
-        ({"a.base_layer.weight": ONE, "a.lora_A.other.weight": TWO}, "1 weight of no adapter called 'default'"),
-        ({"a.weight": ONE, "a.modules_to_save.other.weight": TWO}, "1 weight of no adapter called 'default'"),
+        ({"a.base_layer.weight": ONE, "a.lora_A.other.weight": TWO}, "1 weight of an adapter not called 'default'"),
+        ({"a.weight": ONE, "a.modules_to_save.other.weight": TWO}, "1 weight of an adapter not called 'default'"),
     ],
 )
 def test_merging_an_adapter_takes_all_weights_or_none(weights, told, here, run):

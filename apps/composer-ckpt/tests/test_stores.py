@@ -110,7 +110,7 @@ def test_an_object_that_leads_out_of_its_folder_is_refused(run, store, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("target", "words"), [("memory://bucket", "all of a store"), ("ftps9://bucket/out", "nothing here saves")]
+    ("target", "words"), [("memory://bucket", "a whole store"), ("ftps9://bucket/out", "nothing here saves")]
 )
 def test_an_address_that_nothing_is_written_to_is_a_usage_error(target, words, content, run, tmp_path):
     save_file(content, tmp_path / "ep2.pt")

@@ -238,7 +238,7 @@ def test_what_stays_whole_may_be_shared(as_one_of_four):
 WEIGHTS = [
     (lambda: nn.LazyLinear(4), "'net.3.weight' has no shape yet"),
     (lambda: nn.Embedding(8, 4, sparse=True), "gradients are sparse tensors"),
-    (lambda: nn.Linear(4, 2, dtype=torch.bfloat16), "weights of several formats: 'net.0.weight' in float32"),
+    (lambda: nn.Linear(4, 2, dtype=torch.bfloat16), "weights of several dtypes: 'net.0.weight' in float32"),
     (lambda: nn.Linear(4, 2, dtype=torch.complex64), "'net.3.weight' is torch.complex64"),
     (lambda: nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), "'net.3.weight' of shape (4, 4, 3, 3)"),
 ]
@@ -290,7 +290,7 @@ def test_a_unit_is_kept_over_a_divisor_of_its_own_ranks(options, num_ranks, as_o
 @pytest.mark.parametrize("mesh", ["cpu", (2, 2)])
 @pytest.mark.filterwarnings("ignore:FSDP2 Config/APIs are experimental:UserWarning")
 def test_what_is_no_mesh_is_refused(mesh, as_one_of_four):
-    refusal(ValueError, f"device_mesh={mesh!r} is no DeviceMesh", Model(), FSDP2Config(device_mesh=mesh))
+    refusal(ValueError, f"device_mesh={mesh!r} must be a DeviceMesh", Model(), FSDP2Config(device_mesh=mesh))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, False, ""])

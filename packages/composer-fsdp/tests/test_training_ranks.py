@@ -231,7 +231,7 @@ def held_by_rank():
     strategy = strategy_of({})
     strategy.prepare(model, [optimizer])
     numel = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
-    with pytest.raises(ValueError, match="unequally many microbatches"):
+    with pytest.raises(ValueError, match="different numbers of microbatches"):
         strategy.microbatch(is_last=True, is_aligned=False)
     return numel, sum(p.numel() for p in model.parameters())
 

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result: Result = run(options)
     except KeyboardInterrupt:
         sys.stderr.write("composer-ckpt: interrupted; nothing was left under the final name\n")
-        return 130
+        return 130  # as a shell reports a process that SIGINT killed
     except Exception as error:
         code = _code_of(error)
         if code is None:
@@ -83,8 +83,8 @@ exit codes:
   0  all is well; for diff, the two are equal
   1  a failure, a damaged checkpoint, or differences
   2  the arguments are wrong
-  3  what was written is not what it read; nothing was left
-  4  the checkpoint asks for more than data; nothing of it was run
+  3  the written checkpoint differs from the source, and was deleted
+  4  the checkpoint contains more than data; none of its code was run
 """
 
 
@@ -140,7 +140,7 @@ def _command(commands: Any, name: str, module: str, function: str, text: str) ->
 
 
 def _add_inspect(commands: Any) -> None:
-    command = _command(commands, "inspect", "inspect", "inspect", "show what is in a checkpoint, as a tree")
+    command = _command(commands, "inspect", "inspect", "inspect", "show the content of a checkpoint as a tree")
     _add_source(command)
     command.add_argument("--keys", metavar="GLOB", action="append", help="only tensors of such names; repeatable")
     command.add_argument("--tree", action="store_true", help="show all tensors, however many there are")
@@ -148,25 +148,25 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _add_verify(commands: Any) -> None:
-    command = _command(commands, "verify", "compare", "verify", "tell whether a checkpoint is whole")
+    command = _command(commands, "verify", "compare", "verify", "check whether a checkpoint is complete and undamaged")
     _add_source(command)
-    command.add_argument("--hash", action="store_true", help="print a hash of each tensor, alike for all formats")
+    command.add_argument("--hash", action="store_true", help="print a hash of each tensor, the same for all formats")
 
 
 def _add_diff(commands: Any) -> None:
     command = _command(commands, "diff", "compare", "diff", "compare two checkpoints, of any formats")
     command.add_argument("a", metavar="A", help="one checkpoint")
     command.add_argument("b", metavar="B", help="the other")
-    command.add_argument("--rtol", type=float, default=0.0, help="how much values may differ, relative to B's")
-    command.add_argument("--atol", type=float, default=0.0, help="how much they may differ at all")
+    command.add_argument("--rtol", type=float, default=0.0, help="allowed difference of values, relative to B's")
+    command.add_argument("--atol", type=float, default=0.0, help="allowed absolute difference of values")
     command.add_argument("--keys", metavar="GLOB", action="append", help="only tensors of such names; repeatable")
-    command.add_argument("--all", action="store_true", help="compare all tensors, not the model's weights alone")
-    command.add_argument("--most", type=int, default=10, help="how many differences to print (default: 10)")
+    command.add_argument("--all", action="store_true", help="compare all tensors, not only the model's weights")
+    command.add_argument("--most", type=int, default=10, help="number of differences to print (default: 10)")
     _add_stores(command)
 
 
 def _add_convert(commands: Any) -> None:
-    command = _command(commands, "convert", "convert", "convert", "turn a checkpoint into one of another format")
+    command = _command(commands, "convert", "convert", "convert", "convert a checkpoint to another format")
     command.add_argument("source", metavar="SRC", nargs="?", help="a checkpoint of any format")
     command.add_argument("target", metavar="DST", nargs="?", help="the folder or file to write")
     _add_kind(command)
@@ -176,36 +176,38 @@ def _add_convert(commands: Any) -> None:
     add("--local_checkpoint_save_location", "--local-checkpoint-save-location", help=argparse.SUPPRESS)
     add("--hf_repo_for_upload", "--hf-repo-for-upload", dest="push_to_hub", help=argparse.SUPPRESS)
     _add_conversion(command)
-    add("--peft", choices=("auto", "adapter", "merge"), default="auto", help="write LoRA alone, or added to its base")
-    add("--base-model", metavar="PATH", help="where the base of a LoRA is, if the checkpoint does not have it")
+    add(
+        "--peft", choices=("auto", "adapter", "merge"), default="auto", help="write LoRA alone, or merged into its base"
+    )
+    add("--base-model", metavar="PATH", help="the base model of a LoRA, if the checkpoint does not have it")
     add("--optimizer", action="store_true", help="keep the optimizers' state (pt, dcp, local)")
     add("--resumption", action="store_true", help="keep timestamp, schedulers, RNG and so on (pt, dcp, local)")
-    add("--deepspeed-weights", choices=("fp32", "16bit"), default="fp32", help="which weights of DeepSpeed's")
-    add("--trust", action="store_true", help="load a .pt that asks for more than data: all that it asks for is run")
+    add("--deepspeed-weights", choices=("fp32", "16bit"), default="fp32", help="which of DeepSpeed's weights to read")
+    add("--trust", action="store_true", help="load a .pt that contains more than data, which runs its code")
     add("--push-to-hub", metavar="REPO", help="publish the Hugging Face folder, too; --overwrite: also where REPO is")
-    add("--private", action="store_true", help="make the repository a private one")
-    add("--test-uploaded-model", "--test_uploaded_model", action="store_true", help="fetch it again and compare")
+    add("--private", action="store_true", help="make the repository private")
+    add("--test-uploaded-model", "--test_uploaded_model", action="store_true", help="download it again and compare")
     _add_writing(command)
 
 
 def _add_conversion(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     formats = ("hf", "pt", "dcp", "local", "safetensors")
-    add("--to", choices=formats, help="the format (default: as DST's name says, else hf)")
-    add("--world-size", type=_count, metavar="N", help="for how many ranks (local, dcp)")
+    add("--to", choices=formats, help="the format (default: from DST's name, else hf)")
+    add("--world-size", type=_count, metavar="N", help="number of ranks (local, dcp)")
     both = ("--output-precision", "--output_precision")
-    add(*both, choices=_PRECISIONS, default="keep", help="of floating point tensors")
-    add("--max-shard-size", type=parse_size, metavar="SIZE", help="of a file of a hf folder, as 1GB (default: 5GB)")
+    add(*both, choices=_PRECISIONS, default="keep", help="dtype of floating point tensors")
+    add("--max-shard-size", type=parse_size, metavar="SIZE", help="of a file in a hf folder, as 1GB (default: 5GB)")
     weights = ("safetensors", "bin")
-    add("--format", choices=weights, default="safetensors", help="of the weights of a Hugging Face folder")
+    add("--format", choices=weights, default="safetensors", help="of the weight files in a Hugging Face folder")
     _add_selection(command)
-    add("--rename", metavar="OLD=NEW", action="append", help="a regular expression and what replaces it; repeatable")
+    add("--rename", metavar="OLD=NEW", action="append", help="a regular expression and its replacement; repeatable")
     add("--strip-prefix", metavar="PREFIX", action="append", help="of names; repeatable (default: of known wrappers)")
     add("--config", metavar="PATH", help="a config.json, or a folder with one, in place of the checkpoint's")
     add("--tokenizer", metavar="PATH", help="a folder with a tokenizer's files, in place of the checkpoint's")
     add("--config-override", metavar="KEY=VALUE", action="append", help="a value of the config, as JSON; repeatable")
-    add("--trust-remote-code", "--trust_remote_code", action="store_true", help="run and keep code that came along")
-    add("--no-verify", action="store_true", help="do not compare SRC with its hashes, nor read back what was written")
+    add("--trust-remote-code", "--trust_remote_code", action="store_true", help="run and keep code of the checkpoint")
+    add("--no-verify", action="store_true", help="neither compare SRC with its hashes nor read back the output")
 
 
 def _add_merge(commands: Any) -> None:
@@ -213,20 +215,20 @@ def _add_merge(commands: Any) -> None:
     add = command.add_argument
     add("sources", metavar="SRC", nargs="+", help="checkpoints of one model; the first one describes it")
     add("target", metavar="DST", help="the folder or file to write")
-    add("--weights", type=_shares, metavar="A,B,...", help="how much each counts (default: all alike)")
+    add("--weights", type=_shares, metavar="A,B,...", help="weight of each checkpoint (default: equal)")
     _add_kind(command)
     _add_conversion(command)
     _add_writing(command)
 
 
 def _add_reshard(commands: Any) -> None:
-    command = _command(commands, "reshard", "reshard", "reshard", "cut a checkpoint otherwise, format and names kept")
+    command = _command(commands, "reshard", "reshard", "reshard", "split a checkpoint into other files of its format")
     add = command.add_argument
     add("source", metavar="SRC", help="the checkpoint")
     add("target", metavar="DST", help="the folder to write, or per-rank files with {rank} in the name")
     _add_kind(command)
-    add("--world-size", type=_count, metavar="N", help="for how many ranks (dcp, local)")
-    add("--max-shard-size", type=parse_size, metavar="SIZE", help="of a file, as 1GB (hf, safetensors)")
+    add("--world-size", type=_count, metavar="N", help="number of ranks (dcp, local)")
+    add("--max-shard-size", type=parse_size, metavar="SIZE", help="of a file, such as 1GB (hf, safetensors)")
     _add_writing(command)
 
 
@@ -241,14 +243,14 @@ def _add_extract(commands: Any) -> None:
 
 def _add_latest_and_repair(commands: Any) -> None:
     """Add the commands for the folder that a run saves to."""
-    command = _command(commands, "latest", "sources", "latest", "print the newest checkpoint of a folder that is whole")
+    command = _command(commands, "latest", "sources", "latest", "print the newest complete checkpoint of a folder")
     command.add_argument("folder", metavar="FOLDER", help="where a run saves checkpoints")
-    command.add_argument("--no-verify", action="store_true", help="do not read it, nor compare it with its hashes")
-    command = _command(commands, "repair", "extract", "repair", "mend links, and what killed writers left, in a folder")
+    command.add_argument("--no-verify", action="store_true", help="neither read it nor compare it with its hashes")
+    command = _command(commands, "repair", "extract", "repair", "repair links, and list or delete unfinished files")
     add = command.add_argument
-    add("folder", metavar="FOLDER", help="where a run saves checkpoints, while none does")
-    add("--link", metavar="NAME", help="let this link lead to the newest checkpoint that is whole")
-    add("--delete", action="store_true", help="delete what killed writers left unfinished")
+    add("folder", metavar="FOLDER", help="where a run saves checkpoints; no run may be active")
+    add("--link", metavar="NAME", help="point this link to the newest complete checkpoint")
+    add("--delete", action="store_true", help="delete unfinished files of killed writers")
     add("--dry-run", action="store_true", help="print what would be done, and do nothing")
 
 
@@ -259,7 +261,7 @@ def _add_source(command: argparse.ArgumentParser) -> None:
 
 
 def _add_kind(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--from", dest="kind", choices=_KINDS, default="auto", help="what SRC is (default: look)")
+    command.add_argument("--from", dest="kind", choices=_KINDS, default="auto", help="kind of SRC (default: detect it)")
 
 
 def _add_selection(command: argparse.ArgumentParser) -> None:
@@ -269,14 +271,14 @@ def _add_selection(command: argparse.ArgumentParser) -> None:
 
 def _add_writing(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--overwrite", action="store_true", help="replace what is there")
+    add("--overwrite", action="store_true", help="replace an existing target")
     add("--dry-run", action="store_true", help="print what would be written, and write nothing")
     add("--quiet", action="store_true", help="no progress bar")
     _add_stores(command)
 
 
 def _add_stores(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--tmp-dir", metavar="PATH", help="where what comes from or goes to a store lies meanwhile")
+    command.add_argument("--tmp-dir", metavar="PATH", help="folder for temporary copies of files in a store")
     jobs = "files of a store moved at a time (default: 4)"
     command.add_argument("--jobs", type=_count, default=4, metavar="N", help=jobs)
 
@@ -295,5 +297,5 @@ def _shares(text: str) -> list[float]:
     total = sum(weights)
     # `not all(... >= 0)` rejects NaN as well.
     if not all(weight >= 0 for weight in weights) or not 0 < total < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 0 on, as 3,1 or 0.5,0.25,0.25")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of 0 or more, as 3,1 or 0.5,0.25,0.25")
     return [weight / total for weight in weights]

@@ -49,6 +49,7 @@ def diff(options: argparse.Namespace) -> Result:
                 if name in of_b:
                     _compare(name, tensor, of_b[name], options, data)
                 progress(tensor.size_bytes)
+        # Without tensors, of which `describe` would list each.
         data["timestamp"] = _different(*(describe(side, "", {})["timestamp"] for side in (a, b)))
         data["config"] = _different(_config(a), _config(b))
     faults = ("only_a", "only_b", "shape", "dtype", "value")
@@ -181,6 +182,7 @@ class _Difference:
             self.is_different, self.max_abs = True, max(self.max_abs, 1.0)
         gap = (wide_a - wide_b).abs()
         self.max_abs = max(self.max_abs, _largest(gap))
+        # Clamped, so that a difference of 0 from 0 is 0 and not NaN.
         self.max_rel = max(self.max_rel, _largest(gap / wide_b.abs().clamp_min(torch.finfo(torch.float64).tiny)))
         self.dot += float(wide_a.dot(wide_b))
         self.norm_a += float(wide_a.dot(wide_a))
@@ -198,6 +200,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(values: torch.Tensor) -> float:
+    # A difference that is NaN counts as infinite.
     return float(values.nan_to_num(nan=math.inf, posinf=math.inf).max()) if values.numel() else 0.0
 
 
@@ -311,7 +314,7 @@ def _hashes(place: Path, kind: str) -> str:
         for path in find_files(place, kind):
             _check_zip(path)
         bare = f"{sealed.count(False)} of {counted(len(sealed), 'file')}"
-        return f"no manifest in {bare}: only structure and checksums were looked at"
+        return f"no manifest in {bare}: only structure and checksums were checked"
     return f"every byte of {counted(len(sealed), 'file')} is as it was written"
 
 
@@ -355,7 +358,7 @@ def _not_hashed(source: TensorSource) -> list[Check]:
     quantized = [name for name, tensor in source.tensors.items() if tensor.is_quantized]
     whys = (
         (sparse, "sparse tensor", "whose elements have no order"),
-        (quantized, "quantized tensor", "whose bytes say nothing without a scale"),
+        (quantized, "quantized tensor", "whose bytes have no meaning without a scale"),
     )
     return [
         {"name": "hashed", "ok": True, "detail": f"not {counted(len(names), kind)}, {why}: {first_few(names)}"}

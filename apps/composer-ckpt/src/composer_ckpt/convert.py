@@ -46,7 +46,7 @@ def write_converted(
                 raise  # a dry run reports the conflict and shows the rest of the plan
             conflicts.append(str(error))
         plan = _plan(open_source(stack, options.check_source), writing, stack)
-        plan.target = options.target
+        plan.target = options.target  # for the report; `local` may be a temporary path
         plan.warnings += conflicts
         if plan.check is not None:
             plan.check()

@@ -82,8 +82,8 @@ def _named(source: TensorSource) -> dict[str, StoredTensor]:
     others = {name: tensor for name, tensor in source.tensors.items() if id(tensor) not in own}
     if doubled := weights.keys() & others.keys():
         raise UsageError(
-            f"{min(doubled)!r} is the name of a weight and also where another tensor is, so that a file would have one "
-            f"of them. Load the checkpoint with load_file() and save what you want with save_file()."
+            f"{min(doubled)!r} is the name of a weight and the path of another tensor, and a file can have only one of "
+            f"them. Load the checkpoint with load_file() and save the tensors that you want with save_file()."
         )
     return weights | others
 
@@ -107,7 +107,7 @@ def _as_json(value: Any, depth: int = 0) -> Any:
     if isinstance(value, StoredTensor):
         return {"tensor": dtype_name(value.dtype), "shape": list(value.shape), **layout_of(value)}
     if isinstance(value, Mapping):
-        refuse_doubles((repr(key), str(key)) for key in value)
+        refuse_doubles((repr(key), str(key)) for key in value)  # such as 1 and "1", the same key in JSON
         return {str(key): _as_json(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_as_json(item, depth + 1) for item in value]
@@ -149,7 +149,7 @@ def _link_at(folder: Path, name: str) -> Path:
         raise UsageError(f"--link {name!r} is not a plain name. Give one in the folder, such as latest-rank0.pt.")
     link = folder / name
     if link.exists() and not link.is_symlink() and read_pointer(link) is None:
-        raise UsageError(f"--link {name!r}: there is something else of this name, which a link would replace.")
+        raise UsageError(f"--link {name!r}: this name is taken by something that is not a link. Choose another name.")
     return link
 
 

@@ -63,12 +63,12 @@ def read_json(path: Path) -> Any:
     """Return the content of a JSON file."""
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise CorruptCheckpointError(
-            f"{path} has {path.stat().st_size} bytes, more than any configuration. Look at it."
+            f"{path} has {path.stat().st_size} bytes, more than any configuration. Check the file."
         )
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path} is not JSON: {error!s:.200}. Bring the file back.") from error
+        raise CorruptCheckpointError(f"{path} is not JSON: {error!s:.200}. Restore the file.") from error
 
 
 def is_weight_file(name: str) -> bool:
@@ -109,7 +109,7 @@ def metadata_of(source: TensorSource, options: ConvertOptions) -> HuggingFaceMet
         metadata = HuggingFaceMetadata({})
     else:
         raise MissingMetadataError(
-            f"{options.source} does not say which Hugging Face model it is of: it has no "
+            f"{options.source} does not identify its Hugging Face model: it has no "
             f"state/integrations/huggingface. Give --config PATH with the model's config.json, and --tokenizer PATH."
         )
     if options.config is not None:

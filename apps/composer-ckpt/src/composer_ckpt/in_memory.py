@@ -95,4 +95,5 @@ def _maker(
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
+    # Numbers compare as numbers, so that expert 10 follows expert 9. The tuples make them comparable with text.
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

@@ -62,8 +62,8 @@ class LayerChange:
         other = self.parts.get("lora_B") or self.parts.get("lora_embedding_B")
         if one is None or other is None or len(self.parts) > 2:
             raise IncompatibleCheckpointError(
-                f"the adapter has {', '.join(self.parts)} of a layer, and a pair is added. Take another checkpoint, or "
-                f"write the adapter with --peft adapter."
+                f"the adapter has {', '.join(self.parts)} of a layer, and only a pair can be merged. Take another "
+                f"checkpoint, or write the adapter with --peft adapter."
             )
         return one, other
 
@@ -91,7 +91,7 @@ class LayerChange:
         def fetch() -> torch.Tensor:
             # The same order of operations as in peft, so that the result is identical bit by bit.
             a, b = one.read(), other.read()
-            is_small = a.dtype in (torch.float16, torch.bfloat16)
+            is_small = a.dtype in (torch.float16, torch.bfloat16)  # which peft multiplies in float32 on a CPU
             product = (b.float() @ a.float()) if is_small else b @ a
             change = ((product.T if self.is_turned else product) * self.scaling).to(a.dtype)
             read = weight.read()
@@ -190,7 +190,7 @@ def _base_of(
     if options.base_model is None:
         if not has_base(own, metadata):
             raise IncompatibleCheckpointError(
-                f"{options.source} has the adapter's weights alone. Give --base-model PATH with the model that was "
+                f"{options.source} has only the adapter's weights. Give --base-model PATH with the model that was "
                 f"adapted, or write the adapter with --peft adapter."
             )
         return renamed_by(own, _plain_name), {}, metadata
@@ -295,12 +295,12 @@ def _check_adapter(config: Mapping[str, Any], weights: Iterable[str]) -> None:
         told = f"LoRA with {', '.join(others)}" if kind == "LORA" else kind
         raise IncompatibleCheckpointError(
             f"the adapter is {told}, and only plain LoRA is added to its base. Write it with --peft adapter, and merge "
-            f"it with peft, if that does."
+            f"it with peft, if peft supports that."
         )
     if foreign := of_other_adapters(weights):
         raise IncompatibleCheckpointError(
-            f"the checkpoint has {counted(len(foreign), 'weight')} of no adapter called {_ADAPTER!r}, which alone is "
-            f"added: {first_few(foreign)}. Leave them out with --exclude, or merge with peft."
+            f"the checkpoint has {counted(len(foreign), 'weight')} of an adapter not called {_ADAPTER!r}, the only one "
+            f"that is merged: {first_few(foreign)}. Leave them out with --exclude, or merge with peft."
         )
 
 
@@ -338,7 +338,7 @@ def _by_module(weights: Weights) -> dict[str, Weights]:
 
 
 def _rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[Any, Any]:
-    rank = _of_pattern(config.get("rank_pattern"), module, config.get("r", 8))
+    rank = _of_pattern(config.get("rank_pattern"), module, config.get("r", 8))  # 8 is peft's default of both
     return rank, _of_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
 
 

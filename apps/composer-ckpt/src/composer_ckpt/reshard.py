@@ -37,6 +37,7 @@ def _reshard(local: str, options: argparse.Namespace) -> Result:
             f"SRC={options.source!r} is {kind}, which is not cut into files of its own format. Use convert --to dcp or "
             f"--to hf."
         )
+    # Some formats are split by size and the others by rank, and each needs or rejects --world-size accordingly.
     if by_size == (options.world_size is not None):
         raise UsageError(
             f"a checkpoint of the format {kind} is cut by {'--max-shard-size' if by_size else '--world-size N'}."

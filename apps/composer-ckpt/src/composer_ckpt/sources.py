@@ -165,6 +165,7 @@ def _fetch(address: str, folder: Path, jobs: int) -> str:
                 )
         places = [(folder if _RANK in name else file) / relative for relative in objects.values()]
         with ThreadPoolExecutor(jobs) as pool:
+            # `list` raises the error of a failed download.
             list(pool.map(lambda found, place: get_file(found, place, store, progress_bar=False), objects, places))
         if not objects:
             if _RANK in name:

@@ -36,7 +36,7 @@ def may_replace(
         CheckpointConflictError: If the target exists and must not be replaced.
     """
     if not target:
-        raise UsageError("DST='' is not a path. Name what is to be written.")
+        raise UsageError("DST='' is not a path. Name the file or folder to write.")
     final = Path(os.path.realpath(target))  # links must not hide that source and target are the same
     _refuse_what_is_needed(target, final, sources)
     if _RANK in target:
@@ -72,7 +72,7 @@ def written_to(options: ConvertOptions) -> Iterator[str]:
         return
     place = parse_uri(target).path.rstrip("/")
     if not place:
-        raise UsageError(f"DST={target!r} is all of a store. Name a folder or a file in it.")
+        raise UsageError(f"DST={target!r} is a whole store. Name a folder or a file in it.")
     try:
         store = maybe_create_object_store_from_uri(target)
     except NotImplementedError as error:
@@ -96,10 +96,10 @@ def _refuse_what_is_needed(target: str, final: Path, sources: Iterable[str | Non
     for source in sources:
         read = None if not source or is_uri(source) else Path(os.path.realpath(source))
         if read is not None and (read == final or final in read.parents):
-            raise UsageError(f"DST={target!r} is {source!r}, which is read, or has it in it. Choose another name.")
+            raise UsageError(f"DST={target!r} is or contains {source!r}, which is read. Choose another name.")
     here = Path.cwd()
     if final == here or final in here.parents:
-        raise UsageError(f"DST={target!r} has the current folder in it, which stays. Name a folder of its own.")
+        raise UsageError(f"DST={target!r} contains the current folder. Name a folder of its own.")
 
 
 def _refuse_what_is_no_checkpoint(target: str, final: Path, *, is_folder: bool) -> None:
@@ -172,7 +172,8 @@ def publish(folder: str, repo: str, options: ConvertOptions) -> str:
     from huggingface_hub import HfApi, hf_hub_download  # slow to load, and rarely needed
 
     api = HfApi()
-    # The upload replaces files, so an existing repository is accepted only with --overwrite.
+    # The upload replaces files, so an existing repository is accepted only with --overwrite. Without --private, the Hub
+    # decides, since an organization may have a default of its own.
     repo = api.create_repo(repo, private=options.private or None, exist_ok=options.overwrite).repo_id
     commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Add a model that composer-ckpt wrote")
     if options.test_uploaded_model:
@@ -183,7 +184,7 @@ def publish(folder: str, repo: str, options: ConvertOptions) -> str:
             _, other, failed = filecmp.cmpfiles(folder, place, names, shallow=False)
         if other or failed:
             raise MismatchError(
-                f"the Hub has not what was sent to {repo}: {', '.join([*other, *failed][:5])}. The folder here is "
-                f"whole. Look at the repository, and send it again."
+                f"the Hub does not have the files that were sent to {repo}: {', '.join([*other, *failed][:5])}. The "
+                f"local folder is complete. Check the repository, and upload it again."
             )
     return commit.commit_url

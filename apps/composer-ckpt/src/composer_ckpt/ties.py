@@ -76,7 +76,7 @@ def untied_config(
             if ties.get(one, one) == ties.get(other, other):
                 raise IncompatibleCheckpointError(
                     f"the adapter changes one of {one!r} and {other!r}, and {type(untied).__name__} has them as one "
-                    f"weight also with {_TIED}=False, so that no merged model computes what the adapted one does. "
+                    f"weight also with {_TIED}=False, so that no merged model computes the same as the adapted one. "
                     f"Write the adapter with --peft adapter."
                 )
     return config
@@ -85,10 +85,10 @@ def untied_config(
 def have_same_elements(one: StoredTensor, other: StoredTensor) -> bool:
     """Return whether two tensors are equal bit by bit, read piece by piece unless they share storage."""
     if are_one(one, other):
-        # Compared as bytes below, since NaN is not equal to itself.
         return True
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
+    # As bytes, since NaN is not equal to itself.
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in blocks_of(one, other))
 
 

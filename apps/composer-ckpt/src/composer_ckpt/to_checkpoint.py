@@ -46,6 +46,7 @@ def plan_checkpoint(source: TensorSource, options: ConvertOptions) -> Plan:
         notes += _notes_on_keys(tree)
     written = own
     if target != "safetensors":
+        # With the optimizer's state; tensors that share storage are written once.
         every = tensors_in(tree)
         repeated = aliases_of(every)
         written = {name: tensor for name, tensor in every.items() if name not in repeated}
@@ -84,7 +85,7 @@ def _tree(source: TensorSource, options: ConvertOptions, weights: Weights, notes
     if source.format == "hf":
         saved = saved_description(source, options)
         if saved is None:
-            notes.append("there is no config.json, so the checkpoint does not say which model it is of")
+            notes.append("there is no config.json, so the checkpoint does not identify its model")
             state["model"] = {f"{_PREFIX}{name}": tensor for name, tensor in weights.items()}
         else:
             state["integrations"] = {"huggingface": saved}
@@ -178,5 +179,5 @@ def _read_back(path: Path) -> None:
         verify(path)
     except CorruptCheckpointError as error:
         raise MismatchError(
-            f"what was written is not what was read: {error} Nothing was left. Look at the disk."
+            f"the written checkpoint differs from the source: {error} It was deleted. Check the disk."
         ) from error

@@ -167,5 +167,5 @@ def _write(
                 verify_file(folder / file)
             except CorruptCheckpointError as error:
                 raise MismatchError(
-                    f"what was written is not what was read: {error} Nothing was left. Look at the disk."
+                    f"the written checkpoint differs from the source: {error} It was deleted. Check the disk."
                 ) from error

@@ -27,6 +27,7 @@ def draw_tree(tensors: Sequence[Mapping[str, Any]], limit: int | None = None) ->
         root.add(_parts(tensor["name"]), tensor)
     depth = None
     if limit is not None and len(tensors) > limit:
+        # The deepest tree that fits, or a single level if none does.
         depth = next((depth for depth in range(8, 1, -1) if sum(1 for _ in root.lines("", "", depth)) <= limit), 1)
     rows = list(root.lines("", "", depth))
     width = max((len(left) for left, _, _ in rows), default=0)

@@ -30,7 +30,7 @@ def choose_weights(source: TensorSource, options: ConvertOptions) -> ChosenWeigh
     if source.missing:
         raise CorruptCheckpointError(
             f"{options.source}: {len(source.missing)} tensors of the index are in no file: "
-            f"{first_few(source.missing)}. Bring the files back, or use another checkpoint."
+            f"{first_few(source.missing)}. Restore the files, or use another checkpoint."
         )
     weights = dict(source.weights)
     if not weights:
@@ -68,6 +68,7 @@ def _noting_nan(name: str, stored: StoredTensor, found: dict[str, None]) -> Stor
             found[name] = None
         return tensor
 
+    # Both ways of reading are wrapped, since a writer may read a tensor whole or range by range.
     in_parts = stored.fetch_range
     return replace(
         stored,
@@ -89,7 +90,7 @@ def notes_on_the_rest(source: TensorSource) -> list[str]:
         if (tensors := tensors_in({key: value})) and not any(id(tensor) in taken for tensor in tensors.values())
     ]
     if others:
-        notes.append(f"left out, since they are beside the model: {first_few(others)}")
+        notes.append(f"left out, since they are not part of the model: {first_few(others)}")
     return notes
 
 

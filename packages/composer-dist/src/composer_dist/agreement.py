@@ -300,8 +300,8 @@ def _wait_for(path: Path, timeout: float | None) -> None:
     while not path.exists():
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"{path} did not appear within {timeout} s. Local rank 0 writes it: look into its log for what kept "
-                "it, check that this rank sees the same folder, or pass initialize_dist() a longer timeout."
+                f"{path} did not appear within {timeout} s. Local rank 0 writes it: look for the reason in its log, "
+                "check that this rank sees the same folder, or pass initialize_dist() a longer timeout."
             )
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_POLL_S)

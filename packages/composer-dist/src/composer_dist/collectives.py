@@ -170,7 +170,7 @@ def _is_alone(group: "ProcessGroup | None") -> bool:
     )
 
 
-# Weak keys: the entry of a destroyed group goes with it.
+# Weak keys, so that the entry of a destroyed group is removed with it.
 _cpu_companions: "WeakKeyDictionary[ProcessGroup, ProcessGroup]" = WeakKeyDictionary()
 
 
@@ -184,13 +184,14 @@ def gather_objects(obj: object, group: "ProcessGroup | None") -> list[Any]:
     tdist.all_gather(sizes, torch.tensor([len(payload)]), group=group)
     # all_gather needs tensors of one size, so shorter payloads are padded.
     longest = max(int(size) for size in sizes)
+    # Bytearrays, since torch warns about tensors in read-only memory.
     buffers = [bytearray(longest) for _ in sizes]
     tdist.all_gather([_view(buffer) for buffer in buffers], _view(bytearray(payload.ljust(longest))), group=group)
-    return [pickle.loads(buffer) for buffer in buffers]  # a pickle knows where it ends
+    return [pickle.loads(buffer) for buffer in buffers]  # ignores the padding after the end of the pickle
 
 
 def send_objects(object_list: list[Any], src: int, group: "ProcessGroup | None") -> None:
-    """Replace the items by those of global rank `src`, in place; ranks outside the group keep theirs."""
+    """Replace the items with those of global rank `src`, in place; ranks outside the group keep theirs."""
     if tdist.get_rank(group) < 0:
         return
     group = cpu_group(group)
@@ -205,23 +206,24 @@ def send_objects(object_list: list[Any], src: int, group: "ProcessGroup | None")
 
 
 def _view(buffer: bytearray) -> torch.Tensor:
-    """Return a tensor that is the buffer, so that what arrives in one is in the other."""
+    """Return a tensor that shares the buffer's memory."""
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def cpu_group(group: "ProcessGroup | None") -> "ProcessGroup | None":
     """Return a group of the same ranks with a backend for the CPU: the same group, or a gloo companion.
 
-    The companion is made at a group's first need of it, which all of its ranks reach together.
+    The companion is created on first use, which all ranks of the group must reach together.
     """
     # Objects are exchanged as CPU tensors, which NCCL alone cannot carry.
     if "cpu:" in tdist.get_backend_config(group):
         return group
     key = group or tdist.group.WORLD
-    assert key is not None  # the callers have asked
+    assert key is not None  # every caller has checked that a process group exists
     companion = _cpu_companions.get(key)
     if companion is None:
         ranks = tdist.get_process_group_ranks(key)
+        # Local synchronization, since ranks outside the group do not call this.
         companion = tdist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         assert not isinstance(companion, int)  # a number stands for groups of other ranks
         _cpu_companions[key] = companion

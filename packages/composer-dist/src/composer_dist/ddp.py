@@ -429,5 +429,5 @@ def _average_bucket(bucket: list[torch.Tensor], group: "ProcessGroup | None") ->
     for index, (parameter, view) in enumerate(zip(bucket, views, strict=True)):
         if parameter.grad is not None:
             parameter.grad.copy_(view)
-        elif is_used[index] > 0:
+        elif is_used[index] > 0:  # reads a value from the device, but only where a gradient is missing
             parameter.grad = view.clone()

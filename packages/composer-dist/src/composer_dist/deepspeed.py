@@ -35,7 +35,7 @@ __all__ = ["DeepSpeed", "check_deepspeed_fits", "parse_deepspeed_config", "Unuse
 
 
 class DeepSpeed:
-    """Data parallel training with DeepSpeed's engine, which shards what the ranks would hold in common (ZeRO).
+    """Data parallel training with DeepSpeed's engine, which shards state that every rank would otherwise hold (ZeRO).
 
     Stage 0 shards nothing, 1 the optimizer's state, 2 also gradients, 3 also weights. Every batch has the weight that
     it has on a single device, even if it is split into fewer or less even microbatches than configured: the loop weighs
@@ -145,13 +145,14 @@ class DeepSpeed:
         """
         if not is_aligned:
             raise ValueError(
-                "the ranks cut this batch into unequally many microbatches, but DeepSpeed's engine lets them meet in "
-                "each. Give every rank's dataloader batches of the same size (drop_last=True), or train with DDP."
+                "the ranks split this batch into different numbers of microbatches, but DeepSpeed's engine has "
+                "collectives in each. Give every rank's dataloader batches of the same size (drop_last=True), or train "
+                "with DDP."
             )
         if not sync:
             raise ValueError(
-                "sync=False asks for gradients that differ between the ranks, but DeepSpeed's engine shards them as "
-                "their mean. Use DDP for methods that need them, such as SAM."
+                "sync=False asks for gradients that differ between the ranks, but DeepSpeed's engine shards their "
+                "mean. Use DDP for methods that need them, such as SAM."
             )
         return self._microbatch(is_last)
 
@@ -169,8 +170,8 @@ class DeepSpeed:
             ValueError: Always.
         """
         raise ValueError(
-            "DeepSpeed's engine cannot repeat a step with smaller microbatches, whose size its configuration must "
-            "say. Give the size of a microbatch as a number, or train with DDP or FSDP."
+            "DeepSpeed's engine cannot repeat a step with smaller microbatches, since its configuration fixes their "
+            "size. Give the size of a microbatch as a number, or train with DDP or FSDP."
         )
 
     def backward(self, loss: torch.Tensor, *, create_graph: bool = False) -> None:
@@ -181,8 +182,8 @@ class DeepSpeed:
         """
         if create_graph:
             raise ValueError(
-                "create_graph=True keeps the graph of the gradients, which DeepSpeed's engine cannot. Leave out the "
-                "algorithm that needs it (its backwards_create_graph is True), or train without DeepSpeed."
+                "create_graph=True keeps the graph of the gradients, which DeepSpeed's engine does not support. Leave "
+                "out the algorithm that needs it (its backwards_create_graph is True), or train without DeepSpeed."
             )
         # The loss has its weight already, so the engine must not divide by its number of microbatches.
         self.engine.backward(loss, scale_wrt_gas=False)
@@ -190,11 +191,12 @@ class DeepSpeed:
     def has_finite_gradients(self) -> bool:
         """Return whether a batch's gradients are finite, before its step. Every rank must call this.
 
-        It gathers one full gradient after another, which is slow: call it only for a reason.
+        It gathers the full gradients one at a time, which is slow.
         """
         get = _start(self.device).utils.safe_get_full_grad
         parameters = (parameter for group in self._parameters for parameter in group if parameter.requires_grad)
         gradients = (get(parameter) for parameter in parameters)
+        # A list instead of `any` on a generator: every rank must reach the collective of each gradient.
         bad = [gradient is not None and not bool(torch.isfinite(gradient).all()) for gradient in gradients]
         return not any(bad)
 
@@ -317,7 +319,7 @@ def _without_advice() -> Iterator[None]:
         logger.removeFilter(is_not_advice)
 
 
-@cache
+@cache  # registers the function once, however many engines there are
 def _destroy_group_at_exit() -> None:
     """Destroy the process group at exit, even if DeepSpeed did not create it: runs on a CPU hang or abort otherwise."""
     atexit.register(_destroy_group)
@@ -352,8 +354,8 @@ def check_deepspeed_fits(
     """
     if parallelism_config is not None:
         raise ValueError(
-            "deepspeed_config and parallelism_config (or fsdp_config) were both given, and both say how the model is "
-            "sharded. Leave one of them out."
+            "deepspeed_config and parallelism_config (or fsdp_config) were both given, and both configure the sharding "
+            "of the model. Leave one of them out."
         )
     if not has_train_dataloader:
         raise ValueError(
@@ -418,8 +420,8 @@ def _refuse_names(config: Mapping[str, Any]) -> None:
     for section, argument in (("optimizer", "optimizers"), ("scheduler", "schedulers")):
         if section in config:
             raise ValueError(
-                f"deepspeed_config has a section {section!r}: {config[section]!r}. The Trainer makes it known to "
-                f"DeepSpeed itself: leave the section out, and pass {argument}= to the Trainer."
+                f"deepspeed_config has a section {section!r}: {config[section]!r}. The Trainer passes its own to "
+                f"DeepSpeed. Leave the section out, and pass {argument}= to the Trainer."
             )
     known = _KNOWN_KEYS.split()
     for name in config:
@@ -434,7 +436,7 @@ def _fill_batch_sizes(
     config: dict[str, Any], batch_size: int | None, microbatch_size: int | float | str | None, world_size: int
 ) -> None:
     total = config.get("train_batch_size", _TO_FILL)
-    # The configuration may give what the dataloader does not.
+    # The configuration may give the batch size that the dataloader lacks.
     if batch_size is None and total != _TO_FILL and total % world_size == 0:
         batch_size = total // world_size
     if batch_size is None:
@@ -453,7 +455,7 @@ def _fill_batch_sizes(
     if microbatch_size <= 0 or batch_size % microbatch_size:
         raise ValueError(
             f"device_train_microbatch_size={microbatch_size!r} does not divide the train_dataloader's batch size of "
-            f"{batch_size}, as DeepSpeed needs it. Choose a divisor of {batch_size}."
+            f"{batch_size}, which DeepSpeed requires. Choose a divisor of {batch_size}."
         )
     steps = int(batch_size // microbatch_size)
     _fill(config, "train_batch_size", batch_size * world_size, f"batch size {batch_size} x world size {world_size}")
@@ -499,7 +501,7 @@ def _allow_any_optimizer(config: dict[str, Any]) -> None:
     if config.get("zero_allow_untested_optimizer") is False:
         warnings.warn(
             "deepspeed_config['zero_allow_untested_optimizer']=False was set to True: the Trainer's optimizers are "
-            "none of those that DeepSpeed lists as tested. Leave the key out.",
+            "not among those that DeepSpeed lists as tested. Leave the key out.",
             UserWarning,
             stacklevel=3,
         )

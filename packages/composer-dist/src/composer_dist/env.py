@@ -109,7 +109,7 @@ def check_environment(environ: Mapping[str, str]) -> None:
     known = {variable: _integer(variable, environ[variable]) for variable in SINGLE_RANK if variable in environ}
     if known.get("RANK", 0) > 0 and "WORLD_SIZE" not in known:
         raise RuntimeError(
-            f"the environment variable RANK={environ['RANK']!r} says that this is one of several processes, but "
+            f"the environment variable RANK={environ['RANK']!r} means that this is one of several processes, but "
             "WORLD_SIZE is not set. Set it to their number in every process, or unset RANK to train in a single one."
         )
     if known.get("WORLD_SIZE", 1) < 1:
@@ -180,7 +180,7 @@ def _integer(variable: str, text: str) -> int:
 def _from_other_launchers(variable: str) -> int | None:
     for name in _OTHER_LAUNCHERS.get(variable, ()):
         text = os.environ.get(name, "")
-        if text.isdecimal():  # Slurm also writes '4(x2)', which fits no single node
+        if text.isdecimal():  # Slurm also writes '4(x2)', which does not describe a single node
             return int(text)
     rank, ranks_per_node = os.environ.get("RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     # Ranks are numbered node by node.

@@ -141,6 +141,7 @@ def _attempt_store(environ: Mapping[str, str], timeout: timedelta) -> "Store":
 
     After an elastic restart, the agent's store still has the addresses of processes that have ended.
     """
+    # The two cases and their arguments are those of torch's own rendezvous through these variables.
     supervised = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     client = tdist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented there
         environ["MASTER_ADDR"],

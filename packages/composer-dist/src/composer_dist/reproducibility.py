@@ -65,7 +65,7 @@ def seed_all(seed: int) -> None:
         True
     """
     try:
-        seed = operator.index(seed)  # unlike int(), refuses 1.5 and "1"
+        seed = operator.index(seed)  # unlike int(), rejects 1.5 and "1"
     except TypeError:
         raise TypeError(
             f"Invalid seed: seed={seed!r} is a {type(seed).__name__}, not an integer between 0 and {MAX_SEED}. Pass "
@@ -171,7 +171,7 @@ def _local_state() -> dict[str, Any]:
     numpy = _numpy()
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
-        state["numpy"] = (name, keys.tolist(), *rest)  # `torch.load(weights_only=True)` refuses arrays
+        state["numpy"] = (name, keys.tolist(), *rest)  # `torch.load(weights_only=True)` rejects arrays
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # reading the state would initialize CUDA
         state["cuda"] = torch.cuda.get_rng_state()
     return state
@@ -249,8 +249,8 @@ def get_sampler(
     """
     if isinstance(dataset, IterableDataset):
         raise TypeError(
-            f"dataset={dataset!r} is an IterableDataset, which says itself what each rank and each worker reads, and a "
-            "sampler is for datasets that are asked for samples by number. Give it to its DataLoader without a sampler."
+            f"dataset={dataset!r} is an IterableDataset, which splits its samples over ranks and workers itself; a "
+            "sampler is for map-style datasets. Pass it to its DataLoader without a sampler."
         )
     return DistributedSampler(
         dataset,

@@ -63,7 +63,7 @@ def tidy_shared_memory() -> None:
     stale = find_stale_shared_memory()
     if stale:
         _log.warning(
-            "No process here uses %s, which is all that a killed run leaves behind, but one of another container may. "
+            "No process here uses %s, probably left behind by a killed run, but a process of another container may. "
             'If none does, run: python -c "from composer_dist.stale_memory import clean_stale_shared_memory as '
             'clean; clean()"',
             ", ".join(map(str, stale)),

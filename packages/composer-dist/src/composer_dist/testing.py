@@ -151,7 +151,7 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> dict[int, _Answer]:
 
 
 def _results(ranks: list[_Rank], answers: dict[int, _Answer], timeout_s: float) -> list[Any]:
-    """Return the results in rank order, or raise an `AssertionError` with what the ranks have told."""
+    """Return the results in rank order, or raise an `AssertionError` with the ranks' failures."""
     # The earliest failure first; a death without an answer has time 0 and precedes all.
     failures = sorted((answer.time_s, rank, answer.failure) for rank, answer in answers.items() if answer.failure)
     if failures:
@@ -172,7 +172,7 @@ def _stacks(rank: _Rank) -> str:
     try:
         return rank.stacks.read_text(errors="replace")
     except OSError:
-        return "nowhere that it told of\n"
+        return "(it wrote no stack trace)\n"
 
 
 def _children_of(pid: int | None) -> list[int]:
@@ -197,7 +197,7 @@ def _answer(rank: _Rank) -> _Answer:
     except Exception as error:
         return _Answer(
             failure=f"returned what this process cannot load: {type(error).__name__}: {error}. Return instances of "
-            "classes that can be imported here or that stand at the top level of the body's file."
+            "classes that can be imported here or that are defined at the top level of the body's file."
         )
 
 
@@ -245,7 +245,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None  # a rank is always a child process
     wait([parent.sentinel])
-    os._exit(1)
+    os._exit(1)  # `sys.exit` would end only this thread
 
 
 def _load(task: _Task) -> Callable[..., Any]:

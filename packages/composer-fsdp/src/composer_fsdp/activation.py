@@ -98,8 +98,8 @@ def chosen_for_checkpointing(model: nn.Module, check_fn: Callable[[nn.Module], b
         function = check_fn or getattr(child, "activation_checkpointing_fn", own_function)
         if function is not None and not callable(function):
             raise TypeError(
-                f"activation_checkpointing_fn={function!r} is not a function. Give one that says True of the modules "
-                f"whose activations are computed again, and False of others."
+                f"activation_checkpointing_fn={function!r} is not a function. Give one that returns True for the "
+                f"modules whose activations are recomputed, and False for others."
             )
         for module in child.modules():
             if module in done:
@@ -116,8 +116,8 @@ def warn_of_none_chosen(model: nn.Module, stacklevel: int) -> None:
         return
     warnings.warn(
         "activation_checkpointing or activation_cpu_offload is on, and no module is chosen for it, so that it does "
-        "nothing. Define activation_checkpointing_fn(module) on the model or its child, which says which modules, or "
-        "set _activation_checkpointing = True on them.",
+        "nothing. Define activation_checkpointing_fn(module) on the model or its child to choose modules, or set "
+        "_activation_checkpointing = True on them.",
         UserWarning,
         stacklevel=stacklevel + 1,
     )
@@ -219,7 +219,7 @@ class _Policy:
 class _Watch(TorchDispatchMode):
     """Records which savable results are later changed in place or outlive the pass."""
 
-    supports_higher_order_operators = True
+    supports_higher_order_operators = True  # PyTorch rejects these operators in other modes
 
     def __init__(self, seen: _Seen) -> None:
         super().__init__()
@@ -273,9 +273,8 @@ class _Explained:
         if isinstance(exception, RuntimeError) and "has been mutated" in str(exception):
             raise RuntimeError(
                 "activation_checkpointing='selective' kept the result of a matrix product, and it was changed in place "
-                "after that, outside of the module that computes its activations again or otherwise than in the "
-                "module's first pass. Write a new tensor in place of changing it (`y = y + x` for `y += x`), or use "
-                "activation_checkpointing=True."
+                "after that, outside the checkpointed module or differently from the module's first pass. Create a new "
+                "tensor instead (`y = y + x` for `y += x`), or use activation_checkpointing=True."
             ) from exception
         return done
 

@@ -26,7 +26,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "grad_sync": ("group", "world"),
     "cpu_offload": (True, False),
 }
-"""The values of settings that have few, those of a single unit among them."""
+"""The accepted values of settings with a closed set of them, including settings of a single unit."""
 _STRICT_VARIABLE = "COMPOSER_STRICT_COMPAT"
 _MORE_THAN_FLAGS = ("activation_checkpointing", "reshard_after_forward")
 
@@ -61,7 +61,7 @@ def check_fsdp(config: FSDPConfig) -> None:
     if config.activation_cpu_offload and not config.use_orig_params:
         raise ValueError(
             "activation_cpu_offload=True is not supported with use_orig_params=False. Use use_orig_params=True, which "
-            "is the default, or leave the activations where they are."
+            "is the default, or leave activation_cpu_offload out."
         )
     if config.load_monolith_rank0_only and not config.sync_module_states and config.auto_wrap:
         raise ValueError(
@@ -77,12 +77,13 @@ def check_fsdp(config: FSDPConfig) -> None:
                     f"{name}={planner!r} must be a {kind.__name__} of torch.distributed.checkpoint. Give one, such as "
                     f"Default{kind.__name__}(), or leave it out."
                 )
+    # Stored back, since this exhausts an iterator.
     config.ignored_modules = _modules_in(config.ignored_modules or ())
     if config.cpu_offload:
         if os.environ.get(_STRICT_VARIABLE) == "1":  # Composer refuses the setting
             raise ValueError(
-                f"FSDP CPU Offload not supported yet. cpu_offload=True was given, and {_STRICT_VARIABLE}=1 asks for "
-                f"what Composer does. Leave one of them out."
+                f"FSDP CPU Offload not supported yet. cpu_offload=True was given, and {_STRICT_VARIABLE}=1 rejects "
+                f"settings that Composer does not support. Leave one of them out."
             )
         log.info("cpu_offload=True: weights, gradients and optimizer state stay on the host between uses.")
 
@@ -120,7 +121,7 @@ def warn_ignored_options(config: FSDPConfig, stacklevel: int) -> None:
     """
     if config.keep_low_precision_grads:
         warn(
-            "keep_low_precision_grads=True does nothing: gradients have the format of the weights once they are "
+            "keep_low_precision_grads=True does nothing: gradients have the dtype of the weights once they are "
             "reduced. Leave it out.",
             stacklevel + 1,
             DeprecationWarning,
@@ -140,7 +141,7 @@ def warn_ignored_options(config: FSDPConfig, stacklevel: int) -> None:
             )
     if config.te_shard_fp8_weight:
         warn(
-            "te_shard_fp8_weight=True does nothing: FSDP2 gathers weights in the format of mixed_precision. Leave it "
+            "te_shard_fp8_weight=True does nothing: FSDP2 gathers weights in the dtype of mixed_precision. Leave it "
             "out.",
             stacklevel + 1,
         )
@@ -150,23 +151,23 @@ def check_mesh(mesh: Any, world_size: int) -> None:
     """Validate a device mesh for sharding."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
         raise ValueError(
-            f"device_mesh={mesh!r} is no DeviceMesh with one axis to shard over, or two of which the first replicates. "
-            f"Make one by torch.distributed.device_mesh.init_device_mesh, or leave it out for all ranks."
+            f"device_mesh={mesh!r} must be a DeviceMesh with one axis to shard over, or two of which the first "
+            f"replicates. Make one with torch.distributed.device_mesh.init_device_mesh, or leave it out for all ranks."
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ValueError(
-            f"device_mesh={mesh!r} has two axes without names, by which FSDP2 tells them apart. Give it "
+            f"device_mesh={mesh!r} has two axes without names, by which FSDP2 distinguishes them. Give it "
             f"mesh_dim_names=('data_parallel_replicate', 'data_parallel_shard')."
         )
     # Several equal meshes may partition the ranks, each rank having its own.
     if world_size % mesh.size():
         raise ValueError(
-            f"device_mesh={mesh!r} has {mesh.size()} ranks, in which the {world_size} ranks of this run cannot be "
-            f"dealt out. Give a mesh of all ranks, or of a divisor of their number on each."
+            f"device_mesh={mesh!r} has {mesh.size()} ranks, which does not divide the {world_size} ranks of this run. "
+            f"Give a mesh of all ranks, or of a divisor of their number on each."
         )
     if mesh.get_coordinate() is None:  # on ranks outside the mesh
         raise ValueError(
-            f"device_mesh={mesh!r} has the ranks {mesh.mesh.flatten().tolist()}, and this rank is none of them. Give "
+            f"device_mesh={mesh!r} has the ranks {mesh.mesh.flatten().tolist()}, and this rank is not among them. Give "
             f"each rank the mesh that it is in."
         )
 
@@ -228,7 +229,7 @@ def check_tensor_parallel(tp: TPConfig, own: FSDPConfig | FSDP2Config) -> None:
     if mesh is not None and not fits:
         raise ValueError(
             f"the device_mesh of TPConfig is {mesh!r}, and tensor_parallel_degree={degree!r}. Give a mesh with one "
-            f"axis of so many ranks, or only the degree."
+            f"axis of that many ranks, or only the degree."
         )
     if own.load_monolith_rank0_only:
         raise ValueError(
@@ -248,7 +249,7 @@ def number_of_parameters(value: Any) -> float | None:
         number = -1.0
     if number is not None and not number >= 0:  # rejects NaN too
         raise ValueError(
-            f"min_params={value!r} is not a number of parameters. Give one such as 1e8, or None to go by names alone."
+            f"min_params={value!r} is not a number of parameters. Give one such as 1e8, or None to turn the rule off."
         )
     return number or None  # 0 turns the rule off
 

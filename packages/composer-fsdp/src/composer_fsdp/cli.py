@@ -111,13 +111,13 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="composer-fsdp", description="What a configuration would do to a model, without doing it."
+        prog="composer-fsdp", description="Preview what a configuration does to a model, without doing it."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     explain = commands.add_parser("explain", help="print which modules are sharded as one, and all settings")
     explain.set_defaults(run=_explain)
     _add_common(explain)
-    estimate = commands.add_parser("estimate", help="print how much memory a rank needs, and what it sends")
+    estimate = commands.add_parser("estimate", help="print the memory and the communication of a rank")
     estimate.set_defaults(run=_estimate)
     _add_common(estimate)
     _add_work(estimate)
@@ -137,20 +137,20 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         help="the value of parallelism_config, or of its 'fsdp': JSON, a .json or .toml file, or file.py:name "
         "(default: an FSDPConfig())",
     )
-    add("--world-size", type=int, default=8, help="over how many ranks (default: 8)")
-    add("--gpus-per-node", type=int, help="how many of them each node has (default: at most 8)")
-    add("--precision", default="fp32", help="of the run, such as amp_bf16 (default: fp32)")
+    add("--world-size", type=int, default=8, help="number of ranks (default: 8)")
+    add("--gpus-per-node", type=int, help="number of ranks on each node (default: at most 8)")
+    add("--precision", default="fp32", help="precision of the run, such as amp_bf16 (default: fp32)")
     add("--json", action="store_true", help="print JSON")
 
 
 def _add_work(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--gpu-memory", metavar="SIZE", help="what a device has, such as 80GiB")
-    add("--batch-size", type=int, help="how many examples a microbatch of a rank has (default: as in the batch)")
+    add("--gpu-memory", metavar="SIZE", help="memory of a device, such as 80GiB")
+    add("--batch-size", type=int, help="number of examples in a rank's microbatch (default: as in the batch)")
     add("--input-shape", type=_shape, metavar="SIZES", help="the shape of one example, such as 1024 or 3,224,224")
-    add("--input-dtype", default="float32", help="of the input, such as int64 (default: float32)")
-    add("--batch", metavar="FUNCTION", help="file.py:function that makes a microbatch, perhaps of batch_size")
+    add("--input-dtype", default="float32", help="dtype of the input, such as int64 (default: float32)")
+    add("--batch", metavar="FUNCTION", help="file.py:function that makes a microbatch, optionally from batch_size")
     add("--loss", metavar="FUNCTION", help="file.py:function of outputs and batch (default: the model's own)")
-    add("--optimizer", default="AdamW", help="of torch.optim, or file.py:function of parameters (default: AdamW)")
-    add("--microbatches", type=int, default=1, help="how many a step has (default: 1)")
-    add("--device", choices=("gpu", "cpu"), default="gpu", help="for which the optimizer chooses its way")
+    add("--optimizer", default="AdamW", help="class of torch.optim, or file.py:function of parameters (default: AdamW)")
+    add("--microbatches", type=int, default=1, help="number of microbatches in a step (default: 1)")
+    add("--device", choices=("gpu", "cpu"), default="gpu", help="device whose optimizer kernels are assumed")

@@ -140,6 +140,7 @@ class FSDPConfig(_Checked):
                     f"an FSDP2Config(device_mesh=...)."
                 )
         config = super().__new__(cls, **settings)
+        # Only `__new__` sees which settings were passed: in the dataclass's `__init__` the default looks the same.
         config._asks_for_reentrant = bool(settings.get("activation_checkpointing_reentrant", False))
         return config
 
@@ -228,7 +229,7 @@ class FSDP2Config(_Checked):
         self.mixed_precision = _in_case(self.mixed_precision, str.upper)
         for name in ("state_dict_type", "activation_checkpointing"):
             setattr(self, name, _in_case(getattr(self, name), str.lower))
-        # Composer's text, which users' warning filters match.
+        # Composer's text, which users' warning filters match. The dataclass's own `__init__` is one more stack level.
         warnings.warn("FSDP2 Config/APIs are experimental and subject to heavy changes", UserWarning, stacklevel=3)
 
     @property
@@ -373,6 +374,7 @@ def fill_degrees(config: FSDPConfig | FSDP2Config, tp: TPConfig | None, world_si
         AXES[1]: config.data_parallel_shard_degree,
         AXES[2]: None if tp is None else tp.tensor_parallel_degree,
     }
+    # `None` leaves an axis out, except that of sharding, for which `check_degree` rejects it.
     degrees = {
         axis: check_degree(axis, degree) for axis, degree in given.items() if degree is not None or axis == AXES[1]
     }
@@ -434,7 +436,7 @@ _RENAMED = {
 }
 _UNDERSTOOD_LATER = {
     "flatten_parameters": "has no effect any more: FSDP2 never flattens parameters. Leave it out",
-    "min_params": "is of older releases and still works. Define fsdp_wrap_fn(module) on the model, which says the same "
+    "min_params": "is of older releases and still works. Define fsdp_wrap_fn(module) on the model, which selects units "
     "by name instead of by size",
     "load_fsdp_monolith_rank0_only": "is now called 'load_monolith_rank0_only'",
 }

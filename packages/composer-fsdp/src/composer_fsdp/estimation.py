@@ -139,7 +139,7 @@ def estimate(
         if not plan.auto_wrap or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise ValueError(
                 "a parameter is a DTensor, or auto_wrap=False says that the model is sharded already, so that there is "
-                "nothing to estimate. Give the model as it is before, and leave auto_wrap out."
+                "nothing to estimate. Pass the model before it is sharded, without auto_wrap=False."
             )
         log = simulate_steps(model, plan, work)
         peak = log.peak()
@@ -345,11 +345,11 @@ def plan_of(
 
 def _measure(unit: Unit, depth: int, sharder: Sharder, taken: set[int], checkpointed: set[nn.Module]) -> UnitSizes:
     own = {id(p): p for m in (unit.module, *unit.partners) for p in m.parameters() if id(p) not in taken}
-    taken.update(own)  # nested units come first, so what is left belongs to the outer unit
+    taken.update(own)  # nested units come first, so the remaining parameters belong to the outer unit
     mesh, dtypes, reshard = sharder.mesh_of(unit), sharder.dtypes_of(unit), sharder.reshard_of(unit)
     axes = mesh.mesh_dim_names or (("replicate", "shard") if mesh.ndim == 2 else ("shard",))
     sizes = dict(zip(axes, mesh.mesh.shape, strict=True))
-    shards = mesh.size(mesh.ndim - 1)
+    shards = mesh.size(mesh.ndim - 1)  # the last axis shards; an axis before it replicates
     return UnitSizes(
         name=unit.name,
         kind=type(unit.module).__name__,

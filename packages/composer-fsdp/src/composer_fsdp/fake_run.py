@@ -73,8 +73,8 @@ class Workload:
                 raise ValueError(f"{name}={number!r} is not a number of them: it has to be 1 or more.")
         if not any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in tree_leaves(self.batch)):
             raise ValueError(
-                f"batch={self.batch!r} has no tensor with a first dim of examples. Give what the dataloader gives, "
-                f"such as torch.zeros((8, 1024), dtype=torch.long, device='meta')."
+                f"batch={self.batch!r} has no tensor with a first dim of examples. Give a batch as the dataloader "
+                f"yields it, such as torch.zeros((8, 1024), dtype=torch.long, device='meta')."
             )
 
 
@@ -94,7 +94,7 @@ def simulate_steps(model: nn.Module, plan: ShardingPlan, work: Workload) -> Memo
         RuntimeError: If the model reads tensor values, which fake tensors lack, or its training step fails otherwise.
     """
     stage = Stage()
-    no_values = FakeTensorMode(allow_non_fake_inputs=True)
+    no_values = FakeTensorMode(allow_non_fake_inputs=True)  # the ranks of a mesh are real tensors
     log = MemoryLog(stage.place, no_values)
     units = units_of(model, plan, wraps_itself=not is_composer_model(model))
     if plan.layer_plan is not None:
@@ -164,7 +164,7 @@ class _Step:
         """Average the gradients of unsharded parameters, as the strategy does after the last microbatch."""
         whole = [p for p in self._shards if not isinstance(p, DTensor)]
         if whole:
-            self._stage.enter("averaging the gradients of what is not sharded")
+            self._stage.enter("averaging the gradients of unsharded parameters")
             average_gradients(whole)
 
     def _loss(self) -> torch.Tensor:
@@ -214,6 +214,7 @@ def _shard_copy(
     # Apply the rules to the original model: user functions in them may compare modules by identity.
     replica, twin_of = _copy_to_meta(model, no_values)
     ignored = tuple(twin_of(module) for module in plan.ignored_modules)
+    # Offloading is imitated below: on the one device of all fake tensors, PyTorch's wrapper would have no effect.
     offloads, plan = plan.activation_cpu_offload, replace(plan, ignored_modules=ignored, activation_cpu_offload=False)
     units = [replace(u, module=twin_of(u.module), partners=tuple(map(twin_of, u.partners))) for u in units]
     chosen = {twin_of(module) for module in checkpointed}
@@ -247,11 +248,12 @@ def _copy_to_meta(model: nn.Module, no_values: FakeTensorMode) -> tuple[nn.Modul
             own = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
             twins |= {id(tensor): _like(tensor, _DEVICE) for tensor in own}
     try:
+        # As the memo, `twins` supplies the tensors, so that none is copied, and then also maps modules to their copies.
         replica = copy.deepcopy(model, twins)
     except Exception as error:
         raise TypeError(
-            f"the {type(model).__name__} cannot be copied, as it has to be to stay as it is: {error!r}. Keep what "
-            f"cannot be copied, such as locks, files and process groups, out of its attributes."
+            f"the {type(model).__name__} cannot be copied, so it cannot be simulated without changing it: {error!r}. "
+            f"Keep objects that cannot be copied, such as locks, files and process groups, out of its attributes."
         ) from error
     return replica, lambda module: twins[id(module)]
 
@@ -278,6 +280,7 @@ def _offload_activations(module: nn.Module, log: MemoryLog) -> None:
         contexts[-1].__enter__()
 
     module.register_forward_pre_hook(begin)
+    # Also after an error, or the hooks on saved tensors would stay active.
     module.register_forward_hook(lambda *_: contexts.pop().__exit__(), always_call=True)
 
 
@@ -308,8 +311,8 @@ def _explained_failures() -> Iterator[None]:
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise RuntimeError(
-            f"the model asks for the values of a tensor ({error}), and here there are only shapes. Leave out what "
-            f"does, such as .item() and masks as indices, or measure a real step."
+            f"the model asks for the values of a tensor ({error}), and fake tensors have only shapes. Remove such "
+            f"operations, for example .item() and masks as indices, or measure a real step."
         ) from error
     except (ValueError, TypeError):  # raised by our own validation, whose messages are clear
         raise
@@ -345,8 +348,8 @@ def fake_world(world_size: int, local_world_size: int | None = None) -> Iterator
         )
     if tdist.is_initialized():
         raise RuntimeError(
-            f"this process is rank {tdist.get_rank()} of a real run, and cannot play one of {world_size} ranks at the "
-            f"same time. Ask in a process of its own, such as by the command composer-fsdp."
+            f"this process is rank {tdist.get_rank()} of a real run, and cannot simulate one of {world_size} ranks at "
+            f"the same time. Run the estimate in a process of its own, for example with the command composer-fsdp."
         )
     variables = {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local, "NODE_RANK": 0}
     before = {name: os.environ.get(name) for name in variables}

@@ -61,6 +61,7 @@ def watch_reductions(model: nn.Module, device: torch.device) -> ReductionWatch |
     for unit, group in groups.items():
         for part in group:
             reduce = part._reduce_scatter_comm
+            # A second detector replaces the first one.
             inner = reduce.inner if isinstance(reduce, _WatchedReduction) else reduce
             unit.set_custom_reduce_scatter(_WatchedReduction(inner, watch))  # pyright: ignore[reportArgumentType]  # has all required methods
     return watch

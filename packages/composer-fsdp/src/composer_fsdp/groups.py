@@ -74,6 +74,7 @@ def check_grids(pair: Any, shares: Sequence[Sequence[int]], replicas: Sequence[S
             continue
         rows = [shares[other] for other in replicas[rank]]
         for place, member in enumerate(shares[rank]):
+            # A row that is too short leaves out a rank, so that the comparison fails as it should.
             if [row[place] for row in rows if place < len(row)] != list(replicas[member]):
                 raise ValueError(
                     f"process_group={pair!r}: rank {rank} would share with {list(shares[rank])} and replicate with "
@@ -160,6 +161,7 @@ class GroupCache:
         # Equal on every rank, so that either all ranks create the group or none does.
         key = tuple(tuple(members) for members in lists)
         if key not in self._groups:
+            # Creating groups is a collective: every rank creates all of them, in the same order.
             distinct = [list(members) for members in dict.fromkeys(tuple(sorted(members)) for members in lists)]
             own, _ = tdist.new_subgroups_by_enumeration(distinct)
             assert isinstance(own, tdist.ProcessGroup)  # each rank is in its own list

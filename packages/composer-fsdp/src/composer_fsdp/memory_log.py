@@ -161,7 +161,7 @@ class MemoryLog(TorchDispatchMode):
             if self.works_on_host:
                 self._on_host.add(number)
             self._alive[number] = weakref.ref(storage)
-            # The address may be reused once the storage is freed, so it is forgotten right then.
+            # Forget the address as soon as the storage is freed, since another storage may reuse it.
             weakref.finalize(storage, self._lose, address, number).atexit = False
         self._change(number, storage.nbytes())
         return number
@@ -186,7 +186,7 @@ class MemoryLog(TorchDispatchMode):
             self._places.append((len(self._changes), place))
 
     def _look_again(self, numbers: Iterable[int]) -> None:
-        for number in tuple(numbers):
+        for number in tuple(numbers):  # a copy, since a finalizer may remove entries meanwhile
             storage = self._alive[number]() if number in self._alive else None
             if storage is not None:
                 self._change(number, storage.nbytes())

@@ -96,6 +96,7 @@ class Meshes:
         return sorted({members[place] for members in everybody})
 
     def _from_ranks(self, rows: list[list[int]], shard: Any, replicate: Any) -> DeviceMesh:
+        # Creating a group is a collective, so the order must be the same on every rank.
         shard_group = self._groups.get(shard)
         if replicate is None:
             replicate = list(range(dist.get_world_size()))

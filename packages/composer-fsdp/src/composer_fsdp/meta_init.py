@@ -67,8 +67,8 @@ def agree_on_beginning(model: nn.Module, *, sync: bool, follows_weights: bool) -
         )
     if not (sync or follows_weights):
         raise ValueError(
-            f"Detected mixed initialization: the parameters are {by_rank} by rank, and nothing says that the ranks "
-            f"receive rank 0's weights. Set sync_module_states=True."
+            f"Detected mixed initialization: the parameters are {by_rank} by rank, and the other ranks do not receive "
+            f"rank 0's weights. Set sync_module_states=True."
         )
     return Beginning.RANK_ZERO
 
@@ -123,8 +123,8 @@ def initialize(model: nn.Module, device: torch.device, default: Callable[[nn.Mod
         # They would be recreated with different values on each rank, and lose their ties.
         raise AssertionError(
             f"the parameters {whole[:5]} are on the meta device and are not sharded (_fsdp_wrap=False, "
-            f"ignored_modules, or a parameter of the model itself), so that they could not be filled alike on every "
-            f"rank. Build these modules with real weights, or let them be sharded."
+            f"ignored_modules, or a parameter of the model itself), so that each rank would initialize them "
+            f"differently. Build these modules with real weights, or let them be sharded."
         )
     materialize(model, device)
     for module, fill in pending:
@@ -181,6 +181,7 @@ def _fill_whole(module: nn.Module, fill: Callable[[nn.Module], object], device: 
     """Initialize whole tensors in place of a module's shards, and keep this rank's part of them."""
     sharded = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
     for name, shard in sharded.items():
+        # One module at a time, so that at most its own full weights are in memory next to the shards.
         whole = torch.empty(shard.shape, dtype=shard.dtype, device=device)
         module._parameters[name] = nn.Parameter(whole, requires_grad=shard.requires_grad)
     try:

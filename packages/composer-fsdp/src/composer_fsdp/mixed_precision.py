@@ -234,6 +234,7 @@ class Prefetching:
                 # An empty list means implicit prefetching; the unit itself is gathered already, so this has no effect.
                 unit.set_modules_to_backward_prefetch([unit])
             elif kind == "BACKWARD_PRE" or limit > 1:
+                # The backward pass runs the units in reverse order, so the next one to gather is the previous one here.
                 self.backward[name] = list(reversed(order[max(0, index - limit) : index]))
                 unit.set_modules_to_backward_prefetch(self._modules(self.backward[name]) or [unit])
             if forward_limit:

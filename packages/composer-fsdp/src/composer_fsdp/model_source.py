@@ -50,7 +50,7 @@ def load_model(where: str) -> tuple[nn.Module, Any]:
     if isinstance(named, nn.Module):
         raise ValueError(
             f"MODEL={where!r} is a {type(named).__name__}, and not what makes one. Name a function without arguments "
-            f"that returns it, so that it can be made without memory for its weights, and keep what trains it under "
+            f"that returns it, so that its weights need no memory, and put code that trains it under "
             f"`if __name__ == '__main__':`."
         )
     made = _call(named, where, "MODEL")

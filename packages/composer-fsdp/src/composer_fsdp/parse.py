@@ -51,7 +51,7 @@ def parse_parallelism(
         if parallelism_config is not None:
             raise ValueError(
                 f"fsdp_config={fsdp_config!r} and parallelism_config={parallelism_config!r} were both given. Give "
-                f"parallelism_config={{'fsdp': ...}} alone, whose older spelling fsdp_config is."
+                f"parallelism_config={{'fsdp': ...}} alone; fsdp_config is its older spelling."
             )
         parallelism_config = {"fsdp": fsdp_config}
     flags = {"auto_wrap": fsdp_auto_wrap, "load_monolith_rank0_only": load_fsdp_monolith_rank0_only}
@@ -84,6 +84,7 @@ def _parts(config: Any) -> dict[str, Any]:
                     f"sharding go below 'fsdp': {{'fsdp': {{'state_dict_type': 'full'}}}}."
                 )
         parts = dict(config)
+    # Any object with these attributes, such as a Composer `ParallelismConfig`, which may lack `fsdp2`.
     elif all(hasattr(config, part) for part in ("fsdp", "tp")):
         parts = {part: getattr(config, part, None) for part in _PARTS}
     else:

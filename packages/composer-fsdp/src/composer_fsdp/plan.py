@@ -36,7 +36,7 @@ from composer_fsdp.config import (
 from composer_fsdp.groups import check_group, is_pair, size_of_group
 from composer_fsdp.mixed_precision import Dtypes, resolve_dtypes
 
-# Settings that a plan takes over as they are, from both forms of a configuration and from the broader one alone.
+# Settings that a plan copies unchanged: from both configuration classes, and from `FSDPConfig` only.
 _OF_BOTH = {"activation_cpu_offload", "load_monolith_rank0_only", "mixed_precision", "verbose"}
 _OF_FSDP = {
     *("backward_prefetch", "backward_prefetch_limit", "forward_prefetch", "forward_prefetch_limit", "cpu_offload"),
@@ -170,7 +170,7 @@ def make_plan(
     if tp is not None:
         check_tensor_parallel(tp, own)
     if tp is not None and tp.tensor_parallel_degree == 1:
-        tp = None
+        tp = None  # nothing to split, and an axis of one rank would override a process group
     check_values(own)
     settings: dict[str, Any] = {
         # Flags may be given as numbers or None.
@@ -243,7 +243,7 @@ def _group_settings(config: FSDPConfig, tp: TPConfig | None, world_size: int, st
     group = config.process_group
     if group is not None and (has_degrees or tp is not None):
         warn(
-            f"process_group={group!r} is ignored, since the degrees of parallelism say which ranks belong together. "
+            f"process_group={group!r} is ignored, since the degrees of parallelism determine the groups of ranks. "
             f"Give one of the two.",
             stacklevel + 1,
         )
@@ -379,7 +379,7 @@ def _check_unit_values(options: Mapping[str, Any], plan: ShardingPlan) -> None:
         if (value.upper() if isinstance(value, str) and key != "grad_sync" else value) not in ALLOWED[key]:
             raise ValueError(f"{key}={value!r} is not a valid value. Use one of {', '.join(map(repr, ALLOWED[key]))}.")
     check_limit("forward_prefetch_limit", options.get("forward_prefetch_limit", 1))
-    if not callable(options.get("shard_placement_fn", len)):
+    if not callable(options.get("shard_placement_fn", len)):  # `len` stands for any function
         raise ValueError(f"shard_placement_fn={options['shard_placement_fn']!r} is not a function of a parameter.")
     strategy = str(options.get("sharding_strategy")).upper()
     if strategy in ("NO_SHARD", *HYBRID_STRATEGIES) and plan.tensor_parallel_degree > 1:

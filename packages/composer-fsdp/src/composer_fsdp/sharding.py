@@ -56,11 +56,11 @@ class ShardedModel:
 
     Attributes:
         model: The model, which was changed in place.
-        plan: The plan of the sharding.
-        meshes: The arrangement of the ranks.
+        plan: The sharding plan.
+        meshes: The device meshes.
         units: The modules that are sharded as one, descendants first.
         roots: The outermost sharded modules, each of which runs forward and backward on its own.
-        whole: Trainable parameters that are not sharded, whose gradients only the strategy averages.
+        whole: Trainable parameters that are not sharded. FSDP2 does not average their gradients; the caller has to.
         local_meshes: The meshes of fewer than all ranks, on which ranks have different weights.
         prefetch: The prefetching between units.
         holders: The modules that own parameters, with the names of these.
@@ -89,8 +89,8 @@ class ShardedModel:
         ]
         if late:
             raise ValueError(
-                f"the model was changed after it was sharded: {late[:5]} were not there, so that their ranks would "
-                f"neither gather nor average them. Change the model before it is sharded; in a Trainer, by an "
+                f"the model was changed after it was sharded: the parameters {late[:5]} are new or have moved, and "
+                f"FSDP neither gathers nor averages them. Change the model before sharding it; in a Trainer, with an "
                 f"algorithm that acts on Event.INIT."
             )
 
@@ -109,11 +109,11 @@ def shard_model(
 ) -> ShardedModel:
     """Shard a model and its optimizers, in place. Every rank must call this.
 
-    Errors that need no communication are raised first.
+    Checks that need no communication run first.
 
     Args:
         model: The model, whose direct children are sharded.
-        plan: The plan of the sharding.
+        plan: The sharding plan.
         device: The device of this rank.
         optimizers: The model's optimizers.
         mesh: An existing mesh of all axes.
@@ -127,10 +127,12 @@ def shard_model(
     """
     choice = choose(model, plan, optimizers, wraps_itself=wraps_itself, wrap_fn=wrap_fn, check_fn=check_fn)
     syncs = plan.sync_module_states and plan.auto_wrap
+    # An `FSDP2Config` has no setting for it: rank 0's weights are shared if only rank 0 has weights.
     beginning = meta_init.agree_on_beginning(model, sync=syncs, follows_weights=plan.version == 2)
     # Before sharding, while every rank still has full weights to compare.
     if beginning is meta_init.Beginning.REAL and plan.auto_wrap:
         warn_of_different_weights(model)
+    # Also before sharding, while rank 0's tensors are whole.
     state = meta_init.state_to_share(model) if beginning is meta_init.Beginning.RANK_ZERO else {}
     meshes = Meshes(plan, device.type, mesh)
     with check_param_tying(model):
@@ -146,6 +148,7 @@ def shard_model(
             # It has no collectives, so a rank whose function fails can report that to the others.
             agreed(partial(meta_init.initialize, model, sharder.storage, param_init_fn), lambda _: {})
     _move_the_rest(model, device)
+    # `fully_shard` has replaced each parameter by a DTensor, while the optimizers still hold the full weights.
     rebuild(optimizers, choice.names, model)
     sharded = ShardedModel(
         model=model,
@@ -239,6 +242,7 @@ class Sharder:
         return CPUOffloadPolicy(pin_memory=self._device.type != "cpu")  # pinning needs an accelerator
 
     def _output_dtype(self, unit: Unit, dtypes: Dtypes) -> torch.dtype | None:
+        # A nested unit with a dtype of its own casts its outputs back, since the next module uses the plan's dtype.
         return None if unit.is_root or dtypes.param == self._plan.dtypes.param else self._plan.dtypes.param
 
 
@@ -291,6 +295,7 @@ def _outermost(module: nn.Module) -> Iterator[FSDPModule]:
 def _move_the_rest(model: nn.Module, device: torch.device) -> None:
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor) and parameter.device != device:
+            # Assigning to `.data` keeps the parameter object, to which optimizers and tied modules refer.
             parameter.data = parameter.data.to(device)
     for module in model.modules():
         for name, buffer in module._buffers.items():  # `buffers()` does not allow assignment
@@ -429,6 +434,7 @@ def _parallelize(
                 )
         if param_init_fn is not None and not callable(param_init_fn):
             raise TypeError(f"param_init_fn={param_init_fn!r} is not a function that fills a module's weights.")
+        # Stack levels: this function, `agreed`, `_parallelize`, the public function, the user's line.
         plan = make_plan(config, precision=precision, world_size=dist.get_world_size(), stacklevel=5)
         return plan, function_of_policy(model, policy)
 
@@ -445,7 +451,7 @@ def _parallelize(
             check_fn=check_fn,
             param_init_fn=param_init_fn,
         )
-    average_after_backward(sharded.whole)
+    average_after_backward(sharded.whole)  # a user's own training loop has no strategy that averages them
     return sharded
 
 
@@ -527,4 +533,4 @@ def prepare_fully_shard(
 
 
 apply_fully_shard = prepare_fully_shard
-"""Composer's other name of `prepare_fully_shard`."""
+"""Composer's other name for `prepare_fully_shard`."""

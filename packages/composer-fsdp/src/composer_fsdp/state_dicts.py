@@ -72,6 +72,7 @@ def get_optimizer(optimizer: Optimizer) -> dict[str, Any]:
 
 def set_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Load a full optimizer state dict; each rank takes its part, without communication."""
+    # An optimizer state dict numbers the parameters in the order of the groups.
     numbered = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     state = {
         key: {name: _like(numbered.get(key), value) for name, value in of_one.items()}
@@ -106,6 +107,7 @@ def _like(parameter: torch.Tensor | None, value: Any) -> Any:
     if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return value
     return DTensor.from_local(
+        # Cloned, since a view would keep the full tensor in memory.
         own_region(parameter, value).clone().to(parameter.device),
         parameter.device_mesh,
         parameter.placements,
@@ -136,8 +138,8 @@ def check_optimizers(
         _refuse_foreign(optimizer, names)
         if isinstance(optimizer, Adafactor):
             raise ValueError(
-                "Adafactor keeps statistics of rows and columns, of which no rank has whole ones once a weight is "
-                "sharded. Use AdamW, or train without sharding."
+                "Adafactor keeps statistics of whole rows and columns, which no rank holds once a weight is sharded. "
+                "Use AdamW, or train without sharding."
             )
         # Composer's texts.
         needs_all = [("use_orig_params=False", " with FSDP")] if not use_orig_params else []
@@ -149,7 +151,7 @@ def check_optimizers(
             if len(optimizer.param_groups[0]["params"]) < len(names):
                 raise ValueError(
                     f"Passing in a subset of model parameters to the optimizer is not supported with {setting}. Give "
-                    f"it all parameters, and freeze those that shall not change."
+                    f"it all parameters, and freeze those that should not change."
                 )
 
 
@@ -178,8 +180,8 @@ def _take_one_by_one(group: dict[str, Any]) -> None:
     for name in ("foreach", "fused"):
         if group.get(name):
             warnings.warn(
-                f"{name}=True is not followed: a group of the optimizer has parameters that are sharded and such that "
-                f"are not, of which torch takes no list. Put the latter into a group of their own.",
+                f"{name}=True is not followed: a group of the optimizer has sharded and unsharded parameters, which "
+                f"torch's {name} kernels do not accept together. Put the unsharded ones into a group of their own.",
                 UserWarning,
                 stacklevel=3,
             )
@@ -231,6 +233,6 @@ def _refuse_foreign(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
         left = [f"model.param_name.{name}" for parameter, name in names.items() if id(parameter) not in have]
         raise ValueError(
             f"The same model must be passed to the optimizer and trainer but the following parameters were not found "
-            f"in the sharded model: {', '.join((foreign + left)[:20])}. Build the optimizer over the parameters of the "
-            f"very model that is given."
+            f"in the sharded model: {', '.join((foreign + left)[:20])}. Build the optimizer from the parameters of the "
+            f"model that you pass."
         )

@@ -63,7 +63,7 @@ class FSDP(SingleDevice):
         self.mesh = mesh
         self._sharded: ShardedModel | None = None
         self._postpones = False  # whether averaging is deferred to the end of an attempt
-        # Only with tensor parallelism, where ranks must read the same.
+        # Only with tensor parallelism, where the ranks of a group must read the same batches.
         self._first_batch: TensorParallelBatchCheck | None = None
         self._watch: ReductionWatch | None = None  # set by `watch_reductions`
 
@@ -74,9 +74,9 @@ class FSDP(SingleDevice):
 
     @property
     def batch_rank(self) -> int:
-        """Return the index of this rank's part of the batch, the same for all ranks of a tensor-parallel group."""
+        """Return a number for this rank's part of the batch, the same for all ranks of a tensor-parallel group."""
         given = self.plan.tp_device_mesh
-        if given is not None:
+        if given is not None:  # a user's mesh may group ranks in any way, so the lowest rank stands for the group
             return min(tdist.get_process_group_ranks(given.get_group()))
         return dist.get_global_rank() // self.plan.tensor_parallel_degree
 
@@ -114,7 +114,7 @@ class FSDP(SingleDevice):
         if self._sharded.meshes.tensor is not None:
             self._first_batch = TensorParallelBatchCheck(self._sharded.meshes.tensor)
         for optimizer in optimizers:
-            if not self.plan.cpu_offload:
+            if not self.plan.cpu_offload:  # otherwise the optimizer runs on the host
                 self.device.optimizer_to_device(optimizer)
         self._tell()
         return model, optimizers
@@ -140,9 +140,9 @@ class FSDP(SingleDevice):
         """
         if not is_aligned:
             raise ValueError(
-                "the ranks cut this batch into unequally many microbatches, but sharded weights are gathered from all "
-                "ranks in each. Give every rank's dataloader batches of the same size (drop_last=True), or train "
-                "without sharding."
+                "the ranks split this batch into different numbers of microbatches, but sharded weights are gathered "
+                "from all ranks in each. Give every rank's dataloader batches of the same size (drop_last=True), or "
+                "train without sharding."
             )
         if not self.sharded.whole and self.plan.grad_sync_every_microbatch:
             return _NOTHING
@@ -152,6 +152,7 @@ class FSDP(SingleDevice):
     def _microbatch(self, is_last: bool) -> Iterator[None]:
         if not self.plan.grad_sync_every_microbatch:
             for root in self.sharded.roots:
+                # Until the last microbatch, FSDP2 accumulates unsharded gradients: more memory, one reduction per step.
                 root.set_is_last_backward(is_last)
                 root.set_requires_gradient_sync(is_last)
         yield
@@ -229,6 +230,7 @@ class FSDP(SingleDevice):
 
     def mean(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the mean of each value over all ranks, using one collective without a device synchronization."""
+        # Tensor-parallel groups are of one size, so that counting each of their ranks does not change the mean.
         return average_values(values)
 
     def model_state_dict(self, model: "Module") -> dict[str, Any]:
@@ -263,7 +265,7 @@ def _sum_without_twins(values: Sequence[TNumber], mesh: DeviceMesh) -> list[TNum
     """Return sums that count each tensor-parallel group once, since its ranks read the same batches."""
     of_ranks = dist.all_gather_object((list(values), tdist.get_process_group_ranks(mesh.get_group())))
     teams = dict.fromkeys(tuple(ranks) for _, ranks in of_ranks)
-    columns = zip(*teams, strict=True)
+    columns = zip(*teams, strict=True)  # the first rank of each group, the second of each, and so on
     totals = [[sum(column) for column in zip(*(of_ranks[r][0] for r in ranks), strict=True)] for ranks in columns]
     # The maximum also covers values that only one rank of a group has, such as the clock of rank 0.
     return [max(of_columns) for of_columns in zip(*totals, strict=True)]
@@ -363,8 +365,8 @@ class TensorParallelBatchCheck:
         if len({seen[rank] for rank in self._ranks}) > 1:
             degree, world_size = len(self._ranks), len(seen)
             warnings.warn(
-                f"The ranks {self._ranks} hold tensors together, and their first batches differ, so that what they "
-                f"compute belongs to neither. Give the ranks of each {degree} the same samples: dist.get_sampler("
+                f"The ranks {self._ranks} compute tensors in parallel, and their first batches differ, so that the "
+                f"results are wrong. Give the ranks of each {degree} the same samples: dist.get_sampler("
                 f"dataset, num_replicas={world_size // degree}, rank=dist.get_global_rank() // {degree}).",
                 UserWarning,
                 stacklevel=2,
@@ -375,6 +377,7 @@ def _fingerprint(batch: Any) -> str:
     checksum = 0
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
+            # As bytes, since NumPy has no bfloat16, and flat, since a 0-dim tensor has no view as bytes.
             leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         checksum = zlib.crc32(leaf if isinstance(leaf, bytes) else repr(leaf).encode(), checksum)
     return f"{checksum:08x}"

@@ -52,7 +52,8 @@ def summon_full_params_fsdp2(
     whole: dict[DTensor, nn.Parameter] = {}
     with torch.no_grad():
         for shard in places:
-            gathered = _gathered(shard, offload_to_cpu)  # a collective: every rank joins, even if rank 0 alone keeps it
+            # A collective: every rank takes part, even if only rank 0 keeps the result.
+            gathered = _gathered(shard, offload_to_cpu)
             grad = _gathered(shard.grad, offload_to_cpu) if with_grads and isinstance(shard.grad, DTensor) else None
             if is_here:
                 whole[shard] = nn.Parameter(gathered, requires_grad=shard.requires_grad)
@@ -94,8 +95,8 @@ def validate_all_dtensors_are_fsdp_based(model: nn.Module) -> None:
         axes = parameter.device_mesh.mesh_dim_names or ()
         if id(parameter) not in managed or "tensor_parallel" in axes:
             raise ValueError(
-                f"the parameter {name!r} is a DTensor of the mesh {parameter.device_mesh}, which is not of sharding "
-                f"alone. Only models without tensor parallelism can have whole parameters for a while."
+                f"the parameter {name!r} is a DTensor of the mesh {parameter.device_mesh}, which FSDP2 does not manage "
+                f"alone. Full parameters are available only for models without tensor parallelism."
             )
 
 
@@ -134,6 +135,7 @@ def _write_back(shards: list[DTensor], whole: dict[DTensor, nn.Parameter], *, ra
             if not rank0_only:
                 shard.to_local().copy_(own_region(shard, whole[shard].detach()))
                 continue
+            # On the shard's device, which the collective's backend supports, even if the full tensor is on the host.
             sent = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
             if shard in whole:
                 sent.copy_(whole[shard].detach())

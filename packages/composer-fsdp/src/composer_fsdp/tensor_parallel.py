@@ -34,8 +34,8 @@ def check_layer_plan(model: nn.Module, layer_plan: Mapping[str, Any]) -> None:
     for pattern, style in layer_plan.items():
         if not isinstance(style, ParallelStyle):
             raise ValueError(
-                f"layer_plan[{pattern!r}]={style!r} is no ParallelStyle. Use one of torch.distributed.tensor.parallel, "
-                f"such as ColwiseParallel()."
+                f"layer_plan[{pattern!r}]={style!r} must be a ParallelStyle of torch.distributed.tensor.parallel, such "
+                f"as ColwiseParallel()."
             )
         fitting = [name for name in modules if _fits(name, pattern)]
         if not fitting:
@@ -51,8 +51,8 @@ def check_layer_plan(model: nn.Module, layer_plan: Mapping[str, Any]) -> None:
             tied = [owners[p] for p in modules[name].parameters() if len(owners[p]) > 1]
             if tied:
                 raise ValueError(
-                    f"layer_plan[{pattern!r}] would split {tied[0][0]!r}, which is the same weight as {tied[0][1]!r} "
-                    f"and would no longer be. Leave the module out of the plan, or give each a weight of its own."
+                    f"layer_plan[{pattern!r}] would split {tied[0][0]!r}, which is the same weight as {tied[0][1]!r}, "
+                    f"and untie the two. Leave the module out of the plan, or give each a weight of its own."
                 )
 
 
@@ -99,13 +99,15 @@ def warn_of_different_weights(model: nn.Module) -> None:
     # DTensors differ by rank by design.
     whole = [(name, parameter) for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     with torch.no_grad():
+        # The first element counts twice, which tells apart most weights with equal sums, such as permuted ones.
         own = [(p.double().sum() + p.flatten()[:1].double().sum()).cpu() for _, p in whole]
         sums = dist.all_gather_object(torch.stack(own).tolist() if own else [])
     for index, (name, _) in enumerate(whole):
         if len({of_rank[index] for of_rank in sums}) > 1:
             warnings.warn(
-                f"The ranks begin with different weights, {name!r} for one, and the sharded model is put together of "
-                f"parts of them. Seed every rank alike before the model is built, or set sync_module_states=True.",
+                f"The ranks begin with different weights, for example {name!r}, and the sharded model consists of "
+                f"parts of them. Set the same seed on every rank before building the model, or set "
+                f"sync_module_states=True.",
                 UserWarning,
                 stacklevel=2,
             )

@@ -94,7 +94,7 @@ def _refuse_duplicates(model: nn.Module) -> None:
         if module in names and next(module.parameters(), None) is not None:
             raise ValueError(
                 f"the model has duplicate module references, {names[module]!r} and {name!r}, and rank 0's weights are "
-                f"handed on by name. Keep the module under one name, or give every rank the weights itself."
+                f"broadcast by name. Keep the module under one name, or load the weights on every rank."
             )
         names[module] = name
 
@@ -143,11 +143,11 @@ def check_units(model: nn.Module, units: Sequence[Unit], plan: ShardingPlan) -> 
         inside = [module for outer in _modules(unit) for module in outer.modules()]
         if any(isinstance(module, FSDPModule) for module in _modules(unit)):
             raise ValueError(
-                f"{called} is sharded already. Shard a model that is as it was built, or say auto_wrap=False if it "
-                f"shall stay as it is."
+                f"{called} is sharded already. Pass a model that is not sharded, or set auto_wrap=False to keep its "
+                f"sharding."
             )
         own = {p: names[p] for module in inside for p in module.parameters(recurse=False) if p not in taken}
-        taken.update(own)
+        taken.update(own)  # nested units come first, so each parameter is checked in its own unit only
         sparse: dict[Any, nn.Module] = {
             m.weight: m for m in inside if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
         }
@@ -166,8 +166,8 @@ def _refuse_unshardable(called: str, own: Mapping[nn.Parameter, str], sparse: Ma
     for parameter, name in own.items():
         if is_lazy(parameter):
             raise ValueError(
-                f"the parameter {name!r} has no shape yet, so that it cannot be shared out. Let the model see a batch "
-                f"before it is sharded, or give its layers their sizes."
+                f"the parameter {name!r} has no shape yet, so that it cannot be sharded. Run the model on a batch "
+                f"before sharding it, or give its layers their sizes."
             )
         if not parameter.is_contiguous():
             raise ValueError(
@@ -179,20 +179,20 @@ def _refuse_unshardable(called: str, own: Mapping[nn.Parameter, str], sparse: Ma
             by_format.setdefault(parameter.dtype, name)
             if parameter in sparse:
                 raise ValueError(
-                    f"{called} has {sparse[parameter]!r}, whose gradients are sparse tensors, which ranks cannot share "
-                    f"out. Make it with sparse=False."
+                    f"{called} has {sparse[parameter]!r}, whose gradients are sparse tensors, which cannot be sharded. "
+                    f"Make it with sparse=False."
                 )
             if parameter.is_complex():
                 raise ValueError(
-                    f"the parameter {name!r} is {parameter.dtype}, of whose gradients only the real part would be "
-                    f"averaged. Keep it as real numbers (torch.view_as_real), and make complex ones of them in forward."
+                    f"the parameter {name!r} is {parameter.dtype}, and only the real part of its gradients would be "
+                    f"averaged. Store it as real numbers (torch.view_as_real), and convert them in forward."
                 )
     if len(by_format) > 1:
         listed = ", ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in by_format.items())
         raise ValueError(
-            f"{called} is sharded as one and has weights of several formats: {listed}. Make the modules of each format "
-            f"units of their own by fsdp_wrap_fn, or build the model in one format; mixed_precision is the format in "
-            f"which it computes."
+            f"{called} is sharded as one and has weights of several dtypes: {listed}. Make the modules of each dtype "
+            f"units of their own with fsdp_wrap_fn, or build the model in one dtype; mixed_precision sets the dtype of "
+            f"computation."
         )
 
 
@@ -286,6 +286,7 @@ def _grouped(units: Sequence[Unit], policy: str, whole: set[nn.Parameter]) -> li
 
     resolved: list[Unit] = []
     for unit in units:
+        # A unit may share weights with several earlier units that share none with each other; it joins them all.
         first, *others = [*(other for other in resolved if share(other.module, unit.module)), unit]
         for other in others:
             if policy != "group" or first.is_root or other.is_root:

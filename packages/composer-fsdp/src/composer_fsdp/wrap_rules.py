@@ -85,7 +85,7 @@ def choose_units(
     if not rules.units and any(p.numel() > 1 for p in model.parameters() if not is_lazy(p)):
         warnings.warn(
             f"Nothing of the {type(model).__name__} is sharded: each rank has all of it, since _fsdp_wrap=False or "
-            f"ignored_modules leaves out all that has weights. Take them away from what is to be sharded.",
+            f"ignored_modules excludes all modules with weights. Remove them from the modules to shard.",
             stacklevel=2,
         )
     return rules.units
@@ -137,7 +137,8 @@ class _Rules:
         function = self._wrap_fn or function_of(name, root)
         num_units, num_seen = len(self.units), len(self._seen)
         self._descend(name, root, function)
-        is_own = function is not None and (self._wrap_fn is None or not name)  # not one that several roots share
+        # A function that several roots share may choose modules of another root only.
+        is_own = function is not None and (self._wrap_fn is None or not name)
         if is_own and len(self.units) == num_units and len(self._seen) > num_seen:
             warnings.warn(
                 f"fsdp_wrap_fn chooses none of the {len(self._seen) - num_seen} modules in the {type(root).__name__} "
@@ -261,7 +262,7 @@ def _policy(model: nn.Module, *, wraps_itself: bool) -> CustomPolicy:
 
     def decide(module: nn.Module) -> bool | dict[str, Any]:
         options = chosen.get(module)
-        return False if options is None else options or True
+        return False if options is None else options or True  # `CustomPolicy` takes an empty dict for False
 
     return CustomPolicy(decide)
 

@@ -99,13 +99,13 @@ class ComposerHFCausalLM(HuggingFaceModel):
             raise ValueError(f"init_device={init_device!r} must be 'cpu', 'meta' or 'mixed'.")
         if init_device == "meta" and pretrained:
             raise ValueError(
-                "init_device='meta' begins without weights, and pretrained=True asks for them. Set init_device='mixed' "
+                "init_device='meta' begins without weights, and pretrained=True loads them. Set init_device='mixed' "
                 "to load them on rank 0, or pretrained=False."
             )
         if peft_config is not None and pretrained_lora_id_or_path is not None:
             raise ValueError(
-                f"peft_config asks for a new adapter, and pretrained_lora_id_or_path={pretrained_lora_id_or_path!r} "
-                f"for one that exists. Give one of them."
+                f"peft_config adds a new adapter, and pretrained_lora_id_or_path={pretrained_lora_id_or_path!r} "
+                f"loads an existing one. Give one of them."
             )
         options = _loading_options(use_auth_token, use_flash_attention_2, attn_implementation, load_in_8bit)
         origin = _Origin(pretrained_model_name_or_path, pretrained, trust_remote_code, options)
@@ -160,16 +160,16 @@ def _loading_options(
     if use_flash_attention_2:
         if attn_implementation not in (None, "flash_attention_2"):
             raise ValueError(
-                f"use_flash_attention_2=True and attn_implementation={attn_implementation!r} ask for two kinds of "
+                f"use_flash_attention_2=True and attn_implementation={attn_implementation!r} select two kinds of "
                 f"attention. Give one of them."
             )
         from transformers.utils.import_utils import is_flash_attn_2_available
 
         if not is_flash_attn_2_available():
             raise ValueError(
-                "use_flash_attention_2=True needs the package flash-attn and a CUDA device, and one of them is not "
-                "here. Run `pip install flash-attn`, or leave the setting out: attention is then the one of PyTorch, "
-                "which has the same results."
+                "use_flash_attention_2=True needs the package flash-attn and a CUDA device, and one of them is "
+                "missing. Run `pip install flash-attn`, or leave the setting out to use PyTorch's attention, which "
+                "computes the same."
             )
         attn_implementation = "flash_attention_2"
     if attn_implementation is not None:
@@ -211,7 +211,7 @@ def _build(origin: _Origin, overrides: Mapping[str, Any], init_device: InitDevic
                 config, dtype=torch.float32, trust_remote_code=origin.trust_remote_code, **options
             )
         model.tie_weights()
-        with contextlib.suppress(OSError):  # the file is optional
+        with contextlib.suppress(OSError):  # an optional file, which `from_pretrained` reads and `from_config` does not
             model.generation_config = GenerationConfig.from_pretrained(origin.path, **origin.access)
         return model
 
@@ -246,7 +246,7 @@ def _override(config: "PretrainedConfig | Any", overrides: Mapping[str, Any]) ->
         if not hasattr(owner, name):
             raise ValueError(
                 f"config_overrides has {name!r}, which the {type(config).__name__} of a {config.model_type!r} model "
-                f"has not. Use one of: {', '.join(sorted(config.to_dict()))}."
+                f"does not have. Use one of: {', '.join(sorted(config.to_dict()))}."
             )
         current = getattr(owner, name)
         if isinstance(current, dict) and isinstance(value, Mapping):
@@ -295,7 +295,7 @@ def _lora_config(values: Mapping[str, Any]) -> Any:
         raise MissingConditionalImportError("peft", "peft", distribution="composer-hf")
     from peft import LoraConfig
 
-    del settings["peft_type"]
+    del settings["peft_type"]  # `LoraConfig` sets it itself
     return LoraConfig(**settings)
 
 

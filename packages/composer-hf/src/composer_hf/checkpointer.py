@@ -43,14 +43,14 @@ log = getLogger(__name__)
 
 _SIZE_VARIABLE: Final = "LLM_FOUNDRY_SAVE_FOLDER_HF_MAX_SHARD_SIZE"
 _SUBFOLDER: Final = "huggingface"
-_READY_S: Final = 3600
+_READY_S: Final = 3600  # limit of MLflow's own wait until a new model version is ready
 _LAST_UPLOADED: Final = ("config.json", "adapter_config.json")  # an upload that lacks them is not a loadable folder
 
 
 class HuggingFaceCheckpointer(Callback):
     """Write the model as a folder that `from_pretrained` reads, at intervals and at the end of training.
 
-    The weights are gathered one after the other, converted and copied to host memory of rank 0. Training then
+    The weights are gathered one at a time, converted and copied to host memory of rank 0. Training then
     continues while a thread writes a temporary folder, flushes it and renames it, so a folder is complete or absent.
     Errors in writing are logged at once, and raised on all ranks at the next save and at the end of `fit`. For a model
     with an adapter, the adapter is written.
@@ -279,6 +279,7 @@ class HuggingFaceCheckpointer(Callback):
                     timeout_s=min(self.register_wait_seconds, _READY_S),
                 )
 
+        # Only rank 0 has metadata, so only rank 0 registers.
         wait_on_all_ranks(None if metadata is None else in_background(register), self.register_wait_seconds)
 
     def _write(
@@ -344,7 +345,7 @@ def _model_of(state: "State") -> HuggingFaceModel:
 
 
 def gather_weights(model: HuggingFaceModel, dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:
-    """Return copies of the weights, gathered one after the other. Every rank must call this.
+    """Return copies of the weights, gathered one at a time. Every rank must call this.
 
     Args:
         model: The model without its parallel wrappers. With an adapter, only trained weights are returned.

@@ -240,6 +240,7 @@ class HuggingFaceModel(ComposerModel):
             The return value of the metric's `update`, and the metric's name for each sample.
         """
         if self.labels is not None and metric.device.type == "cpu":
+            # The labels are on the device of the batch, and a metric may stay on the host.
             self.labels = self.labels.to("cpu")
         if getattr(metric, "needs_batch", False):
             result: Any = metric.update(batch=batch, outputs=outputs, labels=self.labels)
@@ -349,8 +350,8 @@ class HuggingFaceModel(ComposerModel):
         if prepare is None or labels is None:
             raise RuntimeError(
                 f"{type(self.model).__name__} has an encoder and a decoder, and the batch has no decoder_input_ids, "
-                f"which cannot be made of the labels: there are no "
-                f"{'labels' if labels is None else 'prepare_decoder_input_ids_from_labels'}. Let the batch have them."
+                f"which cannot be made from the labels: there are no "
+                f"{'labels' if labels is None else 'prepare_decoder_input_ids_from_labels'}. Add them to the batch."
             )
         return prepare(labels=labels)
 
@@ -386,7 +387,7 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
     kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type)).upper()
     if kind != "LORA":
         raise ValueError(f"PEFT type {kind} is not supported by HuggingFaceModel. Use LORA, with peft.LoraConfig.")
-    peft_config.peft_type = kind
+    peft_config.peft_type = kind  # peft looks up this and the task type in upper case
     if peft_config.task_type is not None:
         peft_config.task_type = str(getattr(peft_config.task_type, "value", peft_config.task_type)).upper()
     from peft import get_peft_model  # optional
@@ -465,8 +466,8 @@ def _refuse_names_and_classes(argument: str, value: Any, auto_class: str) -> Non
     if isinstance(value, str | os.PathLike):
         raise TypeError(
             f"{argument}={value!r} is a name, and the {argument} itself is needed, whose save_pretrained every "
-            f"checkpoint needs. Give {auto_class}.from_pretrained({value!r}) of transformers, or what another of its "
-            f"Auto classes makes of the name."
+            f"checkpoint needs. Give {auto_class}.from_pretrained({value!r}) of transformers, or use another of its "
+            f"Auto classes."
         )
     if isinstance(value, type):
         raise TypeError(
@@ -497,5 +498,5 @@ def _check_parts(model: Any, tokenizer: Any) -> None:
             f"tokenizer={tokenizer!r:.200} is not a tokenizer, which has len() and save_pretrained, as those of "
             f"transformers have. Give AutoTokenizer.from_pretrained(...), or "
             f"PreTrainedTokenizerFast(tokenizer_object=...) around a tokenizers.Tokenizer. With None, "
-            f"checkpoints keep none."
+            f"checkpoints have no tokenizer."
         )

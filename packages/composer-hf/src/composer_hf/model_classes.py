@@ -68,8 +68,8 @@ def find_class(name: str, *, trust_remote_code: bool = False) -> type:
         announced = {point.value.replace(":", "."): point for point in entry_points(group=_ENTRY_POINTS)}
         if name not in announced:
             raise UnsafeCheckpointError(
-                f"the checkpoint names the class {name!r:.200}, and importing a module runs its code. Known without "
-                f"asking are those of transformers. Give model_instantiation_class, or pass trust_remote_code=True "
+                f"the checkpoint names the class {name!r:.200}, and importing a module runs its code. By default only "
+                f"classes of transformers are trusted. Give model_instantiation_class, or pass trust_remote_code=True "
                 f"if you trust that module."
             )
     try:
@@ -80,7 +80,7 @@ def find_class(name: str, *, trust_remote_code: bool = False) -> type:
             f"or install the release that has it."
         ) from error
     if not isinstance(found, type):
-        raise ValueError(f"{name!r:.200} is a {type(found).__name__}, and a class of a model is needed.")
+        raise ValueError(f"{name!r:.200} is a {type(found).__name__}, and a model class is needed.")
     return found
 
 
@@ -100,7 +100,7 @@ def meta_model(metadata: HuggingFaceMetadata, *, trust_remote_code: bool = False
     """Return a checkpoint's model on the meta device, with names and shapes but without memory for weights."""
     if not metadata.model_class:
         raise IncompatibleCheckpointError(
-            "the checkpoint does not tell the class of its model. Give a checkpoint that HuggingFaceModel wrote."
+            "the checkpoint does not name the class of its model. Give a checkpoint that HuggingFaceModel wrote."
         )
     with _telling_what_does_not_fit(metadata):
         config = build_config(metadata, trust_remote_code=trust_remote_code)
@@ -120,7 +120,7 @@ def _telling_what_does_not_fit(metadata: HuggingFaceMetadata) -> Iterator[None]:
         raise
     except Exception as error:  # such as a division by zero, from deep inside the class
         raise IncompatibleCheckpointError(
-            f"transformers builds no {metadata.model_class!r:.200} of the checkpoint's configuration: "
+            f"transformers cannot build {metadata.model_class!r:.200} from the checkpoint's configuration: "
             f"{type(error).__name__}: {str(error).strip().rstrip('.'):.300}. Give the configuration that fits."
         ) from error
 

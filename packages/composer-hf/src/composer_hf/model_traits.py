@@ -19,7 +19,7 @@ def resolve_shift(model: Any, shift_labels: bool | None) -> bool:
     if is_causal and not shift_labels:
         log.warning(
             "The shift_labels argument was set to False but the model is an instance of a HuggingFace Causal LM. This "
-            "may lead to incorrect behavior: the logits of each token are compared with that very token."
+            "may lead to incorrect behavior: the logits of each token are compared with the same token."
         )
     return shift_labels
 
@@ -32,8 +32,8 @@ def warn_of_lost_alibi(model: Any) -> None:
     length = alibi.get("max_sequence_length") if isinstance(alibi, Mapping) else "..."
     log.warning(
         "The weights of this %s were trained with ALiBi (composer_alibi=%r in its configuration), and from_pretrained "
-        "made it without: it does not tell positions apart. Call apply_alibi(model, max_sequence_length=%s), or train "
-        "it with the algorithm Alibi(max_sequence_length=%s).",
+        "made it without, so it cannot distinguish positions. Call apply_alibi(model, max_sequence_length=%s), or "
+        "train it with the algorithm Alibi(max_sequence_length=%s).",
         *(type(model).__qualname__, alibi, length, length),
     )
 
@@ -47,10 +47,10 @@ def forward_args(model: Any) -> set[str]:
     if is_wrapped(model):
         raise ValueError(
             f"the model that peft has wrapped is an {type(model).__name__}, which torch.compile has made, and its "
-            f"weights would have other names in checkpoints. Compile what get_peft_model returns, "
+            f"weights would have other names in checkpoints. Compile the result of get_peft_model, "
             f"or pass the model uncompiled with Trainer(compile_config={{}})."
         )
-    # Of `*args` and `**kwargs` it is unknown which keys of a batch they accept.
+    # `*args` and `**kwargs` do not show which keys of a batch they accept.
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
     names = {parameter.name for parameter in parameters if parameter.kind not in variable}

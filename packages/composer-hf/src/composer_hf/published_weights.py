@@ -130,8 +130,8 @@ def adapter_names(names: Iterable[str], metadata: HuggingFaceMetadata) -> dict[s
     published = published_adapter_names(inner, config)
     if not any(is_adapter_weight(name) for name in published):
         raise IncompatibleCheckpointError(
-            f"the checkpoint has no weights of an adapter called 'default', which alone is written, but of others: "
-            f"{_listed([name for name in inner if 'lora_' in name])}. Rename them with `composer-ckpt convert "
+            f"the checkpoint has no weights of an adapter called 'default', the only one that is written, but of "
+            f"others: {_listed([name for name in inner if 'lora_' in name])}. Rename them with `composer-ckpt convert "
             f"--rename`, or save the adapter with peft."
         )
     published |= beside

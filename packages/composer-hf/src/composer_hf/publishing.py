@@ -119,6 +119,7 @@ def write_pretrained(
     The other arguments are those of `write_huggingface_pretrained_from_composer_checkpoint`; `add_contents` is called
     with the folder before it is renamed.
     """
+    # Plan and compare everything first, so that errors come before anything is written.
     pieces = plan_weights(on_meta(weights), metadata, trust_remote_code=trust_remote_code)
     tensors = published_tensors(pieces, weights, dtype)
     is_adapter = metadata.peft_config is not None
@@ -254,7 +255,7 @@ def write_tokenizer(folder: Path, metadata: HuggingFaceMetadata, *, trust_remote
 def readable_config(
     metadata: HuggingFaceMetadata, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Return the values of `config.json`, such that transformers 4 and 5 read them alike."""
+    """Return the values of `config.json`, in a form that transformers 4 and 5 read in the same way."""
     config = dict(metadata.config) if trust_remote_code else without_code(metadata.config)
     config.pop("_name_or_path", None)  # a path on the machine that trained the model
     if not config.get("architectures") and metadata.model_class:

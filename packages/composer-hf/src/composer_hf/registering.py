@@ -80,6 +80,7 @@ def register_folder(
             edit(saved)
         registry.client.log_artifacts(registry.run_id, os.fspath(saved), _ARTIFACT_PATH)
     root = registry.client.get_run(registry.run_id).info.artifact_uri
+    # MLflow counts whole seconds, and takes 0 for not waiting.
     registry.register_model_with_run_id(f"{root}/{_ARTIFACT_PATH}", name, await_creation_for=max(1, int(timeout_s)))
 
 
@@ -115,7 +116,7 @@ def wait_on_all_ranks(future: "Future[None] | None", timeout_s: float) -> None:
             is_done = bool(wait_for([future], timeout=max(0.0, min(_PAUSE_S, left_s))).done)
             is_late = not is_done and time.monotonic() >= deadline
             told = [(is_done, is_late, future.exception() if is_done else None)]
-        # Only rank 0 looks at the clock, so all ranks leave the loop in the same iteration.
+        # Only rank 0 reads the clock, so all ranks leave the loop in the same iteration.
         dist.broadcast_object_list(told, src=0)
         is_done, is_late, error = told[0]
         if error is not None:

@@ -34,7 +34,7 @@ def prepare_hf_model_for_fsdp(model: Any, init_device: str | None = None) -> Non
         lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         raise ValueError(
             f"no blocks were found in {type(model).__name__}: none of its lists of modules ({lists}) holds several "
-            f"modules of one class. Give the model a method fsdp_wrap_fn(module) that chooses what is sharded."
+            f"modules of one class. Give the model a method fsdp_wrap_fn(module) that chooses the modules to shard."
         )
     add_sharding_hints(model)
     if init_device in ("meta", "mixed"):

@@ -86,8 +86,8 @@ def _encode(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
     else:
         raise ValueError(
-            f"the tokenizer saves a file {path.name!r}, for which checkpoints have no form: they take "
-            f"{', '.join(_KINDS)}. Give the model no tokenizer, and keep the tokenizer yourself."
+            f"the tokenizer saves a file {path.name!r}, which checkpoints cannot store: they accept "
+            f"{', '.join(_KINDS)}. Give the model no tokenizer, and save the tokenizer separately."
         )
     return {"file_extension": extension, "content": content}
 
@@ -102,8 +102,8 @@ def _decode(name: str, extension: str, content: Any) -> bytes:
     if extension == ".model" and isinstance(content, bytes):
         return content
     raise IncompatibleCheckpointError(
-        f"the checkpoint's tokenizer has {name!r:.200} as a {type(content).__name__}, which no such file is. "
-        f"Give the tokenizer yourself."
+        f"the checkpoint's tokenizer has {name!r:.200} as a {type(content).__name__}, which is not the content of such "
+        f"a file. Give the tokenizer yourself."
     )
 
 
@@ -113,7 +113,7 @@ def _check_name(name: str) -> None:
             f"the checkpoint's tokenizer has a file {name!r:.200}, which describes models and not tokenizers: "
             f"it would replace the one of the model. Nothing was written. Give the tokenizer yourself."
         )
-    # Separators and drives of Windows are refused everywhere, since a checkpoint may be converted there.
+    # Windows separators and drives are rejected on every system, since a checkpoint may be converted on Windows.
     if name != PurePosixPath(name).name or name in (".", "..") or "\\" in name or "\0" in name or ":" in name:
         raise UnsafeCheckpointError(
             f"the checkpoint's tokenizer has a file {name!r:.200}, whose name is not a plain one: it would be written "

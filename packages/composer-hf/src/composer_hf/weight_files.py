@@ -35,6 +35,7 @@ def published_tensors(
     last = _LastPiece(weights)
     published: dict[str, StoredTensor] = {}
     for piece in pieces:
+        # One object for all weights of the piece, since the cache recognizes a piece by its identity.
         own = replace(piece, sources=piece.sources[:1], copies=())
         for name, like in piece.targets.items():
             stored = StoredTensor(like.dtype, tuple(like.shape), partial(last.take, own, name))

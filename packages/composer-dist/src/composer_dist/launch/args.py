@@ -25,7 +25,7 @@ Everything after the script is passed on to it, options too. '~' and '$VAR' in i
 variables of each rank, so that '--log run-$RANK.txt' names one file per rank if your shell leaves it alone.
 
 Exit status: 0 if every rank ended with 0; otherwise that of the rank that failed first, 128 + s if it was killed by
-signal s; 128 + s also if the launcher itself received signal s; 2 for a command line that cannot be followed.
+signal s; 128 + s also if the launcher itself received signal s; 2 for an invalid command line.
 """
 
 
@@ -238,10 +238,10 @@ def _add_run(add: _Add) -> None:
         "-n",
         "--nproc",
         type=int,
-        help="processes on this node (default: $LOCAL_WORLD_SIZE, then what the cluster says, then one for each "
+        help="processes on this node (default: $LOCAL_WORLD_SIZE, then the cluster's number, then one for each "
         "visible accelerator, at least 1)",
     )
-    add("-v", "--verbose", action="store_true", help="log what the launcher does")
+    add("-v", "--verbose", action="store_true", help="log the launcher's actions")
     add("-m", "--module_mode", action="store_true", help="run `python -m training_script`")
     add("-c", "--command_mode", action="store_true", help="run training_script itself, without Python")
     add("--python", default=sys.executable, metavar="PATH", help="interpreter of the ranks (default: the launcher's)")
@@ -274,7 +274,7 @@ def _add_nodes(add: _Add) -> None:
     )
     add("--nnodes", metavar="N|MIN:MAX", help="nodes that meet at a rendezvous and agree on their ranks there")
     add("--rdzv_backend", default="c10d", metavar="NAME", help="kind of rendezvous (default: %(default)s)")
-    add("--rdzv_endpoint", metavar="HOST:PORT", help="where it is (default: localhost:0, this node alone)")
+    add("--rdzv_endpoint", metavar="HOST:PORT", help="its address (default: localhost:0, this node alone)")
     add("--rdzv_id", metavar="ID", help="name of the run, the same on every node (default: a random one)")
     add("--rdzv_conf", default="", metavar="K=V,...", help="settings of the rendezvous, such as join_timeout=600")
     add(
@@ -307,7 +307,7 @@ def _add_output(add: _Add) -> None:
         help="where composer's Trainer leaves a folder for each run: settings, metrics, times (default: "
         f"$COMPOSER_RUNS, then {RUNS})",
     )
-    add("--no_runs", action="store_true", help="leave none, as with COMPOSER_RUNS= (set, and empty)")
+    add("--no_runs", action="store_true", help="write no run folder, as with COMPOSER_RUNS= (set, and empty)")
 
 
 def _add_end(add: _Add) -> None:
@@ -332,7 +332,7 @@ def _add_end(add: _Add) -> None:
         type=float,
         default=0.1,
         metavar="SECONDS",
-        help="how often the ranks are looked at (default: %(default)g)",
+        help="how often the ranks are checked (default: %(default)g)",
     )
     add(
         "--signals_to_handle",

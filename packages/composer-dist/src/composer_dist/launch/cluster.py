@@ -39,7 +39,7 @@ class _System:
     """A command that starts one launcher on each node."""
 
 
-# Slurm comes before MPI, whose processes it may start. MPI does not tell the first node's address.
+# Slurm comes before MPI, whose processes it may start. MPI has no variable for the first node's address.
 _SYSTEMS = {
     "training-operator": _System(
         num_nodes="PET_NNODES",
@@ -75,7 +75,7 @@ CLUSTERS = tuple(_SYSTEMS)
 
 
 class ClusterHints:
-    """The values of a cluster, whose variables are read, and may be refused, only when a value is needed."""
+    """The values of a cluster, whose variables are read and validated only when a value is needed."""
 
     def __init__(self, cluster: str, environ: Environment) -> None:
         self._cluster, self._system, self._environ = cluster, _SYSTEMS[cluster], environ
@@ -114,7 +114,7 @@ class ClusterHints:
         return Found(expand_nodelist(nodelist)[0], f"first host of {variable}={nodelist!r}") if nodelist else None
 
     def master_port(self) -> Found[int] | None:
-        """Return the port of rank 0, which every node must find alike."""
+        """Return the port of rank 0, the same on every node."""
         job = self._environ.get("SLURM_JOB_ID", "")
         if self._cluster == "slurm" and job.isdecimal():
             # Computed from the job, so that concurrent jobs on a host rarely collide.

@@ -40,7 +40,7 @@ def root_cause(ending: "Ending", others: Sequence[int], folder: str | None, witn
     if words:
         lines.append(f"composer: rank {ending.rank} ended{_during(ending)} with:")
     elif witness is not None:
-        lines.append(f"composer: what rank {ending.rank} wrote is above: the first rank of a node has the console.")
+        lines.append(f"composer: the output of rank {ending.rank} is above: the first rank of a node has the console.")
         words, after_s = _last_words(witness), witness.time - ending.time
         lines.append(f"composer: rank {witness.rank} ended {after_s:.1f} s later{_during(witness)} with:")
     return "\n".join(lines) + "\n" + words  # last, where a terminal keeps it in view

@@ -57,7 +57,7 @@ class Guardian:
             _wait_for(self._groups, _LINGER_S)
         killed = sweep(self._groups, None if spare_detached else self.launch_id)
         self._groups.clear()  # the system may reuse the numbers
-        self._tell("\n")
+        self._tell("\n")  # makes the guardian forget the groups, too
         return killed
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ def _members(groups: set[int], launch_id: str | None) -> Iterator[int]:
     for entry in Path("/proc").glob("[0-9]*"):
         pid = int(entry.name)
         fields = _stat(pid)
-        if pid == os.getpid() or not fields or fields[0] in "ZX":
+        if pid == os.getpid() or not fields or fields[0] in "ZX":  # zombie or dead: ended, but not reaped yet
             continue
         if int(fields[2]) in groups or (launch_id is not None and marker in _environment(entry)):
             yield pid
@@ -166,7 +166,7 @@ def _stat(pid: int) -> list[str]:
 
 def _start_time(pid: int) -> str:
     fields = _stat(pid)
-    return fields[19] if fields else ""
+    return fields[19] if fields else ""  # field 22 in proc(5), without the PID and the name
 
 
 def _environment(entry: Path) -> list[bytes]:

@@ -125,7 +125,7 @@ def explain(
 ) -> dict[str, Any]:
     """Return the ranks of this node, with commands and environments, as JSON values.
 
-    Of a run with a rendezvous, this is what is known before it: on a single node all but the address of its store.
+    With a rendezvous, the result has only what is known before it: on a single node all but the store's address.
     """
     plan: dict[str, Any] = {"engine": "fixed"}
     if rendezvous is not None:

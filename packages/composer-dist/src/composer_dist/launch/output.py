@@ -81,7 +81,7 @@ class Logs(LogsSpecs):
         return LogsDest(files["stdout"], files["stderr"], {}, {}, errors)  # torch's copies could block the end
 
     def open_targets(self, envs: Mapping[int, Mapping[str, str]]) -> None:
-        """Open the files that the user named, before any process starts that an error would have to stop.
+        """Open the files that the user named, before any process starts, so that an error leaves none running.
 
         Raises:
             CannotStartError: If a file cannot be opened.

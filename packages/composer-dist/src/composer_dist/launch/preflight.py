@@ -44,7 +44,7 @@ def resolve_rendezvous(
         if topology.world_size % topology.nproc:  # the nodes are not alike
             raise ValueError(
                 f"--max_restarts needs the number of nodes, which world_size={topology.world_size} and nproc="
-                f"{topology.nproc} do not tell. Give --nnodes and --rdzv_endpoint instead of --world_size."
+                f"{topology.nproc} do not determine. Give --nnodes and --rdzv_endpoint instead of --world_size."
             )
         nnodes = str(topology.world_size // topology.nproc)
     low, _, high = nnodes.partition(":")

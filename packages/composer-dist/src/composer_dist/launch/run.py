@@ -67,6 +67,7 @@ def _serve_store(topology: Topology) -> tuple[Topology, "Store | None"]:
     # A port that was free while options were parsed may be taken by now; 0 lets the system choose another.
     port = 0 if source == FREE_PORT else topology.master_port
     try:
+        # The name is only for this process's own connection: the server listens on all addresses.
         store = tdist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented there
             "localhost", port, is_master=True, wait_for_workers=False
         )
@@ -281,7 +282,7 @@ def _make_spec(options: Options, rendezvous: Rendezvous) -> WorkerSpec:
     except (ValueError, TypeError) as error:  # torch validates the backend and its settings
         raise CannotStartError(
             f"--rdzv_backend={rendezvous.backend!r} with --rdzv_endpoint={rendezvous.endpoint!r} and "
-            f"--rdzv_conf={dict(rendezvous.config)} cannot be followed: {error}. Correct what is named."
+            f"--rdzv_conf={dict(rendezvous.config)} is not valid: {error}. Correct the option that it names."
         ) from error
     return WorkerSpec(
         role="composer",

@@ -251,6 +251,7 @@ def child_environments(topology: Topology, options: Options, environ: Mapping[st
 
 def common_environment(nproc: int, options: Options, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are equal on all ranks."""
+    # Unbuffered, so that the last output of a killed rank is not lost; a failed NCCL collective ends its rank.
     common = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     common |= {name: environ[name] for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING",) if environ.get(name)}
     if nproc > 1 and not environ.get("OMP_NUM_THREADS"):
@@ -298,7 +299,7 @@ _UNSET = ("", "false")
 
 
 def named_file(stream: str, options: Options, env: Mapping[str, str], environ: Mapping[str, str]) -> str | None:
-    """Return the file that a rank's `'stdout'` or `'stderr'` is appended to, as the user or a platform wants it."""
+    """Return the file that a rank's `'stdout'` or `'stderr'` is appended to; `None` for the console or the logs."""
     if env["LOCAL_RANK"] == "0":
         return None  # on the console
     hosted = _hosted_prefix(environ)

@@ -91,7 +91,7 @@ class Workers:
         try:
             context = start_processes(
                 name="composer",
-                entrypoint=commands[0][0],
+                entrypoint=commands[0][0],  # the same program on all ranks
                 args={local_rank: tuple(command[1:]) for local_rank, command in commands.items()},
                 envs=envs,
                 logs_specs=logs,
@@ -276,13 +276,14 @@ class _Suspensions:
         now = time.monotonic()
         if not self._timeout_s or (self._looked_at is not None and now - self._looked_at < _LOOK_AT_STATES_S):
             return bool(self.too_long)
-        # While the launcher itself was suspended, as by `scontrol suspend`, the ranks' suspension cannot be told apart.
+        # Limited, since `scontrol suspend` stops the launcher along with the ranks, and that time must not count.
         passed = 0.0 if self._looked_at is None else min(now - self._looked_at, 2 * _LOOK_AT_STATES_S)
         self._looked_at = now
         for local_rank, pid in pids.items():
             if process_state(pid) != "T":
                 self._dwell_s.pop(local_rank, None)
                 continue
+            # Starts at 0, since a process may have been suspended right before it is first seen so.
             self._dwell_s[local_rank] = self._dwell_s.get(local_rank, -passed) + passed
             if self._dwell_s[local_rank] >= self._timeout_s:
                 self.too_long[local_rank] = self._dwell_s[local_rank]

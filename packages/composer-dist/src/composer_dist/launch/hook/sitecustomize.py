@@ -57,7 +57,7 @@ def _leave_the_path() -> None:
 
 def _run_hidden() -> None:
     """Import the `sitecustomize` that this one hides."""
-    own = sys.modules.pop("sitecustomize")
+    own = sys.modules.pop("sitecustomize")  # otherwise the import would return this module
     try:
         import sitecustomize  # noqa: F401  # pyright: ignore
     except ModuleNotFoundError as error:
