@@ -45,6 +45,7 @@ class SmoothedTargets(Tensor):
 
     def smoothed(self, smoothing: float) -> "SmoothedTargets":
         """Return targets with a share of the rest, the part not spread yet, spread over all classes."""
+        # Of the unsmoothed targets the share `(1 - a) * (1 - b)` remains.
         smoothing = self.smoothing + smoothing - self.smoothing * smoothing
         return self.of(self, *self.labels, own_weight=self.own_weight, smoothing=smoothing)
 
@@ -121,6 +122,7 @@ def _from_indices(
     losses = [
         F.cross_entropy(input, each, weight, reduction="none", label_smoothing=target.smoothing) for each in labels
     ]
+    # Cross entropy is linear in the target: the blend of the losses is the loss of the blend.
     loss = torch.lerp(losses[1], losses[0], target.own_weight) if len(losses) > 1 else losses[0]
     if reduction == "none":
         return loss

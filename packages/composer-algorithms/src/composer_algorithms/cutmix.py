@@ -253,6 +253,7 @@ def _rand_bbox(
 
     `W` is the size along x, the second to last dim, and `H` the size along y. The center is drawn unless given.
     """
+    # Both sides are scaled, and the box has the area 1 - lambda.
     ratio = math.sqrt(1 - cutmix_lambda)
     return _draw_box((W, H), (int(ratio * W), int(ratio * H)), (cx, cy), uniform_sampling, generator)
 

@@ -85,6 +85,7 @@ class _GhostBatchNorm(nn.Module):
         mean, var = (norm.running_mean, norm.running_var) if norm.training else (None, None)
         outputs: list[Tensor] = []
         for chunk, momentum in zip(chunks, self._momenta(len(chunks), num_chunks), strict=True):
+            # The function, not the module: one increment of the count of batches serves all parts.
             outputs.append(F.batch_norm(chunk, mean, var, norm.weight, norm.bias, True, momentum, norm.eps))
         return torch.cat(outputs)
 

@@ -100,6 +100,7 @@ class GyroDropoutLayer(nn.Module):
             self._choose(self.num_steps)
         assert self._chosen is not None
         if self._masks is None or self._masks.shape[1] != x.shape[-1] or self._masks.device != x.device:
+            # From a generator of their own on the CPU, so that a resumed run gets the same masks on any device.
             masks = torch.rand(self.sigma, x.shape[-1], generator=self._generator("masks")) > self.p
             self._masks = masks.to(x.device)
         # For any batch size: with fewer examples than masks, some masks are not used.

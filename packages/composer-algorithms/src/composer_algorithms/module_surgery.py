@@ -172,6 +172,7 @@ def _convert(
 
 def _freeze_alike(old: nn.Module, new: nn.Module) -> None:
     old_params = dict(old.named_parameters())
+    # The common case: new parameters train by default.
     if not old_params or all(tensor.requires_grad for tensor in old_params.values()):
         return
     own = {id(tensor) for tensor in old_params.values()}
@@ -291,6 +292,7 @@ def replace_module_classes(
                 queue.append(_Site(new, site.path, site.parents))
                 queue.extend(_sites(new, site.path))
     if replacements and optimizers:
+        # Once at the end, when the names of all parameters in the model are final.
         follow_replacements(replacements, module, optimizers)
     elif replacements:
         _log.info(
@@ -366,6 +368,7 @@ def _hang(site: _Site, new: nn.Module, old_params: Mapping[str, Tensor], ties: T
             f"answered with a new {type(new).__qualname__}. Put the model into an nn.Sequential first."
         )
     first = next(itertools.chain(root.parameters(), root.buffers()), None)
+    # Before `follow` records the new parameters: a conversion may replace Parameter objects.
     adopt(site.module, new, None if first is None else first.device)
     ties.follow(site.path, site.module, old_params, new)  # needs the old module in the tree
     for parent, name in site.parents:

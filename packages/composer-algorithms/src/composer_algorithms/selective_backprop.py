@@ -144,6 +144,7 @@ class SelectiveBackprop(ResumableDraws, Method):
     """
 
     surgery_rank = 7
+    # On the examples as loaded: the losses of mixed or cropped examples would not be comparable.
     runs_first = True
     computes_losses = True
     acts_on = frozenset({Event.INIT, Event.AFTER_DATALOADER})
@@ -280,6 +281,7 @@ def _choose(
     num_kept = max(1, int(keep * len(input)))
     if num_kept >= len(input):
         return None
+    # Drawn before the forward pass, since a copy to the device issued after it may have to wait for it.
     ranks = _drawn_ranks(len(input), num_kept, keep, generator).to(input.device, non_blocking=True)
     with torch.no_grad():
         scored = input
@@ -292,6 +294,7 @@ def _choose(
 
 def _drawn_ranks(num_examples: int, num_kept: int, keep: float, generator: torch.Generator | None) -> Tensor:
     # Gumbel top-k: the largest log-probabilities with Gumbel noise are a sample without replacement.
+    # The half keeps the logarithm of the smallest loss finite.
     log_p = (1 / keep - 1) * ((torch.arange(num_examples, dtype=torch.float64) + 0.5) / num_examples).log()
     noise = -torch.empty(num_examples, dtype=torch.float64).exponential_(generator=generator).log()
     return (log_p + noise).topk(num_kept).indices

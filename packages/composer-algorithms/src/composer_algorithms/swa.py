@@ -111,6 +111,7 @@ class SWA(Method):
         if event == Event.INIT:
             return True
         if event == Event.BATCH_START:
+            # Schedulers of the run may have stepped since BATCH_END, such as at the end of an epoch.
             return self.schedule_swa_lr and self.swa_started and not self.swa_completed
         if self.swa_completed or event not in _ENDS:
             return False
@@ -138,7 +139,7 @@ class SWA(Method):
         scheduler = {"base_lrs": list(self._base_lrs), "last_epoch": self._num_averaged}
         return {
             **super().state_dict(),
-            # Named as in torch's AveragedModel, which Composer saves.
+            # Named as in torch's AveragedModel, which Composer saves. A loaded mean may be saved before its first use.
             "swa_model": {
                 "n_averaged": torch.tensor(self._num_averaged),
                 **{f"module.{name}": tensor for name, tensor in (self._loaded or mean).items()},
@@ -212,6 +213,7 @@ class SWA(Method):
         self._num_averaged += 1
 
     def _finish(self, state: "State") -> None:
+        # The window ended without an update after the checkpoint was loaded.
         if self._loaded:
             self._mean, self._loaded = _mean_of(state.model, self._loaded), {}
         assert self._mean is not None  # created by the first event of the window
@@ -243,6 +245,7 @@ class SWA(Method):
 def _mean_of(model: nn.Module, saved: Mapping[str, Tensor]) -> EMAParameters:
     """Return the model's parameters, or the saved ones, as a mean."""
     mean = EMAParameters(model)
+    # The mean of running statistics would not be the statistics of the mean weights.
     mean.named_buffers_dict = {}
     if not saved:
         return mean

@@ -162,6 +162,7 @@ class CrossEntropy(Metric):
         preds = _at_least_float32(preds)
         is_dense = infer_target_type(preds, target) == "one_hot"
         self.sum_loss += soft_cross_entropy(preds, target, ignore_index=self.ignore_index, reduction="sum")
+        # In float32, since a sum of bfloat16 probabilities would be rounded to 8 bits.
         self.total_batches += (target if is_dense else target != self.ignore_index).sum(dtype=torch.float32)
 
     def compute(self) -> Tensor:

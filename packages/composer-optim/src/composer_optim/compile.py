@@ -60,7 +60,7 @@ class SharedRate:
 
 
 class _BesideComposers(LRScheduler):
-    """PyTorch scheduler that computes its rates without Composer's factor."""
+    """Base class added to a PyTorch scheduler, which then computes its rates without Composer's factor."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step without Composer's factor, which is restored afterwards."""
@@ -284,6 +284,7 @@ def compile_composer_schedulers(
         rates = rates_without_factor(theirs, optimizer)
         initial = [float(group["initial_lr"]) for group in optimizer.param_groups]
         factors = [SharedRate(factors, *group) for group in zip(initial, rates, strict=True)]
+    # Each of them sets the rate by all factors, so the order in which they step does not matter.
     compiled = [LambdaLR(optimizer, factors) for _ in ours]
     # No errors from here on, so that an error leaves PyTorch's schedulers unchanged.
     for scheduler, scaled in zip(theirs, lengths, strict=True):

@@ -192,6 +192,7 @@ class _LoopTimestamp(Timestamp):
         )
         self.loop = loop
 
+    # Not `__getattr__`, which Python calls only for attributes that do not exist.
     def __getattribute__(self, name: str) -> Any:
         for unit in _NEEDS.get(name, ()):
             self.loop.require(unit)

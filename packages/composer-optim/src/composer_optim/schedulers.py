@@ -316,6 +316,7 @@ def check_flag(name: str, value: object) -> None:
 
 def fraction_done(now: int, start: int, end: int) -> float:
     """Return the position of `now` between `start` and `end`, in [0, 1]; 1 if `end` is not after `start`."""
+    # A length may be scaled or rounded down to 0, which must not divide by 0.
     if end <= start:
         return 1.0
     return min(1.0, max(0.0, (now - start) / (end - start)))

@@ -178,6 +178,7 @@ class Time(_Subscriptable["TValue"]):
     def __repr__(self) -> str:
         return f"Time({self._value!r}, {self._unit})"
 
+    # By default pickle would store the names of private slots, and restore them without the constructor's checks.
     def __reduce__(self) -> tuple[type[Time[TValue]], tuple[TValue, TimeUnit]]:
         return Time, (self._value, self._unit)
 
@@ -411,6 +412,7 @@ def _wall_clock_seconds(text: str) -> int | None:
                 f"Invalid time string {shortened(text)}: the {part} of a wall-clock length go from 0 to {limit - 1}. "
                 f"Carry the rest to the next larger part, or give all of it in seconds, as in '5400sec'. {GRAMMAR}"
             )
+        # Hours, minutes and seconds are the digits of a number in base 60.
         total = total * 60 + int(digits)
     return total
 

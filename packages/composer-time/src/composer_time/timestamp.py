@@ -244,6 +244,7 @@ class Timestamp(Serializable):
             tokens: Number of tokens in the batch.
             duration: Its wall-clock time; `None` counts as 0.
         """
+        # The common case of two plain numbers needs no function call.
         if type(samples) is not int or type(tokens) is not int:
             samples = plain_count("samples", samples, TimeUnit.SAMPLE)
             tokens = plain_count("tokens", tokens, TimeUnit.TOKEN)
@@ -376,6 +377,7 @@ class Timestamp(Serializable):
 
     def _after(self, duration: timedelta | None) -> Timestamp:
         """Return a copy with advanced clocks, without repeating the checks of the constructor."""
+        # Attribute by attribute, since a loop over the names would take longer in every training step.
         after = object.__new__(Timestamp)
         after._iteration = self._iteration
         after._epoch = self._epoch

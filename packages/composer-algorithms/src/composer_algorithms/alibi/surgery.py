@@ -106,9 +106,8 @@ def _switch_attention(model: nn.Module, max_sequence_length: int) -> None:
             module.config.max_position_embeddings = positions[0]
             # Saved with the configuration, so that it records the shape that the saved weights require.
             module.config.composer_alibi = {"max_sequence_length": max_sequence_length}
-        uses_config = any(
-            module.config is config for config in configs
-        )  # BERT's attention has one since transformers 5
+        # BERT's attention has a configuration since transformers 5.
+        uses_config = any(module.config is config for config in configs)
         if uses_config and module._can_set_attn_implementation():
             module.set_attn_implementation(attention_name(module.config._attn_implementation))
 

@@ -112,6 +112,7 @@ def _blurred_maxima(
     ceil_mode: bool,
     filter: Tensor,
 ) -> Tensor:
+    # Stride 1: the maximum itself does not alias, only the downsampling after it, which the blur precedes.
     maxima = F.max_pool2d(input, kernel_size, (1, 1), padding, dilation)
     if ceil_mode:
         maxima = _extended(maxima, input, stride, padding)

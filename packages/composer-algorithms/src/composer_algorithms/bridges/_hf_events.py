@@ -203,6 +203,7 @@ class TrainerEvents(LoopEvents, TrainerCallback):
             stacklevel=2,
         )
         step = self._trainer.state.global_step
+        # With an unknown length all steps count as steps of the first epoch.
         epoch, batch_in_epoch = divmod(step, num_update_steps or step + 1)
         time = {"epoch": epoch, "batch": step, "batch_in_epoch": batch_in_epoch}
         self.restart()

@@ -52,7 +52,7 @@ class FitEvents(LoopEvents):
     ) -> None:
         check_fit(trainer, module, algorithms)
         if seed is None:
-            seed = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**32)
+            seed = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**32)  # set by seed_everything
         model = module
         if loss_fn is not None and any(map(needs_model_loss, algorithms)):
             adapter = ComposerModel.from_module(module, loss_fn, input_key=input_key, target_key=target_key)
@@ -81,6 +81,7 @@ class FitEvents(LoopEvents):
         """Wrap the methods of the module that Lightning calls."""
         self._trainer = trainer
         self.detach()
+        # The last hook before training_step, in which the batch is on the device.
         data, hook = trainer.datamodule, "on_after_batch_transfer"
         holder = data if data is not None and is_overridden(hook, data) else self.module  # the one that Lightning calls
         self._wrap(self.module, "training_step", self._training_step)

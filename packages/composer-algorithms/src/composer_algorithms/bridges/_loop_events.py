@@ -385,6 +385,7 @@ class Epochs:
 
     def resume(self) -> None:
         """Resume within the epoch of the timestamp."""
+        # The timestamp counts optimizer steps, the dataloader microbatches.
         self._num_to_skip = int(self._events.state.timestamp.batch_in_epoch) * self._num_microbatches
         self._num_read = self._num_to_skip
         self._has_begun = False

@@ -124,6 +124,7 @@ class AcceleratedLoop(AlgorithmLoop):
         return self.accelerator.accumulate(self.model)
 
     def _is_whole(self) -> bool:
+        # True also for the last step of an epoch, which may have fewer microbatches.
         return self.accelerator.sync_gradients
 
     def _backward(self, loss: Tensor) -> None:

@@ -108,6 +108,7 @@ class AlgorithmCallback(Callback):
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Replace the optimizers with those that algorithms may have wrapped."""
+        # Here, since configure_optimizers has run, and checkpoints of optimizers are not loaded yet.
         trainer.strategy.optimizers = self._running().wrap_optimizers(trainer.optimizers)
 
     def on_load_checkpoint(self, trainer: "Trainer", pl_module: "LightningModule", checkpoint: dict[str, Any]) -> None:

@@ -112,6 +112,7 @@ class AlgorithmLoop:
         refuse_cut_batches(self.state.algorithms, "num_microbatches", num_microbatches)
         self.state.max_duration = max_duration
         self._events.init()
+        # After INIT, which may have changed the parameters in the optimizers.
         optimizers = self._events.wrap_optimizers(list(self.state.optimizers))
         optimizers, dataloader = self._prepared(optimizers, dataloader)
         self.optimizers: list[Any] = optimizers
@@ -187,6 +188,7 @@ class AlgorithmLoop:
                 look()
             self._step(look)
         self._end_batch()
+        # Of the first call: SAM's second one computes the loss at another point.
         return losses[0]
 
     def epoch(self) -> Iterator[Any]:
@@ -295,6 +297,7 @@ class AlgorithmLoop:
 
     def _backward(self, loss: Tensor) -> None:
         """Add the gradients of a microbatch; the loss of the batch is the mean over its microbatches."""
+        # Divided before the backward pass, since gradients of microbatches are summed.
         loss = loss if self._num_pieces == 1 else loss / self._num_pieces
         loss = loss if self.state.scaler is None else self.state.scaler.scale(loss)
         loss.backward(create_graph=self._create_graph)

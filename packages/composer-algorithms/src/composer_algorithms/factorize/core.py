@@ -81,6 +81,7 @@ def factorize_matrix(
         raise ValueError(f"rank={rank!r} and n_iters={n_iters!r}: the rank must be above 0, the iterations 0 or more.")
     in_features, out_features = X.shape[1], Y.shape[1]
     k = max(1, min(int(rank * in_features), Wa.shape[1])) if rank < 1 else int(rank)
+    # The pseudoinverse is sensitive to rounding where the data is nearly rank deficient.
     x, y, first = X.detach().double(), Y.detach().double(), Wa.detach().double()
     second = None if Wb is None else Wb.detach().double()
     offset = torch.zeros(out_features, dtype=torch.double, device=y.device) if bias is None else bias.detach().double()
@@ -97,6 +98,7 @@ def factorize_matrix(
     # The best bias for the new factors is the mean of what they leave over.
     if bias is not None and is_new:
         offset = offset + (y - offset - product).mean(dim=0)
+    # Constant targets have no variance, and an error of 0 must not become 0 / 0.
     variance = y.var(unbiased=False).clamp_min(torch.finfo(torch.double).tiny)
     nmse = float((product + offset - y).square().mean() / variance)
     return LowRankSolution(
@@ -199,6 +201,7 @@ def _alternate(x: Tensor, y: Tensor, first: Tensor, second: Tensor, n_iters: int
     for _ in range(n_iters):
         second = _solve(x @ first, y)
         assert unconstrained is not None
+        # For a given `second`, the best `first` is the unconstrained solution times the pseudoinverse of `second`.
         first = _solve(second.t(), unconstrained.t()).t()
     return first, second
 
@@ -543,7 +546,8 @@ def _latent_size(latent: int | float, num_in: int, num_out: int) -> int:
 
 
 def _max_rank(fan_in: int, fan_out: int) -> int:
-    # One layer takes fan_in * fan_out multiplications, two layers with latent size k take k * (fan_in + fan_out).
+    # One layer takes fan_in * fan_out multiplications, two layers with latent size k take k * (fan_in + fan_out). The
+    # largest integer below a quotient x is ceil(x - 1), also if x is an integer.
     return math.ceil(fan_in * fan_out / (fan_in + fan_out) - 1)
 
 

@@ -75,7 +75,7 @@ def _convert(
     rescale: Rescale,
 ) -> list[nn.Module]:
     layer_class, converter = layer_mapping()[layer_name]
-    count = count_module_instances(model, layer_class) + isinstance(model, layer_class)
+    count = count_module_instances(model, layer_class) + isinstance(model, layer_class)  # excludes the root
     if not count:
         _log.warning(
             "StochasticDepth has no effect on this %s: it has no %s, which is what target_layer_name=%r stands for.",
