@@ -248,8 +248,8 @@ def _num_training_steps(state: "State") -> float:
     if duration is not None and duration.unit == TimeUnit.EPOCH and num_batches is not None:
         return duration.value * num_batches.value
     raise ValueError(
-        f"GyroDropout needs to know how many steps training has, and max_duration={duration!r} with {num_batches!r} "
-        f"batches in an epoch does not say so: give max_duration in batches ('5000ba'), or in epochs with a dataloader "
+        f"GyroDropout needs the number of training steps, which max_duration={duration!r} with {num_batches!r} "
+        f"batches per epoch does not define: give max_duration in batches ('5000ba'), or in epochs with a dataloader "
         f"of known length."
     )
 

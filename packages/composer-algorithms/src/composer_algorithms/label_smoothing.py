@@ -58,7 +58,7 @@ def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Ten
     require_tensor(target, "target")
     if logits.ndim < 2:
         raise RuntimeError(
-            f"logits of shape {tuple(logits.shape)} have no dim of classes: pass (batch, classes, ...), two logits for "
+            f"logits of shape {tuple(logits.shape)} have no class dim: pass (batch, classes, ...), two logits for "
             f"each example where there are two classes."
         )
     if infer_target_type(logits, target) == "indices" and target.shape != logits.shape[:1] + logits.shape[2:]:

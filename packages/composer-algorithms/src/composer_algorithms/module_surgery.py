@@ -350,7 +350,7 @@ def _ask(
         try:
             new = policy(site.module, index)
         except Exception as error:
-            error.add_note(f"raised about the module {site.path!r}, a {type(site.module).__qualname__}")
+            error.add_note(f"raised for the module {site.path!r}, a {type(site.module).__qualname__}")
             raise
         if new is not None and answer is not None:
             raise RuntimeError(
@@ -364,8 +364,8 @@ def _ask(
 def _hang(site: _Site, new: nn.Module, old_params: Mapping[str, Tensor], ties: TiedParameters, root: nn.Module) -> None:
     if not site.parents:
         raise TypeError(
-            f"the model itself is a {type(site.module).__qualname__}, in whose place nothing can be put: a policy "
-            f"answered with a new {type(new).__qualname__}. Put the model into an nn.Sequential first."
+            f"the model itself, a {type(site.module).__qualname__}, cannot be replaced, since it has no parent: a "
+            f"policy returned a new {type(new).__qualname__}. Put the model into an nn.Sequential first."
         )
     first = next(itertools.chain(root.parameters(), root.buffers()), None)
     # Before `follow` records the new parameters: a conversion may replace Parameter objects.

@@ -222,7 +222,7 @@ class ModuleAdapter(ComposerModel):
             )
         if not callable(loss_fn):
             raise TypeError(f"loss_fn={loss_fn!r} cannot be called: pass a function of outputs and targets.")
-        # A class is callable too: MSELoss(outputs, targets) would return a module and no loss.
+        # A class is callable too: MSELoss(outputs, targets) constructs a module instead of computing a loss.
         if isinstance(loss_fn, type):
             raise TypeError(
                 f"loss_fn={loss_fn!r} is a class, which would take outputs and targets as its settings: pass an "

@@ -102,7 +102,7 @@ def check_together(schedulers: Iterable[object]) -> None:
         is_elsewhere = isinstance(other, LRScheduler) and other.optimizer is not getattr(ours, "optimizer", None)
         if not is_elsewhere and _shared_by(other) is not _shared_by(ours):
             raise ValueError(
-                f"schedulers has a {type(other).__name__} beside a Composer scheduler that was compiled without it: "
+                f"schedulers has a {type(other).__name__} and a Composer scheduler that was compiled without it: "
                 f"each would set the whole learning rate. Give the Trainer the schedulers themselves, uncompiled, or "
                 f"compile them together: state.schedulers = compile_composer_schedulers([...], state)."
             )
@@ -312,8 +312,8 @@ def _product(bound: _Bound, state: OptimizedState) -> Callable[[int], float]:
 def _only_optimizer(state: OptimizedState) -> Optimizer:
     if len(state.optimizers) != 1:
         raise NotImplementedError(
-            f"Only one optimizer is supported; found {len(state.optimizers)} optimizers. Leave the one in "
-            f"state.optimizers whose learning rate is to move."
+            f"Only one optimizer is supported; found {len(state.optimizers)} optimizers. Keep only the "
+            f"optimizer whose learning rate to schedule in state.optimizers."
         )
     return state.optimizers[0]
 
@@ -329,7 +329,7 @@ def _check_pytorchs(scheduler: LRScheduler, optimizer: Optimizer) -> None:
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
             f"schedulers has PyTorch's {name} in it, whose steps need a loss, and schedulers are stepped without one. "
-            f"Use one that goes by time, or step it yourself after evaluation."
+            f"Use one that depends on time only, or step it yourself after evaluation."
         )
     if scheduler.optimizer is not optimizer:
         raise ValueError(

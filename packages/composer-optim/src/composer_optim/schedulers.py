@@ -53,8 +53,8 @@ class ComposerScheduler:
             NotImplementedError: Always; a subclass must override it.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} does not say how the learning rate changes: define __call__(self, state, "
-            f"ssr=1.0) in it and return the factor."
+            f"{type(self).__name__} does not define the learning rate factor: define __call__(self, state, "
+            f"ssr=1.0) and return it."
         )
 
 

@@ -298,7 +298,7 @@ def zero_and_freeze_expand_position_embeddings(
         raise
     if not isinstance(weight, nn.Parameter):
         raise TypeError(
-            f"position_embedding_attribute={position_embedding_attribute!r} leads to a "
+            f"position_embedding_attribute={position_embedding_attribute!r} is a "
             f"{type(embedding).__qualname__} whose weight is a {type(weight).__qualname__}, not a parameter: name the "
             f"nn.Embedding of the positions."
         )

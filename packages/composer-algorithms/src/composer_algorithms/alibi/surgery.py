@@ -250,6 +250,6 @@ def _resolve(model: nn.Module, path: str) -> tuple[nn.Module, str]:
         owner = attrgetter(".".join(parts[start:-1]))(model) if len(parts) - start > 1 else model
         return owner, parts[-1]
     raise AttributeError(
-        f"position_embedding_attribute={path!r} leads nowhere in this {type(model).__qualname__}, nor does any end of "
-        f"it: name the nn.Embedding of the positions, such as 'transformer.wpe'."
+        f"position_embedding_attribute={path!r} does not exist in this {type(model).__qualname__}, nor does any suffix "
+        f"of it: name the nn.Embedding of the positions, such as 'transformer.wpe'."
     )

@@ -136,7 +136,7 @@ class TrainerEvents(LoopEvents, TrainerCallback):
         if not self._has_loss:
             raise RuntimeError(
                 "training_step computed no loss by compute_loss of AlgorithmTrainerMixin, so algorithms did not act: "
-                "put the class that overrides compute_loss behind the mixin, as in `class MyTrainer("
+                "put the class that overrides compute_loss after the mixin, as in `class MyTrainer("
                 "AlgorithmTrainerMixin, TrainerWithMyLoss)`."
             )
         self.engine.run_event(Event.AFTER_BACKWARD)
@@ -275,7 +275,7 @@ def check_trainer(trainer: Any, algorithms: Sequence[Algorithm]) -> None:
     args = trainer.args
     if trainer.model_init is not None:
         raise ValueError(
-            "model_init makes another model in each call of train(), which algorithms have not changed: pass model=."
+            "model_init creates a new model in each call of train(), which algorithms have not changed: pass model=."
         )
     if args.auto_find_batch_size:
         raise ValueError(

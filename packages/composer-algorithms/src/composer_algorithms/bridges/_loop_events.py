@@ -80,7 +80,7 @@ class LoopEvents:
         if self.state.model is not model or getattr(model, "model", None) is not inner:
             names = ", ".join(type(algorithm).__name__ for algorithm in self.state.algorithms)
             raise ValueError(
-                f"One of the algorithms {names} put another model in the place of the {type(inner or model).__name__}, "
+                f"One of the algorithms {names} replaced the {type(inner or model).__name__}, "
                 f"which the loop would continue to train: algorithms such as NoOpModel need the Trainer of "
                 f"composer-suite. Leave it out."
             )
@@ -226,7 +226,7 @@ class LoopEvents:
         if saved != present:
             raise ValueError(
                 f"algorithms={present!r} are not those of the checkpoint, {saved!r}: pass the same ones in the same "
-                f"order to go on with it."
+                f"order to resume."
             )
         for algorithm, (_, own) in zip(self.state.algorithms, state["algorithms"], strict=True):
             algorithm.load_state_dict(own)

@@ -85,8 +85,8 @@ class AcceleratedLoop(AlgorithmLoop):
         kind = accelerator.distributed_type.name
         if kind not in _PLAIN or is_sharded_by_fsdp(model):
             raise ValueError(
-                f"the Accelerator trains with {kind}, which keeps weights and optimizers in a way of its own: this "
-                f"loop goes with one device or DistributedDataParallel. For sharded models use the Trainer of "
+                f"the Accelerator trains with {kind}, which shards or replaces weights and optimizers: this "
+                f"loop supports one device or DistributedDataParallel. For sharded models use the Trainer of "
                 f"composer-suite."
             )
         if isinstance(model, DistributedDataParallel):
@@ -111,9 +111,9 @@ class AcceleratedLoop(AlgorithmLoop):
         pieces, scaler = self.accelerator.gradient_accumulation_steps, self.accelerator.scaler
         if any(map(needs_closure, optimizers)) and (pieces > 1 or scaler is not None):
             raise ValueError(
-                f"{type(optimizers[0]).__name__} looks at a batch more than once, which goes neither with "
-                f"gradient_accumulation_steps={pieces!r} nor with mixed_precision='fp16': give the Accelerator whole "
-                f"batches, and compute in bfloat16 or in full precision."
+                f"{type(optimizers[0]).__name__} evaluates a batch more than once, which works neither with "
+                f"gradient_accumulation_steps={pieces!r} nor with mixed_precision='fp16': use 1 step, and compute in "
+                f"bfloat16 or in full precision."
             )
         # Only now: algorithms have to change the bare model, before DDP wraps it.
         self.model, self.dataloader, *prepared = self.accelerator.prepare(self.state.model, dataloader, *optimizers)

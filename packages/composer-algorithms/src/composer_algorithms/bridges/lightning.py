@@ -93,8 +93,8 @@ class AlgorithmCallback(Callback):
         if len(callbacks) > 1:
             names = [", ".join(type(algorithm).__name__ for algorithm in one._algorithms) for one in callbacks]
             raise ValueError(
-                f"the Trainer has {len(callbacks)} of AlgorithmCallback ({'; '.join(names)}), which know nothing of "
-                f"each other's changes to the module: pass one, with all algorithms."
+                f"the Trainer has {len(callbacks)} of AlgorithmCallback ({'; '.join(names)}), which do not "
+                f"account for each other's changes to the module: pass one, with all algorithms."
             )
         # A second call for the same module, such as test after fit, must not run INIT again.
         if self._events is None or self._events.module is not pl_module:
@@ -179,5 +179,5 @@ class AlgorithmCallback(Callback):
 
     def _running(self) -> "FitEvents":
         if self._events is None:
-            raise RuntimeError("AlgorithmCallback has no Trainer yet: call `trainer.fit(module)` or such.")
+            raise RuntimeError("AlgorithmCallback has no Trainer yet: call `trainer.fit(module)` first.")
         return self._events

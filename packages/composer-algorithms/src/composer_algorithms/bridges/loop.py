@@ -120,8 +120,8 @@ class AlgorithmLoop:
         # Only known now: algorithms may have wrapped the optimizers.
         if scaler is not None and any(map(needs_closure, self.optimizers)):
             raise ValueError(
-                f"scaler={scaler!r} does not go with {type(self.optimizers[0]).__name__}, which looks at a batch more "
-                f"than once. Compute in bfloat16, which needs no scaler, or leave out one of the two."
+                f"scaler={scaler!r} cannot be used with {type(self.optimizers[0]).__name__}, which evaluates a batch "
+                f"more than once. Compute in bfloat16, which needs no scaler, or leave out one of the two."
             )
         self._create_graph = any(algorithm.backwards_create_graph for algorithm in self.state.algorithms)
         self._pieces: list[Any] = []  # microbatches of the current batch so far
@@ -143,8 +143,8 @@ class AlgorithmLoop:
         for optimizer in self.optimizers:
             if needs_closure(optimizer):
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} looks at a batch more than once, and a block runs once: write what "
-                    f"the block does as a function of b, and call loop.train_batch(function, x, y)."
+                    f"{type(optimizer).__name__} evaluates a batch more than once, and a block runs once: turn the "
+                    f"block into a function of b, and call loop.train_batch(function, x, y)."
                 )
         with self._trained_piece(parts) as piece:
             if len(self._pieces) == 1:

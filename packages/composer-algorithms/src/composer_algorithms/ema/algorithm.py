@@ -146,8 +146,8 @@ class EMA(Method):
     acts_on = frozenset({Event.INIT, *_MODEL_MAY_HAVE_MOVED, *_CHANGES_OF_WEIGHTS})
     conflicts_with = MappingProxyType(
         {
-            "SWA": "Each keeps an average of the weights as if there were no other. Use one of them.",
-            "EMA": "Each exchanges the weights for its average as if there were no other. Use one of them.",
+            "SWA": "Both keep an average of the weights, and neither accounts for the other. Use one of them.",
+            "EMA": "Both exchange the weights for an average, and neither accounts for the other. Use one.",
         }
     )
 
@@ -372,8 +372,8 @@ def _saved_tensors(state: Mapping[str, Any], current: EMAParameters) -> tuple[Te
         return saved["named_parameters_dict"], saved["named_buffers_dict"]
     if not current.named_parameters_dict:
         raise RuntimeError(
-            "the checkpoint has EMA's state as Composer saved it before 0.13, which does not tell parameters from "
-            "buffers: let EMA act on Event.INIT, where it learns that from the model, and load then."
+            "the checkpoint has EMA's state as Composer saved it before 0.13, which does not distinguish "
+            "parameters from buffers: load it after EMA has acted on Event.INIT, where it sees the model."
         )
     names = _names_as_wanted(saved, [*current.named_parameters_dict, *current.named_buffers_dict])
     found = {wanted: saved[name] for name, wanted in names.items()}
@@ -399,7 +399,7 @@ def _fitted(saved: Tensors, current: Tensors, kind: str, strict: bool) -> dict[s
         # Without a common name the state belongs to another model, which is an error even if not strict.
         if strict or (kind == "parameters" and len(missing) == len(current)):
             raise ValueError(f"{message} Load it into the model that it was saved from, or leave EMA's state out.")
-        _log.warning("%s What is missing starts from the model's own.", message)
+        _log.warning("%s Missing tensors start from those of the model.", message)
     return {name: found.get(name, tensor) for name, tensor in current.items()}
 
 

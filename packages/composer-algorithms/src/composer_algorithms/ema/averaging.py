@@ -247,7 +247,7 @@ def parameters_in(model: nn.Module, wanted: Mapping[str, Tensor]) -> dict[str, T
     if missing := [name for name in wanted if name not in current]:
         raise ValueError(
             f"the average has {len(missing)} parameters that {type(model).__qualname__} does not have, such as "
-            f"{missing[:5]}: take it from a model with the same parameters, after the last change to the model."
+            f"{missing[:5]}: create it from a model with the same parameters, after the last change to the model."
         )
     return current
 
@@ -364,7 +364,7 @@ def _pairs_with_module(average: nn.Module, model: nn.Module) -> list[tuple[Tenso
 def _of_the_same_shape(name: str, source: Tensor, target: Tensor) -> Tensor:
     if source.shape != target.shape:
         raise ValueError(
-            f"{name} has the shape {tuple(source.shape)} in the model and {tuple(target.shape)} in its average: make "
+            f"{name} has the shape {tuple(source.shape)} in the model and {tuple(target.shape)} in its average: create "
             f"the average after the last change to the model."
         )
     return source
@@ -379,7 +379,7 @@ def averaging_settings(
     """Return the smoothing of one update and the interval between updates."""
     if (half_life is None) == (smoothing is None):
         raise ValueError(
-            f"half_life={half_life!r} and smoothing={smoothing!r}: pass exactly one of the two, which say the same. "
+            f"half_life={half_life!r} and smoothing={smoothing!r}: pass exactly one of the two. "
             f"half_life has a default, so smoothing also needs half_life=None."
         )
     if smoothing is not None:
@@ -411,5 +411,5 @@ def start_time(ema_start: str | Time[Any]) -> Time[Any]:
 def _counted_time(value: object, argument: str) -> Time[int]:
     time = parse_time(argument, value, no_unit=ValueError)
     if time.unit not in _COUNTED_UNITS or time.value <= 0:
-        raise ValueError(f"{argument}={value!r} cannot be counted: pass at least one batch ('10ba') or epoch ('1ep').")
+        raise ValueError(f"{argument}={value!r} is not a valid interval: pass batches ('10ba') or epochs ('1ep').")
     return time

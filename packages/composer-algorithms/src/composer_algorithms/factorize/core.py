@@ -269,15 +269,15 @@ class _Factorized(nn.Module):
         """
         if not 0 < rank <= self._latent_size:
             raise ValueError(
-                f"rank={rank!r} is not in reach: the layer has {self._latent_size} channels in between, which can only "
-                f"become fewer. Pass a number from 1 to {self._latent_size}."
+                f"rank={rank!r} is out of range: the layer has the latent size {self._latent_size}, which can only be "
+                f"lowered. Pass a number from 1 to {self._latent_size}."
             )
         if rank < self._latent_size:
             self.apply_solution(self.solution_for_rank(input, rank))
 
     def solution_for_rank(self, input: Tensor, rank: int) -> LowRankSolution:
         """Return the weights that `set_rank` would set."""
-        raise TypeError(f"{type(self).__qualname__} has no way to find a solution: use one of its subclasses.")
+        raise TypeError(f"{type(self).__qualname__} does not define solution_for_rank: use one of its subclasses.")
 
     @torch.no_grad()
     def apply_solution(self, solution: LowRankSolution) -> None:
@@ -554,6 +554,6 @@ def _max_rank(fan_in: int, fan_out: int) -> int:
 def _check_latent(argument: str, value: int | float, latent: int, most: int) -> None:
     if latent > most:
         raise ValueError(
-            f"{argument}={value!r} means {latent} in between, with which two layers do more work than one: pass "
+            f"{argument}={value!r} means a latent size of {latent}, with which two layers do more work than one: pass "
             f"{most} or less."
         )

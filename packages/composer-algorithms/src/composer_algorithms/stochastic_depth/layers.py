@@ -258,7 +258,7 @@ def _make_stochastic(
 ) -> nn.Module:
     block: Any = module
     if not isinstance(block, _Stochastic):
-        # A class instead of a `forward` on the instance, which copies would bind to the original block.
+        # A class instead of a `forward` on the instance, which a shallow copy would bind to the original block.
         block.__class__ = _class_of(branch, type(block))
     # Not a buffer: state dicts stay those of the plain block, and the rate stays on the CPU when the model moves.
     block.drop_rate = torch.tensor(drop_rate)
