@@ -145,7 +145,7 @@ def _predecessors_places(
     leaf = name.rpartition(".")[2]
     same_leaf = [(old_name, old) for old_name, old in known if old_name.rpartition(".")[2] == leaf]
     same_dims = [(old_name, old) for old_name, old in same_leaf if old.ndim == tensor.ndim]
-    for likely in (same_dims, same_leaf):  # the closest relatives first
+    for likely in (same_dims, same_leaf):  # the closest matches first
         found = {places[id(old)] for _, old in likely}
         if len(found) == 1:
             return found

@@ -98,7 +98,7 @@ class PairMixing(ResumableDraws, Method):
         elif event == Event.BEFORE_LOSS and not self.interpolate_loss:
             self._mix_targets(state)
         elif event == Event.AFTER_LOSS and self._original_target is not None:
-            # Metrics and callbacks expect the labels that the dataloader gave.
+            # Metrics and callbacks expect the original labels.
             state.batch_set_item(self.target_key, self._original_target)
             self._original_target = None
         elif event == Event.BEFORE_BACKWARD and self.interpolate_loss:

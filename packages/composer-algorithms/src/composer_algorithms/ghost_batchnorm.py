@@ -64,6 +64,7 @@ class _GhostBatchNorm(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize a batch."""
         norm = self.batchnorm
+        # Without running averages, evaluation mode normalizes by the batch as well.
         if not (norm.training or norm.running_mean is None):
             return norm(input)
         num_chunks = -(-len(input) // self.ghost_batch_size)
@@ -96,6 +97,7 @@ class _GhostBatchNorm(nn.Module):
         if count is not None:
             count.add_(num_updates)
         if norm.momentum is not None:
+            # All parts together then move the averages about as far as one update of the whole batch.
             return [norm.momentum / num_chunks] * num_updates
         # Average over all ghost batches so far, whose count is needed on the host, as in torch's batch norm.
         last = num_updates if count is None else int(count)

@@ -118,7 +118,7 @@ class LabelSmoothing(Method):
             state.batch_set_item(self.target_key, self.smooth(outputs, labels))
             self.original_labels = labels
         elif event == Event.AFTER_LOSS and self.original_labels is not None:
-            # Metrics and callbacks expect the labels that the dataloader gave.
+            # Metrics and callbacks expect the original labels.
             state.batch_set_item(self.target_key, self.original_labels)
             self.original_labels = None
 

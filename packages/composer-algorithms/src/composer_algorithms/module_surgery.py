@@ -87,7 +87,7 @@ class TiedParameters:
             self._add_owner(module)
 
     def follow(self, path: str, old: nn.Module, old_params: Mapping[str, Tensor], new: nn.Module) -> None:
-        """Give other owners of the old module's parameters those that replace them, while it is still in the tree."""
+        """Set the replacements of the old module's parameters in their other owners, while it is still in the tree."""
         new_params = dict(new.named_parameters())
         kept = {id(tensor) for tensor in new_params.values()}
         for name, tensor in old_params.items():
@@ -139,7 +139,7 @@ def _only_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
 
 def _memory_format(tensors: Iterable[Tensor]) -> torch.memory_format | None:
     for tensor in tensors:
-        # Filters of 1x1 are contiguous in both formats and tell nothing about the model.
+        # Filters of 1x1 are contiguous in both formats, so they do not determine the format of the model.
         if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
             return torch.channels_last
     return None

@@ -331,7 +331,7 @@ def _run_maximal_batch(state: "State", batch: dict[str, Any]) -> None:
 def _microbatch_size(state: "State") -> int:
     size: Any = state.device_train_microbatch_size
     if size is None:
-        size = state.dataloader.batch_size  # an AttributeError names what another dataloader lacks
+        size = state.dataloader.batch_size  # raises an AttributeError if the dataloader has no such attribute
     if size is None:
         raise RuntimeError(
             "the dataloader has batch_size=None, so the size of a microbatch is not known: set "

@@ -297,6 +297,7 @@ class Timestamp(Serializable):
         if not overrides:
             # Much faster than the constructor, which checks every argument.
             same = self._after(None)
+            # `_after` sets the time of the last batch to the duration that it adds.
             same._batch_wct = self._batch_wct
             return same
         fields = self.state_dict()

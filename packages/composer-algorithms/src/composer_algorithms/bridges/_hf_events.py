@@ -150,7 +150,7 @@ class TrainerEvents(LoopEvents, TrainerCallback):
 
     def end_loss(self, outputs: Any, loss: Tensor) -> Tensor:
         """Return the loss for the backward pass, after the events between loss and backward."""
-        # The model computed its loss itself, so the events before the loss are still to come.
+        # The model computed its loss in its forward pass, so the events before the loss have not run yet.
         if not self._has_outputs:
             self._start_loss(outputs)
         self.state.loss = loss
@@ -189,7 +189,7 @@ class TrainerEvents(LoopEvents, TrainerCallback):
         if self._trainer.args.load_best_model_at_end and best and Path(best, FILE_NAME).exists():
             time = self.state.timestamp
             self.load_state_dict(_read(Path(best, FILE_NAME)))
-            self.state.timestamp = time  # training has still lasted until now
+            self.state.timestamp = time  # only the state of the algorithms goes back, not the time
         self.end_fit()
 
     def _resume(self, folder: Path, num_update_steps: int | None) -> None:

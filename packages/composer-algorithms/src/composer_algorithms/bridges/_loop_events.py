@@ -177,6 +177,7 @@ class LoopEvents:
             try:
                 yield
             finally:
+                # First, so that an error in an event cannot leave it set.
                 self.is_evaluating = False
                 self.engine.run_event(Event.EVAL_END)
                 self.engine.run_event(last)

@@ -26,6 +26,7 @@ except ImportError as error:
 __all__ = ["AcceleratedLoop", "LoopBatch"]
 
 _PRECISIONS = {"no": "fp32", "bf16": "amp_bf16", "fp16": "amp_fp16", "fp8": "amp_fp8"}
+# Names, since some members of the enum do not exist in older versions of Accelerate.
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA")
 
 
@@ -115,7 +116,7 @@ class AcceleratedLoop(AlgorithmLoop):
                 f"gradient_accumulation_steps={pieces!r} nor with mixed_precision='fp16': use 1 step, and compute in "
                 f"bfloat16 or in full precision."
             )
-        # Only now: algorithms have to change the bare model, before DDP wraps it.
+        # Only now, since algorithms must change the bare model before DDP wraps it.
         self.model, self.dataloader, *prepared = self.accelerator.prepare(self.state.model, dataloader, *optimizers)
         self.state.model = self.model
         return prepared, self.dataloader

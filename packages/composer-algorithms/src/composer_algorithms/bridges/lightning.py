@@ -165,11 +165,13 @@ class AlgorithmCallback(Callback):
     def on_exception(self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException) -> None:
         """Restore the weights being trained, if an evaluation fails."""
         self._end_evaluation()
+        # Lightning does not call `teardown` after an exception.
         if self._events is not None:
             self._events.detach()
 
     def _start_evaluation(self, dataloader: Any) -> None:
         self._evaluation = self._running().evaluating(dataloader)
+        # Entered and left by hand, since a `with` block cannot span two hooks.
         self._evaluation.__enter__()
 
     def _end_evaluation(self) -> None:

@@ -176,6 +176,7 @@ def factorize_conv2d(
 def _joint_bias(second: Tensor | None, bias_a: Tensor | None, bias_b: Tensor | None) -> Tensor | None:
     if second is None or bias_a is None:
         return bias_a if second is None else bias_b
+    # The second layer maps the bias of the first one to a constant, which the second bias absorbs.
     return bias_a @ second if bias_b is None else bias_a @ second + bias_b
 
 
