@@ -137,6 +137,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.n_heads = config.n_heads
         self.dropout = config.attn_pdrop
+        # One large matrix product is faster than three.
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model, device=config.device)
         self.out = ResidualProjection(config.d_model, config.d_model, device=config.device)
 
@@ -335,6 +336,7 @@ class ComposerGPT(ComposerModel):
         """
         num_sequences, num_tokens = batch["input_ids"].shape
         config = self.model.config
+        # Tied weights count once: the output layer multiplies by them, the embedding only reads rows.
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         attention = 12 * config.n_layers * config.d_model * num_tokens
         return num_sequences * num_tokens * (6 * num_parameters + attention)

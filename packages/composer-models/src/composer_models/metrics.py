@@ -299,6 +299,7 @@ class Dice(Metric):
         """
         if infer_target_type(pred, target) == "one_hot":
             target = target.argmax(dim=1)
+        # The extra dim below allows samples without spatial dims, which flatten(1) would reject.
         foreground = torch.arange(1, self.num_classes + 1, device=pred.device).view(-1, 1, 1)
         predicted = pred.argmax(dim=1).unsqueeze(-1).flatten(1) == foreground  # classes, samples, pixels
         actual = target.unsqueeze(-1).flatten(1) == foreground

@@ -132,6 +132,7 @@ def rates_without_factor(theirs: Sequence[LRScheduler], optimizer: Optimizer) ->
     return current if current in own else own[-1]
 
 
+# Cached, so that schedulers of one class still have a class in common.
 @functools.cache
 def _class_beside(cls: type[LRScheduler]) -> type[LRScheduler]:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}

@@ -57,6 +57,7 @@ def lr_lambda(
     loop = _Loop(duration, batches_per_epoch, samples_per_batch, tokens_per_batch)
     if scale_schedule_ratio != 1.0:
         loop = loop.scaled(scale_schedule_ratio)
+    # Not a closure, which could not be pickled.
     return partial(_factor, scheduler, ratio, loop)
 
 

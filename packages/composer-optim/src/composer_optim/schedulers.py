@@ -78,6 +78,7 @@ class StepScheduler(ComposerScheduler):
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""
         step_size = _convert_period(self.step_size, "step_size", state, ssr)
+        # Integers, since a rounded quotient could reach a step too early.
         return self.gamma ** (state.timestamp.get(step_size.unit).value // step_size.value)
 
 
@@ -106,6 +107,7 @@ class MultiStepScheduler(ComposerScheduler):
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""
         milestones = [convert_time(milestone, state, ssr) for milestone in self.milestones]
+        # Each milestone has its own unit, so they cannot be sorted and searched.
         return self.gamma ** sum(state.timestamp.get(each.unit).value >= each.value for each in milestones)
 
 

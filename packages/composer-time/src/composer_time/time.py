@@ -407,6 +407,7 @@ def _wall_clock_seconds(text: str) -> int | None:
         return None
     total = 0
     for digits, (part, limit) in zip(match.groups(default="0"), _PARTS, strict=True):
+        # The length first, since int() refuses texts of thousands of digits.
         if len(digits) > 2 or int(digits) >= limit:
             raise ValueError(
                 f"Invalid time string {shortened(text)}: the {part} of a wall-clock length go from 0 to {limit - 1}. "
@@ -461,5 +462,6 @@ def _suggestion(word: str) -> str:
 
     units = {spelling: unit.value for unit in TimeUnit for spelling in (unit.value, unit.name.lower())}
     units["step"] = TimeUnit.BATCH.value  # the term for a batch in other libraries
+    # Shortened, because the comparison takes quadratic time and the text is user input.
     close = get_close_matches(word[:20], units, n=1)
     return f" (did you mean {units[close[0]]!r}?)" if close else ""
