@@ -56,7 +56,7 @@ class _GhostBatchNorm(nn.Module):
         self.path = ""  # in the model, for messages
         self.batchnorm = base_batchnorm
         self.batchnorm._already_ghost_batchnormed = True  # pyright: ignore[reportArgumentType]  # a mark
-        # A subclass may have a forward of its own, and has to be called.
+        # A subclass may define its own forward, which must be called.
         self._is_plain = type(base_batchnorm) in _GHOSTS
         if self._is_plain:
             transfer_hooks(base_batchnorm, self)  # forward does not call the module that has them
