@@ -218,14 +218,14 @@ def without_reduction(outputs, labels, num_items_in_batch=None):
 @pytest.mark.parametrize(
     ("algorithms", "arguments", "message"),
     [
-        ([SavesCheckpoints()], {}, "acts on BATCH_CHECKPOINT, which the Hugging Face Trainer never comes to"),
+        ([SavesCheckpoints()], {}, "acts on BATCH_CHECKPOINT, which the Hugging Face Trainer never runs"),
         ([LabelSmoothing(0.1)], {"compute_loss_func": None}, "LabelSmoothing.*Pass compute_loss_func"),
         ([MixUp(interpolate_loss=True)], {"compute_loss_func": None}, "MixUp.*Pass compute_loss_func"),
-        ([SelectiveBackprop()], {"compute_loss_func": without_reduction}, "Let the function take reduction='mean'"),
+        ([SelectiveBackprop()], {"compute_loss_func": without_reduction}, "Add the parameter reduction='mean'"),
         ([MixUp(draw_per="batch")], {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
         ([SAM()], {"fp16": True}, r"SAM.*fp16=True.*bf16=True"),
         ([], {"auto_find_batch_size": True}, "auto_find_batch_size"),
-        ([NoOpModel()], {}, "another model in the place of the Classifier"),
+        ([NoOpModel()], {}, "replaced the Classifier"),
     ],
     ids=lambda value: "",
 )
@@ -235,7 +235,7 @@ def test_what_it_cannot_do_is_refused_when_it_is_made(algorithms, arguments, mes
 
 
 def test_a_model_that_is_made_anew_is_refused(tmp_path, images, new_network):
-    with pytest.raises(ValueError, match="model_init makes another model"):
+    with pytest.raises(ValueError, match="model_init creates a new model"):
         AlgorithmTrainer(
             args=transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]),
             model_init=lambda: Classifier(new_network()),
@@ -250,7 +250,7 @@ def test_a_loss_that_passes_the_mixin_by_is_an_error(tmp_path, images, network):
 
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], remove_unused_columns=False)
     trainer = OtherLoss(Classifier(network), args, train_dataset=images(("pixel_values", "labels")))
-    with pytest.raises(RuntimeError, match="put the class that overrides compute_loss behind the mixin"):
+    with pytest.raises(RuntimeError, match="put the class that overrides compute_loss after the mixin"):
         trainer.train()
 
 

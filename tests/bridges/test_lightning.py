@@ -182,7 +182,7 @@ def test_a_loss_that_cannot_be_reached_is_an_error_and_not_ignored(trainer_of, a
             return -self(x).log_softmax(1).gather(1, y[:, None]).mean()
 
     trainer, _ = trainer_of(algorithms_of("LabelSmoothing"))
-    with pytest.raises(RuntimeError, match="no loss of PyTorch, so LabelSmoothing could not act"):
+    with pytest.raises(RuntimeError, match="no PyTorch loss with the batch's targets, so LabelSmoothing could not act"):
         trainer.fit(Other(network), DataLoader(images(), batch_size=4))
 
 
@@ -203,10 +203,10 @@ class FetchesBatches(Algorithm):
 @pytest.mark.parametrize(
     ("algorithm", "loss_fn", "message"),
     [
-        (FetchesBatches(), None, "acts on BEFORE_DATALOADER, which Lightning's Trainer never comes to"),
+        (FetchesBatches(), None, "acts on BEFORE_DATALOADER, which Lightning's Trainer never runs"),
         (MixUp(interpolate_loss=True), None, "pass loss_fn to AlgorithmCallback"),
         (SelectiveBackprop(), None, "pass loss_fn to AlgorithmCallback"),
-        (SelectiveBackprop(), lambda outputs, targets: outputs.mean(), "Let the function take reduction='mean'"),
+        (SelectiveBackprop(), lambda outputs, targets: outputs.mean(), "Add the parameter reduction='mean'"),
     ],
     ids=lambda value: "",
 )
@@ -227,11 +227,11 @@ class Late(Classifier):
     ("algorithm", "module", "arguments", "message"),
     [
         (EMA(), Manual, {}, "automatic_optimization is False"),
-        (EMA(), Late, {}, "make them in __init__"),
-        (EMA(), Classifier, {"max_epochs": -1}, "give training no end"),
+        (EMA(), Late, {}, "create them in __init__"),
+        (EMA(), Classifier, {"max_epochs": -1}, "define no end of training"),
         (SAM(), Classifier, {"accumulate_grad_batches": 2}, "SAM.*accumulate_grad_batches=2"),
         (MixUp(draw_per="batch"), Classifier, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
-        (NoOpModel(), Classifier, {}, "another model in the place of the Classifier"),
+        (NoOpModel(), Classifier, {}, "replaced the Classifier"),
         (EMA(), Classifier, {"callbacks": [AlgorithmCallback([SAM()])]}, r"2 of AlgorithmCallback \(EMA; SAM\)"),
     ],
     ids=lambda value: "",

@@ -111,7 +111,7 @@ def test_a_scheduler_added_beside_one_that_was_compiled_without_it_is_refused(
         max_duration="1ep",
         step_schedulers_every_batch=True,
     )
-    with pytest.raises(ValueError, match="has a ExponentialLR beside a Composer scheduler that was compiled without"):
+    with pytest.raises(ValueError, match="has a ExponentialLR and a Composer scheduler that was compiled without"):
         trainer.fit()
     assert len(rates.rates) == num_batches
 

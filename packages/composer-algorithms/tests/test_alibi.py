@@ -139,7 +139,7 @@ def test_a_scaling_of_one_changes_nothing():
 
 @pytest.mark.parametrize(("shape", "scaling"), [((2, 6), 0.25), ((3, 4), 2), ((2, 4), 0.3)])
 def test_lengths_that_the_scaling_does_not_divide_are_refused(shape, scaling):
-    with pytest.raises(ValueError, match=f"a batch of {shape[0]} sequences of {shape[1]} tokens cannot be cut"):
+    with pytest.raises(ValueError, match=f"a batch of {shape[0]} sequences of {shape[1]} tokens cannot be split"):
         cut({"input_ids": torch.rand(shape)}, scaling)
 
 

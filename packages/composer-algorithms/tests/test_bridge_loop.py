@@ -308,7 +308,7 @@ def test_a_loss_with_several_values_is_an_error(model, loader):
 
 
 def test_an_algorithm_that_puts_another_model_in_place_is_refused(model, loader):
-    with pytest.raises(ValueError, match="another model in the place of the Sequential"):
+    with pytest.raises(ValueError, match="replaced the Sequential"):
         make_loop(model, loader, NoOpModel())
 
 

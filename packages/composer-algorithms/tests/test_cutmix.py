@@ -126,7 +126,7 @@ def test_a_generator_repeats_the_draws_and_without_one_the_global_seed_does():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"length": 0.5, "bbox": (0, 0, 1, 1)}, "both say how large the box is"),
+        ({"length": 0.5, "bbox": (0, 0, 1, 1)}, "both define the size of the box"),
         ({"length": 1.5}, r"length=1\.5 is not in \[0, 1\]"),
         ({"alpha": -1.0}, r"alpha=-1\.0 is not in \[0, inf"),
         ({"bbox": (0, 0, 9, 2)}, r"bbox=\(0, 0, 9, 2\) does not lie in images of 8 x 6"),

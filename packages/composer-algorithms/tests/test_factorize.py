@@ -180,7 +180,7 @@ def test_ranks_can_be_lowered_with_the_least_change_on_data(kind):
         errors.append((layer(x) - expected).square().mean().item())
     assert errors[0] == 0
     assert errors[0] < errors[1] < errors[2] < expected.var().item()
-    with pytest.raises(ValueError, match="rank=3 is not in reach"):
+    with pytest.raises(ValueError, match="rank=3 is out of range"):
         layer.set_rank(x, 3)
 
 

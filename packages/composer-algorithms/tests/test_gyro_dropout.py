@@ -188,5 +188,5 @@ def test_an_unknown_number_of_steps_is_refused():
     algorithm = GyroDropout()
     state = State(nn.Sequential(nn.Dropout()), rank_zero_seed=0, max_duration="100tok")
     algorithm.apply(Event.INIT, state, None)
-    with pytest.raises(ValueError, match="GyroDropout needs to know how many steps training has"):
+    with pytest.raises(ValueError, match="GyroDropout needs the number of training steps"):
         algorithm.apply(Event.FIT_START, state, None)

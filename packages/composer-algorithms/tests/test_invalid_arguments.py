@@ -99,7 +99,7 @@ def test_numbers_are_finite(name, argument):
         (lambda: make("SelectiveBackprop", start=0.9, end=0.5), ValueError, r"start=0\.9 is after end=0\.5"),
         (lambda: make("StochasticDepth", drop_warmup="soon"), ValueError, "drop_warmup='soon' is not a time"),
         (lambda: make("StochasticDepth", drop_warmup=None), RuntimeError, "drop_warmup=None is not a time"),
-        (lambda: make("StochasticDepth", drop_warmup=-0.1), ValueError, r"drop_warmup=-0\.1 is in the past"),
+        (lambda: make("StochasticDepth", drop_warmup=-0.1), ValueError, r"drop_warmup=-0\.1 must be 0 or more"),
         (lambda: make("StochasticDepth", rescale="never"), ValueError, "rescale='never' is unknown"),
         (lambda: make("SWA", swa_start=0.7), TypeError, r"swa_start=0\.7 has no unit"),
         (lambda: make("SWA", update_interval="often"), ValueError, "update_interval='often' is not a time"),
@@ -126,7 +126,7 @@ def test_numbers_are_finite(name, argument):
         (
             lambda: cf.select_using_loss(IMAGES.long(), LABELS, nn.Flatten(), F.cross_entropy, scale_factor=0.5),
             TypeError,
-            "inputs of floating point",
+            "floating point inputs",
         ),
         (lambda: cf.set_batch_sequence_length({"input_ids": LABELS}, 2.5), TypeError, r"curr_seq_len=2\.5"),
         (lambda: cf.freeze_layers(nn.Linear(1, 1), [], "late"), TypeError, "current_duration='late'"),
@@ -179,4 +179,4 @@ def test_an_error_about_a_module_says_where_in_the_model_it_is():
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.ReLU()))
     with pytest.raises(ValueError, match="not this one") as refusal:
         replace_module_classes(model, {nn.ReLU: refuse})
-    assert refusal.value.__notes__ == ["raised about the module '1.0', a ReLU"]
+    assert refusal.value.__notes__ == ["raised for the module '1.0', a ReLU"]

@@ -77,7 +77,7 @@ def test_a_smoothing_that_is_no_share_is_refused_with_its_value(smoothing):
 
 @pytest.mark.parametrize("shape", [(), (4,)])
 def test_logits_without_a_dim_of_classes_are_refused_with_their_shape(shape):
-    with pytest.raises(RuntimeError, match=r"logits of shape \((4,)?\) have no dim of classes"):
+    with pytest.raises(RuntimeError, match=r"logits of shape \((4,)?\) have no class dim"):
         smooth_labels(torch.zeros(shape), torch.zeros(shape))
 
 

@@ -33,7 +33,7 @@ def test_any_batch_with_a_tensor_works(batch):
 
 
 def test_a_batch_without_a_tensor_is_refused():
-    with pytest.raises(TypeError, match="a batch of type dict has no tensor"):
+    with pytest.raises(TypeError, match="a batch of type dict contains no tensor"):
         NoOpModelClass(nn.Linear(1, 1))({"a": 1})
 
 

@@ -91,10 +91,10 @@ def test_targets_of_another_size_are_cropped_at_the_same_place():
     [
         ({"mode": "shrink"}, "mode='shrink' is unknown"),
         ({"interpolation": "cubic"}, "interpolation='cubic' is unknown"),
-        ({"antialias": True}, "goes with interpolation='bilinear'"),
+        ({"antialias": True}, "requires interpolation='bilinear'"),
         ({"scale_factor": 0}, r"scale_factor=0 is not in \(0, inf"),
-        ({"input": torch.rand(4, 4)}, r"input of shape \(4, 4\) has no dims of space"),
-        ({"target": torch.zeros(2), "resize_targets": True}, r"these have the shape \(2,\)"),
+        ({"input": torch.rand(4, 4)}, r"input of shape \(4, 4\) has no spatial dims"),
+        ({"target": torch.zeros(2), "resize_targets": True}, r"got the shape \(2,\)"),
         ({"target": None, "resize_targets": True}, "has no target to resize"),
     ],
 )
@@ -109,7 +109,7 @@ def test_what_cannot_be_resized_is_refused(arguments, message):
         ({"mode": "shrink"}, "mode='shrink'"),
         ({"initial_scale": 1.5}, r"initial_scale=1\.5"),
         ({"finetune_fraction": -0.5}, r"finetune_fraction=-0\.5"),
-        ({"delay_fraction": 0.75, "finetune_fraction": 0.5}, "more than the whole training"),
+        ({"delay_fraction": 0.75, "finetune_fraction": 0.5}, "add up to more than 1"),
         ({"size_increment": 0}, "size_increment=0"),
     ],
 )

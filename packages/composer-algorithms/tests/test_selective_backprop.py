@@ -110,8 +110,8 @@ def no_reduction(outputs, target):
         ({"keep": 0}, ValueError, "keep=0"),
         ({"keep": 1.5}, ValueError, r"keep=1\.5"),
         ({"scale_factor": 2}, ValueError, "scale_factor=2"),
-        ({"scale_factor": 0.5}, ValueError, r"these have the shape \(4, 2\)"),
-        ({"loss_fun": lambda o, t, reduction: o.sum()}, ValueError, r"gave values of shape \(\)"),
+        ({"scale_factor": 0.5}, ValueError, r"got the shape \(4, 2\)"),
+        ({"loss_fun": lambda o, t, reduction: o.sum()}, ValueError, r"has the shape \(\)"),
     ],
 )
 def test_what_cannot_be_selected_is_refused(arguments, error, message):
@@ -279,7 +279,7 @@ def test_a_model_without_a_loss_of_its_own_is_refused(sb_state):
         with pytest.raises(TypeError, match="must take a keyword argument `reduction`"):
             SelectiveBackprop().apply(event, sb_state, None)
     sb_state.model = nn.Linear(4, 3)
-    with pytest.raises(RuntimeError, match="Linear is no ComposerModel"):
+    with pytest.raises(RuntimeError, match="Linear is not a ComposerModel"):
         SelectiveBackprop().apply(Event.INIT, sb_state, None)
 
 

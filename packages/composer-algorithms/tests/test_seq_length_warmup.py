@@ -87,7 +87,7 @@ def test_what_has_no_length_can_be_named():
     [
         ((1, 2), {}, TypeError, "the batch is a tuple"),
         ({"input_ids": [1, 2]}, {}, TypeError, r"batch\['input_ids'\] is a list"),
-        ({"input_ids": torch.zeros(3)}, {}, ValueError, "no tensor of the batch has a dim of length"),
+        ({"input_ids": torch.zeros(3)}, {}, ValueError, "no tensor of the batch has a length dim"),
         ({**text(), "weights": torch.ones(3)}, {}, ValueError, r"batch\['weights'\] of shape \(3,\)"),
         (text(), {"curr_seq_len": 0}, ValueError, "curr_seq_len=0"),
         ({"x": torch.zeros(2, 8)}, {"preserve_end_of_sequence": True}, ValueError, "'attention_mask'"),

@@ -190,7 +190,7 @@ def test_torch_script_takes_a_model_with_it(kind, name, method, rescale):
         ({"drop_rate": -0.2}, r"drop_rate=-0.2 is not in \[0, 1\]"),
         (
             {"stochastic_method": "sample", "drop_warmup": "5ba"},
-            "drop_warmup='5ba' goes with stochastic_method='block'",
+            "drop_warmup='5ba' requires stochastic_method='block'",
         ),
     ],
 )

@@ -181,10 +181,10 @@ def test_a_state_of_another_model_is_refused(make_model):
     ("arguments", "message"),
     [
         ({"swa_start": "1ep"}, "different units"),
-        ({"swa_start": "5ba", "swa_end": "9ba"}, "swa_start='5ba' is not a time for it"),
-        ({"swa_end": "1.5dur"}, r"swa_end='1\.5dur' is not a time for it"),
+        ({"swa_start": "5ba", "swa_end": "9ba"}, "swa_start='5ba' is not valid"),
+        ({"swa_end": "1.5dur"}, r"swa_end='1\.5dur' is not valid"),
         ({"swa_start": "0.97dur"}, "is not before"),
-        ({"update_interval": "0.1dur"}, r"update_interval='0\.1dur' cannot be counted"),
+        ({"update_interval": "0.1dur"}, r"update_interval='0\.1dur' is not a valid interval"),
         ({"update_interval": "0ep"}, "update_interval='0ep'"),
         ({"anneal_steps": 0}, "anneal_steps=0"),
         ({"anneal_strategy": "steps"}, "anneal_strategy='steps' is unknown"),

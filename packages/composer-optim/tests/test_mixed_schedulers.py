@@ -322,7 +322,7 @@ def test_a_scheduler_compiled_alone_is_refused_beside_another(training, is_first
     state.schedulers = [alone, halving] if is_first else [halving, alone]
     state.timestamp = state.timestamp.to_next_batch()
     optimizer.step()
-    with pytest.raises(ValueError, match="has a ExponentialLR beside a Composer scheduler that was compiled without"):
+    with pytest.raises(ValueError, match="has a ExponentialLR and a Composer scheduler that was compiled without"):
         step(state.schedulers)
     with pytest.raises(ValueError, match="LambdaLR in it that compile_composer_scheduler made"):
         compile_composer_schedulers([alone, LinearScheduler()], state)

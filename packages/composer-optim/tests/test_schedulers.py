@@ -187,7 +187,7 @@ def test_the_base_class_has_no_schedule_of_its_own(training):
     class Nothing(ComposerScheduler):
         pass
 
-    with pytest.raises(NotImplementedError, match="Nothing does not say"):
+    with pytest.raises(NotImplementedError, match="Nothing does not define"):
         Nothing()(training("1ep"))
 
 

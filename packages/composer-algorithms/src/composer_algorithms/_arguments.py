@@ -114,6 +114,6 @@ def takes_keyword(function: Callable[..., Any], name: str) -> bool:
 
 
 def check_is_module(model: object, lacks: str) -> None:
-    """Raise `TypeError` unless `model` is a module; `lacks` names what it has none of (`'filters to convert'`)."""
+    """Raise `TypeError` unless `model` is a module; `lacks` names in the error what such an object does not have."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{model!r} is not a torch.nn.Module, so it has no {lacks}: pass the model.")

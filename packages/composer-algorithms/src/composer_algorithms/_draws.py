@@ -24,7 +24,7 @@ def draw_uniform(low: float, high: float, generator: torch.Generator | None = No
 
 def draw_beta(alpha: float, generator: torch.Generator | None = None) -> float:
     """Return a number from `Beta(alpha, alpha)`."""
-    return draw_dirichlet(alpha, 2, generator)[0]  # Python's betavariate leans to 0 for an alpha near 0
+    return draw_dirichlet(alpha, 2, generator)[0]  # Python's betavariate is biased towards 0 for an alpha near 0
 
 
 def draw_dirichlet(alpha: float, size: int, generator: torch.Generator | None = None) -> list[float]:

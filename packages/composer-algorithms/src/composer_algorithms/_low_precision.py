@@ -56,7 +56,7 @@ def swap_norms(
     if precision is None or Precision(precision) not in _PRECISIONS:
         warnings.warn(
             f"Low Precision {name} only applies to AMP_FP16 and AMP_BF16 precisions, and precision={precision!r}: the "
-            f"model is left as it is.",
+            f"model stays unchanged.",
             NoEffectWarning,
             stacklevel=3,
         )
@@ -64,7 +64,7 @@ def swap_norms(
 
     def convert(module: nn.Module, module_index: int) -> nn.Module | None:
         if not isinstance(module, low):
-            if type(module).forward is not base.forward:  # a subclass that computes something of its own
+            if type(module).forward is not base.forward:  # a subclass with its own computation
                 return None
             module.__class__ = low  # not a new object, so that parameters, hooks and optimizers keep their references
         return module
@@ -72,8 +72,8 @@ def swap_norms(
     replace_module_classes(model, {base: convert}, optimizers, include_root=True)
     if not any(isinstance(module, low) for module in model.modules()):
         warnings.warn(
-            f"No instances of torch.nn.{name} found in this {type(model).__qualname__}, or only of subclasses that "
-            f"compute something of their own: Low Precision {name} has no effect. Leave it out.",
+            f"No instances of torch.nn.{name} found in this {type(model).__qualname__}, or only of subclasses with "
+            f"a forward of their own: Low Precision {name} has no effect. Leave it out.",
             NoEffectWarning,
             stacklevel=3,
         )

@@ -145,7 +145,7 @@ def _predecessors_places(
     leaf = name.rpartition(".")[2]
     same_leaf = [(old_name, old) for old_name, old in known if old_name.rpartition(".")[2] == leaf]
     same_dims = [(old_name, old) for old_name, old in same_leaf if old.ndim == tensor.ndim]
-    for likely in (same_dims, same_leaf):  # the closest relatives first
+    for likely in (same_dims, same_leaf):  # the closest matches first
         found = {places[id(old)] for _, old in likely}
         if len(found) == 1:
             return found
@@ -156,7 +156,7 @@ def _only_place(optimizers: Sequence[Optimizer], candidates: set[_Place], what: 
     if len(candidates) == 1:
         return next(iter(candidates))
     if len(optimizers) == 1 and len(optimizers[0].param_groups) == 1:
-        return (0, 0)
+        return (0, 0)  # a single group is the only place, also for parameters without a predecessor
     where = "more than one" if candidates else "none"
     error = RuntimeError if len(optimizers) == 1 else NotImplementedError
     raise error(
@@ -176,6 +176,7 @@ def _exchange(
         for tensor in removed.values():
             optimizer.state.pop(tensor, None)
         for g, group in enumerate(optimizer.param_groups):
+            # Groups are changed in place, since schedulers and wrappers of the optimizer hold the same dicts.
             newcomers = [tensor for tensor, place in added.values() if place == (o, g)]
             if "param_names" in group:  # parallel to "params" since torch 2.6
                 group["param_names"] = _new_names(group, removed, newcomers, names)

@@ -98,7 +98,7 @@ class PairMixing(ResumableDraws, Method):
         elif event == Event.BEFORE_LOSS and not self.interpolate_loss:
             self._mix_targets(state)
         elif event == Event.AFTER_LOSS and self._original_target is not None:
-            # Metrics and callbacks expect the labels that the dataloader gave.
+            # Metrics and callbacks expect the original labels.
             state.batch_set_item(self.target_key, self._original_target)
             self._original_target = None
         elif event == Event.BEFORE_BACKWARD and self.interpolate_loss:
@@ -133,8 +133,8 @@ class PairMixing(ResumableDraws, Method):
         if end > len(self._batch_targets):
             raise RuntimeError(
                 f"draw_per='batch': microbatches up to now have {end} examples, and the batch of the last BATCH_START "
-                f"had {len(self._batch_targets)}. Let the loop run BATCH_START with the whole batch in state.batch "
-                f"before it cuts it, or use draw_per='microbatch'."
+                f"had {len(self._batch_targets)}. Run BATCH_START with the whole batch in state.batch before splitting "
+                f"it, or use draw_per='microbatch'."
             )
         part = self._batch_targets[self._num_taken : end]
         self._permuted_target = part.to(target.device, non_blocking=True)

@@ -11,12 +11,12 @@ from composer_models.losses import soft_cross_entropy
 from composer_models.targets import can_read_values, check_for_index_targets, ensure_targets_one_hot
 
 _IGNORED = -100  # default of cross entropy, to which all negative labels are mapped
-# Questions that need no values: the stand-in has the shape, the dtype and the device of the real targets.
+# Queries that need no values: the expanded scalar has the shape, the dtype and the device of the real targets.
 _ABOUT_THE_FORM = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout")),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex),
-        # Of the stand-in itself: torch.compile compares them with those of the underlying tensor.
+        # Of the expanded scalar itself: torch.compile compares them with those of the underlying tensor.
         *(Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous),
     ]
 )
@@ -45,6 +45,7 @@ class SmoothedTargets(Tensor):
 
     def smoothed(self, smoothing: float) -> "SmoothedTargets":
         """Return targets with a share of the rest, the part not spread yet, spread over all classes."""
+        # Of the unsmoothed targets the share `(1 - a) * (1 - b)` remains.
         smoothing = self.smoothing + smoothing - self.smoothing * smoothing
         return self.of(self, *self.labels, own_weight=self.own_weight, smoothing=smoothing)
 
@@ -121,6 +122,7 @@ def _from_indices(
     losses = [
         F.cross_entropy(input, each, weight, reduction="none", label_smoothing=target.smoothing) for each in labels
     ]
+    # Cross entropy is linear in the target: the blend of the losses is the loss of the blend.
     loss = torch.lerp(losses[1], losses[0], target.own_weight) if len(losses) > 1 else losses[0]
     if reduction == "none":
         return loss

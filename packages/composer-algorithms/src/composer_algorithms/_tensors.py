@@ -28,18 +28,18 @@ def batch_tensor(state: "State", key: Any, argument: str) -> Tensor:
     """
     if isinstance(state.batch, Tensor) and not _is_getter_and_setter(key):
         raise UnsupportedBatchError(
-            f"{argument}={key!r} would pick single values from the batch, which is one tensor of shape "
-            f"{tuple(state.batch.shape)}: let the dataloader give (inputs, targets) or a dict, or pass a (getter, "
+            f"{argument}={key!r} would select single values from the batch, which is one tensor of shape "
+            f"{tuple(state.batch.shape)}: let the dataloader return (inputs, targets) or a dict, or pass a (getter, "
             f"setter) pair of functions as {argument}."
         )
     try:
         value = state.batch_get_item(key)
     except (LookupError, AttributeError, TypeError) as error:
         raise UnsupportedBatchError(
-            f"{argument}={key!r} picks nothing from a batch of type {type(state.batch).__qualname__}: pass the index, "
-            f"the key, or a (getter, setter) pair under which your batches hold it."
+            f"{argument}={key!r} selects nothing in a batch of type {type(state.batch).__qualname__}: pass the index, "
+            f"the key, or a (getter, setter) pair of that item in your batches."
         ) from error
-    return require_tensor(value, f"what {argument}={key!r} picks from the batch")
+    return require_tensor(value, f"batch item {argument}={key!r}")
 
 
 def _is_getter_and_setter(key: Any) -> bool:

@@ -88,6 +88,7 @@ class ChannelsLast(Method):
 def _convert_inputs(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, (nn.Conv2d, nn.Conv3d)) and _channels_last not in module._forward_pre_hooks.values():
+            # A hook leaves the class and the parameters of the convolution to FSDP and DeepSpeed.
             module.register_forward_pre_hook(_channels_last)
 
 

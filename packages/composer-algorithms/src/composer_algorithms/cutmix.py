@@ -75,7 +75,7 @@ def cutmix_batch(
             f"(batch, channels, height, width)."
         )
     if bbox is not None and length is not None:
-        raise ValueError(f"bbox={bbox!r} and length={length!r} both say how large the box is: pass one of them.")
+        raise ValueError(f"bbox={bbox!r} and length={length!r} both define the size of the box: pass one of them.")
     height, width = input.shape[-2:]
     if bbox is None:
         if length is None:
@@ -128,8 +128,8 @@ def cutmix(
     classes = num_classes or n_classes
     if target.ndim == 1 and classes is None:
         raise ValueError(
-            "return_targets=True needs to know how many classes there are: pass num_classes, or targets with one value "
-            "for each class."
+            "return_targets=True needs the number of classes: pass num_classes, or targets with one value for each "
+            "class."
         )
     logits_like = input.new_empty(()).expand(len(input), classes) if target.ndim == 1 and classes else target
     one_hot, permuted_one_hot = (ensure_targets_one_hot(logits_like, labels) for labels in (target, permuted))
@@ -253,6 +253,7 @@ def _rand_bbox(
 
     `W` is the size along x, the second to last dim, and `H` the size along y. The center is drawn unless given.
     """
+    # Both sides are scaled, and the box has the area 1 - lambda.
     ratio = math.sqrt(1 - cutmix_lambda)
     return _draw_box((W, H), (int(ratio * W), int(ratio * H)), (cx, cy), uniform_sampling, generator)
 

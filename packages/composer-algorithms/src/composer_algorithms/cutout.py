@@ -187,7 +187,7 @@ def _check(num_holes: int, length: float) -> None:
 
 
 def _is_in_pixels(length: float) -> bool:
-    # Older releases gave the length in pixels, which is still accepted with a warning.
+    # Older releases took the length in pixels, which is still accepted with a warning.
     return isinstance(length, Integral) and length > 1
 
 

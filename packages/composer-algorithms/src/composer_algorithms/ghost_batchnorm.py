@@ -56,7 +56,7 @@ class _GhostBatchNorm(nn.Module):
         self.path = ""  # in the model, for messages
         self.batchnorm = base_batchnorm
         self.batchnorm._already_ghost_batchnormed = True  # pyright: ignore[reportArgumentType]  # a mark
-        # A subclass may have a forward of its own, and has to be called.
+        # A subclass may define its own forward, which must be called.
         self._is_plain = type(base_batchnorm) in _GHOSTS
         if self._is_plain:
             transfer_hooks(base_batchnorm, self)  # forward does not call the module that has them
@@ -64,6 +64,7 @@ class _GhostBatchNorm(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize a batch."""
         norm = self.batchnorm
+        # Without running averages, evaluation mode normalizes by the batch as well.
         if not (norm.training or norm.running_mean is None):
             return norm(input)
         num_chunks = -(-len(input) // self.ghost_batch_size)
@@ -85,6 +86,7 @@ class _GhostBatchNorm(nn.Module):
         mean, var = (norm.running_mean, norm.running_var) if norm.training else (None, None)
         outputs: list[Tensor] = []
         for chunk, momentum in zip(chunks, self._momenta(len(chunks), num_chunks), strict=True):
+            # The function, not the module: one increment of the count of batches serves all parts.
             outputs.append(F.batch_norm(chunk, mean, var, norm.weight, norm.bias, True, momentum, norm.eps))
         return torch.cat(outputs)
 
@@ -95,6 +97,7 @@ class _GhostBatchNorm(nn.Module):
         if count is not None:
             count.add_(num_updates)
         if norm.momentum is not None:
+            # All parts together then move the averages about as far as one update of the whole batch.
             return [norm.momentum / num_chunks] * num_updates
         # Average over all ghost batches so far, whose count is needed on the host, as in torch's batch norm.
         last = num_updates if count is None else int(count)

@@ -67,7 +67,8 @@ def apply_gradient_clipping(
 
     Reference:
         Norm: Pascanu et al., 2012, arXiv:1211.5063. Adaptive: Brock et al., "High-Performance Large-Scale Image
-        Recognition Without Normalization", ICML 2021, arXiv:2102.06171, eq. (3).
+        Recognition Without Normalization", ICML 2021, arXiv:2102.06171, eq. (3). The paper does not clip the final
+        linear layer; here all parameters are clipped.
     """
     _check(clipping_type, clipping_threshold, eps)
     parameters: Iterable[Tensor]
@@ -84,6 +85,7 @@ def apply_gradient_clipping(
     elif clipping_type == "norm":
         _clip_norm(parameters, clipping_threshold)
     else:
+        # Pass `eps` only if it is set: tests of users replace this function by one with Composer's arguments.
         _apply_agc(parameters, clipping_threshold=clipping_threshold, **({"eps": eps} if eps else {}))
 
 
@@ -112,8 +114,9 @@ def _apply_agc(parameters: Iterable[Tensor], clipping_threshold: float, eps: flo
 def _get_clipped_gradient_coeff(
     weights: Tensor, grad: Tensor, clipping_threshold: float = 0.01, eps: float = 0.0
 ) -> Tensor:
-    """Return the factor for each unit of a gradient that bounds its norm by the threshold times that of the weights."""
-    # DTensor norms cover whole units, whichever dim is sharded, but may be partial sums that are not reduced yet.
+    """Return for each unit the factor that limits the gradient's norm to the threshold times that of the weights."""
+    # The norm of a DTensor covers whole units, whichever dim is sharded, but may be a partial result. `clamp` reduces
+    # it, and the in-place operations below reject partial results.
     norm = _unitwise_norm(weights)
     is_sharded = is_dtensor(norm)
     if eps > 0 or is_sharded:
@@ -264,6 +267,7 @@ def joint_norm(tensors: Sequence[Tensor]) -> Tensor:
     If tensors are sharded, every rank must call this.
     """
     norms = [_whole(get_total_norm(group)) for group in _by_mesh(tensors).values()]
+    # The norm of the groups' norms is the norm of all elements.
     if len(norms) == 1:
         return norms[0]
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))

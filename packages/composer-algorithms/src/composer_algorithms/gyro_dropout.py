@@ -100,6 +100,7 @@ class GyroDropoutLayer(nn.Module):
             self._choose(self.num_steps)
         assert self._chosen is not None
         if self._masks is None or self._masks.shape[1] != x.shape[-1] or self._masks.device != x.device:
+            # From a generator of their own on the CPU, so that a resumed run gets the same masks on any device.
             masks = torch.rand(self.sigma, x.shape[-1], generator=self._generator("masks")) > self.p
             self._masks = masks.to(x.device)
         # For any batch size: with fewer examples than masks, some masks are not used.
@@ -247,8 +248,8 @@ def _num_training_steps(state: "State") -> float:
     if duration is not None and duration.unit == TimeUnit.EPOCH and num_batches is not None:
         return duration.value * num_batches.value
     raise ValueError(
-        f"GyroDropout needs to know how many steps training has, and max_duration={duration!r} with {num_batches!r} "
-        f"batches in an epoch does not say so: give max_duration in batches ('5000ba'), or in epochs with a dataloader "
+        f"GyroDropout needs the number of training steps, which max_duration={duration!r} with {num_batches!r} "
+        f"batches per epoch does not define: give max_duration in batches ('5000ba'), or in epochs with a dataloader "
         f"of known length."
     )
 

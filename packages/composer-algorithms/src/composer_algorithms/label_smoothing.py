@@ -58,7 +58,7 @@ def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Ten
     require_tensor(target, "target")
     if logits.ndim < 2:
         raise RuntimeError(
-            f"logits of shape {tuple(logits.shape)} have no dim of classes: pass (batch, classes, ...), two logits for "
+            f"logits of shape {tuple(logits.shape)} have no class dim: pass (batch, classes, ...), two logits for "
             f"each example where there are two classes."
         )
     if infer_target_type(logits, target) == "indices" and target.shape != logits.shape[:1] + logits.shape[2:]:
@@ -118,7 +118,7 @@ class LabelSmoothing(Method):
             state.batch_set_item(self.target_key, self.smooth(outputs, labels))
             self.original_labels = labels
         elif event == Event.AFTER_LOSS and self.original_labels is not None:
-            # Metrics and callbacks expect the labels that the dataloader gave.
+            # Metrics and callbacks expect the original labels.
             state.batch_set_item(self.target_key, self.original_labels)
             self.original_labels = None
 

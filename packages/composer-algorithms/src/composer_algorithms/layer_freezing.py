@@ -70,6 +70,7 @@ def freeze_layers(
     check_interval("[0, 1]", freeze_start=freeze_start, freeze_level=freeze_level, current_duration=current_duration)
     fraction = 0.0
     if current_duration > freeze_start:
+        # Not reached with freeze_start=1, since current_duration is at most 1.
         fraction = freeze_level * (current_duration - freeze_start) / (1 - freeze_start)
     num_freezable = len(_layers(model)[:-1])
     if not int(freeze_level * num_freezable):
@@ -177,4 +178,4 @@ def _freeze(model: nn.Module, depth: int) -> None:
     for parameter in chain.from_iterable(layers[:depth]):
         if id(parameter) not in still_trained:
             parameter.requires_grad_(False)
-            parameter.grad = None
+            parameter.grad = None  # with a zero gradient, momentum and weight decay would still change it

@@ -147,7 +147,7 @@ class MixUp(PairMixing):
         mixed, permuted, self.mixing = mixup_batch(
             input, target, alpha=self.alpha, indices=self._indices, generator=generator
         )
-        return mixed, permuted, 1 - self.mixing  # the base class wants the weight of the example itself
+        return mixed, permuted, 1 - self.mixing  # the base class expects the weight of the example itself
 
 
 def _gen_mixing_coef(alpha: float, generator: torch.Generator | None = None) -> float:

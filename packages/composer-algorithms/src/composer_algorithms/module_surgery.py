@@ -87,7 +87,7 @@ class TiedParameters:
             self._add_owner(module)
 
     def follow(self, path: str, old: nn.Module, old_params: Mapping[str, Tensor], new: nn.Module) -> None:
-        """Give other owners of the old module's parameters those that replace them, while it is still in the tree."""
+        """Set the replacements of the old module's parameters in their other owners, while it is still in the tree."""
         new_params = dict(new.named_parameters())
         kept = {id(tensor) for tensor in new_params.values()}
         for name, tensor in old_params.items():
@@ -139,7 +139,7 @@ def _only_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
 
 def _memory_format(tensors: Iterable[Tensor]) -> torch.memory_format | None:
     for tensor in tensors:
-        # Filters of 1x1 are contiguous in both formats and tell nothing about the model.
+        # Filters of 1x1 are contiguous in both formats, so they do not determine the format of the model.
         if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
             return torch.channels_last
     return None
@@ -172,6 +172,7 @@ def _convert(
 
 def _freeze_alike(old: nn.Module, new: nn.Module) -> None:
     old_params = dict(old.named_parameters())
+    # The common case: new parameters train by default.
     if not old_params or all(tensor.requires_grad for tensor in old_params.values()):
         return
     own = {id(tensor) for tensor in old_params.values()}
@@ -291,6 +292,7 @@ def replace_module_classes(
                 queue.append(_Site(new, site.path, site.parents))
                 queue.extend(_sites(new, site.path))
     if replacements and optimizers:
+        # Once at the end, when the names of all parameters in the model are final.
         follow_replacements(replacements, module, optimizers)
     elif replacements:
         _log.info(
@@ -348,7 +350,7 @@ def _ask(
         try:
             new = policy(site.module, index)
         except Exception as error:
-            error.add_note(f"raised about the module {site.path!r}, a {type(site.module).__qualname__}")
+            error.add_note(f"raised for the module {site.path!r}, a {type(site.module).__qualname__}")
             raise
         if new is not None and answer is not None:
             raise RuntimeError(
@@ -362,10 +364,11 @@ def _ask(
 def _hang(site: _Site, new: nn.Module, old_params: Mapping[str, Tensor], ties: TiedParameters, root: nn.Module) -> None:
     if not site.parents:
         raise TypeError(
-            f"the model itself is a {type(site.module).__qualname__}, in whose place nothing can be put: a policy "
-            f"answered with a new {type(new).__qualname__}. Put the model into an nn.Sequential first."
+            f"the model itself, a {type(site.module).__qualname__}, cannot be replaced, since it has no parent: a "
+            f"policy returned a new {type(new).__qualname__}. Put the model into an nn.Sequential first."
         )
     first = next(itertools.chain(root.parameters(), root.buffers()), None)
+    # Before `follow` records the new parameters: a conversion may replace Parameter objects.
     adopt(site.module, new, None if first is None else first.device)
     ties.follow(site.path, site.module, old_params, new)  # needs the old module in the tree
     for parent, name in site.parents:

@@ -105,8 +105,8 @@ def _targets(batch: Any) -> Tensor:
     tensor = next(_tensors(batch), None)
     if tensor is None:
         raise TypeError(
-            f"a batch of type {type(batch).__qualname__} has no tensor in it, and NoOpModel scales the first one: let "
-            f"the dataloader give tensors, in tuples, lists or dicts."
+            f"a batch of type {type(batch).__qualname__} contains no tensor, and NoOpModel scales the first one: let "
+            f"the dataloader return tensors, in tuples, lists or dicts."
         )
     return tensor
 

@@ -145,8 +145,8 @@ class ProgressiveResizing(ResumableDraws, Method):
         )
         if delay_fraction + finetune_fraction > 1:
             raise ValueError(
-                f"delay_fraction={delay_fraction!r} and finetune_fraction={finetune_fraction!r} are more than the "
-                f"whole training: let them add up to 1 or less."
+                f"delay_fraction={delay_fraction!r} and finetune_fraction={finetune_fraction!r} add up to more "
+                f"than 1: lower one of them."
             )
         check_counts(size_increment=size_increment)
         self.mode = mode
@@ -178,7 +178,7 @@ class ProgressiveResizing(ResumableDraws, Method):
         elapsed = elapsed_fraction(state, "ProgressiveResizing")
         input = batch_tensor(state, self.input_key, "input_key")
         scale = self.scale_factor(float(elapsed))
-        sides = _sides(input, f"what input_key={self.input_key!r} picks from the batch")
+        sides = _sides(input, f"batch item input_key={self.input_key!r}")
         size = [self._rounded(side, scale) for side in sides]
         if size != sides:
             input = self._resized(state, input, sides, size)
@@ -238,7 +238,7 @@ def _smaller_target(
 ) -> Tensor:
     if target.ndim <= 2:
         raise ValueError(
-            f"resize_targets=True needs targets with dims of space, and these have the shape {tuple(target.shape)}: "
+            f"resize_targets=True needs targets with spatial dims; got the shape {tuple(target.shape)}: "
             f"pass (batch, height, width) or (batch, classes, height, width), or resize_targets=False."
         )
     are_indices = target.ndim == input.ndim - 1
@@ -263,7 +263,7 @@ def _smaller_target(
 def _sides(tensor: Tensor, what: str) -> list[int]:
     if tensor.ndim <= 2:
         raise ValueError(
-            f"{what} of shape {tuple(tensor.shape)} has no dims of space to resize: pass (batch, channels, height, "
+            f"{what} of shape {tuple(tensor.shape)} has no spatial dims to resize: pass (batch, channels, height, "
             f"width)."
         )
     return list(tensor.shape[2:])
@@ -274,6 +274,6 @@ def _check_modes(mode: str, interpolation: str, antialias: bool) -> None:
     check_choice(("nearest", "bilinear", "area"), interpolation=interpolation)
     if antialias and interpolation != "bilinear":
         raise ValueError(
-            f"antialias=True goes with interpolation='bilinear', and interpolation is {interpolation!r}: choose that, "
-            f"or leave antialias out."
+            f"antialias=True requires interpolation='bilinear'; got {interpolation!r}. Choose that, or leave antialias "
+            f"out."
         )

@@ -80,8 +80,8 @@ def randaugment_image(
 
     Reference:
         Cubuk et al., "Randaugment: Practical automated data augmentation with a reduced search space", CVPRW 2020,
-        arXiv:1909.13719. In the paper every augmentation has the maximum
-        strength; here each draws its own, up to `severity`.
+        arXiv:1909.13719. In the paper every augmentation has the maximum strength; here each draws its own, up to
+        `severity`.
     """
     transform = RandAugmentTransform(severity, depth, augmentation_set)
     return transform if img is None else transform(img)

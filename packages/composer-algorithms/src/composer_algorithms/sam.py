@@ -159,7 +159,8 @@ class SAMOptimizer(Optimizer):
         self._share_with_base()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Schedulers wrap `step` in the instance's dict. In a copy, that wrapper would still step this optimizer.
+        # Schedulers wrap `step` in the instance's dict. In a copy, that wrapper would still step this optimizer. State
+        # and groups are left out, since a copy takes them from its own base optimizer.
         own = {name: value for name, value in self.__dict__.items() if name != "step"}
         return {**own, "state": None, "param_groups": None}
 
@@ -168,6 +169,7 @@ class SAMOptimizer(Optimizer):
         # A copy shares groups and state with its own base optimizer, not with the original one.
         if "base_optimizer" in state:
             self._share_with_base()
+        # Only for torch's setup of step hooks and profiling; everything else is set already.
         super().__setstate__({})
 
     def _share_with_base(self) -> None:
@@ -179,7 +181,7 @@ class SAMOptimizer(Optimizer):
                 group.setdefault(name, default)
 
     def _look_twice(self, closure: Callable[..., Any]) -> tuple[Any, bool]:
-        """Return the loss, and whether the gradients are finite."""
+        """Compute the gradients at the nearby point; return the first loss, and whether both gradients are finite."""
         second = partial(closure, loss_dict={}) if takes_keyword(closure, "loss_dict") else closure
         devices = {parameter.device for group in self.param_groups for parameter in group["params"]}
         draws = _Draws(devices, self.algorithms) if self.replay else None
@@ -194,6 +196,8 @@ class SAMOptimizer(Optimizer):
             self._ascend()
             self.zero_grad()
             if draws is not None:
+                # Another dropout mask would be another function, and `rho` would not measure a distance on one loss
+                # surface.
                 draws.repeat()
             with torch.enable_grad():
                 is_finite = second() is not None
@@ -244,6 +248,8 @@ class SAM(Method):
         arXiv:2010.01412.
     """
 
+    # The wrapper must exist before its state, with the number of steps in the groups, is loaded. AFTER_LOAD is for
+    # loops that do not run BEFORE_LOAD.
     acts_on = frozenset({Event.BEFORE_LOAD, Event.AFTER_LOAD})
 
     def __init__(self, rho: float = 0.05, epsilon: float = 1.0e-12, interval: int = 1) -> None:

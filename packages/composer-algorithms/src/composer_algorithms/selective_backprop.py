@@ -144,6 +144,7 @@ class SelectiveBackprop(ResumableDraws, Method):
     """
 
     surgery_rank = 7
+    # On the examples as loaded: the losses of mixed or cropped examples would not be comparable.
     runs_first = True
     computes_losses = True
     acts_on = frozenset({Event.INIT, Event.AFTER_DATALOADER})
@@ -163,7 +164,7 @@ class SelectiveBackprop(ResumableDraws, Method):
         check_interval("(0, 1]", keep=keep, scale_factor=scale_factor)
         check_interval("[0, 1]", start=start, end=end)
         if start > end:
-            raise ValueError(f"start={start!r} is after end={end!r}, so no example would be dropped: exchange them.")
+            raise ValueError(f"start={start!r} is after end={end!r}, so no example would be dropped: swap them.")
         check_counts(0, interrupt=interrupt)
         check_choice(("train", "eval"), score_mode=score_mode)
         self.start = start
@@ -193,7 +194,7 @@ class SelectiveBackprop(ResumableDraws, Method):
             if not isinstance(unwrap_model(state.model), ComposerModel):
                 raise RuntimeError(
                     f"SelectiveBackprop computes losses with the model's own loss, and "
-                    f"{type(state.model).__qualname__} is no ComposerModel: make one of it with "
+                    f"{type(state.model).__qualname__} is not a ComposerModel: create one with "
                     f"ComposerModel.from_module(module, loss_fn)."
                 )
             if self.keep < 1:  # otherwise the loss is never called with `reduction`
@@ -269,17 +270,18 @@ def _choose(
     check_pairs(input, target, None)
     if scale_factor != 1 and not input.is_floating_point():
         raise UnsupportedBatchError(
-            f"scale_factor={scale_factor!r} needs inputs of floating point, and these are {input.dtype}: pass "
+            f"scale_factor={scale_factor!r} needs floating point inputs; got {input.dtype}: pass "
             f"scale_factor=1, or convert them in the dataset."
         )
     if scale_factor != 1 and input.ndim not in _INTERPOLATION:
         raise ValueError(
-            f"scale_factor={scale_factor!r} needs inputs with one, two or three dims of space, and these have the "
-            f"shape {tuple(input.shape)}: pass scale_factor=1."
+            f"scale_factor={scale_factor!r} needs inputs with one, two or three spatial dims; got the shape "
+            f"{tuple(input.shape)}: pass scale_factor=1."
         )
     num_kept = max(1, int(keep * len(input)))
     if num_kept >= len(input):
         return None
+    # Drawn before the forward pass, since a copy to the device issued after it may have to wait for it.
     ranks = _drawn_ranks(len(input), num_kept, keep, generator).to(input.device, non_blocking=True)
     with torch.no_grad():
         scored = input
@@ -292,17 +294,18 @@ def _choose(
 
 def _drawn_ranks(num_examples: int, num_kept: int, keep: float, generator: torch.Generator | None) -> Tensor:
     # Gumbel top-k: the largest log-probabilities with Gumbel noise are a sample without replacement.
+    # The half keeps the logarithm of the smallest loss finite.
     log_p = (1 / keep - 1) * ((torch.arange(num_examples, dtype=torch.float64) + 0.5) / num_examples).log()
     noise = -torch.empty(num_examples, dtype=torch.float64).exponential_(generator=generator).log()
     return (log_p + noise).topk(num_kept).indices
 
 
 def _per_example(losses: Any, num_examples: int) -> Tensor:
-    losses = require_tensor(losses, "what the loss gave with reduction='none'")
+    losses = require_tensor(losses, "the loss with reduction='none'")
     if losses.ndim == 0 or len(losses) != num_examples:
         raise ValueError(
-            f"the loss gave values of shape {tuple(losses.shape)} with reduction='none', and there are {num_examples} "
-            f"examples: it has to give at least one value for each of them."
+            f"the loss with reduction='none' has the shape {tuple(losses.shape)}, and there are {num_examples} "
+            f"examples: it must have at least one value for each of them."
         )
     return losses.flatten(1).mean(dim=1) if losses.ndim > 1 else losses
 

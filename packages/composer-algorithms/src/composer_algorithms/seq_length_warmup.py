@@ -251,7 +251,7 @@ def _length_of(sequences: Mapping[str, Tensor]) -> int:
         if value.ndim > 1:
             return value.shape[1]
     raise ValueError(
-        f"no tensor of the batch has a dim of length: its keys are {list(sequences)}. Pass tensors of shape (batch, "
+        f"no tensor of the batch has a length dim: its keys are {list(sequences)}. Pass tensors of shape (batch, "
         f"length, ...)."
     )
 
@@ -259,7 +259,7 @@ def _length_of(sequences: Mapping[str, Tensor]) -> int:
 def _truncated(name: str, value: Tensor, length: int) -> Tensor:
     if value.ndim < 2:
         raise ValueError(
-            f"batch[{name!r}] of shape {tuple(value.shape)} has no dim of length to truncate: pass (batch, length, "
+            f"batch[{name!r}] of shape {tuple(value.shape)} has no length dim to truncate: pass (batch, length, "
             f"...), or name it in non_sequence_keys."
         )
     # A copy even of a single sequence, whose slice is contiguous: the last token is written into it.
@@ -282,7 +282,7 @@ def _keep_last_token(shorter: Mapping[str, Tensor], sequences: Mapping[str, Tens
 def _cut_into_several(sequences: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
     if "input_ids" not in sequences:
         raise ValueError(
-            f"truncate=False cuts up batches with 'input_ids', and this one has the keys {list(sequences)}: add them, "
+            f"truncate=False splits batches with 'input_ids', and this one has the keys {list(sequences)}: add them, "
             f"or pass truncate=True."
         )
     shape = sequences["input_ids"].shape
@@ -290,7 +290,7 @@ def _cut_into_several(sequences: Mapping[str, Tensor], length: int) -> dict[str,
     for name, value in sequences.items():
         if value.shape != shape:
             raise ValueError(
-                f"batch[{name!r}] of shape {tuple(value.shape)} cannot be cut up with 'input_ids' of shape "
+                f"batch[{name!r}] of shape {tuple(value.shape)} cannot be split with 'input_ids' of shape "
                 f"{tuple(shape)}: with truncate=False all tensors need one shape. Pass truncate=True."
             )
         whole = value.flatten()
@@ -331,7 +331,7 @@ def _run_maximal_batch(state: "State", batch: dict[str, Any]) -> None:
 def _microbatch_size(state: "State") -> int:
     size: Any = state.device_train_microbatch_size
     if size is None:
-        size = state.dataloader.batch_size  # an AttributeError names what another dataloader lacks
+        size = state.dataloader.batch_size  # raises an AttributeError if the dataloader has no such attribute
     if size is None:
         raise RuntimeError(
             "the dataloader has batch_size=None, so the size of a microbatch is not known: set "

@@ -88,8 +88,7 @@ class SWA(Method):
         self.update_interval = interval = parse_time("update_interval", update_interval)
         if interval.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or interval.value < 1:
             raise ValueError(
-                f"update_interval={str(interval)!r} cannot be counted: pass at least one batch ('10ba') or epoch "
-                f"('1ep')."
+                f"update_interval={str(interval)!r} is not a valid interval: pass batches ('10ba') or epochs ('1ep')."
             )
         if str(anneal_strategy).lower() not in _STRATEGIES:
             raise ValueError(f"anneal_strategy={anneal_strategy!r} is unknown: choose 'linear' or 'cos'.")
@@ -111,6 +110,7 @@ class SWA(Method):
         if event == Event.INIT:
             return True
         if event == Event.BATCH_START:
+            # Schedulers of the run may have stepped since BATCH_END, such as at the end of an epoch.
             return self.schedule_swa_lr and self.swa_started and not self.swa_completed
         if self.swa_completed or event not in _ENDS:
             return False
@@ -138,7 +138,7 @@ class SWA(Method):
         scheduler = {"base_lrs": list(self._base_lrs), "last_epoch": self._num_averaged}
         return {
             **super().state_dict(),
-            # Named as in torch's AveragedModel, which Composer saves.
+            # Named as in torch's AveragedModel, which Composer saves. A loaded mean may be saved before its first use.
             "swa_model": {
                 "n_averaged": torch.tensor(self._num_averaged),
                 **{f"module.{name}": tensor for name, tensor in (self._loaded or mean).items()},
@@ -212,6 +212,7 @@ class SWA(Method):
         self._num_averaged += 1
 
     def _finish(self, state: "State") -> None:
+        # The window ended without an update after the checkpoint was loaded.
         if self._loaded:
             self._mean, self._loaded = _mean_of(state.model, self._loaded), {}
         assert self._mean is not None  # created by the first event of the window
@@ -243,6 +244,7 @@ class SWA(Method):
 def _mean_of(model: nn.Module, saved: Mapping[str, Tensor]) -> EMAParameters:
     """Return the model's parameters, or the saved ones, as a mean."""
     mean = EMAParameters(model)
+    # The mean of running statistics would not be the statistics of the mean weights.
     mean.named_buffers_dict = {}
     if not saved:
         return mean
@@ -253,7 +255,7 @@ def _mean_of(model: nn.Module, saved: Mapping[str, Tensor]) -> EMAParameters:
     if missing and len(missing) == len(found):
         raise ValueError(f"{told}: load it into the model that it was saved from.")
     if missing:
-        _log.warning("%s. Their mean starts from the model's own.", told)
+        _log.warning("%s. Their mean starts from the weights of the model.", told)
     mean.named_parameters_dict.update({name: tensor for name, tensor in found.items() if tensor is not None})
     mean.move_params_to_device(model)
     return mean
@@ -274,19 +276,19 @@ def _window(swa_start: str | Time[Any], swa_end: str | Time[Any]) -> tuple[Time[
         is_part = time.unit == TimeUnit.DURATION and 0 <= time.value <= 1
         if not (is_part or time.unit == TimeUnit.EPOCH):
             raise ValueError(
-                f"{name}={str(time)!r} is not a time for it: pass a part of training from '0dur' to '1dur', or an "
-                f"epoch such as '7ep'."
+                f"{name}={str(time)!r} is not valid: pass a fraction of training from '0dur' to '1dur', or an epoch "
+                f"such as '7ep'."
             )
     if start.unit != end.unit:
         raise ValueError(
-            f"swa_start={str(start)!r} and swa_end={str(end)!r} are in different units: give both as parts of training "
-            f"('0.7dur') or both in epochs ('7ep')."
+            f"swa_start={str(start)!r} and swa_end={str(end)!r} are in different units: give both as fractions of "
+            f"training ('0.7dur') or both in epochs ('7ep')."
         )
     if start >= end:
-        raise ValueError(f"swa_start={str(start)!r} is not before swa_end={str(end)!r}: let the mean begin earlier.")
+        raise ValueError(f"swa_start={str(start)!r} is not before swa_end={str(end)!r}: use an earlier start.")
     if end.unit == TimeUnit.DURATION and end.value == 1:
         _log.warning(
-            "swa_end='1dur' leaves no training in which batch norms could measure their statistics with the mean of "
+            "swa_end='1dur' leaves no training in which batch norms could update their statistics with the mean of "
             "the weights."
         )
     return start, end

@@ -104,6 +104,7 @@ def _standardize(name: str, conv: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
     # unsafe=True skips a check that computes every weight once; shape and dtype do not change.
     parametrize.register_parametrization(conv, "weight", _Standardize(), unsafe=True)
     if len(found := _parametrizations(conv)) == 1:
+        # register_parametrization creates the list and has no argument for its class.
         found.__class__ = _StandardizedWeight
 
 

@@ -183,6 +183,7 @@ class ComposerModel(torch.nn.Module, abc.ABC):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
+        # Before the recursion, since submodules may refer back to the model.
         memo[id(self)] = copied
         if self.logger is not None:
             memo[id(self.logger)] = self.logger  # so that submodules with the logger also share it
@@ -221,6 +222,7 @@ class ModuleAdapter(ComposerModel):
             )
         if not callable(loss_fn):
             raise TypeError(f"loss_fn={loss_fn!r} cannot be called: pass a function of outputs and targets.")
+        # A class is callable too: MSELoss(outputs, targets) constructs a module instead of computing a loss.
         if isinstance(loss_fn, type):
             raise TypeError(
                 f"loss_fn={loss_fn!r} is a class, which would take outputs and targets as its settings: pass an "

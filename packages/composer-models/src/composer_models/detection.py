@@ -164,7 +164,7 @@ def _check_image(name: str, image: Mapping[str, Tensor], keys: Sequence[str]) ->
         if not shape or (shape[1:] != of_a_box and shape != (0,)):  # an image without boxes needs no second dim
             accepted = "(n, 4)" if of_a_box else "(n,)"
             raise ValueError(
-                f"{name}[{key!r}] has shape {tuple(shape)}: an image with n boxes needs shape {accepted}, also where n "
+                f"{name}[{key!r}] has shape {tuple(shape)}: an image with n boxes needs shape {accepted}, also if n "
                 f"is 1."
             )
     lengths = {key: len(image[key]) for key in keys}

@@ -137,6 +137,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.n_heads = config.n_heads
         self.dropout = config.attn_pdrop
+        # One large matrix product is faster than three.
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model, device=config.device)
         self.out = ResidualProjection(config.d_model, config.d_model, device=config.device)
 
@@ -151,6 +152,7 @@ class CausalSelfAttention(nn.Module):
             attn_mask=mask,
             # A function, not a module, so evaluation mode must be applied here.
             dropout_p=self.dropout if self.training else 0.0,
+            # The kernels accept a mask or `is_causal`; the mask includes the causal one.
             is_causal=mask is None,
         )
         return self.out(mixed_bhld.transpose(1, 2).flatten(2))
@@ -241,10 +243,11 @@ class GPT(nn.Module):
         if attention_mask is not None and self.config.attn_impl != "flash":
             is_real = attention_mask.bool()
             mask = _causal_mask(is_real)
-            positions = (is_real.cumsum(dim=1) - 1).clamp(min=0)
+            positions = (is_real.cumsum(dim=1) - 1).clamp(min=0)  # -1 before the first real token
         x = self.emb_drop(self.wte(input_ids) + self.wpe(positions))
         for block in self.blocks:
             x = block(x, mask)
+        # Not a second module with a shared weight, which state dicts would hold twice and sharding could untie.
         return F.linear(self.ln_f(x), self.wte.weight)
 
     def fsdp_wrap_fn(self, module: nn.Module) -> bool:
@@ -333,6 +336,7 @@ class ComposerGPT(ComposerModel):
         """
         num_sequences, num_tokens = batch["input_ids"].shape
         config = self.model.config
+        # Tied weights count once: the output layer multiplies by them, the embedding only reads rows.
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         attention = 12 * config.n_layers * config.d_model * num_tokens
         return num_sequences * num_tokens * (6 * num_parameters + attention)

@@ -65,6 +65,7 @@ def _batch_norm(fill: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[nn.Mo
 
 def _log_constant_bias(module: nn.Module) -> None:
     if isinstance(module, nn.Linear) and module.bias is not None:
+        # sigmoid(-log(n)) is 1 / (n + 1).
         nn.init.constant_(module.bias, -math.log(module.out_features))
 
 

@@ -43,8 +43,8 @@ def translate_legacy_evaluation(cls: type) -> None:
         cls.get_metrics = _get_metrics
     if spoken:
         warnings.warn(
-            f"{cls.__name__} defines {' and '.join(spoken)}, the evaluation protocol of early releases, which goes "
-            f"away in 1.0. Define eval_forward(batch, outputs=None), update_metric(batch, outputs, metric) and "
+            f"{cls.__name__} defines {' and '.join(spoken)}, the evaluation protocol of early releases, which is "
+            f"removed in 1.0. Define eval_forward(batch, outputs=None), update_metric(batch, outputs, metric) and "
             f"get_metrics(is_train) instead.",
             DeprecationWarning,
             stacklevel=4,  # past __init_subclass__ and ABCMeta.__new__, to the class statement

@@ -162,6 +162,7 @@ class DiceLoss(torch.nn.Module):
         3DV 2016, arXiv:1606.04797.
     """
 
+    # Added to both sides of the fraction, so that an absent and not predicted class has a loss of 0 and not 0 / 0.
     smoothing = 1e-5
 
     def __init__(
@@ -204,6 +205,7 @@ class DiceLoss(torch.nn.Module):
         reduced_dims = [*([0] if self.batch else []), *range(2, input.ndim)]
         target_size = _sum(target, reduced_dims)
         intersection = _sum(target * pred, reduced_dims)
+        # Only the sizes are squared, so after the intersection was computed from the values themselves.
         if self.squared_pred:
             target, pred = target**2, pred**2
         union = _sum(target, reduced_dims) + _sum(pred * has_target, reduced_dims)

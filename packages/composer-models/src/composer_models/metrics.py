@@ -168,6 +168,7 @@ class CrossEntropy(Metric):
         preds = _at_least_float32(preds)
         is_dense = infer_target_type(preds, target) == "one_hot"
         self.sum_loss += soft_cross_entropy(preds, target, ignore_index=self.ignore_index, reduction="sum")
+        # In float32, since a sum of bfloat16 probabilities would be rounded to 8 bits.
         self.total_batches += (target if is_dense else target != self.ignore_index).sum(dtype=torch.float32)
 
     def compute(self) -> Tensor:
@@ -310,6 +311,7 @@ class Dice(Metric):
         """
         if infer_target_type(pred, target) == "one_hot":
             target = target.argmax(dim=1)
+        # The extra dim below allows samples without spatial dims, which flatten(1) would reject.
         foreground = torch.arange(1, self.num_classes + 1, device=pred.device).view(-1, 1, 1)
         predicted = pred.argmax(dim=1).unsqueeze(-1).flatten(1) == foreground  # classes, samples, pixels
         actual = target.unsqueeze(-1).flatten(1) == foreground

@@ -134,6 +134,7 @@ class LanguagePerplexity(LanguageCrossEntropy):
 
     def compute(self) -> Tensor:
         """Take the exponential of the mean cross entropy."""
+        # Of the mean over all tokens: a mean of perplexities of batches would depend on how the data is batched.
         return torch.exp(super().compute())
 
 
@@ -179,6 +180,7 @@ class BinaryF1Score(Metric):
 
     def compute(self) -> Tensor:
         """Compute the score from the counts."""
+        # The harmonic mean in terms of counts: precision alone would be 0 / 0 without positive predictions.
         return self.true_positive / (self.true_positive + 0.5 * (self.false_negative + self.false_positive))
 
 

@@ -44,6 +44,7 @@ def decay_rate(lr: float | Tensor, initial_lr: float, weight_decay: float) -> fl
 
 def shrink(params: list[Tensor], rate: float | Tensor, found_inf: Tensor | None) -> None:
     """Multiply the weights by `1 - rate`, in place, unless `found_inf` is given and not 0."""
+    # Only for floats, because comparing a tensor would synchronize with its device.
     if isinstance(rate, float) and rate == 0.0:
         return
     for (device, _), tensors in _group_by_kernel(params).items():

@@ -60,7 +60,7 @@ class SharedRate:
 
 
 class _BesideComposers(LRScheduler):
-    """PyTorch scheduler that computes its rates without Composer's factor."""
+    """Base class added to a PyTorch scheduler, which then computes its rates without Composer's factor."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step without Composer's factor, which is restored afterwards."""
@@ -102,7 +102,7 @@ def check_together(schedulers: Iterable[object]) -> None:
         is_elsewhere = isinstance(other, LRScheduler) and other.optimizer is not getattr(ours, "optimizer", None)
         if not is_elsewhere and _shared_by(other) is not _shared_by(ours):
             raise ValueError(
-                f"schedulers has a {type(other).__name__} beside a Composer scheduler that was compiled without it: "
+                f"schedulers has a {type(other).__name__} and a Composer scheduler that was compiled without it: "
                 f"each would set the whole learning rate. Give the Trainer the schedulers themselves, uncompiled, or "
                 f"compile them together: state.schedulers = compile_composer_schedulers([...], state)."
             )
@@ -132,6 +132,7 @@ def rates_without_factor(theirs: Sequence[LRScheduler], optimizer: Optimizer) ->
     return current if current in own else own[-1]
 
 
+# Cached, so that schedulers of one class still have a class in common.
 @functools.cache
 def _class_beside(cls: type[LRScheduler]) -> type[LRScheduler]:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
@@ -284,6 +285,7 @@ def compile_composer_schedulers(
         rates = rates_without_factor(theirs, optimizer)
         initial = [float(group["initial_lr"]) for group in optimizer.param_groups]
         factors = [SharedRate(factors, *group) for group in zip(initial, rates, strict=True)]
+    # Each of them sets the rate by all factors, so the order in which they step does not matter.
     compiled = [LambdaLR(optimizer, factors) for _ in ours]
     # No errors from here on, so that an error leaves PyTorch's schedulers unchanged.
     for scheduler, scaled in zip(theirs, lengths, strict=True):
@@ -311,8 +313,8 @@ def _product(bound: _Bound, state: OptimizedState) -> Callable[[int], float]:
 def _only_optimizer(state: OptimizedState) -> Optimizer:
     if len(state.optimizers) != 1:
         raise NotImplementedError(
-            f"Only one optimizer is supported; found {len(state.optimizers)} optimizers. Leave the one in "
-            f"state.optimizers whose learning rate is to move."
+            f"Only one optimizer is supported; found {len(state.optimizers)} optimizers. Keep only the "
+            f"optimizer whose learning rate to schedule in state.optimizers."
         )
     return state.optimizers[0]
 
@@ -328,7 +330,7 @@ def _check_pytorchs(scheduler: LRScheduler, optimizer: Optimizer) -> None:
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
             f"schedulers has PyTorch's {name} in it, whose steps need a loss, and schedulers are stepped without one. "
-            f"Use one that goes by time, or step it yourself after evaluation."
+            f"Use one that depends on time only, or step it yourself after evaluation."
         )
     if scheduler.optimizer is not optimizer:
         raise ValueError(

@@ -95,6 +95,7 @@ class DecoupledAdamW(AdamW):
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
+        # As in Composer and common for language models; the default of torch's AdamW is (0.9, 0.999).
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 1e-5,
@@ -217,6 +218,7 @@ class DecoupledAdamW(AdamW):
             grad_scale: Divisor of the gradients; only with `fused`.
             found_inf: Not 0 to skip the step, because a gradient is not finite; only with `fused`.
         """
+        # Left to PyTorch's kernel where possible, since `shrink` is another pass over the weights.
         if initial_lr == 0:  # cannot be divided by, so the decay is applied here
             shrink(params, decay_rate(lr, initial_lr, weight_decay), found_inf)
             weight_decay = 0.0
@@ -305,6 +307,7 @@ class DecoupledAdamW(AdamW):
             held = next(iter(optimizer_metrics.values()), None)
             device = _communication_device() if held is None else held.device
             zero = torch.zeros((), device=device)
+            # One collective for all metrics; ranks without a metric contribute 0.
             sums = torch.stack([optimizer_metrics.get(name, zero).to(device, torch.float32) for name in names])
             tdist.all_reduce(sums)
             optimizer_metrics.update(zip(names, sums.unbind(), strict=True))
@@ -339,6 +342,7 @@ class DecoupledAdamW(AdamW):
         state = self.state[param]
         if not state:
             # PyTorch's kernels read the step count on the host, unless they are fused or capturable.
+            # Entries and names are those of torch's AdamW, so that each loads the state dicts of the other.
             on_device = group["capturable"] or group["fused"]
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")
             state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)

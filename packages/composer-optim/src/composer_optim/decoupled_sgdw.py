@@ -148,6 +148,7 @@ class DecoupledSGDW(SGD):
             grad_scale: Divisor of the gradients; only with `fused`.
             found_inf: Not 0 to skip the step, because a gradient is not finite; only with `fused`.
         """
+        # A separate pass: the weight decay of PyTorch's SGD is part of the gradient, and would enter the momentum.
         shrink(params, decay_rate(lr, initial_lr, weight_decay), found_inf)
         run = partial(
             sgd,

@@ -57,6 +57,7 @@ def lr_lambda(
     loop = _Loop(duration, batches_per_epoch, samples_per_batch, tokens_per_batch)
     if scale_schedule_ratio != 1.0:
         loop = loop.scaled(scale_schedule_ratio)
+    # Not a closure, which could not be pickled.
     return partial(_factor, scheduler, ratio, loop)
 
 
@@ -192,6 +193,7 @@ class _LoopTimestamp(Timestamp):
         )
         self.loop = loop
 
+    # Not `__getattr__`, which Python calls only for attributes that do not exist.
     def __getattribute__(self, name: str) -> Any:
         for unit in _NEEDS.get(name, ()):
             self.loop.require(unit)

@@ -53,8 +53,8 @@ class ComposerScheduler:
             NotImplementedError: Always; a subclass must override it.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} does not say how the learning rate changes: define __call__(self, state, "
-            f"ssr=1.0) in it and return the factor."
+            f"{type(self).__name__} does not define the learning rate factor: define __call__(self, state, "
+            f"ssr=1.0) and return it."
         )
 
 
@@ -78,6 +78,7 @@ class StepScheduler(ComposerScheduler):
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""
         step_size = _convert_period(self.step_size, "step_size", state, ssr)
+        # Integers, since a rounded quotient could reach a step too early.
         return self.gamma ** (state.timestamp.get(step_size.unit).value // step_size.value)
 
 
@@ -106,6 +107,7 @@ class MultiStepScheduler(ComposerScheduler):
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""
         milestones = [convert_time(milestone, state, ssr) for milestone in self.milestones]
+        # Each milestone has its own unit, so they cannot be sorted and searched.
         return self.gamma ** sum(state.timestamp.get(each.unit).value >= each.value for each in milestones)
 
 
@@ -316,6 +318,7 @@ def check_flag(name: str, value: object) -> None:
 
 def fraction_done(now: int, start: int, end: int) -> float:
     """Return the position of `now` between `start` and `end`, in [0, 1]; 1 if `end` is not after `start`."""
+    # A length may be scaled or rounded down to 0, which must not divide by 0.
     if end <= start:
         return 1.0
     return min(1.0, max(0.0, (now - start) / (end - start)))

@@ -87,6 +87,7 @@ def convert_time(time: "str | Time", state: SchedulerState, ssr: float = 1.0) ->
             return Time(_part(time.value, num_batches), TimeUnit.BATCH)
         return Time(_part(time.value, state.max_duration.value), state.max_duration.unit)
     if time.unit == TimeUnit.EPOCH:
+        # One rounding at the end: rounding epochs first could lose most of an epoch.
         return Time(int(time.value * _batches_per_epoch(time, state) * ssr), TimeUnit.BATCH)
     return time if ssr == 1.0 else Time(int(time.value * ssr), time.unit)
 

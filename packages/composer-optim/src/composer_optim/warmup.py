@@ -98,6 +98,7 @@ class _ShapeAfterWarmup(ComposerScheduler, ABC):
         raise_if_max_duration_exceeds_t_max(t_max, state, ssr)
         now = state.timestamp.get(t_warmup.unit).value
         if now < t_warmup.value:
+            # Ends at the first value of the shape, so that the factor has no jump there.
             return _ramp(self.t_warmup, state, ssr if self.scale_warmup else 1.0) * self._shape(0.0)
         # A shape of length 0 stays at its start value.
         return self._shape(fraction_done(now, t_warmup.value, t_max.value) if t_max.value > t_warmup.value else 0.0)
@@ -221,7 +222,7 @@ def _convert_warmup(t_warmup: Time, state: SchedulerState) -> Time:
             f"t_warmup={str(t_warmup)!r} comes to {str(converted)!r} in a training of {str(state.max_duration)!r}, so "
             f"the warm-up is skipped. Make it longer, or use the scheduler of the same name without a warm-up.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=3,  # the caller of the scheduler
         )
     return converted
 

@@ -178,6 +178,7 @@ class Time(_Subscriptable["TValue"]):
     def __repr__(self) -> str:
         return f"Time({self._value!r}, {self._unit})"
 
+    # By default pickle would store the names of private slots, and restore them without the constructor's checks.
     def __reduce__(self) -> tuple[type[Time[TValue]], tuple[TValue, TimeUnit]]:
         return Time, (self._value, self._unit)
 
@@ -406,11 +407,13 @@ def _wall_clock_seconds(text: str) -> int | None:
         return None
     total = 0
     for digits, (part, limit) in zip(match.groups(default="0"), _PARTS, strict=True):
+        # The length first, since int() refuses texts of thousands of digits.
         if len(digits) > 2 or int(digits) >= limit:
             raise ValueError(
                 f"Invalid time string {shortened(text)}: the {part} of a wall-clock length go from 0 to {limit - 1}. "
                 f"Carry the rest to the next larger part, or give all of it in seconds, as in '5400sec'. {GRAMMAR}"
             )
+        # Hours, minutes and seconds are the digits of a number in base 60.
         total = total * 60 + int(digits)
     return total
 
@@ -459,5 +462,6 @@ def _suggestion(word: str) -> str:
 
     units = {spelling: unit.value for unit in TimeUnit for spelling in (unit.value, unit.name.lower())}
     units["step"] = TimeUnit.BATCH.value  # the term for a batch in other libraries
+    # Shortened, because the comparison takes quadratic time and the text is user input.
     close = get_close_matches(word[:20], units, n=1)
     return f" (did you mean {units[close[0]]!r}?)" if close else ""

@@ -244,6 +244,7 @@ class Timestamp(Serializable):
             tokens: Number of tokens in the batch.
             duration: Its wall-clock time; `None` counts as 0.
         """
+        # The common case of two plain numbers needs no function call.
         if type(samples) is not int or type(tokens) is not int:
             samples = plain_count("samples", samples, TimeUnit.SAMPLE)
             tokens = plain_count("tokens", tokens, TimeUnit.TOKEN)
@@ -296,6 +297,7 @@ class Timestamp(Serializable):
         if not overrides:
             # Much faster than the constructor, which checks every argument.
             same = self._after(None)
+            # `_after` sets the time of the last batch to the duration that it adds.
             same._batch_wct = self._batch_wct
             return same
         fields = self.state_dict()
@@ -376,6 +378,7 @@ class Timestamp(Serializable):
 
     def _after(self, duration: timedelta | None) -> Timestamp:
         """Return a copy with advanced clocks, without repeating the checks of the constructor."""
+        # Attribute by attribute, since a loop over the names would take longer in every training step.
         after = object.__new__(Timestamp)
         after._iteration = self._iteration
         after._epoch = self._epoch

@@ -90,7 +90,7 @@ def _cut(batch: Mapping[str, Any], scaling: float) -> Mapping[str, Any]:
     size, length = round(old_size / scaling), round(old_length * scaling)
     if not (math.isclose(size, old_size / scaling) and math.isclose(length, old_length * scaling)):
         raise ValueError(
-            f"a batch of {old_size} sequences of {old_length} tokens cannot be cut into {old_size / scaling:g} of "
+            f"a batch of {old_size} sequences of {old_length} tokens cannot be split into {old_size / scaling:g} of "
             f"{old_length * scaling:g} by train_sequence_length_scaling={scaling!r}: choose lengths that the scaling "
             f"divides."
         )
@@ -104,7 +104,7 @@ def _cut(batch: Mapping[str, Any], scaling: float) -> Mapping[str, Any]:
         else:
             raise ValueError(
                 f"the batch's {key!r} of shape {tuple(value.shape)} has neither a value for each of the {old_size} "
-                f"times {old_length} tokens nor one for each sequence, so it cannot be cut by "
+                f"times {old_length} tokens nor one for each sequence, so it cannot be split by "
                 f"train_sequence_length_scaling={scaling!r}: remove it from the batch, or use a scaling of 1."
             )
     return cut

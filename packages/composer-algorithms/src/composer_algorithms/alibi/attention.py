@@ -140,6 +140,7 @@ def _with_weights(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention and its weights explicitly, since transformers has no eager function to call."""
+    # In float32, because the bias of distant tokens has more digits than 16-bit scores hold.
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * _scaling(module, query, scaling)
     scores = scores if mask is None else scores + mask
     weights = torch.softmax(scores, dim=-1).to(value.dtype)
@@ -163,7 +164,8 @@ def _flex_attention(
         if slopes is None:
             return flex.flex_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return _sdpa_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    # With a cache, queries stand at the end of the keys.
+    # With a cache, queries are at the end of the keys. With a static cache the offset is too large by its free slots,
+    # which lowers all scores of a causal query by the same amount and does not change their softmax.
     offset = key.shape[2] - query.shape[2]
 
     # Computed per score inside the kernel: no tensor of queries times keys is ever stored.
@@ -296,7 +298,7 @@ def zero_and_freeze_expand_position_embeddings(
         raise
     if not isinstance(weight, nn.Parameter):
         raise TypeError(
-            f"position_embedding_attribute={position_embedding_attribute!r} leads to a "
+            f"position_embedding_attribute={position_embedding_attribute!r} is a "
             f"{type(embedding).__qualname__} whose weight is a {type(weight).__qualname__}, not a parameter: name the "
             f"nn.Embedding of the positions."
         )

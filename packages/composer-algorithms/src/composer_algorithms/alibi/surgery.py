@@ -106,9 +106,8 @@ def _switch_attention(model: nn.Module, max_sequence_length: int) -> None:
             module.config.max_position_embeddings = positions[0]
             # Saved with the configuration, so that it records the shape that the saved weights require.
             module.config.composer_alibi = {"max_sequence_length": max_sequence_length}
-        uses_config = any(
-            module.config is config for config in configs
-        )  # BERT's attention has one since transformers 5
+        # BERT's attention has a configuration since transformers 5.
+        uses_config = any(module.config is config for config in configs)
         if uses_config and module._can_set_attn_implementation():
             module.set_attn_implementation(attention_name(module.config._attn_implementation))
 
@@ -251,6 +250,6 @@ def _resolve(model: nn.Module, path: str) -> tuple[nn.Module, str]:
         owner = attrgetter(".".join(parts[start:-1]))(model) if len(parts) - start > 1 else model
         return owner, parts[-1]
     raise AttributeError(
-        f"position_embedding_attribute={path!r} leads nowhere in this {type(model).__qualname__}, nor does any end of "
-        f"it: name the nn.Embedding of the positions, such as 'transformer.wpe'."
+        f"position_embedding_attribute={path!r} does not exist in this {type(model).__qualname__}, nor does any suffix "
+        f"of it: name the nn.Embedding of the positions, such as 'transformer.wpe'."
     )

@@ -165,7 +165,7 @@ def _with_sign(strength: float) -> float:
 def _factor(level: float) -> float:
     if draw_integer(0, 2):
         return draw_uniform(1.0, level)
-    return draw_uniform(1.0 - 0.09 * level, 1.0)
+    return draw_uniform(1.0 - 0.09 * level, 1.0)  # level 10 leaves a tenth
 
 
 def _original_factor(level: float) -> float:

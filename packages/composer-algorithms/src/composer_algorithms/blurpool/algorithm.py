@@ -95,7 +95,7 @@ def _blurred_conv(module: nn.Conv2d, module_index: int, blur_first: bool, min_ch
         return None
     if module._parameters.get("weight") is None and not parametrize.is_parametrized(module, "weight"):
         raise ValueError(
-            f"module={module!r} has its weight from a hook, which cannot follow into the blurring form: use the "
+            f"module={module!r} has a weight that a hook computes, which the blurring layer cannot keep: use the "
             f"parametrization instead, such as torch.nn.utils.parametrizations.weight_norm."
         )
     return BlurConv2d.from_conv2d(module, module_index, blur_first)

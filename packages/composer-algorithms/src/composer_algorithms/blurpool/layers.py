@@ -43,8 +43,8 @@ def blur_2d(input: Tensor, channels: int = -1, stride: _Size = 1, filter: Tensor
     height, width = filter.shape[2], filter.shape[3]
     if height % 2 == 0 or width % 2 == 0:
         raise IndexError(
-            f"the filter is {height} by {width}: an even side has no middle to put on a pixel. Pass a filter whose "
-            f"sides are odd, such as 3 by 3."
+            f"the filter is {height} by {width}: an even side has no center. Pass a filter with odd sides, such as "
+            f"3 by 3."
         )
     if channels < 1:
         if input.shape[-2] == 0 or input.shape[-1] == 0:
@@ -112,6 +112,7 @@ def _blurred_maxima(
     ceil_mode: bool,
     filter: Tensor,
 ) -> Tensor:
+    # Stride 1: the maximum itself does not alias, only the downsampling after it, which the blur precedes.
     maxima = F.max_pool2d(input, kernel_size, (1, 1), padding, dilation)
     if ceil_mode:
         maxima = _extended(maxima, input, stride, padding)
@@ -231,7 +232,7 @@ class BlurConv2d(nn.Module):
         if stride is None:
             if blur_first:
                 raise ValueError(
-                    "stride=None goes with blur_first=False only, where it means the kernel size: pass the stride of "
+                    "stride=None requires blur_first=False, where it means the kernel size: pass the stride of "
                     "the convolution."
                 )
             stride = kernel_size

@@ -136,7 +136,7 @@ class TrainerEvents(LoopEvents, TrainerCallback):
         if not self._has_loss:
             raise RuntimeError(
                 "training_step computed no loss by compute_loss of AlgorithmTrainerMixin, so algorithms did not act: "
-                "put the class that overrides compute_loss behind the mixin, as in `class MyTrainer("
+                "put the class that overrides compute_loss after the mixin, as in `class MyTrainer("
                 "AlgorithmTrainerMixin, TrainerWithMyLoss)`."
             )
         self.engine.run_event(Event.AFTER_BACKWARD)
@@ -150,7 +150,7 @@ class TrainerEvents(LoopEvents, TrainerCallback):
 
     def end_loss(self, outputs: Any, loss: Tensor) -> Tensor:
         """Return the loss for the backward pass, after the events between loss and backward."""
-        # The model computed its loss itself, so the events before the loss are still to come.
+        # The model computed its loss in its forward pass, so the events before the loss have not run yet.
         if not self._has_outputs:
             self._start_loss(outputs)
         self.state.loss = loss
@@ -189,7 +189,7 @@ class TrainerEvents(LoopEvents, TrainerCallback):
         if self._trainer.args.load_best_model_at_end and best and Path(best, FILE_NAME).exists():
             time = self.state.timestamp
             self.load_state_dict(_read(Path(best, FILE_NAME)))
-            self.state.timestamp = time  # training has still lasted until now
+            self.state.timestamp = time  # only the state of the algorithms goes back, not the time
         self.end_fit()
 
     def _resume(self, folder: Path, num_update_steps: int | None) -> None:
@@ -203,6 +203,7 @@ class TrainerEvents(LoopEvents, TrainerCallback):
             stacklevel=2,
         )
         step = self._trainer.state.global_step
+        # With an unknown length all steps count as steps of the first epoch.
         epoch, batch_in_epoch = divmod(step, num_update_steps or step + 1)
         time = {"epoch": epoch, "batch": step, "batch_in_epoch": batch_in_epoch}
         self.restart()
@@ -274,7 +275,7 @@ def check_trainer(trainer: Any, algorithms: Sequence[Algorithm]) -> None:
     args = trainer.args
     if trainer.model_init is not None:
         raise ValueError(
-            "model_init makes another model in each call of train(), which algorithms have not changed: pass model=."
+            "model_init creates a new model in each call of train(), which algorithms have not changed: pass model=."
         )
     if args.auto_find_batch_size:
         raise ValueError(

@@ -52,7 +52,7 @@ class FitEvents(LoopEvents):
     ) -> None:
         check_fit(trainer, module, algorithms)
         if seed is None:
-            seed = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**32)
+            seed = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**32)  # set by seed_everything
         model = module
         if loss_fn is not None and any(map(needs_model_loss, algorithms)):
             adapter = ComposerModel.from_module(module, loss_fn, input_key=input_key, target_key=target_key)
@@ -81,6 +81,7 @@ class FitEvents(LoopEvents):
         """Wrap the methods of the module that Lightning calls."""
         self._trainer = trainer
         self.detach()
+        # The last hook before training_step, in which the batch is on the device.
         data, hook = trainer.datamodule, "on_after_batch_transfer"
         holder = data if data is not None and is_overridden(hook, data) else self.module  # the one that Lightning calls
         self._wrap(self.module, "training_step", self._training_step)
@@ -166,8 +167,8 @@ class FitEvents(LoopEvents):
         state, run_event = self.state, self.engine.run_event
         if not self._is_loaded:
             raise RuntimeError(
-                "training_step got something that did not go through on_after_batch_transfer, such as an iterator, so "
-                "algorithms could not change it: let it take `batch, batch_idx`."
+                "training_step received a batch that did not pass through on_after_batch_transfer, such as an "
+                "iterator, so algorithms could not change it: define training_step(self, batch, batch_idx)."
             )
         if self._is_first_piece:
             run_event(Event.BEFORE_TRAIN_BATCH)
@@ -189,8 +190,8 @@ class FitEvents(LoopEvents):
         targets = batch_get(self.state.batch, self._target_key)
         if not isinstance(targets, Tensor):
             raise TypeError(
-                f"target_key={self._target_key!r} picks a {type(targets).__name__} from the batch, and algorithms "
-                f"change one tensor of targets: pass the key under which batches hold it to AlgorithmCallback."
+                f"target_key={self._target_key!r} selects a {type(targets).__name__} from the batch, and algorithms "
+                f"change one tensor of targets: pass the key of that tensor to AlgorithmCallback."
             )
         batch = shallow_copy(self.state.batch)
         return batch_set(batch, self._target_key, DeferredTargets.of(targets, self._compute_loss))
@@ -211,9 +212,9 @@ class FitEvents(LoopEvents):
         if self._defers:
             names = ", ".join(type(one).__name__ for one in self.state.algorithms if computes_between(one))
             raise RuntimeError(
-                f"training_step gave the batch's targets to no loss of PyTorch, so {names} could not act: call such as "
-                f"F.cross_entropy(outputs, targets) with what target_key={self._target_key!r} picks from the batch, "
-                f"as it is, or leave {names} out."
+                f"training_step called no PyTorch loss with the batch's targets, so {names} could not act: call a loss "
+                f"such as F.cross_entropy(outputs, targets) with the unchanged batch item of "
+                f"target_key={self._target_key!r}, or leave {names} out."
             )
         for event in (Event.AFTER_FORWARD, Event.BEFORE_LOSS):
             self.engine.run_event(event)
@@ -258,19 +259,19 @@ def check_fit(trainer: Any, module: Any, algorithms: Sequence[Algorithm]) -> Non
     """Reject setups of the Trainer or the module that do not work with the algorithms."""
     if not module.automatic_optimization:
         raise ValueError(
-            f"{type(module).__name__}.automatic_optimization is False: the module steps by itself, and its losses are "
-            f"unknown to algorithms. Use automatic optimization, or AlgorithmLoop of composer_algorithms.bridges.loop "
-            f"in a loop of your own."
+            f"{type(module).__name__}.automatic_optimization is False: the module performs its own optimizer steps, "
+            f"and algorithms do not see its losses. Use automatic optimization, or AlgorithmLoop of "
+            f"composer_algorithms.bridges.loop in a custom loop."
         )
     if not isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)):
         raise ValueError(
             f"strategy is a {type(trainer.strategy).__name__}, under which weights and optimizers are not the module's "
-            f"own: algorithms go with one device or DDP. For sharded models use the Trainer of composer-suite."
+            f"own: algorithms support one device or DDP. For sharded models use the Trainer of composer-suite."
         )
     if is_overridden("configure_model", module):
         raise ValueError(
-            f"{type(module).__name__}.configure_model makes layers after algorithms have changed the module: make them "
-            f"in __init__."
+            f"{type(module).__name__}.configure_model creates layers after algorithms have changed the module: create "
+            f"them in __init__."
         )
     if getattr(module, "_compiler_ctx", None) is not None and any(map(computes_between, algorithms)):
         names = ", ".join(type(algorithm).__name__ for algorithm in algorithms if computes_between(algorithm))
@@ -281,8 +282,8 @@ def check_fit(trainer: Any, module: Any, algorithms: Sequence[Algorithm]) -> Non
     has_steps = trainer.max_steps is not None and trainer.max_steps >= 0  # -1 stands for no limit, also of epochs
     if trainer.state.fn == "fit" and not has_steps and (trainer.max_epochs is None or trainer.max_epochs < 0):
         raise ValueError(
-            f"max_epochs={trainer.max_epochs!r} and max_steps={trainer.max_steps!r} give training no end, and "
-            f"algorithms go by the part of it that is done: pass one of them."
+            f"max_epochs={trainer.max_epochs!r} and max_steps={trainer.max_steps!r} define no end of "
+            f"training, and algorithms depend on its completed fraction: pass one of them."
         )
     check_accumulation(trainer, algorithms)
 
@@ -292,7 +293,7 @@ def check_accumulation(trainer: Any, algorithms: Sequence[Algorithm]) -> None:
     pieces = trainer.accumulate_grad_batches
     refuse_cut_batches(algorithms, "accumulate_grad_batches", pieces)
     if pieces > 1:
-        why = "its second look would see the last of the batches only"
+        why = "its second pass would see only the last of these batches"
         refuse(algorithms, (SAM,), f"with accumulate_grad_batches={pieces}", why, "Pass accumulate_grad_batches=1.")
     if trainer.precision in ("16-mixed", 16):
         why = "the scaler of its gradients steps without a closure"

@@ -80,7 +80,7 @@ class LoopEvents:
         if self.state.model is not model or getattr(model, "model", None) is not inner:
             names = ", ".join(type(algorithm).__name__ for algorithm in self.state.algorithms)
             raise ValueError(
-                f"One of the algorithms {names} put another model in the place of the {type(inner or model).__name__}, "
+                f"One of the algorithms {names} replaced the {type(inner or model).__name__}, "
                 f"which the loop would continue to train: algorithms such as NoOpModel need the Trainer of "
                 f"composer-suite. Leave it out."
             )
@@ -177,6 +177,7 @@ class LoopEvents:
             try:
                 yield
             finally:
+                # First, so that an error in an event cannot leave it set.
                 self.is_evaluating = False
                 self.engine.run_event(Event.EVAL_END)
                 self.engine.run_event(last)
@@ -226,7 +227,7 @@ class LoopEvents:
         if saved != present:
             raise ValueError(
                 f"algorithms={present!r} are not those of the checkpoint, {saved!r}: pass the same ones in the same "
-                f"order to go on with it."
+                f"order to resume."
             )
         for algorithm, (_, own) in zip(self.state.algorithms, state["algorithms"], strict=True):
             algorithm.load_state_dict(own)
@@ -385,6 +386,7 @@ class Epochs:
 
     def resume(self) -> None:
         """Resume within the epoch of the timestamp."""
+        # The timestamp counts optimizer steps, the dataloader microbatches.
         self._num_to_skip = int(self._events.state.timestamp.batch_in_epoch) * self._num_microbatches
         self._num_read = self._num_to_skip
         self._has_begun = False

@@ -36,7 +36,7 @@ def refuse_unserved(algorithms: Iterable[Algorithm], served: Collection[Event], 
         unserved = [event.name for event in Event if event not in served and event in events_of(algorithm, state)]
         if unserved:
             raise ValueError(
-                f"{algorithm!r} acts on {', '.join(unserved)}, which {bridge} never comes to, so it would do nothing "
+                f"{algorithm!r} acts on {', '.join(unserved)}, which {bridge} never runs, so it would do nothing "
                 f"there. Leave it out, or use composer_algorithms.bridges.loop.AlgorithmLoop, which has all events."
             )
 
@@ -72,7 +72,7 @@ def check_optimizers(optimizer: Any, model: nn.Module) -> None:
         names = ", ".join(type(one).__name__ for one in optimizers)
         raise ValueError(
             f"None of the parameters of {names} belongs to the {type(model).__name__}, so nothing would be trained. "
-            f"Build the optimizer over the parameters of the very model that is given."
+            f"Create the optimizer with the parameters of this model."
         )
 
 
@@ -81,8 +81,8 @@ def refuse_cut_batches(algorithms: Iterable[Algorithm], argument: str, num_micro
     for algorithm in algorithms:
         if num_microbatches > 1 and isinstance(algorithm, PairMixing) and algorithm.draw_per == "batch":
             raise ValueError(
-                f"{algorithm!r} mixes whole batches, and with {argument}={num_microbatches} the dataloader gives them "
-                f"in {num_microbatches} pieces. Use draw_per='microbatch', or {argument}=1."
+                f"{algorithm!r} mixes whole batches, and with {argument}={num_microbatches} the dataloader returns "
+                f"them in {num_microbatches} pieces. Use draw_per='microbatch', or {argument}=1."
             )
 
 
@@ -92,7 +92,7 @@ def refuse_graphs(algorithms: Iterable[Algorithm], where: str) -> None:
         if algorithm.backwards_create_graph:
             raise ValueError(
                 f"{algorithm!r} differentiates through the gradients (backwards_create_graph=True), for which {where} "
-                f"makes no graph. Leave it out, or use composer_algorithms.bridges.loop.AlgorithmLoop."
+                f"creates no graph. Leave it out, or use composer_algorithms.bridges.loop.AlgorithmLoop."
             )
 
 
@@ -110,8 +110,8 @@ def refuse_without_reduction(algorithms: Iterable[Algorithm], name: str, loss_fn
             algorithms,
             (SelectiveBackprop,),
             f"with {name}={loss_fn!r}",
-            "it asks for the loss of each example by reduction='none'",
-            "Let the function take reduction='mean'.",
+            "it requires the loss of each example, with reduction='none'",
+            "Add the parameter reduction='mean' to the function.",
         )
 
 

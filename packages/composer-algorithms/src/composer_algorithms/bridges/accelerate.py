@@ -26,6 +26,7 @@ except ImportError as error:
 __all__ = ["AcceleratedLoop", "LoopBatch"]
 
 _PRECISIONS = {"no": "fp32", "bf16": "amp_bf16", "fp16": "amp_fp16", "fp8": "amp_fp8"}
+# Names, since some members of the enum do not exist in older versions of Accelerate.
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA")
 
 
@@ -85,8 +86,8 @@ class AcceleratedLoop(AlgorithmLoop):
         kind = accelerator.distributed_type.name
         if kind not in _PLAIN or is_sharded_by_fsdp(model):
             raise ValueError(
-                f"the Accelerator trains with {kind}, which keeps weights and optimizers in a way of its own: this "
-                f"loop goes with one device or DistributedDataParallel. For sharded models use the Trainer of "
+                f"the Accelerator trains with {kind}, which shards or replaces weights and optimizers: this "
+                f"loop supports one device or DistributedDataParallel. For sharded models use the Trainer of "
                 f"composer-suite."
             )
         if isinstance(model, DistributedDataParallel):
@@ -111,11 +112,11 @@ class AcceleratedLoop(AlgorithmLoop):
         pieces, scaler = self.accelerator.gradient_accumulation_steps, self.accelerator.scaler
         if any(map(needs_closure, optimizers)) and (pieces > 1 or scaler is not None):
             raise ValueError(
-                f"{type(optimizers[0]).__name__} looks at a batch more than once, which goes neither with "
-                f"gradient_accumulation_steps={pieces!r} nor with mixed_precision='fp16': give the Accelerator whole "
-                f"batches, and compute in bfloat16 or in full precision."
+                f"{type(optimizers[0]).__name__} evaluates a batch more than once, which works neither with "
+                f"gradient_accumulation_steps={pieces!r} nor with mixed_precision='fp16': use 1 step, and compute in "
+                f"bfloat16 or in full precision."
             )
-        # Only now: algorithms have to change the bare model, before DDP wraps it.
+        # Only now, since algorithms must change the bare model before DDP wraps it.
         self.model, self.dataloader, *prepared = self.accelerator.prepare(self.state.model, dataloader, *optimizers)
         self.state.model = self.model
         return prepared, self.dataloader
@@ -124,6 +125,7 @@ class AcceleratedLoop(AlgorithmLoop):
         return self.accelerator.accumulate(self.model)
 
     def _is_whole(self) -> bool:
+        # True also for the last step of an epoch, which may have fewer microbatches.
         return self.accelerator.sync_gradients
 
     def _backward(self, loss: Tensor) -> None:

@@ -93,8 +93,8 @@ class AlgorithmCallback(Callback):
         if len(callbacks) > 1:
             names = [", ".join(type(algorithm).__name__ for algorithm in one._algorithms) for one in callbacks]
             raise ValueError(
-                f"the Trainer has {len(callbacks)} of AlgorithmCallback ({'; '.join(names)}), which know nothing of "
-                f"each other's changes to the module: pass one, with all algorithms."
+                f"the Trainer has {len(callbacks)} of AlgorithmCallback ({'; '.join(names)}), which do not "
+                f"account for each other's changes to the module: pass one, with all algorithms."
             )
         # A second call for the same module, such as test after fit, must not run INIT again.
         if self._events is None or self._events.module is not pl_module:
@@ -108,6 +108,7 @@ class AlgorithmCallback(Callback):
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Replace the optimizers with those that algorithms may have wrapped."""
+        # Here, since configure_optimizers has run, and checkpoints of optimizers are not loaded yet.
         trainer.strategy.optimizers = self._running().wrap_optimizers(trainer.optimizers)
 
     def on_load_checkpoint(self, trainer: "Trainer", pl_module: "LightningModule", checkpoint: dict[str, Any]) -> None:
@@ -164,11 +165,13 @@ class AlgorithmCallback(Callback):
     def on_exception(self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException) -> None:
         """Restore the weights being trained, if an evaluation fails."""
         self._end_evaluation()
+        # Lightning does not call `teardown` after an exception.
         if self._events is not None:
             self._events.detach()
 
     def _start_evaluation(self, dataloader: Any) -> None:
         self._evaluation = self._running().evaluating(dataloader)
+        # Entered and left by hand, since a `with` block cannot span two hooks.
         self._evaluation.__enter__()
 
     def _end_evaluation(self) -> None:
@@ -178,5 +181,5 @@ class AlgorithmCallback(Callback):
 
     def _running(self) -> "FitEvents":
         if self._events is None:
-            raise RuntimeError("AlgorithmCallback has no Trainer yet: call `trainer.fit(module)` or such.")
+            raise RuntimeError("AlgorithmCallback has no Trainer yet: call `trainer.fit(module)` first.")
         return self._events

@@ -112,6 +112,7 @@ class AlgorithmLoop:
         refuse_cut_batches(self.state.algorithms, "num_microbatches", num_microbatches)
         self.state.max_duration = max_duration
         self._events.init()
+        # After INIT, which may have changed the parameters in the optimizers.
         optimizers = self._events.wrap_optimizers(list(self.state.optimizers))
         optimizers, dataloader = self._prepared(optimizers, dataloader)
         self.optimizers: list[Any] = optimizers
@@ -119,8 +120,8 @@ class AlgorithmLoop:
         # Only known now: algorithms may have wrapped the optimizers.
         if scaler is not None and any(map(needs_closure, self.optimizers)):
             raise ValueError(
-                f"scaler={scaler!r} does not go with {type(self.optimizers[0]).__name__}, which looks at a batch more "
-                f"than once. Compute in bfloat16, which needs no scaler, or leave out one of the two."
+                f"scaler={scaler!r} cannot be used with {type(self.optimizers[0]).__name__}, which evaluates a batch "
+                f"more than once. Compute in bfloat16, which needs no scaler, or leave out one of the two."
             )
         self._create_graph = any(algorithm.backwards_create_graph for algorithm in self.state.algorithms)
         self._pieces: list[Any] = []  # microbatches of the current batch so far
@@ -142,8 +143,8 @@ class AlgorithmLoop:
         for optimizer in self.optimizers:
             if needs_closure(optimizer):
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} looks at a batch more than once, and a block runs once: write what "
-                    f"the block does as a function of b, and call loop.train_batch(function, x, y)."
+                    f"{type(optimizer).__name__} evaluates a batch more than once, and a block runs once: turn the "
+                    f"block into a function of b, and call loop.train_batch(function, x, y)."
                 )
         with self._trained_piece(parts) as piece:
             if len(self._pieces) == 1:
@@ -187,6 +188,7 @@ class AlgorithmLoop:
                 look()
             self._step(look)
         self._end_batch()
+        # Of the first call: SAM's second one computes the loss at another point.
         return losses[0]
 
     def epoch(self) -> Iterator[Any]:
@@ -295,6 +297,7 @@ class AlgorithmLoop:
 
     def _backward(self, loss: Tensor) -> None:
         """Add the gradients of a microbatch; the loss of the batch is the mean over its microbatches."""
+        # Divided before the backward pass, since gradients of microbatches are summed.
         loss = loss if self._num_pieces == 1 else loss / self._num_pieces
         loss = loss if self.state.scaler is None else self.state.scaler.scale(loss)
         loss.backward(create_graph=self._create_graph)

@@ -1,4 +1,4 @@
-"""EMA: evaluate and save an exponential moving average of the weights that are trained."""
+"""EMA: evaluate and save an exponential moving average of the weights being trained."""
 
 from composer_algorithms.ema.algorithm import EMA
 from composer_algorithms.ema.averaging import EMAParameters, compute_ema

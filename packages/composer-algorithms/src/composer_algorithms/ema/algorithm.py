@@ -1,4 +1,4 @@
-"""EMA as an Algorithm: schedule of the updates, and of the exchanges between average and weights."""
+"""EMA as an Algorithm: when to update the average, and when to exchange it with the weights being trained."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +24,7 @@ __all__ = ["EMA"]
 _MODEL_MAY_HAVE_MOVED = frozenset(
     {Event.FIT_START, Event.PREDICT_START, Event.EVAL_BEFORE_ALL, Event.EVAL_STANDALONE_START, Event.EVAL_START}
 )
-# Assumed for checkpoints without a count of updates: more than any warm-up lasts.
+# Assumed number of updates for checkpoints without one: more than any warm-up lasts.
 _WARMED_UP = 1_000_000
 
 
@@ -146,8 +146,8 @@ class EMA(Method):
     acts_on = frozenset({Event.INIT, *_MODEL_MAY_HAVE_MOVED, *_CHANGES_OF_WEIGHTS})
     conflicts_with = MappingProxyType(
         {
-            "SWA": "Each keeps an average of the weights as if there were no other. Use one of them.",
-            "EMA": "Each exchanges the weights for its average as if there were no other. Use one of them.",
+            "SWA": "Both keep an average of the weights, and neither accounts for the other. Use one of them.",
+            "EMA": "Both exchange the weights for an average, and neither accounts for the other. Use one.",
         }
     )
 
@@ -205,6 +205,7 @@ class EMA(Method):
             average.move_params_to_device(state.model)
         self._active.follow(event, lambda: average.swap_params(state.model))
         if event == self._update_event:
+            # After `follow`: the model holds the weights being trained now, not the average.
             self._start_or_update(state)
 
     def get_ema_model(self, model: nn.Module) -> nn.Module:
@@ -310,6 +311,7 @@ class EMA(Method):
         self._active = _ActiveWeights()
 
     def _begin_run(self, state: "State") -> None:
+        # Loaded a second time below, since only now can the names be compared with those of the model.
         loaded = self.state_dict() if self._loaded_before_init else None
         self._reset()
         self.ema_model = EMAParameters(state.model)
@@ -323,6 +325,7 @@ class EMA(Method):
         assert self.ema_model is not None  # created by `apply`
         if self._starts_now:
             self.ema_model = EMAParameters(state.model)
+            # The set created by `apply` was a placeholder, with the weights of the beginning of the run.
             self.ema_started, self._starts_now = True, False
             self.num_updates = 0
         elif self._is_update_due(state):
@@ -335,7 +338,7 @@ class EMA(Method):
 
 
 FORMAT = 2
-"""Composer's states are format 1, which has no number, and prefixes of wrappers in the names."""
+"""Format of the state. Composer's own states are format 1: no format number, and names with prefixes of wrappers."""
 
 # Composer's logger name, which users' logging configurations refer to.
 _log = logging.getLogger("composer.algorithms.ema")
@@ -369,8 +372,8 @@ def _saved_tensors(state: Mapping[str, Any], current: EMAParameters) -> tuple[Te
         return saved["named_parameters_dict"], saved["named_buffers_dict"]
     if not current.named_parameters_dict:
         raise RuntimeError(
-            "the checkpoint has EMA's state as Composer saved it before 0.13, which does not tell parameters from "
-            "buffers: let EMA act on Event.INIT, where it learns that from the model, and load then."
+            "the checkpoint has EMA's state as Composer saved it before 0.13, which does not distinguish "
+            "parameters from buffers: load it after EMA has acted on Event.INIT, where it sees the model."
         )
     names = _names_as_wanted(saved, [*current.named_parameters_dict, *current.named_buffers_dict])
     found = {wanted: saved[name] for name, wanted in names.items()}
@@ -393,10 +396,10 @@ def _fitted(saved: Tensors, current: Tensors, kind: str, strict: bool) -> dict[s
         kinds = (("are missing", missing), ("are of another model", unexpected))
         told = ", ".join(f"{len(names)} {what} (such as {names[:3]})" for what, names in kinds if names)
         message = f"EMA's state in the checkpoint does not have the {kind} of this model: {told}."
-        # Without a single common name the state is that of another model, even if not strict.
+        # Without a common name the state belongs to another model, which is an error even if not strict.
         if strict or (kind == "parameters" and len(missing) == len(current)):
             raise ValueError(f"{message} Load it into the model that it was saved from, or leave EMA's state out.")
-        _log.warning("%s What is missing starts from the model's own.", message)
+        _log.warning("%s Missing tensors start from those of the model.", message)
     return {name: found.get(name, tensor) for name, tensor in current.items()}
 
 

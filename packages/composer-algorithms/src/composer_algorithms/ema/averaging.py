@@ -35,13 +35,14 @@ class AveragingPlan:
     """Pairs of average and model tensors, grouped for multi-tensor kernels."""
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        # One call for all tensors of a kind, since launching a kernel for each costs more than the arithmetic. Only
-        # lists of one dtype and device take torch's fast path.
+        # Use one call for all tensors of a kind, since launching a kernel for each costs more than the arithmetic. Only
+        # lists of one dtype and device take the fast path of torch.
         groups: defaultdict[tuple[torch.dtype, torch.device, bool], tuple[list[Tensor], list[Tensor]]]
         groups = defaultdict(lambda: ([], []))
         self._copied: list[tuple[Tensor, Tensor]] = []
         self._mixed: list[tuple[Tensor, Tensor]] = []
         for target, source in pairs:
+            # torch's multi-tensor functions reject lists that mix DTensors and plain tensors.
             distributed = is_dtensor(target)
             if not (target.is_floating_point() or target.is_complex()):
                 self._copied.append((target, source))
@@ -57,7 +58,7 @@ class AveragingPlan:
         """Update the average once."""
         average_all = get_ema_multi_avg_fn(smoothing)
         for targets, sources in self._groups:
-            average_all(targets, sources, None)
+            average_all(targets, sources, None)  # an EMA does not use the count of earlier updates
         for target, source in self._mixed:
             _average_mixed(target, place_like(source, target), smoothing)
         for target, source in self._copied:
@@ -85,6 +86,7 @@ class Fingerprint:
     def is_of(self, model: nn.Module) -> bool:
         """Return whether the model and the average are unchanged."""
         return (
+            # `map` and `is_` loop in C: this check precedes every update, for all tensors of the model.
             self._model() is model
             and list(map(len, self._dicts)) == self._lengths
             and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._members))
@@ -195,7 +197,7 @@ class EMAParameters:
         with get_model_context_manager(destination_model):
             for tensors, name, stored, current in self._pairs(destination_model):
                 if stored.device != current.device or is_dtensor(stored) != is_dtensor(current):
-                    tensors[name] = place_like(stored, current)
+                    tensors[name] = place_like(stored, current)  # invalidates a kept plan: its fingerprint differs
 
     def kept_plan(self, model: nn.Module) -> AveragingPlan | None:
         """Return the plan kept for updates from this model, unless the model or the set has changed since."""
@@ -212,6 +214,7 @@ class EMAParameters:
         self._plan = (None, None)
         if not (is_sharded_by_fsdp(model) or is_model_deepspeed(model) or any(map(is_expanded, tensors))):
             self._plan = (plan, Fingerprint(model, self.named_parameters_dict, self.named_buffers_dict))
+            # The plan and the fingerprint reference the model's parameters, so they must not outlive the model.
             weakref.finalize(model, _forget_plan, weakref.ref(self)).atexit = False  # do not run at exit
 
     def __getstate__(self) -> dict[str, Any]:
@@ -220,6 +223,7 @@ class EMAParameters:
 
     def _pairs(self, model: nn.Module) -> Iterator[tuple[dict[str, Tensor], str, Tensor, Tensor]]:
         for tensors, current in (
+            # The set has one name of a tied tensor, and another copy of the model may list its names in another order.
             (self.named_parameters_dict, parameters_in(model, self.named_parameters_dict)),
             (self.named_buffers_dict, canonical_buffers(model, remove_duplicate=False)),
         ):
@@ -243,7 +247,7 @@ def parameters_in(model: nn.Module, wanted: Mapping[str, Tensor]) -> dict[str, T
     if missing := [name for name in wanted if name not in current]:
         raise ValueError(
             f"the average has {len(missing)} parameters that {type(model).__qualname__} does not have, such as "
-            f"{missing[:5]}: take it from a model with the same parameters, after the last change to the model."
+            f"{missing[:5]}: create it from a model with the same parameters, after the last change to the model."
         )
     return current
 
@@ -251,6 +255,7 @@ def parameters_in(model: nn.Module, wanted: Mapping[str, Tensor]) -> dict[str, T
 def is_expanded(tensor: Tensor) -> bool:
     """Return whether elements share memory, as after `expand`; such a tensor cannot be written to."""
     strides = tensor.stride()
+    # `0 in strides` is false for almost all tensors, and much faster than the loop.
     return 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True))
 
 
@@ -300,6 +305,7 @@ def compute_ema(model: nn.Module, ema_model: nn.Module | EMAParameters, smoothin
     check_interval("[0, 1]", smoothing=smoothing)
     smoothing = float(smoothing)
     if isinstance(ema_model, EMAParameters) and (plan := ema_model.kept_plan(model)) is not None:
+        # Outside of the context below, which does nothing for the models whose plans are kept.
         plan.step(smoothing)  # matching the tensors by name takes longer than the arithmetic
         return
     check_is_module(model, "weights to average")
@@ -358,7 +364,7 @@ def _pairs_with_module(average: nn.Module, model: nn.Module) -> list[tuple[Tenso
 def _of_the_same_shape(name: str, source: Tensor, target: Tensor) -> Tensor:
     if source.shape != target.shape:
         raise ValueError(
-            f"{name} has the shape {tuple(source.shape)} in the model and {tuple(target.shape)} in its average: make "
+            f"{name} has the shape {tuple(source.shape)} in the model and {tuple(target.shape)} in its average: create "
             f"the average after the last change to the model."
         )
     return source
@@ -373,7 +379,7 @@ def averaging_settings(
     """Return the smoothing of one update and the interval between updates."""
     if (half_life is None) == (smoothing is None):
         raise ValueError(
-            f"half_life={half_life!r} and smoothing={smoothing!r}: pass exactly one of the two, which say the same. "
+            f"half_life={half_life!r} and smoothing={smoothing!r}: pass exactly one of the two. "
             f"half_life has a default, so smoothing also needs half_life=None."
         )
     if smoothing is not None:
@@ -387,6 +393,7 @@ def averaging_settings(
             f"update_interval={update_interval!r} and half_life={half_life!r} are in different units: give both in "
             f"batches ('10ba') or both in epochs ('1ep')."
         )
+    # `life / interval` updates multiply the weight of old values by `smoothing ** (life / interval) == 1 / 2`.
     return 2 ** -(interval.value / life.value), interval
 
 
@@ -404,5 +411,5 @@ def start_time(ema_start: str | Time[Any]) -> Time[Any]:
 def _counted_time(value: object, argument: str) -> Time[int]:
     time = parse_time(argument, value, no_unit=ValueError)
     if time.unit not in _COUNTED_UNITS or time.value <= 0:
-        raise ValueError(f"{argument}={value!r} cannot be counted: pass at least one batch ('10ba') or epoch ('1ep').")
+        raise ValueError(f"{argument}={value!r} is not a valid interval: pass batches ('10ba') or epochs ('1ep').")
     return time

@@ -137,6 +137,7 @@ class Factorize(ModelSurgery):
 
     surgery_rank = 1  # before wrappers of modules
 
+    # These defaults differ from those of the function, as in Composer.
     def __init__(
         self,
         factorize_convs: bool = True,

@@ -81,6 +81,7 @@ def factorize_matrix(
         raise ValueError(f"rank={rank!r} and n_iters={n_iters!r}: the rank must be above 0, the iterations 0 or more.")
     in_features, out_features = X.shape[1], Y.shape[1]
     k = max(1, min(int(rank * in_features), Wa.shape[1])) if rank < 1 else int(rank)
+    # The pseudoinverse is sensitive to rounding where the data is nearly rank deficient.
     x, y, first = X.detach().double(), Y.detach().double(), Wa.detach().double()
     second = None if Wb is None else Wb.detach().double()
     offset = torch.zeros(out_features, dtype=torch.double, device=y.device) if bias is None else bias.detach().double()
@@ -97,6 +98,7 @@ def factorize_matrix(
     # The best bias for the new factors is the mean of what they leave over.
     if bias is not None and is_new:
         offset = offset + (y - offset - product).mean(dim=0)
+    # Constant targets have no variance, and an error of 0 must not become 0 / 0.
     variance = y.var(unbiased=False).clamp_min(torch.finfo(torch.double).tiny)
     nmse = float((product + offset - y).square().mean() / variance)
     return LowRankSolution(
@@ -174,6 +176,7 @@ def factorize_conv2d(
 def _joint_bias(second: Tensor | None, bias_a: Tensor | None, bias_b: Tensor | None) -> Tensor | None:
     if second is None or bias_a is None:
         return bias_a if second is None else bias_b
+    # The second layer maps the bias of the first one to a constant, which the second bias absorbs.
     return bias_a @ second if bias_b is None else bias_a @ second + bias_b
 
 
@@ -199,6 +202,7 @@ def _alternate(x: Tensor, y: Tensor, first: Tensor, second: Tensor, n_iters: int
     for _ in range(n_iters):
         second = _solve(x @ first, y)
         assert unconstrained is not None
+        # For a given `second`, the best `first` is the unconstrained solution times the pseudoinverse of `second`.
         first = _solve(second.t(), unconstrained.t()).t()
     return first, second
 
@@ -266,15 +270,15 @@ class _Factorized(nn.Module):
         """
         if not 0 < rank <= self._latent_size:
             raise ValueError(
-                f"rank={rank!r} is not in reach: the layer has {self._latent_size} channels in between, which can only "
-                f"become fewer. Pass a number from 1 to {self._latent_size}."
+                f"rank={rank!r} is out of range: the layer has the latent size {self._latent_size}, which can only be "
+                f"lowered. Pass a number from 1 to {self._latent_size}."
             )
         if rank < self._latent_size:
             self.apply_solution(self.solution_for_rank(input, rank))
 
     def solution_for_rank(self, input: Tensor, rank: int) -> LowRankSolution:
         """Return the weights that `set_rank` would set."""
-        raise TypeError(f"{type(self).__qualname__} has no way to find a solution: use one of its subclasses.")
+        raise TypeError(f"{type(self).__qualname__} does not define solution_for_rank: use one of its subclasses.")
 
     @torch.no_grad()
     def apply_solution(self, solution: LowRankSolution) -> None:
@@ -543,13 +547,14 @@ def _latent_size(latent: int | float, num_in: int, num_out: int) -> int:
 
 
 def _max_rank(fan_in: int, fan_out: int) -> int:
-    # One layer takes fan_in * fan_out multiplications, two layers with latent size k take k * (fan_in + fan_out).
+    # One layer takes fan_in * fan_out multiplications, two layers with latent size k take k * (fan_in + fan_out). The
+    # largest integer below a quotient x is ceil(x - 1), also if x is an integer.
     return math.ceil(fan_in * fan_out / (fan_in + fan_out) - 1)
 
 
 def _check_latent(argument: str, value: int | float, latent: int, most: int) -> None:
     if latent > most:
         raise ValueError(
-            f"{argument}={value!r} means {latent} in between, with which two layers do more work than one: pass "
+            f"{argument}={value!r} means a latent size of {latent}, with which two layers do more work than one: pass "
             f"{most} or less."
         )

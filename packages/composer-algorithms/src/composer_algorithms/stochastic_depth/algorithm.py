@@ -75,7 +75,7 @@ def _convert(
     rescale: Rescale,
 ) -> list[nn.Module]:
     layer_class, converter = layer_mapping()[layer_name]
-    count = count_module_instances(model, layer_class) + isinstance(model, layer_class)
+    count = count_module_instances(model, layer_class) + isinstance(model, layer_class)  # which is not counted
     if not count:
         _log.warning(
             "StochasticDepth has no effect on this %s: it has no %s, which is what target_layer_name=%r stands for.",
@@ -144,8 +144,7 @@ class StochasticDepth(ModelSurgery):
         self.rescale: Rescale = rescale
         if stochastic_method == "sample" and self.drop_warmup.value != 0:
             raise ValueError(
-                f"drop_warmup={drop_warmup!r} goes with stochastic_method='block' only: leave it out, or drop whole "
-                f"blocks."
+                f"drop_warmup={drop_warmup!r} requires stochastic_method='block': leave it out, or drop whole blocks."
             )
         if self.drop_warmup.value == 0:
             self.acts_on = frozenset({Event.INIT})
@@ -220,7 +219,7 @@ def _warmup_time(drop_warmup: Any) -> Time[Any]:
     except (ValueError, TypeError, RuntimeError) as error:  # its message does not name the argument
         raise type(error)(f"drop_warmup={drop_warmup!r} is not a time: {error}") from error
     if time.value < 0:
-        raise ValueError(f"drop_warmup={drop_warmup!r} is in the past: pass a part of training, or a time, from 0.")
+        raise ValueError(f"drop_warmup={drop_warmup!r} must be 0 or more: pass a fraction of training, or a time.")
     return time
 
 

@@ -183,7 +183,7 @@ def block_drop_rate(module_index: int, module_count: int, drop_rate: float, drop
 
 
 class _Stochastic(nn.Module):
-    """Base class put in front of a residual block's own class, in a form that `torch.jit.script` accepts."""
+    """Base class that precedes a residual block's own class, in a form that `torch.jit.script` accepts."""
 
     if TYPE_CHECKING:  # at run time torch.jit.script would read these as attribute types
         drop_rate: Tensor
@@ -258,7 +258,9 @@ def _make_stochastic(
 ) -> nn.Module:
     block: Any = module
     if not isinstance(block, _Stochastic):
+        # A class instead of a `forward` on the instance, which a shallow copy would bind to the original block.
         block.__class__ = _class_of(branch, type(block))
+    # Not a buffer: state dicts stay those of the plain block, and the rate stays on the CPU when the model moves.
     block.drop_rate = torch.tensor(drop_rate)
     block.rescale = rescale
     block.stochastic_method = stochastic_method
