@@ -217,7 +217,7 @@ class FileLogger(LoggerDestination):
                     _log.exception("%s did not receive the last lines of %s.", type(callback).__name__, self.filename)
             else:
                 _log.warning(
-                    "The last lines are only in %s, since %s has closed before. List it after the FileLogger.",
+                    "The last lines are in %s alone, since %s has closed before. List it after the FileLogger.",
                     self.filename,
                     type(callback).__name__,
                 )
