@@ -1,6 +1,6 @@
-"""Private names of Composer that published projects import, each an alias of what exists here.
+"""Private names of Composer that published projects import, as aliases.
 
-The projects break at import without them, so they stay where these projects look:
+Without them these projects fail at import. Each name is available in the module that it is imported from:
 
 | name | found in | imported by |
 |---|---|---|
@@ -40,7 +40,7 @@ RUN_NAME_ENV_VAR: Final = "RUN_NAME"
 
 
 def _ensure_valid_checkpoint(checkpoint_filepath: Path) -> Path:
-    """Return the path once the function named by `CHECKPOINT_VALIDATION_FUNCTION`, if set, has accepted the file."""
+    """Validate a file with the function named by `CHECKPOINT_VALIDATION_FUNCTION`, if set, and return its path."""
     from composer_checkpoint.files import validate_file  # loads torch
 
     validate_file(checkpoint_filepath)

@@ -1,4 +1,4 @@
-"""Former modules: those that have moved lead to their new place, and the others name a replacement."""
+"""Former modules. Moved modules forward to their new location; removed modules raise an error with a replacement."""
 
 import sys
 import warnings
@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["GONE", "FormerModules"]
 
-# The new module by former module.
+# New modules by former modules.
 _MOVED = {
     "composer.algorithms.fused_layernorm.fused_layernorm": "composer.algorithms.fused_layernorm",
     "composer.callbacks.utils": "composer.utils",
@@ -47,15 +47,15 @@ _DEEPSPEED = "give the configuration to Trainer(deepspeed_config=...), which rea
 
 GONE = {
     "composer.callbacks.eval_output_logging_callback": "it belonged to the in-context learning tasks, which are left "
-    "out; composer.callbacks.Generate logs what a model writes.",
+    "out; composer.callbacks.Generate logs generated text.",
     "composer.callbacks.grad_monitor": "composer.callbacks.OptimizerMonitor logs the norms of gradients.",
-    "composer.callbacks.health_checker": "composer.callbacks.SystemMetricsMonitor logs what the GPUs do.",
+    "composer.callbacks.health_checker": "composer.callbacks.SystemMetricsMonitor logs the load of the GPUs.",
     "composer.datasets.ade20k": f"{_DATA} a dataset of your own, with torchvision.transforms.v2 for image and mask.",
     "composer.datasets.brats": f"{_DATA} a dataset of your own, or one of MONAI's.",
     "composer.datasets.c4": f"{_DATA} datasets.load_dataset('allenai/c4', 'en', streaming=True).",
     "composer.datasets.cifar": f"{_DATA} torchvision.datasets.CIFAR10.",
     "composer.datasets.coco": f"{_DATA} torchvision.datasets.CocoDetection.",
-    "composer.datasets.ffcv_utils": "composer.datasets.StreamingDataset reads what is large.",
+    "composer.datasets.ffcv_utils": "composer.datasets.StreamingDataset reads large datasets.",
     "composer.datasets.imagenet": f"{_DATA} torchvision.datasets.ImageFolder, or of a StreamingDataset.",
     "composer.datasets.in_context_learning_evaluation": _TASKS,
     "composer.datasets.lm_dataset": f"{_DATA} tokenized text, with transformers.DataCollatorForLanguageModeling.",
@@ -77,15 +77,15 @@ GONE = {
     "composer.trainer.TrainerHparams": _HPARAMS,
     "composer.trainer._deepspeed": _DEEPSPEED,
     "composer.trainer._patch_pytorch": _FSDP1,
-    "composer.utils.eval_client": f"it ran what models write: {_TASKS}",
-    "composer.utils.fx_utils": "change graphs with torch.fx itself, as with torch.fx.replace_pattern, or let "
-    "torch.compile fuse what can be fused.",
+    "composer.utils.eval_client": f"it executed generated code: {_TASKS}",
+    "composer.utils.fx_utils": "modify graphs with torch.fx, for example with torch.fx.replace_pattern, or let "
+    "torch.compile fuse operators.",
 }
-"""Replacements by removed module or name. The modules below a removed one need no entries of their own."""
+"""Replacements by removed module or name. Submodules of a removed module need no entries."""
 
 
 class FormerModules:
-    """Finder for `sys.meta_path`, behind those of existing modules."""
+    """Finder for `sys.meta_path`, after the finders of existing modules."""
 
     @classmethod
     def find_spec(
@@ -99,8 +99,8 @@ class FormerModules:
         if not name.startswith("composer."):
             return None
         if name in _MOVED:
-            loader: Any = _Forwarding(_MOVED[name])  # to be an importlib.abc.Loader would cost an import
-            return ModuleSpec(name, loader, is_package=True)  # for those below it
+            loader: Any = _Forwarding(_MOVED[name])  # not an importlib.abc.Loader, whose import takes time
+            return ModuleSpec(name, loader, is_package=True)  # a package, since its submodules may have moved as well
         hint = _HPARAMS if name.endswith(("hparams", "hparams_registry")) else GONE.get(name)
         if hint is None or not _is_import(sys._getframe(1)):
             return None
@@ -109,35 +109,36 @@ class FormerModules:
 
 def _is_import(search: FrameType) -> bool:
     """Return whether a finder was called by an import, not by `importlib.util.find_spec`."""
+    # Scripts use `find_spec` to test whether a module exists, which must not raise.
     begun_by = search.f_back
     return begun_by is not None and begun_by.f_globals.get("__name__") == "importlib._bootstrap"
 
 
 class _Forwarding:
-    """Loads a module with the names of another one."""
+    """Loader of a module with the names of another one."""
 
     def __init__(self, target: str) -> None:
         self._target = target
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Leave it to the import system."""
+        """Use the default module creation."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Forward the module's names to the new module, and warn about the old address."""
-        if module.__name__.rpartition(".")[0] not in _MOVED:  # one warning for an import is enough
+        """Forward the module's names to the new module, and warn about the old location."""
+        if module.__name__.rpartition(".")[0] not in _MOVED:  # one warning per import is enough
             message = f"{module.__name__} is now {self._target}; the old address goes away in 1.0."
             warnings.warn(message, DeprecationWarning, stacklevel=2)
         target = import_module(self._target)
 
         def __getattr__(name: str) -> object:
-            if name.startswith("__") and name != "__all__":  # of the module itself, such as its file
+            if name.startswith("__") and name != "__all__":  # attributes of the module itself, such as `__file__`
                 raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
             return getattr(target, name)
 
         vars(module).update(__doc__=target.__doc__, __getattr__=__getattr__, __dir__=lambda: dir(target))
 
 
-# Behind all other finders, so it slows down nothing that exists. It is here, and not where a module is first missed,
-# because any thread may import a former module once `composer` is imported.
+# After all other finders, so that imports of existing modules are not slower. Installed at import, since any thread may
+# import a former module once `composer` is imported.
 if FormerModules not in sys.meta_path:
     sys.meta_path.append(FormerModules)

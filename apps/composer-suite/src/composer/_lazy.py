@@ -22,19 +22,19 @@ def lazy_face(
     renamed: Mapping[str, str] | None = None,
     removed: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Make the `__getattr__` and `__dir__` of a module whose names live elsewhere (PEP 562).
+    """Return the `__getattr__` and `__dir__` of a module whose names are defined elsewhere (PEP 562).
 
-    A name is looked up once and then kept in the module, so that later uses cost what any attribute costs.
+    A name is looked up on first use and then stored in the module, so that later uses are as fast as any attribute.
 
     Args:
         face: The module's own `__name__`.
-        homes: From the module that owns names to those names.
-        submodules: The face's own modules that are reachable without an import of their own, as in
+        homes: Names by the module that defines them.
+        submodules: Submodules that are available without a separate import, as in
             `import composer; composer.utils.dist.get_world_size()`.
-        renamed: From an old name to the new one with its module, `'composer.loss.DiceLoss'`. Using it warns.
-        removed: From a removed name to a sentence about its replacement, or the key of one in `GONE`.
-            `from face import name` raises `ImportError`, because Python drops the message of an `AttributeError` there;
-            any other access raises `AttributeError`. Names that are keys of `GONE` themselves need not be listed.
+        renamed: New names with their modules, such as `'composer.loss.DiceLoss'`, by old names. An old name warns.
+        removed: Sentences about the replacement, or keys of `GONE`, by removed names. `from face import name` raises
+            `ImportError`, because Python discards the message of an `AttributeError` there; any other access raises
+            `AttributeError`. Names that are keys of `GONE` need not be listed.
 
     Returns:
         The two functions, in this order.
@@ -46,7 +46,7 @@ def lazy_face(
 
     def __getattr__(name: str) -> object:
         if name in modules:
-            return import_module(f"{face}.{name}")  # the import itself sets the attribute
+            return import_module(f"{face}.{name}")  # the import also sets the attribute
         if name in home:
             value = getattr(import_module(home[name]), name)
         elif name in new_names:
@@ -68,32 +68,34 @@ def lazy_face(
     class Face(type(sys.modules[face])):
         @property
         def __dict__(self) -> dict[str, object]:  # pyright: ignore[reportIncompatibleVariableOverride]
-            """Load all names: scripts look through `vars(composer.callbacks)` for classes."""
-            # importlib reads `__dict__` too, and must not load anything.
-            by_import = sys._getframe(1).f_globals["__name__"].startswith("importlib.")  # as in a reload
+            """Load all names, since scripts search `vars(composer.callbacks)` for classes."""
+            # importlib also reads `__dict__`, for example in a reload, and must not load anything.
+            by_import = sys._getframe(1).f_globals["__name__"].startswith("importlib.")
             for name in () if by_import else (*home, *modules):
-                with suppress(ImportError):  # of a library that is not installed
+                with suppress(ImportError):  # an optional library may be missing
                     getattr(self, name)
             return _own_names(self)
 
+    # A module-level `__getattr__` cannot intercept `__dict__`; the class of a module can.
     sys.modules[face].__class__ = Face
     return __getattr__, __dir__
 
 
 def _own_names(module: ModuleType) -> dict[str, object]:
-    """Return the names that a module has by now."""
+    """Return the names that a module has already loaded."""
+    # Through the descriptor, since `module.__dict__` is the property above, which loads all names.
     return vars(ModuleType)["__dict__"].__get__(module)
 
 
 def replace_module(alias: str, target: str) -> None:
-    """Make the module that is being imported as `alias` the very module `target`.
+    """Replace the module that is being imported as `alias` by the module `target`.
 
-    For modules that users patch: what is set on one name must be seen through the other. The import system takes
-    what it finds in `sys.modules` after a module has run.
+    For modules that users patch, so that a patch of either module affects both. The import system returns the entry in
+    `sys.modules` after the module's code has run.
 
     Args:
         alias: The calling module's own `__name__`.
-        target: The module to stand in its place.
+        target: The module that replaces it.
     """
     sys.modules[alias] = import_module(target)
 
@@ -101,11 +103,11 @@ def replace_module(alias: str, target: str) -> None:
 def share_patches(face: str, owner: str, names: Iterable[str]) -> None:
     """Forward assignments to some names of a module to the module that uses them.
 
-    For names that users patch in a face with other names beside them, so that it cannot be replaced as a whole.
+    For names that users patch in a module with other names, which `replace_module` cannot replace as a whole.
 
     Args:
-        face: The calling module's own `__name__`. It has the names already.
-        owner: The module that looks the names up when it needs them.
+        face: The calling module's own `__name__`. It already has the names.
+        owner: The module that looks up the names when it uses them.
         names: The names.
     """
     target, shared = import_module(owner), frozenset(names)
@@ -120,19 +122,20 @@ def share_patches(face: str, owner: str, names: Iterable[str]) -> None:
 
 
 def _is_imported(asker: FrameType | None) -> bool:
-    """Return whether a name is requested by `from module import name`, not by `hasattr` or attribute access."""
-    while asker is not None and asker.f_code.co_name == "__getattr__":  # of a module whose names are another's
+    """Return whether a name is accessed by `from module import name`, not as an attribute or by `hasattr`."""
+    while asker is not None and asker.f_code.co_name == "__getattr__":  # of a face that forwards to another face
         asker = asker.f_back
     if asker is None:
         return False
-    by_package = asker.f_globals.get("__name__") == "importlib._bootstrap"  # which looks before it imports a submodule
+    # For `from package import name`, importlib first checks whether a submodule must be imported.
+    by_package = asker.f_globals.get("__name__") == "importlib._bootstrap"
     return by_package or asker.f_code.co_code[asker.f_lasti] == _IMPORT_FROM
 
 
 def _raise_unknown(face: str, name: str, known: Iterable[str]) -> NoReturn:
     message = f"module {face!r} has no attribute {name!r}"
-    if not name.startswith("_"):  # private names are probes, by inspect, pickle and others
-        from difflib import get_close_matches  # needed for misspelled names only
+    if not name.startswith("_"):  # private names are usually probes, for example by inspect or pickle
+        from difflib import get_close_matches  # only needed for misspelled names
 
         nearest = get_close_matches(name, known, n=1)
         if nearest:

@@ -1,4 +1,4 @@
-"""Base class of the callbacks that record the CUDA allocator, and self-contained pages of its history."""
+"""Base class of callbacks that record the CUDA allocator, and self-contained pages of its history."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ __all__ = ["MemoryRecorder", "Snapshot", "draw_flamegraph", "segment_page", "tim
 _log = logging.getLogger(__name__)
 
 Snapshot = Mapping[str, Any]
-"""The allocator's segments with their blocks, and its history on each device."""
+"""The allocator's segments with their blocks, and its history for each device."""
 
 
 class MemoryRecorder(Callback):
-    """Callback that records the CUDA allocator, and writes files about it.
+    """Callback that records the history of the CUDA allocator, and writes it to files.
 
     Args:
         max_entries: Number of the allocator's last actions to keep.
         folder: Local folder; may use `{run_name}` and the placeholders of ranks.
         filename: Name of the files, or their prefix, also with placeholders of time.
-        remote_file_name: Folder in the object store, or a URI, to whose object store files are then uploaded. `None`
-            uploads nothing.
-        overwrite: Whether the folder may contain files, and the object store files of these names.
+        remote_file_name: Folder of the files for loggers that keep files, or a URI to upload them to. `None` uploads
+            nothing.
+        overwrite: Whether the folder may contain files, and the object store may contain files of these names.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -68,7 +68,7 @@ class MemoryRecorder(Callback):
         self._uploaded: set[str] = set()
 
     def init(self, state: State, logger: Logger) -> None:
-        """Create the folder if the model is on a CUDA device, and add an uploader for a URI; otherwise warn.
+        """Create the folder and, for a URI, add an uploader. Warn if the model is not on a CUDA device.
 
         Every rank must call this.
 
@@ -105,17 +105,17 @@ class MemoryRecorder(Callback):
     def _save(
         self, state: State, logger: Logger, pages: Callable[[str, Snapshot], dict[str, Callable[[], bytes]]]
     ) -> None:
-        """Write and upload files independently of each other; failures are logged, and training continues.
+        """Write and upload files independently of each other. Failures are logged, and training continues.
 
         Args:
             state: The state.
             logger: The logger.
-            pages: Called with the path, as formatted now, and the snapshot; returns functions that return the contents,
-                by path.
+            pages: Function of the formatted path and the snapshot, which returns, by path, functions that return the
+                content of a file.
         """
         try:
             snapshot = torch.cuda.memory._snapshot()
-        except Exception:  # a monitor must not end training, nor hide an out-of-memory error
+        except Exception:  # a monitor must neither end training nor hide an out-of-memory error
             _log.exception("No snapshot of the memory could be taken.")
             return
         path = os.path.join(self._formatted(self.folder, state), self._formatted(self.filename, state))
@@ -129,14 +129,14 @@ class MemoryRecorder(Callback):
                     logger.upload_file(remote_name, name, overwrite=self.overwrite or is_own)
                     self._uploaded.add(remote_name)
             except Exception:  # a monitor must not end training
-                _log.exception("%s could not be written or uploaded; the other files are.", name)
+                _log.exception("%s could not be written or uploaded.", name)
 
     def _formatted(self, name: str, state: State) -> str:
         return format_name_with_dist_and_time(name, state.run_name, state.timestamp)
 
 
 def _add_uploader(address: str, state: State, logger: Logger) -> None:
-    """Add an uploader for the object store of a URI, unless a logger uploads there already."""
+    """Add an uploader for the object store of a URI, unless a logger already uploads there."""
     backend, bucket, _ = parse_uri(address)
     places = logger.destinations
     if any(isinstance(place, RemoteUploaderDownloader) and place.serves(backend, bucket) for place in places):
@@ -145,12 +145,12 @@ def _add_uploader(address: str, state: State, logger: Logger) -> None:
     if uploader is not None:
         logger.destinations = (*places, uploader)
         state.callbacks.append(uploader)
-        uploader.init(state, logger)  # `init` of loggers has run before that of callbacks
+        uploader.init(state, logger)  # the engine has already run `init` of the loggers
 
 
-_MAX_FRAMES: Final = 24  # innermost frames of a stack; the outer ones rarely differ
+_MAX_FRAMES: Final = 24  # innermost frames of a stack, since the outer ones rarely differ
 
-# A box is [left, right, bottom, top, stack]. Boxes do not overlap, so a scan finds the one under the pointer.
+# A box is [left, right, bottom, top, stack]. Boxes do not overlap, so the first match is the box under the pointer.
 _PAGE: Final = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -202,8 +202,8 @@ for (const plot of data.plots) {
 def timeline_page(snapshot: Snapshot) -> str:
     """Return a page with each allocation as a box over time and address.
 
-    Time counts actions of the allocator. Address ranges that were never in use are left out; red lines mark where
-    memory ran out.
+    Time is counted in actions of the allocator. Address ranges that were never in use are left out. Red lines mark
+    out-of-memory errors.
     """
     stacks: dict[str, int] = {}
     plots = [
@@ -215,7 +215,7 @@ def timeline_page(snapshot: Snapshot) -> str:
 
 
 def segment_page(snapshot: Snapshot) -> str:
-    """Return a page with each segment as a row of its current blocks."""
+    """Return a page with a row for each segment, with its current blocks."""
     stacks: dict[str, int] = {}
     devices = sorted({segment.get("device", 0) for segment in snapshot["segments"]})
     plots: list[dict[str, Any]] = []
@@ -238,7 +238,7 @@ def segment_page(snapshot: Snapshot) -> str:
 
 
 def _number(stacks: dict[str, int], frames: Iterable[Mapping[str, Any]]) -> int:
-    """Return the number of a stack, which the page stores once."""
+    """Return the index of a stack. The page stores each distinct stack once."""
     lines = [f"{frame['filename']}:{frame['line']}: {frame['name']}" for frame in list(frames)[:_MAX_FRAMES]]
     return stacks.setdefault("\n".join(lines) or "no stack was recorded", len(stacks))
 
@@ -270,10 +270,11 @@ def _lives(
     for time, entry in enumerate(trace):
         if entry["action"] == "alloc":
             in_use[entry["addr"]] = time, entry["size"], entry.get("frames", ())
+        # Not "free_requested": a block used on another stream stays in use until that stream has finished with it.
         elif entry["action"] == "free_completed":
             start, size, frames = in_use.pop(entry["addr"], (0, entry["size"], ()))  # allocated before the record began
             yield start, time, entry["addr"], size, frames
-    # Blocks in use without an entry were allocated before the record began.
+    # Blocks in use that the trace does not contain were allocated before the record began.
     for segment in segments:
         for address, block in _blocks(segment):
             if block["state"].startswith("active") and address not in in_use:
@@ -287,6 +288,7 @@ def _places(allocations: Iterable[tuple[int, int]]) -> dict[int, int]:
     places: dict[int, int] = {}
     below = covered_to = 0
     for address, size in sorted(allocations):
+        # Allocations at different times may overlap, so `address` may be below `covered_to`.
         covered_to = max(covered_to, address)
         places[address] = below - (covered_to - address)
         grown = max(address + size - covered_to, 0)
@@ -324,8 +326,8 @@ def _page(title: str, plots: list[dict[str, Any]], stacks: dict[str, int]) -> st
 
 _WIDTH: Final = 1200
 _ROW_HEIGHT: Final = 16
-_LETTER_WIDTH: Final = 7
-_NARROWEST: Final = 0.1  # narrower boxes would be invisible
+_LETTER_WIDTH: Final = 7  # of the monospace font, to fit labels without measuring them
+_NARROWEST: Final = 0.1  # pixels; narrower boxes are invisible and would enlarge the file
 
 
 @dataclass(slots=True)
@@ -370,7 +372,7 @@ def _fold(folded: str) -> _Frame:
 
 def _boxes(root: _Frame, left: float, depth: int, scale: float) -> Iterator[tuple[_Frame, float, int, float]]:
     """Yield each frame with its left end, its row from the bottom and its width, without recursion."""
-    waiting = [(root, left, depth)]  # stacks of a snapshot may be deeper than Python's recursion limit
+    waiting = [(root, left, depth)]  # stacks may be deeper than Python's recursion limit
     while waiting:
         frame, left, depth = waiting.pop()
         if frame.size * scale < _NARROWEST:
@@ -394,7 +396,7 @@ def _draw(frame: _Frame, left: float, top: int, width: float) -> str:
 
 
 def readable(size_bytes: int) -> str:
-    """Return a size in the largest unit that is not larger than it.
+    """Format a size in the largest unit in which it is 1 or more.
 
     >>> readable(1536), readable(17)
     ('1.5 KiB', '17 B')

@@ -1,4 +1,4 @@
-"""Base class of the callbacks that stop training by the value of a metric."""
+"""Base class of callbacks that stop training based on the value of a metric."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _NAMED: Final[dict[str, Comparison]] = {
 
 
 class MetricStopper(Callback):
-    """Callback that looks at a metric after each epoch and evaluation.
+    """Callback that checks a metric after each epoch and evaluation.
 
     Args:
         monitor: Name of the metric, or of an entry of a metric with several numbers.
         dataloader_label: `'train'`, or the label of an evaluator.
-        comp: Comparison of two values: its name, or a function of the new and the old value. With `None`, it is chosen
-            by the metric's `higher_is_better`, or else by its name.
+        comp: Comparison of two values: its name, or a function of the new and the old value. `None` chooses it by the
+            metric's `higher_is_better`, or else by the metric's name.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If no comparison has that name.
+        ValueError: If `comp` is an unknown name.
     """
 
     def __init__(self, monitor: str, dataloader_label: str, comp: str | Comparison | None) -> None:
@@ -62,11 +62,12 @@ class MetricStopper(Callback):
         """Check that the metric exists, and choose the comparison.
 
         Raises:
-            ValueError: If the dataloader is known and has no such metric, or one with several numbers.
+            ValueError: If the dataloader is known, and has no such metric or the metric has several numbers.
         """
         self.stop_reason = None
         label, labels = self.dataloader_label, [evaluator.label for evaluator in state.evaluators]
         metrics = self._metrics(state)
+        # Metrics of a custom loop may not be known yet, so a missing one is an error only for a known dataloader.
         if (label == "train" and state.train_metrics) or (label in labels and label in state.eval_metrics):
             name = self._name_in(metrics)
             refuse_several(name, metrics[name], self.monitor)
@@ -82,22 +83,22 @@ class MetricStopper(Callback):
             if is_higher is None:
                 warnings.warn(
                     f"Neither the metric {self.monitor!r} of {label!r} nor its name says whether larger or smaller "
-                    f"values are better: larger ones are taken to be. Pass comp='greater' or comp='less', or give the "
-                    f"metric an attribute higher_is_better.",
+                    f"values are better. Larger is assumed. Pass comp='greater' or comp='less', or give the metric an "
+                    f"attribute higher_is_better.",
                     stacklevel=2,
                 )
             self.comp = _comparison(is_higher)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Check the metric of an evaluator."""
+        """Check the metric, if it is that of this evaluator."""
         self._look_if_named(state)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Check the metric of training."""
+        """Check the metric, if it is that of training."""
         self._look_if_named(state)
 
     def _look_if_named(self, state: State) -> None:
-        # The label in the state tells which dataloader the current event belongs to.
+        # The state has the label of the dataloader that the current event belongs to.
         if self.dataloader_label == state.dataloader_label:
             metrics = self._metrics(state)
             name = self._name_in(metrics)
@@ -124,5 +125,5 @@ class MetricStopper(Callback):
 
 
 def _comparison(is_higher_better: bool | None) -> Comparison:
-    # Where neither the metric nor its name tells, larger is assumed to be better, as in Composer.
+    # If it is unknown which values are better, larger is assumed, as in Composer.
     return torch.less if is_higher_better is False else torch.greater

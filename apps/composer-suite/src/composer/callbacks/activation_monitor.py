@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 __all__ = ["ActivationMonitor", "compute_kurtosis"]
 
 _UNITS: Final = (TimeUnit.BATCH, TimeUnit.EPOCH)
-_SELDOM_ENOUGH: Final = 10  # batches
+_SELDOM_ENOUGH: Final = 10  # batches between logs, so that the cost is small
 _STATISTICS: Final = ("l2_norm", "average", "max", "kurtosis")
 
 
 class ActivationMonitor(Callback):
     """Log statistics of the activations of every module, in the first microbatch of every interval.
 
-    Each is logged as `activations/<statistic>/<module>_input.<i>` and `..._output.<i>`, for the positional inputs and
-    the outputs with floating point or complex numbers. Statistics are computed along the last dim and averaged over
-    all others; for complex numbers, of their absolute values.
+    They are logged as `activations/<statistic>/<module>_input.<i>` and `..._output.<i>`, for positional inputs and
+    outputs with floating point or complex numbers. Statistics are computed along the last dim and averaged over all
+    other dims. For complex numbers, absolute values are used.
 
     | statistic | meaning |
     |---|---|
@@ -47,20 +47,20 @@ class ActivationMonitor(Callback):
     | `max` | the largest value |
     | `kurtosis` | the fourth moment over the square of the second, 3 for a normal distribution |
 
-    Values stay on the accelerator until a logger reads them. For a module that is called several times, they are those
-    of the last call. Modules have hooks only during the logged forward passes, in which compiled modules run
-    uncompiled.
+    Values stay on the accelerator until a logger reads them. If a module is called several times, those of the last
+    call are logged. Hooks are installed only for the logged forward passes, in which compiled modules run in eager
+    mode.
 
     Args:
-        interval: How often: a number of batches, or a time in batches or epochs.
-        ignore_module_types: Parts of names of modules to leave out, such as `['dropout']`.
+        interval: Interval between logs: a number of batches, or a time in batches or epochs.
+        ignore_module_types: Substrings of the names of modules to leave out, such as `['dropout']`.
         only_log_wandb: Whether to log only to `WandBLogger`s, if there are any, since there are many values.
-        whole_outputs: Whether an output that is one tensor is logged as one output. By default each of its rows, along
-            the first dim, is logged, which gives as many values as there are samples.
+        whole_outputs: Whether to log a tensor output as one output. By default, each row along the first dim is logged
+            separately, which gives as many values as there are samples.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If the interval has another unit.
+        ValueError: If the interval has another unit, or is less than 1.
 
     Example:
         >>> monitor = ActivationMonitor(interval='100ba', ignore_module_types=['dropout'])
@@ -94,7 +94,7 @@ class ActivationMonitor(Callback):
         self._handles: list[RemovableHandle] = []
         self._uncompiled = ExitStack()
         self._seen: dict[str, tuple[Tensor, int]] = {}  # by name of an input or output, and which row it is
-        # By id: a weak reference detects an id that is reused, and the version a change in place.
+        # By id, since tensors compare by element. A weak reference detects a reused id, the version an in-place change.
         self._measured: dict[tuple[int, bool], tuple[weakref.ref[Tensor], int, Tensor | None]] = {}
 
     def before_forward(self, state: State, logger: Logger) -> None:
@@ -104,7 +104,7 @@ class ActivationMonitor(Callback):
             return
         self._stop_watching()  # remove hooks left by a failed forward pass
         self._is_watching = True
-        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and `set_stance` would load the compiler
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and `set_stance` would import the compiler
             self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
         for name, module in unwrap_model(state.model).named_modules():  # the same names with and without DDP
             if not any(part in name for part in self.ignore_module_types):
@@ -164,9 +164,9 @@ class ActivationMonitor(Callback):
             self._seen[name] = statistics, 0
 
     def _statistics_of(self, tensor: Tensor, *, as_rows: bool) -> Tensor | None:
-        """Return the statistics of a tensor, which is often the output of one module and the input of the next."""
+        """Return the statistics of a tensor, cached: the output of a module is often the input of the next."""
         if tensor.layout is not torch.strided or tensor.is_nested:
-            return None  # without rows of equal length
+            return None  # such tensors have no rows of equal length
         # `_version` counts in-place changes; it has no public equivalent, and inference tensors lack it.
         version = -1 if tensor.is_inference() else tensor._version
         known = self._measured.get((id(tensor), as_rows))
@@ -192,7 +192,7 @@ def compute_kurtosis(value: Tensor) -> Tensor:
 
 def _kurtosis(value: Tensor, mean: Tensor) -> Tensor:
     squares = (value - mean).square_()
-    # `vector_norm` gives the mean of the fourth powers without a temporary tensor of them.
+    # The norm of the squares gives the sum of the fourth powers without a temporary tensor for them.
     ratio = torch.linalg.vector_norm(squares, dim=-1) / squares.sum(dim=-1)
     return ratio.square_() * squares.shape[-1]
 
@@ -215,7 +215,7 @@ def _statistics(tensor: Tensor) -> Tensor | None:
 
 
 def _by_name(seen: Mapping[str, tuple[Tensor, int]]) -> dict[str, Any]:
-    """Return each statistic by its logged name, as a number on the CPU, as a tensor on a device to avoid a sync."""
+    """Return the statistics by logged name: numbers on the CPU, tensors on a device, to avoid a synchronization."""
     tensors = {id(statistics): statistics for statistics, _ in seen.values()}
     values: dict[int, Sequence[Any]] = {
         key: each.tolist() if each.is_cpu else [row.unbind() for row in each.unbind()] for key, each in tensors.items()
@@ -246,5 +246,5 @@ def _nested(item: Any, suffix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_wandb(destination: LoggerDestination) -> bool:
-    # By name, since importing the class would import the client of W&B.
+    # By name, since importing the class would also import W&B's client.
     return any(kind.__name__ == "WandBLogger" for kind in type(destination).__mro__)

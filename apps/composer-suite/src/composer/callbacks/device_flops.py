@@ -15,7 +15,7 @@ __all__ = ["GPU_AVAILABLE_FLOPS", "get_gpu_flops_available"]
 
 
 def _peaks(**flops: float) -> dict[str, float]:
-    """Return peaks by precision, with those of 16 and 8 bits also under their names as mixed precisions."""
+    """Return peaks by precision, with those of 16 and 8 bits also under the names of mixed precisions."""
     return flops | {f"amp_{name}": peak for name, peak in flops.items() if name in ("fp16", "bf16", "fp8")}
 
 
@@ -69,10 +69,10 @@ GPU_AVAILABLE_FLOPS: Final[dict[str, dict[str, float]]] = {
 }
 """Peak floating point operations per second, without sparsity, by device and precision, as published by the vendors.
 
-A device matches a key that consists of words in its name: `GPU_AVAILABLE_FLOPS['rtx-3090'] = {'amp_bf16': 7.1e13}`.
+A device matches a key whose words are in its name, such as `GPU_AVAILABLE_FLOPS['rtx-3090'] = {'amp_bf16': 7.1e13}`.
 """
 
-# Words by which drivers reveal the form factor: among H100s, HBM3 implies SXM, and HBM2e implies PCIe.
+# Words in drivers' names that imply the form factor: among H100s, HBM3 implies SXM, and HBM2e implies PCIe.
 _ALSO: Final = {"hbm3": "sxm", "hbm2e": "pcie", "h200": "sxm"}
 
 
@@ -110,7 +110,7 @@ def find_device(name: str) -> str | None:
     """
     said = re.findall(r"[a-z0-9]+", name.lower())
     said += [_ALSO[word] for word in said if word in _ALSO]
-    for key in sorted(GPU_AVAILABLE_FLOPS, key=len, reverse=True):  # "a100" before "a10"
+    for key in sorted(GPU_AVAILABLE_FLOPS, key=len, reverse=True):  # longest first: "a100" before "a10"
         if all(any(_begins_with(word, part) for word in said) for part in re.split(r"[-\s]", key.lower())):
             return key
     return None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EarlyStopper"]
 
-_BATCH: Final = TimeUnit.BATCH  # looking up an enum member is slow in Python 3.11, and `batch_end` runs every batch
+_BATCH: Final = TimeUnit.BATCH  # looking up an enum member is slow in Python 3.11, and this is needed in each batch
 _UNITS: Final = (TimeUnit.EPOCH, _BATCH)
 
 
@@ -29,8 +29,8 @@ class EarlyStopper(MetricStopper):
         dataloader_label: `'train'`, or the label of an evaluator.
         comp: Comparison of two values: `'greater'`, `'less'`, or a function of the new and the best value. Default: by
             the metric's own `higher_is_better`, or else by its name; see `composer_events.metric_entries`.
-        min_delta: Improvements must be larger than this to count.
-        patience: Time without improvement until training stops: epochs, or a time in epochs (`'3ep'`) or batches
+        min_delta: Minimum improvement, exclusive; smaller ones do not count.
+        patience: Time without improvement after which training stops: epochs, or a time in epochs (`'3ep'`) or batches
             (`'500ba'`).
 
     Attributes:
@@ -69,7 +69,7 @@ class EarlyStopper(MetricStopper):
         self.best_occurred: Time[int] | None = None
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Check the metric of training, if patience is in batches."""
+        """Check the training metric, if patience is in batches."""
         if self.patience.unit is _BATCH:
             self._look_if_named(state)
 
@@ -80,24 +80,24 @@ class EarlyStopper(MetricStopper):
         return {"best": float(self.best), "best_occurred": self.best_occurred.to_timestring()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the best value and its time."""
         if state:
             self.best, self.best_occurred = state["best"], Time.from_timestring(state["best_occurred"])
 
     def _look(self, state: State, value: torch.Tensor) -> None:
         now = state.timestamp.get(self.patience.unit)
-        # A best time in the future is of an earlier run, so the comparison starts over.
+        # A best time in the future comes from an earlier run, so the comparison starts over.
         if self.best is None or self.best_occurred is None or self.best_occurred > now or self._is_better(value):
             self.best, self.best_occurred = value, now
         elif now - self.best_occurred > self.patience:
             self.stop_reason = (
-                f"{self.dataloader_label}/{self.monitor} has not got better than {float(self.best):.6g} since "
+                f"{self.dataloader_label}/{self.monitor} has not improved on {float(self.best):.6g} since "
                 f"{self.best_occurred}"
             )
             state.stop_training()
 
     def _is_better(self, value: Any) -> bool:
-        # A number from a checkpoint becomes a tensor on the device of the value.
+        # From a checkpoint, `best` is a number, and `comp` may need two tensors on one device.
         best = value.new_tensor(self.best) if not hasattr(self.best, "device") else self.best
         if bool(best.isnan()):  # every comparison with NaN is false
             return not bool(value.isnan())

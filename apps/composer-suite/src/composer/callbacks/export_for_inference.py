@@ -31,7 +31,7 @@ class ExportForInferenceCallback(Callback):
         save_path: A path or a URI; with an object store, or a logger that keeps files, the name there.
         save_object_store: An `ObjectStore`.
         sample_input: Input of the model. Default: the first batch of training, for formats that need one.
-        transforms: Functions that modify the exported copy last, such as `quantize_dynamic`.
+        transforms: Functions that modify the copy before it is written, such as `quantize_dynamic`.
         input_names: For `'onnx'`.
         output_names: For `'onnx'`.
 
@@ -73,7 +73,7 @@ class ExportForInferenceCallback(Callback):
     def after_dataloader(self, state: State, logger: Logger) -> None:
         """Copy the first batch, if the format needs one."""
         if self._needs_sample:
-            self.sample_input = copy.deepcopy(state.batch)  # algorithms may change the batch in place
+            self.sample_input = copy.deepcopy(state.batch)  # a copy, since algorithms may change the batch in place
             self._needs_sample = False
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -98,6 +98,7 @@ class ExportForInferenceCallback(Callback):
             save_path=self.save_path,
             logger=logger,
             save_object_store=self.save_object_store,
+            # With an empty dict of keywords, a sample that is a tuple or a dict stays a single argument.
             sample_input=(self.sample_input, {}),
             transforms=self.transforms,
             input_names=self.input_names,

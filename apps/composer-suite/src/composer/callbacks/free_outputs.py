@@ -16,9 +16,9 @@ __all__ = ["FreeOutputs"]
 
 
 class FreeOutputs(Callback):
-    """Free the model's outputs after the loss is computed, to make room for the backward pass.
+    """Free the model's outputs after the loss is computed, to save memory in the backward pass.
 
-    For models without training metrics, which would need the outputs later.
+    Only for training without metrics, which would need the outputs later.
     """
 
     def after_loss(self, state: State, logger: Logger) -> None:

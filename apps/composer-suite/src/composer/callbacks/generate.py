@@ -1,4 +1,4 @@
-"""Texts generated from prompts during training."""
+"""Text generation from prompts during training."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = ["Generate"]
 class Generate(Callback):
     """Generate text from prompts, at intervals and at the end of training, and log it as the table `generations`.
 
-    The model must have `generate`, as Hugging Face models have, and a `tokenizer`. Training is not affected, even if
-    tokens are sampled: sampling is seeded from the run's seed and the batch, and the random generators are restored.
-    Every rank generates, as sharded models require, and rank 0 logs.
+    The model must have a method `generate`, like Hugging Face models, and a `tokenizer`. Sampling does not affect
+    training: it is seeded with the run's seed and the batch, and the random generators are restored. Every rank
+    generates, as sharded models require, and rank 0 logs.
 
     Args:
         prompts: The prompts.
-        interval: How often: epochs, a timestring or a `Time`.
+        interval: Interval: epochs, a timestring or a `Time`.
         batch_size: Number of prompts per forward pass. Default: all.
         **generate_kwargs: Further arguments of `generate`, such as `max_new_tokens`.
 
@@ -64,15 +64,15 @@ class Generate(Callback):
         self._is_due = create_interval_scheduler(to_time("interval", interval, TimeUnit.EPOCH))
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Generate, if it is due."""
+        """Generate at the interval."""
         self._generate_if_due(Event.BATCH_CHECKPOINT, state, logger)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Generate, if it is due."""
+        """Generate at the interval."""
         self._generate_if_due(Event.EPOCH_CHECKPOINT, state, logger)
 
     def iteration_checkpoint(self, state: State, logger: Logger) -> None:
-        """Generate, if it is due."""
+        """Generate at the interval."""
         self._generate_if_due(Event.ITERATION_CHECKPOINT, state, logger)
 
     def generate(self, state: State, logger: Logger) -> None:
@@ -82,6 +82,7 @@ class Generate(Callback):
             ValueError: If the model has no `generate` or no tokenizer.
         """
         model, tokenizer = _generating(state.model)
+        # The same seed on all ranks, so that they sample the same tokens.
         seed = state.rank_zero_seed + state.timestamp.num_batches
         with model_eval_mode(model), _padding_left(tokenizer), seed_context(seed), torch.no_grad():
             inputs: Mapping[str, Any] = tokenizer(self.prompts, return_tensors="pt", padding=True)
@@ -99,12 +100,12 @@ class Generate(Callback):
             self.generate(state, logger)
 
     def _texts(self, model: Any, tokenizer: Any, batch: dict[str, Any], state: State) -> list[str]:
-        """Return the continuation of each prompt; on ranks other than 0, which do not log, empty strings."""
+        """Return the continuation of each prompt on rank 0, and empty strings on the other ranks, which do not log."""
         on_device = state.device.batch_to_device(batch)
         if hasattr(model, "dummy_forward_called"):
             model.dummy_forward_called = False
         with get_precision_context(state.precision, state.precision_config):
-            # All ranks must take part in every step of a sharded model, also after their own prompts have ended.
+            # Every forward pass of a sharded model is a collective, so no rank may stop before the others.
             output = model.generate(**on_device, synced_gpus=dist.get_world_size() > 1, **self.generate_kwargs)
         if dist.get_global_rank() != 0:
             return [""] * len(batch["input_ids"])
@@ -137,7 +138,7 @@ def _after(prompt: list[int], row: list[int]) -> list[int]:
 
 @contextmanager
 def _padding_left(tokenizer: Any) -> Iterator[None]:
-    """Pad prompts on the left, where generation does not continue, with the end-of-text token for lack of another."""
+    """Pad prompts on the left, since text is generated on the right, by default with the end-of-text token."""
     side, pads = tokenizer.padding_side, tokenizer.pad_token_id is not None
     tokenizer.padding_side = "left"
     if not pads:

@@ -31,9 +31,9 @@ class ImageVisualizer(Callback):
     They are copied to the CPU only if some logger accepts images.
 
     Args:
-        interval: How often in training: a number of batches, or a time in batches or epochs.
-        mode: `'input'`, or `'segmentation'` to log the predicted and the true masks, too. Their values are class
-            indices; negative targets, which losses ignore, get the number of classes as their index.
+        interval: Interval in training: a number of batches, or a time in batches or epochs.
+        mode: `'input'`, or `'segmentation'` to also log the predicted and the true masks. Their values are class
+            indices. Negative targets, which losses ignore, get the number of classes as their index.
         num_images: Maximum number of images of a batch.
         channels_last: Whether channels are the last dim.
         input_key: Location of the images in the batch: an index, a key, or functions; see `State.batch_get_item`.
@@ -41,8 +41,8 @@ class ImageVisualizer(Callback):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If the mode is unknown or the interval has another unit; when images are due, if the batch has
-            nothing at a key.
+        ValueError: If the mode is unknown or the interval has another unit; when images are logged, if a key is not in
+            the batch.
 
     Example:
         >>> visualizer = ImageVisualizer(interval='1ep', mode='segmentation', num_images=4)
@@ -94,7 +94,7 @@ class ImageVisualizer(Callback):
 
     def _is_due(self, state: State) -> bool:
         now = int(state.timestamp.get(self.interval.unit))
-        if now % int(self.interval) or now == self._last_logged:
+        if now % int(self.interval) or now == self._last_logged:  # later microbatches, or batches of the epoch
             return False
         self._last_logged = now
         return True
@@ -145,6 +145,7 @@ def _item(state: State, name: str, key: Any) -> Any:
 
 
 def _are_images(value: Any) -> bool:
+    # With a single number per sample, there is nothing to show.
     return isinstance(value, Tensor) and value.ndim in (3, 4) and value.numel() > value.shape[0]
 
 
@@ -153,5 +154,5 @@ def _as_classes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     num_classes = outputs.shape[1]
     if infer_target_type(outputs, targets) == "one_hot":
         targets = targets.argmax(dim=1)
-    # Losses ignore negative targets, and loggers need a color for them.
+    # Losses ignore negative targets, but loggers need a valid class index to color them.
     return outputs.argmax(dim=1), torch.where(targets < 0, num_classes, targets)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["MemoryMonitor", "reduce_value"]
 
 _GIGABYTE: Final = 1e9
-_DIGITS: Final = 5  # significant digits
+_DIGITS: Final = 5  # significant digits, which keep logs short
 
 _NAMES: Final = {
     "allocated_bytes.all.current": "current_allocated_mem",
@@ -40,8 +40,8 @@ class MemoryMonitor(Callback):
     Args:
         memory_keys: Names to log for entries of `torch.accelerator.memory_stats()`. Default: allocated, active,
             inactive and reserved memory, current and peak, and the number of retries of the allocator.
-        dist_aggregate_batch_interval: Interval in batches at which to log the mean, minimum and maximum over all ranks,
-            too, under names that end in `_avg`, `_min` and `_max`. Default: never.
+        dist_aggregate_batch_interval: Interval in batches at which to also log the mean, minimum and maximum over all
+            ranks, under names that end in `_avg`, `_min` and `_max`. Default: never.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -79,6 +79,7 @@ class MemoryMonitor(Callback):
         if self._is_on_cpu:
             return
         parameter = next(state.model.parameters(), None)
+        # Checked here, since parameters on the meta device at INIT are materialized later.
         if parameter is None or parameter.device.type not in ("cuda", "xpu"):
             return
         report: dict[str, Any] = self._report()
@@ -102,7 +103,7 @@ def _over_all_ranks(report: Mapping[str, float], device: torch.device) -> dict[s
     """Return the mean, minimum and maximum of each value as device tensors, with three collectives."""
     reduced: dict[str, torch.Tensor] = {}
     for ending, operation in (("avg", "SUM"), ("min", "MIN"), ("max", "MAX")):
-        # float64, because float32 cannot hold sums of byte counts exactly.
+        # float64, since float32 cannot represent large byte counts exactly.
         values = torch.tensor(list(report.values()), dtype=torch.float64, device=device)
         dist.all_reduce(values, reduce_operation=operation)
         values = values / dist.get_world_size() if ending == "avg" else values

@@ -24,18 +24,18 @@ class MemorySnapshot(MemoryRecorder):
     """Record the actions of the CUDA allocator over a few batches, and save them as files.
 
     `<filename>.html` can be opened in any browser, offline. `<filename>.pickle` is for
-    `python -m torch.cuda._memory_viz` and PyTorch's page; open only files that you have made. On other devices it
-    only warns. Errors in writing files are logged and do not end training.
+    `python -m torch.cuda._memory_viz` and PyTorch's page; only open files from a trusted source. On other devices, the
+    callback only warns. Errors in writing files are logged and do not end training.
 
     Args:
         skip_batches: Number of batches to skip first.
-        interval: Time to record: batches, or a time.
+        interval: Duration of the recording: batches, or a time.
         max_entries: Number of the last actions to keep.
         folder: Local folder, with the placeholders of run and ranks.
         filename: Name of the files without extension, with placeholders for run, ranks and time.
         remote_file_name: Folder of the files for loggers that keep files, or a URI to upload to. `None` uploads
             nothing.
-        overwrite: Whether the folder may contain files, and the object store files of these names.
+        overwrite: Whether the folder may contain files, and the object store may contain files of these names.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -75,7 +75,7 @@ class MemorySnapshot(MemoryRecorder):
             self._batches_left_to_skip -= 1
             return
         self._end = state.timestamp.get(self.interval.unit) + self.interval
-        self._record()
+        self._record()  # only now, since recording slows down each allocation
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Save the record when the interval is over."""

@@ -1,4 +1,4 @@
-"""The log of an MLPerf training run, in the format of its compliance checker."""
+"""Log of an MLPerf training run, in the format of the compliance checker."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ class MLPerfCallback(Callback):
     """Write the log and the system description that MLPerf Training requires.
 
     They are `<root_folder>/results/<system_name>/<benchmark>/result_<index>.txt` and
-    `<root_folder>/systems/<system_name>.json`. Loggers that keep files get them under the same names below the run's.
-    It needs the extra `mlperf`.
+    `<root_folder>/systems/<system_name>.json`. Loggers that keep files receive them under these names in the folder of
+    the run. This callback needs the extra `mlperf`.
 
     Args:
         root_folder: Root folder of the submission.
-        index: Number of the run within the submission.
+        index: Index of the run within the submission.
         benchmark: `'resnet'` or `'bert'`.
         target: Value of the metric at which the run succeeds.
         division: `'open'`.
         metric_name: Name of the metric.
         metric_label: Label of the evaluator.
         submitter: Name of the submitter.
-        system_name: Default: a name made from the devices.
+        system_name: Name of the system. Default: derived from the devices.
         status: `'onprem'`, `'cloud'` or `'preview'`.
-        cache_clear_cmd: A command that clears the system's caches before training, run without a shell.
-        host_processors_per_node: Number of CPUs of a node, for the description.
+        cache_clear_cmd: Command that clears the system's caches before training. It runs without a shell.
+        host_processors_per_node: Number of CPUs of a node, for the system description.
         exit_at_target: Whether to stop training at the target.
 
     Attributes:
@@ -69,9 +69,9 @@ class MLPerfCallback(Callback):
     Raises:
         MissingConditionalImportError: If mlperf-logging is not installed.
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument has another value than listed above; at the start of training, if there are several
+        ValueError: If an argument has a value that is not listed above; at the start of training, if there are several
             evaluators.
-        FileExistsError: At the start, if the result exists already.
+        FileExistsError: At the start, if the result already exists.
 
     Reference:
         MLPerf Training rules and logging: https://github.com/mlcommons/training_policies, https://github.com/mlcommons/logging.
@@ -135,7 +135,7 @@ class MLPerfCallback(Callback):
             raise FileExistsError(
                 f"{self.filename} exists: a result is written once. Give another index, or move the file away."
             )
-        dist.barrier()  # all ranks have checked before one creates the file
+        dist.barrier()  # no rank may create the file before all of them have checked
         if dist.get_local_rank() == 0:
             for path in (self.systems_path, self.filename):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -143,7 +143,7 @@ class MLPerfCallback(Callback):
                 json.dump(self.system_desc, file, sort_keys=True, indent=4)
             self._file_handler = logging.FileHandler(self.filename)
             self._file_handler.setLevel(logging.INFO)
-            # By default the library logs to the console, and the checker reads a file.
+            # The library only logs to the console by default, but the checker reads a file.
             self.mllogger.logger.addHandler(self._file_handler)
             self._clear_caches()
             self.mllogger.start(key=self._constants.INIT_START)
@@ -166,7 +166,7 @@ class MLPerfCallback(Callback):
                 self._event(key, value)
         if dist.get_local_rank() == 0:
             self.mllogger.end(key=self._constants.INIT_STOP)
-        dist.barrier()  # the run starts when all ranks are initialized
+        dist.barrier()  # the measured time of the run starts when all ranks are initialized
         if dist.get_global_rank() == 0:
             self.mllogger.start(key=self._constants.RUN_START)
 
@@ -198,7 +198,8 @@ class MLPerfCallback(Callback):
                 f"metric_name={self.metric_name!r} is not a metric of the evaluator labelled {self.metric_label!r}, "
                 f"which has {sorted(state.eval_metrics.get(self.metric_label, {}))}."
             )
-        accuracy = float(metric.compute())  # a collective: on all ranks, though only rank 0 logs
+        accuracy = float(metric.compute())  # a collective, so on all ranks, although only rank 0 logs
+        # Only once: a log must contain a single RUN_STOP.
         succeeds = accuracy > self.target and not self.success
         self.success = self.success or succeeds
         if dist.get_global_rank() == 0:
@@ -218,7 +219,7 @@ class MLPerfCallback(Callback):
     def _clear_caches(self) -> None:
         if self.cache_clear_cmd is None:
             warnings.warn(
-                "cache_clear_cmd is not set. MLPerf asks that the system's caches are cleared before each run.",
+                "cache_clear_cmd is not set. MLPerf requires that the system's caches are cleared before each run.",
                 stacklevel=3,
             )
             return
@@ -228,23 +229,24 @@ class MLPerfCallback(Callback):
     def _sizes(self, state: State) -> dict[str, Any]:
         if len(state.evaluators) > 1:
             labels = [evaluator.label for evaluator in state.evaluators]
-            raise ValueError(f"MLPerf has one evaluator, and the Trainer was given {len(labels)}: {labels}. Give one.")
+            raise ValueError(f"MLPerf requires one evaluator, but the Trainer has {len(labels)}: {labels}. Give one.")
         loaders = {"train_dataloader": state.train_dataloader}
         if state.evaluators:
             loaders["eval_dataloader"] = state.evaluators[0].dataloader.dataloader
         for name, loader in loaders.items():
             if not isinstance(loader, DataLoader):
                 raise TypeError(
-                    f"{name} is a {type(loader).__name__}, and MLPerf asks for the sizes of a torch DataLoader. "
+                    f"{name} is a {type(loader).__name__}, and MLPerf requires the sizes of a torch DataLoader. "
                     f"Give the Trainer one, before fit."
                 )
         loader: Any = state.train_dataloader
         if loader.batch_size is None:
-            raise ValueError("train_dataloader has batch_size=None, and MLPerf asks for the size of batches. Give one.")
+            raise ValueError("train_dataloader has batch_size=None, and MLPerf requires the batch size. Give one.")
         constants, microbatch = self._constants, state.device_train_microbatch_size
         sizes: dict[str, Any] = {
             constants.SEED: state.seed,
             constants.GLOBAL_BATCH_SIZE: loader.batch_size * dist.get_world_size(),
+            # Rounded up, since the last microbatch may be smaller.
             constants.GRADIENT_ACCUMULATION_STEPS: -(-loader.batch_size // int(microbatch or loader.batch_size)),
             constants.TRAIN_SAMPLES: _num_samples(loader),
         }
@@ -264,7 +266,7 @@ class MLPerfCallback(Callback):
         self.mllogger.event(key=key, value=value, metadata={} if metadata is None else metadata)
 
     def _epoch_number(self, state: State) -> int:
-        # The rules of BERT count an "epoch" in samples.
+        # MLPerf's rules for BERT count epochs in samples.
         return int(state.timestamp.epoch if self.benchmark == "resnet" else state.timestamp.sample)
 
     def _upload(self, logger: Logger) -> None:
@@ -273,7 +275,7 @@ class MLPerfCallback(Callback):
 
 def _num_samples(loader: Any) -> int:
     dataset = loader.dataset
-    # An iterable dataset holds only this rank's part of the data, a map-style dataset holds all of it.
+    # An iterable dataset contains only this rank's shard of the data, a map-style dataset all of it.
     return len(dataset) * (dist.get_world_size() if isinstance(dataset, IterableDataset) else 1)
 
 
@@ -293,7 +295,7 @@ def get_system_description(
     system_name: str | None = None,
     host_processors_per_node: int | None = None,
 ) -> dict[str, Any]:
-    """Return the system description that MLPerf requires; entries that cannot be detected are left empty.
+    """Return the system description that MLPerf requires. Entries that cannot be detected are empty.
 
     Args:
         submitter: Name of the submitter.
@@ -312,7 +314,7 @@ def get_system_description(
     num_nodes = max(dist.get_world_size() // dist.get_local_world_size(), 1)
     if num_nodes > 1:
         warnings.warn(
-            f"The description of a system of {num_nodes} nodes is that of this node alone. Check the file before you "
+            f"The description of a system of {num_nodes} nodes only describes this node. Check the file before you "
             "submit it.",
             stacklevel=2,
         )
@@ -353,7 +355,7 @@ def _num_cores() -> int | None:
             processors = [dict(_fields(text)) for text in file.read().split("\n\n") if text.strip()]
     except OSError:
         return None
-    # Threads of a core share its id, which is unique only within a processor.
+    # Hardware threads share the id of their core, which is unique only within a processor.
     cores = {(each.get("physical id"), each["core id"]) for each in processors if "core id" in each}
     return len(cores) or None
 

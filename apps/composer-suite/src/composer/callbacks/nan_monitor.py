@@ -21,8 +21,8 @@ __all__ = ["NaNMonitor"]
 class NaNMonitor(Callback):
     """Raise at the first microbatch with a NaN training loss.
 
-    It synchronizes with the device at every microbatch to name the right one. The Trainer itself finds non-finite
-    losses without synchronizing.
+    It synchronizes with the device at every microbatch to identify it. The Trainer itself detects non-finite losses
+    without synchronization.
 
     Raises:
         RuntimeError: In training, if a loss contains a NaN.

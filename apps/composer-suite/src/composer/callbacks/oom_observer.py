@@ -1,4 +1,4 @@
-"""Record of the memory in use when an out-of-memory error occurs."""
+"""Recording of the memory in use at an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-# Only its text output is used; its pages load scripts from the network.
+# Only for its text output, since its pages load scripts from the network.
 from torch.cuda import _memory_viz
 
 from composer.callbacks._memory_pages import MemoryRecorder, Snapshot, draw_flamegraph, segment_page, timeline_page
@@ -62,11 +62,11 @@ class SnapshotFileNameConfig:
 
 
 class OOMObserver(MemoryRecorder):
-    """Save the memory in use when a CUDA device runs out of it, as files that can be opened offline.
+    """Save the memory in use when a CUDA device runs out of memory, as files that can be opened offline.
 
-    They are written before the error is raised, so they exist even if it ends the run: the snapshot and four plots; see
-    `SnapshotFileNameConfig`. On other devices it only warns. Files are written independently of each other, and errors
-    are logged. The allocator's history is recorded from the start, which makes each allocation slightly slower.
+    The snapshot and four plots, see `SnapshotFileNameConfig`, are written before the error is raised, so they exist
+    even if it ends the run. Files are written independently of each other, and errors are logged. On other devices, the
+    callback only warns. The allocator's history is recorded from the start, which slightly slows down each allocation.
 
     Args:
         max_entries: Number of the allocator's last actions to keep.
@@ -74,7 +74,7 @@ class OOMObserver(MemoryRecorder):
         filename: Prefix of the files' names, with placeholders for run, ranks and time.
         remote_file_name: Folder of the files for loggers that keep files, or a URI to upload to. `None` uploads
             nothing.
-        overwrite: Whether the folder may contain files, and the object store files of these names.
+        overwrite: Whether the folder may contain files, and the object store may contain files of these names.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -102,7 +102,7 @@ class OOMObserver(MemoryRecorder):
         super().init(state, logger)
         if not self._enabled:
             return
-        # PyTorch holds an observer until the process ends, so it must not keep the run alive.
+        # PyTorch keeps the observer until the process ends, so it must not keep the run alive.
         observer, of_state, of_logger = weakref.ref(self), weakref.ref(state), weakref.ref(logger)
 
         def observe(device: int, asked_for: int, total: int, free: int) -> None:

@@ -27,12 +27,12 @@ _GRADIENT = f"{_NORM}/grad"
 class OptimizerMonitor(Callback):
     """Log the gradient norm of each parameter (`l2_norm/grad/<name>`) and of all (`l2_norm/grad/global`).
 
-    Values stay on the accelerator until a logger reads them; the callback does not synchronize. For a sharded model
-    they are the norms of the unsharded gradients, at the cost of one collective per interval.
+    Values stay on the accelerator until a logger reads them; the callback does not synchronize. For a sharded model,
+    they are the norms of the unsharded gradients, which costs one collective per interval.
 
     Args:
-        log_optimizer_metrics: Whether to log the optimizer's own metrics, too, if it has
-            `report_per_parameter_metrics`: `DecoupledAdamW` reports the norms of moments, parameters and updates.
+        log_optimizer_metrics: Whether to also log the optimizer's own metrics, if it has
+            `report_per_parameter_metrics`. `DecoupledAdamW` reports the norms of moments, parameters and updates.
         batch_log_interval: Interval in batches.
 
     Raises:
@@ -59,7 +59,7 @@ class OptimizerMonitor(Callback):
         if self.log_optimizer_metrics:
             metrics = host_values(_optimizer_metrics(state.optimizers[0], parameters))
         gradients = {f"{_GRADIENT}/{name}": parameter.grad for name, parameter in parameters.items()}
-        unknown = [name for name in gradients if name not in metrics]
+        unknown = [name for name in gradients if name not in metrics]  # the optimizer may have reported some
         metrics |= zip(unknown, _whole_norms([gradients[name] for name in unknown]), strict=True)
         if gradients:
             metrics[f"{_GRADIENT}/global"] = _norm_of([metrics[name] for name in gradients])
@@ -73,12 +73,13 @@ def _optimizer_metrics(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict
         return metrics
     for name, parameter in parameters.items():
         metrics = optimizer.report_per_parameter_metrics(parameter, name, metrics)
+    # Unsharded metrics are equal on all ranks, and need no reduction.
     if not any(hasattr(parameter, "device_mesh") for parameter in parameters.values()):
         return metrics
     if callable(getattr(optimizer, "pre_reduce_metrics", None)):
         metrics = optimizer.pre_reduce_metrics(metrics)
         for name, parameter in parameters.items():
-            # The following sum over all ranks would count each replica of a shard.
+            # The sum over all ranks below would count each replica of a shard.
             copies = dist.get_world_size() / _num_shards(parameter)
             for key in metrics:
                 if key.startswith(_NORM) and key.endswith(f"/{name}"):
@@ -106,20 +107,21 @@ def _whole_norms(tensors: list[Any]) -> list[Any]:
         if mesh is None:
             norms.update(zip(indices, _norms(shards), strict=True))
             continue
+        # Reducing the stacked norms takes one collective, not one for each tensor.
         stacked: Any = torch.stack([torch.linalg.vector_norm(shard, dtype=_wide(shard)) for shard in shards])
         norms.update(zip(indices, _at_hand(stacked.full_tensor()), strict=True))
     return [norms[index] for index in range(len(tensors))]
 
 
 def _norms(tensors: list[Tensor]) -> Sequence[Any]:
-    # As in torch's gradient clipping: on an accelerator, one kernel for many tensors. The public
-    # `torch.nn.utils.get_total_norm` returns only the total.
+    # On an accelerator, one kernel for many tensors, as in torch's gradient clipping. The public
+    # `torch.nn.utils.get_total_norm` only returns the total.
     norms: Sequence[Tensor] = torch._foreach_norm(tensors, dtype=_wide(tensors[0]))  # pyright: ignore[reportPrivateImportUsage]
     return [norm.item() for norm in norms] if tensors[0].is_cpu else norms
 
 
 def _wide(tensor: Tensor) -> torch.dtype | None:
-    # float16 overflows beyond 65,504, and norms can be larger.
+    # Norms can exceed 65,504, the maximum of float16, and bfloat16 has only 8 significant bits.
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
 
 
@@ -148,7 +150,7 @@ def _num_shards(tensor: Any) -> int:
 def host_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values by name, with one-element CPU tensors replaced by numbers.
 
-    Loggers can keep and write numbers as they are. Tensors on an accelerator are not read, which would synchronize.
+    Loggers store numbers without copies. Tensors on an accelerator are not read, since that would synchronize.
 
     >>> import torch
     >>> host_values({"norm": torch.tensor(1.5), "lr": 0.1})
@@ -156,7 +158,7 @@ def host_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     at_hand = {name: value for name, value in values.items() if _is_at_hand(value)}
     if len({(value.dtype, value.shape) for value in at_hand.values()}) == 1:
-        numbers = torch.stack(list(at_hand.values())).flatten().tolist()  # faster than `item` for each
+        numbers = torch.stack(list(at_hand.values())).flatten().tolist()  # faster than `item` of each tensor
     else:
         numbers = [value.item() for value in at_hand.values()]
     return {**values, **dict(zip(at_hand, numbers, strict=True))}

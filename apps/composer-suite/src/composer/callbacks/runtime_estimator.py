@@ -25,7 +25,7 @@ class RuntimeEstimator(Callback):
     """Log the remaining time of training, including evaluations, as `time/remaining_estimate` after each batch.
 
     Args:
-        skip_batches: Number of batches to skip at the start, which take longer than later ones.
+        skip_batches: Number of batches to skip at the start, which are slower than later ones.
         time_unit: `'seconds'`, `'minutes'`, `'hours'` or `'days'`.
 
     Raises:
@@ -53,7 +53,7 @@ class RuntimeEstimator(Callback):
         logger.log_hyperparameters({"time/remaining_estimate_unit": self.time_unit})
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Reset the estimate: the speed of an earlier `fit` does not predict this one."""
+        """Reset the estimate, since the speed of an earlier `fit` does not apply to this one."""
         self.eval_frequency_per_label.clear()
         self._evaluations.clear()
         self._batches_left_to_skip = self._skip_batches
@@ -61,7 +61,7 @@ class RuntimeEstimator(Callback):
         self._is_enabled = True
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Start the clock after the batches to skip."""
+        """Start the clock after the skipped batches."""
         if not self._is_enabled or self._start_s is not None:
             return
         if self._batches_left_to_skip > 0:
@@ -73,7 +73,7 @@ class RuntimeEstimator(Callback):
             return
         self._epoch_length = None if state.dataloader_len is None else int(state.dataloader_len)
         self._start_fraction = self._fraction(state) or 0.0
-        # Unlike the time of day, it is never set back.
+        # Unlike the time of day, the monotonic clock is never set back.
         self._start_s = time.monotonic()
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -82,6 +82,7 @@ class RuntimeEstimator(Callback):
             return
         train_s, remaining_eval_s = time.monotonic() - self._start_s, 0.0
         if self._evaluations:
+            # Evaluations are estimated separately, since their number does not follow the batches.
             train_s -= sum(each.total_s for each in self._evaluations.values())
             remaining_eval_s = self._remaining_eval_s()
         duration, length, start = state.max_duration, self._epoch_length, self._start_fraction
@@ -109,6 +110,7 @@ class RuntimeEstimator(Callback):
         fraction = _elapsed_fraction(now, max_duration, epoch_length)
         if fraction is None or fraction <= start_fraction:
             return {}
+        # The fraction since the clock was started, which is later than the start of training.
         remaining_s = train_s / (fraction - start_fraction) * (1 - fraction) + remaining_eval_s
         return {"time/remaining_estimate": max(remaining_s, 0.0) / self._seconds}
 
@@ -133,7 +135,7 @@ def _elapsed_fraction(now: Timestamp, max_duration: Time[Any] | None, epoch_leng
         return 1.0
     if unit is TimeUnit.EPOCH:
         batch, epochs = now.num_batches, now.num_epochs
-        # Epochs may differ in length, so completed ones are averaged.
+        # Epochs may differ in length, so the mean of completed epochs is used.
         mean_length = (batch - now.num_batches_in_epoch) / epochs if epochs else epoch_length
         if mean_length:
             return min(batch / (length * mean_length), 1.0)
@@ -156,7 +158,7 @@ class _Evaluations:
 
     @property
     def mean_s(self) -> float:
-        """The mean duration without the first one, which takes longer, unless it is the only one."""
+        """The mean duration, without the first evaluation, which is slower, unless it is the only one."""
         if self.count < 2:
             return self.total_s
         return (self.total_s - self.first_s) / (self.count - 1)

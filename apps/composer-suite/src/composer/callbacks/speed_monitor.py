@@ -31,7 +31,7 @@ def seconds_per(time_unit: str) -> int:
     Raises:
         ValueError: If the unit is unknown.
     """
-    if time_unit not in tuple(_SECONDS):  # a tuple also finds values that cannot be hashed
+    if time_unit not in tuple(_SECONDS):  # a tuple can also be searched for values that are not hashable
         raise ValueError(f"time_unit={time_unit!r} must be one of {', '.join(map(repr, _SECONDS))}.")
     return _SECONDS[time_unit]
 
@@ -43,7 +43,7 @@ class SpeedMonitor(Callback):
     |---|---|
     | `throughput/batches_per_sec`, `throughput/samples_per_sec` | of all ranks together |
     | `throughput/tokens_per_sec` | the same, if batches have tokens |
-    | `throughput/flops_per_sec` | if the model has `flops_per_batch(batch)`, which returns the cost of a batch |
+    | `throughput/flops_per_sec` | if the model has `flops_per_batch(batch)`, which returns the FLOPs of a batch |
     | `throughput/device/...` | each of these, divided by the number of ranks |
     | `throughput/device/mfu` | model FLOPs utilization: the fraction of the device's peak performance |
     | `time/train`, `time/val`, `time/total` | elapsed time |
@@ -74,7 +74,7 @@ class SpeedMonitor(Callback):
         window_size = int(window_size)  # `deque` rejects NumPy integers
         if gpu_flops_available is not None:
             check_numbers(0, gpu_flops_available=gpu_flops_available)
-        # A window of n batches needs n + 1 readings.
+        # A window of n batches has n + 1 boundaries.
         self.history_samples: deque[int] = deque(maxlen=window_size + 1)
         self.history_tokens: deque[int] = deque(maxlen=window_size + 1)
         self.history_wct: deque[float] = deque(maxlen=window_size + 1)
@@ -89,13 +89,13 @@ class SpeedMonitor(Callback):
 
     def init(self, state: State, logger: Logger) -> None:
         """Look up the peak performance and the number of devices."""
-        # Kept, since `batch_end` runs in each step.
+        # Stored, since `batch_end` runs in each step.
         self._world_size = dist.get_world_size()
         if self.gpu_flops_available is None:
             self.gpu_flops_available = get_gpu_flops_available(state)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Release the model, and reset the history if the clock has gone back."""
+        """Release the model, and reset the history if the time in training has gone back."""
         self._let_go()
         if self.history_wct and state.timestamp.total_wct.total_seconds() < self.history_wct[-1]:
             self._forget()
@@ -113,8 +113,9 @@ class SpeedMonitor(Callback):
         self.history_samples.append(now.num_samples)
         self.history_tokens.append(now.num_tokens)
         seconds.append(train_s)
-        if self._model is not state.model:  # cached, since a missing attribute of a module is slow to look up
+        if self._model is not state.model:  # cached, since looking up a missing attribute of a module is slow
             self._model, self._flops_per_batch = state.model, _flops_function(state.model)
+        # Numbers, since a lazy log may be computed after the next batches have changed the history.
         window = seconds[0], self.history_samples[0], self.history_tokens[0], len(seconds)
         if self._flops_per_batch is None:
             log_lazily(state, logger, self._speed, self.total_eval_wct, *window)
@@ -131,14 +132,14 @@ class SpeedMonitor(Callback):
         return {"total_eval_wct": self.total_eval_wct}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the time spent on evaluation."""
         self.total_eval_wct = state["total_eval_wct"]
 
     def _let_go(self) -> None:
         self._model = self._flops_per_batch = None
 
     def _forget(self) -> None:
-        """Clear the history, after the clock of training has gone back."""
+        """Clear the history after the time in training has gone back."""
         for history in (self.history_samples, self.history_tokens, self.history_wct, self.history_flops):
             history.clear()
         self.total_eval_wct = 0.0
@@ -149,7 +150,7 @@ class SpeedMonitor(Callback):
         """Return the metrics at a timestamp, for a window with the given start and length."""
         train_s = now.total_wct.total_seconds()
         metrics: dict[str, float] = {}
-        # The speed is undefined without elapsed time.
+        # Logged only for a full window, and if the clock has advanced.
         if length > self._window_size and train_s > start_s:
             metrics = self._throughput(train_s - start_s, now.num_samples - start_sample, now.num_tokens - start_token)
         metrics["time/train"] = train_s / self._seconds
@@ -169,9 +170,10 @@ class SpeedMonitor(Callback):
             of_batch = float(of_batch)
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"flops_per_batch returned {of_batch!r} for a batch, and must return its number of floating-point "
+                f"flops_per_batch returned {of_batch!r} for a batch, but must return its number of floating-point "
                 f"operations."
             ) from error
+        # Cumulative, like the other histories, so that the first and the last entry give the window.
         so_far = self.history_flops[-1] if self.history_flops else 0.0
         self.history_flops.append(so_far + _over_all_ranks(of_batch, state))
         seconds = self.history_wct[-1] - self.history_wct[0]
@@ -185,7 +187,7 @@ class SpeedMonitor(Callback):
 
 
 def _flops_function(model: Any) -> Callable[[Any], float] | None:
-    """Return the model's function for the cost of a batch, or `None` if it has none."""
+    """Return the model's `flops_per_batch`, or `None` if it has none."""
     model = unwrap_model(model)
     flops_per_batch: Any = getattr(model, "flops_per_batch", None)
     if flops_per_batch is not None and not callable(flops_per_batch):
@@ -201,4 +203,4 @@ def _over_all_ranks(flops: float, state: State) -> Any:
         return flops
     total = state.device.tensor_to_device(torch.tensor(flops, dtype=torch.float64))
     dist.all_reduce(total)
-    return total  # on the device: only reading the log synchronizes
+    return total  # a tensor on the device, since reading it would synchronize

@@ -1,4 +1,4 @@
-"""Logging of the machine's load."""
+"""Logging of the system load."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["SystemMetricsMonitor"]
 
-_FRESH_S: Final = 1.0  # drivers average over about as long
+_FRESH_S: Final = 1.0  # seconds between readings; drivers average over about as long
 
 
 class SystemMetricsMonitor(Callback):
-    """Log the load of the machine at the start of each batch of training, evaluation or prediction.
+    """Log the system load at the start of each batch of training, evaluation or prediction.
 
     | metric | meaning |
     |---|---|
@@ -35,13 +35,13 @@ class SystemMetricsMonitor(Callback):
     | `network_<field>` | bytes, packets and errors since boot |
     | `min_<key>_rank_<r>`, `max_<key>_rank_<r>` | minimum and maximum over all ranks, with the rank |
 
-    The keys of the last line are `gpu_percentage`, `memory_percentage`, `gpu_temperature_C` and `gpu_power_usage_W`, of
-    NVIDIA GPUs. The others are of this rank's machine. A separate thread reads the load once a second, and its latest
-    reading is logged, so no batch waits for a driver or a disk. With GPUs on several ranks there is a collective
-    between the CPUs for each batch. It needs the extra `system`.
+    The keys in the last row are `gpu_percentage`, `memory_percentage`, `gpu_temperature_C` and `gpu_power_usage_W`, for
+    NVIDIA GPUs. The other metrics describe this rank's machine. A separate thread reads the load once a second, and the
+    latest reading is logged, so that no batch waits for a driver or a disk. With GPUs, each batch has a collective
+    between the CPUs of all ranks. This callback needs the extra `system`.
 
     Args:
-        log_all_data: Whether to log the GPUs of all ranks, as `<key>_rank_<r>`, instead of minimum and maximum.
+        log_all_data: Whether to log the values of all ranks, as `<key>_rank_<r>`, instead of the minimum and maximum.
 
     Raises:
         TypeError: If `log_all_data` is not a bool.
@@ -79,6 +79,7 @@ class SystemMetricsMonitor(Callback):
         self._look_for_machine()
 
     def _look_for_machine(self) -> None:
+        # nvidia-ml-py does not support AMD GPUs, which PyTorch also reports as CUDA devices.
         self._has_gpu = torch.cuda.is_available() and torch.version.hip is None
         reading = _reading(HostReader(), GPUReader() if self._has_gpu else None)
         self._machine = BackgroundReader("The machine's load", reading, _FRESH_S)
@@ -86,6 +87,7 @@ class SystemMetricsMonitor(Callback):
     def _log(self, state: State, logger: Logger) -> None:
         of_host, of_gpu = self._machine.latest()
         if self._has_gpu:
+            # A new dict, since the same reading may be logged again.
             of_host = of_host | _named_by_rank(dist.all_gather_object(of_gpu), self.log_all_data)
         log_lazily(state, logger, _copy, of_host)
 
@@ -96,7 +98,7 @@ def _copy(now: Timestamp, numbers: dict[str, float]) -> dict[str, float]:
 
 
 def _reading(host: HostReader, gpu: GPUReader | None) -> Callable[[], tuple[dict[str, float], dict[str, float]]]:
-    # Not a method: the reading thread must not keep the callback alive.
+    # Not a method, since the reading thread must not keep the callback alive.
     return lambda: (host.read(), {} if gpu is None else gpu.read())
 
 
@@ -147,7 +149,7 @@ class HostReader:
 
 
 class GPUReader:
-    """Reader of the load of this rank's GPU, through its driver, which does not synchronize with it.
+    """Reader of the load of this rank's GPU, through its driver, without synchronization.
 
     Raises:
         MissingConditionalImportError: If nvidia-ml-py is not installed.
@@ -162,7 +164,8 @@ class GPUReader:
         """Return percentages, degrees Celsius and watts."""
         nvml = self._nvml
         if self._handle is None:
-            # By UUID: torch numbers only the visible devices, the driver numbers all of them.
+            # In the first reading, which the training thread makes: the current device is a property of the thread. By
+            # UUID, since torch numbers only the visible devices, but the driver all of them.
             uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
             self._handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         handle = self._handle
@@ -179,13 +182,13 @@ T = TypeVar("T")
 
 
 class BackgroundReader(Generic[T]):
-    """Reader that reads once in the caller, and then at an interval in a thread until it is closed.
+    """Reader that reads once in the calling thread, and then at an interval in a separate thread until it is closed.
 
-    A failed reading ends the thread with one warning, and the last successful one is kept.
+    A failed reading ends the thread with a warning, and the last successful reading is kept.
 
     Args:
         what: Name of the readings, for the warning.
-        read: Function to call. The first call is made by the first `latest`, and raises there.
+        read: Function that reads. It is first called by the first `latest`, which raises its errors.
         interval_s: Time between two readings, in seconds.
 
     Example:
@@ -205,7 +208,7 @@ class BackgroundReader(Generic[T]):
             return self._readings.latest
         first = self._read()
         self._readings = readings = _Readings(first)
-        # The thread has no reference to this object, so that an unclosed reader is garbage collected and ends it.
+        # The thread does not refer to this object, so that an unclosed reader is garbage collected and ends the thread.
         arguments = (self._what, self._read, self._interval_s, readings)
         threading.Thread(target=_keep_reading, args=arguments, name="composer-reader", daemon=True).start()
         return first
@@ -228,7 +231,7 @@ class _Readings(Generic[T]):
 
 def _keep_reading(what: str, read: Callable[[], T], interval_s: float, readings: _Readings[T]) -> None:
     try:
-        read()  # psutil measures some values since the last call in the same thread
+        read()  # discarded: psutil measures some values since the last call in the same thread
         while not readings.ends.wait(interval_s):
             readings.latest = read()
     except Exception as error:  # a monitor must not end training

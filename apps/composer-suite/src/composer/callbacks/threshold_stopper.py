@@ -54,17 +54,19 @@ class ThresholdStopper(MetricStopper):
     ) -> None:
         super().__init__(monitor, dataloader_label, comp)
         check_flags(stop_on_batch=stop_on_batch)
-        if not isinstance(threshold, torch.Tensor):
+        if not isinstance(threshold, torch.Tensor):  # a tensor on a device would have to be read for the check
             check_numbers(threshold=threshold)
         self.threshold = threshold
         self.stop_on_batch = stop_on_batch
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Check the metric of training, with `stop_on_batch`."""
+        """Check the training metric, with `stop_on_batch`."""
         if self.stop_on_batch:
             self._look_if_named(state)
 
     def _look(self, state: State, value: torch.Tensor) -> None:
         if self.comp(value, torch.as_tensor(self.threshold, device=value.device)):
-            self.stop_reason = f"{self.dataloader_label}/{self.monitor} is {float(value):.6g}, as good as asked for"
+            self.stop_reason = (
+                f"{self.dataloader_label}/{self.monitor} is {float(value):.6g}, better than the threshold"
+            )
             state.stop_training()

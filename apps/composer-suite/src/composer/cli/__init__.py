@@ -1,1 +1,1 @@
-"""The commands: `composer.cli.launcher` starts training, `composer.cli.collect_env` describes this machine."""
+"""Commands: `composer.cli.launcher` starts training, `composer.cli.collect_env` describes the environment."""

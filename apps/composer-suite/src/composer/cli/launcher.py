@@ -1,4 +1,4 @@
-"""The `composer` command, which belongs to composer-dist."""
+"""The `composer` command, which is defined in composer-dist."""
 
 import sys
 

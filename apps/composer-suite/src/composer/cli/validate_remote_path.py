@@ -1,4 +1,4 @@
-"""Check of a URI in an object store, so that a misspelled one is found before a run needs it."""
+"""Validation of a URI in an object store, to detect errors before a run needs it."""
 
 import argparse
 import sys
@@ -10,20 +10,20 @@ __all__ = ["main", "validate_remote_path"]
 
 
 def validate_remote_path(remote_path: str) -> str:
-    """Return a sentence with the number of objects below an address.
+    """Return a sentence with the number of objects under a URI.
 
     Args:
-        remote_path: Such as `'s3://bucket/folder'`.
+        remote_path: URI, such as `'s3://bucket/folder'`.
 
     Raises:
-        ValueError: If it is a local path, or there is nothing.
-        NotImplementedError: If nothing here reaches this kind of address.
+        ValueError: If it is a local path, or there are no objects.
+        NotImplementedError: If this kind of URI is not supported.
     """
     return f"Found {len(list_remote_objects(remote_path))} objects at {remote_path}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the sentence, or the error; return 0, or 1 for an error."""
+    """Print the sentence, or the error, and return the exit status."""
     parser = argparse.ArgumentParser("composer_validate_remote_path", description="List what is below an address.")
     parser.add_argument("remote_path", metavar="URI", help="such as s3://bucket/folder")
     remote_path: str = parser.parse_args(arguments).remote_path

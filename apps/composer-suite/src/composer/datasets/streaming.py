@@ -1,4 +1,4 @@
-"""Datasets that are read from object stores while they train, as mosaicml-streaming has them."""
+"""Datasets of mosaicml-streaming, which are streamed from object stores during training."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Copies of logged values and images, read later without blocking training."""
+"""Copies of logged values and images, which are read later without blocking training."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -15,7 +15,7 @@ PixelsAndMasks: TypeAlias = "Iterator[tuple[NDArray[np.uint8], dict[str, NDArray
 
 
 class LoggedImages:
-    """Images as they were when logged; shapes are checked at once, pixels are read later.
+    """Copy of images at the time of logging. Shapes are checked immediately, pixels are read later.
 
     Args:
         images: One image, a stack of images, or a sequence of images.
@@ -23,8 +23,8 @@ class LoggedImages:
         masks: Segmentation masks by name, one per image.
 
     Raises:
-        ValueError: If an axis is empty, an image has more than three or less than two axes, or the masks differ in
-            number or have other axes than height and width.
+        ValueError: If an axis is empty, an image has more than three or fewer than two axes, or the number or the axes
+            of the masks do not match the images.
     """
 
     def __init__(self, images: Any, channels_last: bool = False, masks: Mapping[str, Any] | None = None) -> None:
@@ -37,16 +37,16 @@ class LoggedImages:
 
     @property
     def size_bytes(self) -> int:
-        """The memory that they take."""
+        """The approximate memory of the copies, in bytes."""
         return self._snapshot.size_bytes
 
     @property
     def num_channels(self) -> set[int]:
-        """The set of their numbers of channels."""
+        """The numbers of channels of the images."""
         return {image.shape[2] for image in self._images}
 
     def read(self) -> PixelsAndMasks:
-        """Wait for the copies, and iterate over the images with pixels from 0 to 255, and their masks."""
+        """Wait for the copies, and yield each image, with values from 0 to 255, and its masks."""
         self._snapshot.wait()
         for index, image in enumerate(self._images):
             yield to_8_bits(_to_numpy(image)), {name: _to_numpy(masks[index]) for name, masks in self._masks.items()}
@@ -54,6 +54,7 @@ class LoggedImages:
 
 def to_8_bits(image: NDArray[Any]) -> NDArray[np.uint8]:
     """Convert an image to values from 0 to 255: booleans and floats in [0, 1] are scaled, others are clipped."""
+    # The range of floats is not part of their type: images in [0, 1] and in [0, 255] are both common.
     if image.dtype == bool or (np.issubdtype(image.dtype, np.floating) and image.min() >= 0 and image.max() <= 1):
         image = np.round(image * 255.0)
     return image.clip(0, 255).astype(np.uint8)
@@ -85,8 +86,8 @@ def _to_masks(name: str, stack: Any, num_images: int) -> list[torch.Tensor]:
     for mask in masks:
         if mask.ndim != 2:
             raise ValueError(
-                f"masks[{name!r}] has a mask of shape {tuple(mask.shape)}. A mask has a height and a width, and says "
-                f"for each pixel the number of its class."
+                f"masks[{name!r}] has a mask of shape {tuple(mask.shape)}. A mask must have the axes height and width, "
+                f"with the class index of each pixel."
             )
     return masks
 
@@ -96,21 +97,21 @@ def _to_numpy(values: torch.Tensor) -> NDArray[Any]:
     return (values.float() if values.dtype in (torch.bfloat16, torch.float16) else values).numpy()
 
 
-_BYTES_OF_A_NUMBER = 128  # of a name and a number in Python, roughly
+_BYTES_OF_A_NUMBER = 128  # approximate size of a name and a number in Python
 
 
 class Snapshot:
-    """Immutable copy of values by name.
+    """Copy of values by name.
 
-    Tensors of an accelerator are copied asynchronously: the copy is queued behind the work that computes them, and only
-    a read synchronizes.
+    Tensors on an accelerator are copied asynchronously: the copy is queued after the work that computes them, and only
+    reading synchronizes.
 
     Args:
-        values: Numbers, tensors, arrays, text, or containers of these. Later changes to them have no effect here.
+        values: Numbers, tensors, arrays, text, or containers of these. Later changes to them do not affect the copy.
 
     Attributes:
-        values: The copies. Types and shapes are right at once, the contents of tensors only after `wait`.
-        size_bytes: The memory that they take, roughly.
+        values: The copies. Types and shapes are valid immediately, the contents of tensors only after `wait`.
+        size_bytes: Approximate memory of the copies, in bytes.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -118,10 +119,11 @@ class Snapshot:
         self.size_bytes = 0
         self.values: dict[str, Any] = {name: map_values(self._take, value) for name, value in values.items()}
         for device, arrival in self._arrivals.items():
+            # One event for all copies of a device, since a stream runs them in order.
             arrival.record(torch.accelerator.current_stream(device))
 
     def is_ready(self) -> bool:
-        """Return whether all copies are on the host, or never will be, and `read` raises."""
+        """Return whether `read` does not wait: all copies have arrived, or the device has failed and it raises."""
         try:
             return all(arrival.query() for arrival in self._arrivals.values())
         except RuntimeError:  # the device has failed
@@ -140,16 +142,16 @@ class Snapshot:
     def _take(self, value: Any) -> Any:
         self.size_bytes += _BYTES_OF_A_NUMBER + _size_bytes(value)
         if isinstance(value, torch.Tensor) and value.is_meta:
-            return format_log_data_value(value)  # a meta tensor has no data to copy
+            return format_log_data_value(value)  # meta tensors have no data
         if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
             return detached_copy(value)
         self._arrivals.setdefault(value.device, torch.Event(value.device))
-        return value.detach().to("cpu", non_blocking=True)  # this allocates pinned memory, so it does not block
+        return value.detach().to("cpu", non_blocking=True)  # to pinned memory, so the host does not wait
 
 
 def _size_bytes(value: Any) -> int:
     if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-        return int(value.element_size() * value.numel())  # for a sparse tensor an upper bound
+        return int(value.element_size() * value.numel())  # an upper bound for sparse tensors
     return int(getattr(value, "nbytes", 0))
 
 
@@ -163,5 +165,5 @@ def as_number(value: Any) -> float | None:
         return None
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
-    except Exception:  # arrays, tensors and foreign objects raise all kinds of errors
+    except Exception:  # arrays, tensors and foreign objects raise various errors
         return None

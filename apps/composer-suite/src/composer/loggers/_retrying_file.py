@@ -1,4 +1,4 @@
-"""Append-only file that loses no bytes: a failed write is repeated later."""
+"""Append-only file that retries failed writes later."""
 
 import io
 import os
@@ -13,7 +13,8 @@ __all__ = ["KeptFile"]
 class KeptFile:
     """File for appending.
 
-    The first failed write, as on a full disk, causes a warning; the bytes stay in memory until a write succeeds.
+    The first failed write, for example on a full disk, causes a warning. The bytes stay in memory until a write
+    succeeds.
 
     Args:
         path: The path of the file.
@@ -23,7 +24,7 @@ class KeptFile:
 
     def __init__(self, path: Path, buffer_size: int, is_continued: bool) -> None:
         self.path = path
-        # Unbuffered: after a failed write, Python's own buffer would not tell which bytes are in the file.
+        # Unbuffered: with Python's own buffer, it is unknown after a failed write which bytes are in the file.
         self._file = path.open("ab" if is_continued else "wb", buffering=0)
         self._gathered = bytearray()
         self._buffer_size = io.DEFAULT_BUFFER_SIZE if buffer_size < 0 else buffer_size
@@ -33,6 +34,7 @@ class KeptFile:
         """Append bytes."""
         self._gathered += text
         if self._is_in_child:
+            # Only up to the last line end; progress bars end their lines with a carriage return.
             self._offer(max(self._gathered.rfind(b"\n"), self._gathered.rfind(b"\r")) + 1)
         elif len(self._gathered) >= self._buffer_size:
             self._offer()
@@ -60,7 +62,7 @@ class KeptFile:
             self._warn(error)
 
     def close(self) -> None:
-        """Close the file; bytes that still cannot be written are lost, with a warning."""
+        """Close the file. Bytes that still cannot be written are lost, with a warning."""
         num_lost = 0 if self._offer() else len(self._gathered)
         self._file.close()
         if num_lost:
@@ -72,7 +74,7 @@ class KeptFile:
         """Write the buffer, or its first `size` bytes, and return whether it is empty."""
         left = len(self._gathered) if size is None else size
         try:
-            while left:
+            while left:  # an unbuffered write may write fewer bytes
                 written = self._file.write(self._gathered[:left])
                 del self._gathered[:written]
                 left -= written

@@ -1,4 +1,4 @@
-"""Base class of loggers for services, and the bounded queue and thread through which they make their calls."""
+"""Base class of loggers for services, which call them through a bounded queue and a thread."""
 
 import atexit
 import logging
@@ -40,7 +40,7 @@ __all__ = [
 PATIENCE_S = 120.0
 """Seconds that the start and the end of a run wait for a service."""
 
-_CAPACITY_BYTES = 64 * 2**20
+_CAPACITY_BYTES = 64 * 2**20  # of values that wait for a slow service
 
 _log = logging.getLogger("composer.loggers")
 
@@ -48,18 +48,17 @@ TResult = TypeVar("TResult")
 
 
 class Outbox:
-    """Ordered calls to a service on a thread of its own, so that training never waits for them.
+    """Queue of calls to a service, made in order by a separate thread, so that training never waits for them.
 
-    - The queue is bounded by its size in memory. When it is full, new calls are dropped, so that the sent values have
-      no gaps; calls with `is_kept`, such as hyperparameters and the end of the run, are never dropped, nor is a call of
-      any size to an empty queue.
-    - A call that raises affects only itself. Errors are counted, and logged at the level DEBUG.
-    - A failing service causes one `RuntimeWarning`. Later messages, such as the number of dropped calls, are logged at
-      the level WARNING.
-    - `drain` and `close` wait at most `patience_s` for the rest, and report how much is left. The thread is a daemon: a
-      service that hangs cannot keep the process alive.
+    - The memory of the queue is bounded. When it is full, new calls are dropped instead of queued ones, so that the
+      sent values have no gaps. Calls with `is_kept`, such as hyperparameters and the end of the run, are never dropped,
+      and an empty queue accepts a call of any size.
+    - If a call raises, the others are still made. Errors are counted, and logged at level DEBUG.
+    - A failing service causes one `RuntimeWarning`. Later messages, such as the number of dropped calls, are logged.
+    - `drain` and `close` wait at most `patience_s` for pending calls, and warn about the rest. The thread is a daemon,
+      so a service that hangs cannot keep the process alive.
 
-    Before `open` or `begin`, calls are queued but not made. After `close` it can be opened again.
+    Before `open` or `begin`, calls are queued but not made. After `close`, the queue can be opened again.
 
     Args:
         service: The name of the service in warnings.
@@ -78,7 +77,7 @@ class Outbox:
 
     @property
     def is_down(self) -> bool:
-        """True if the first call has failed, so that no other is made."""
+        """True if the first call has failed, so that no others are made."""
         return self._line.is_down
 
     @property
@@ -87,25 +86,26 @@ class Outbox:
         return self._line.num_errors
 
     def begin(self) -> None:
-        """Start the thread for a service that needs no first call."""
+        """Start the thread, for a service that needs no first call."""
         self._start(self._line)
         atexit.register(self.drain)
 
     def open(self, connect: Callable[[], TResult], *raised: type[Exception]) -> TResult | None:
-        """Make the first call, wait for it, and start with the queued ones.
+        """Make the first call, wait for it, and start making the queued calls.
 
         Args:
             connect: The first call.
-            *raised: Errors that the user must fix, such as a wrong argument. They are raised here.
+            *raised: Exception types that the user must fix, such as those for a wrong argument. They are raised here.
 
         Returns:
-            The value of `connect`. `None`, with a warning, if it raised, and then nothing will be sent; or if it takes
-            too long, and then all later calls wait for it.
+            The value of `connect`. `None`, with a warning, if it raised, in which case no calls are made, or if it
+            takes too long, in which case later calls wait for it.
         """
         line, answer = self._line, Future[TResult]()
-        # In front of the calls that were queued before the run began.
+        # At the front, before calls that were queued before the run started.
         line.waiting.appendleft((lambda: _connect(line, connect, answer), 0))
         self._start(line)
+        # Unlike `answer.result(timeout)`, this cannot confuse a timeout with a TimeoutError raised by `connect`.
         wait([answer], self.patience_s)
         # Exit handlers run in reverse order, so this drains before the service's client shuts down.
         atexit.register(self.drain)
@@ -127,11 +127,12 @@ class Outbox:
 
         Args:
             call: The call. Its return value is ignored.
-            size_bytes: The memory it takes in the queue, roughly.
+            size_bytes: Approximate memory that it takes in the queue.
             is_kept: Whether it must not be dropped.
         """
         line = self._line
         with line.changed:
+            # An empty queue accepts anything, or a call larger than its capacity could never be made.
             has_room = not line.size_bytes or line.size_bytes + size_bytes <= _CAPACITY_BYTES
             if not line.is_down and (is_kept or has_room):
                 line.waiting.append((call, size_bytes))
@@ -151,8 +152,8 @@ class Outbox:
         """Wait until all calls are done, and return whether they are."""
         line = self._line
         if line.thread is None:
-            return not line.waiting  # no thread makes them before `open`
-        patience_s = 0.0 if line.has_given_up else self.patience_s  # one timeout per hanging service is enough
+            return not line.waiting  # no thread runs before `open`
+        patience_s = 0.0 if line.has_given_up else self.patience_s  # wait only once for a hanging service
         with line.changed:
             line.changed.wait_for(lambda: not line.num_left, patience_s)
             num_left = line.num_left
@@ -180,10 +181,10 @@ class Outbox:
         atexit.unregister(self.drain)
         if line.num_errors > 1 or line.num_dropped > 1:
             _log.info("%s: %d calls failed and %d were dropped.", self.service, line.num_errors, line.num_dropped)
-        self._line = _Line()  # a hanging thread keeps the old one
+        self._line = _Line()  # a new one, since a hanging thread may still use the old one
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"service": self.service, "patience_s": self.patience_s}  # without the thread and its calls
+        return {"service": self.service, "patience_s": self.patience_s}  # threads cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
@@ -202,7 +203,7 @@ class Outbox:
                 call, size_bytes = line.waiting.popleft()
                 line.is_busy = True
             try:
-                # Outside the lock, or `post` would wait for the service.
+                # Outside the lock, since `post` would otherwise wait for the service.
                 call()
             except Exception as error:
                 self._take_error(line, error)
@@ -253,7 +254,7 @@ def _connect(line: _Line, connect: Callable[[], TResult], answer: Future[TResult
     except Exception as error:
         with line.changed:
             line.is_down = True
-            line.waiting.clear()  # they will never be made
+            line.waiting.clear()  # they will never be made, so their values need not stay in memory
             line.size_bytes = 0
         answer.set_exception(error)
     else:
@@ -265,7 +266,7 @@ def _named(error: BaseException) -> str:
 
 
 class QueuedLogger(LoggerDestination):
-    """Base class of loggers that make all calls to a service through an `Outbox`, in order.
+    """Base class of loggers that make all calls to a service, in order, through an `Outbox`.
 
     `_send_hyperparameters` and `_send_metrics` run on its thread, with values that are on the host.
 
@@ -299,18 +300,19 @@ class QueuedLogger(LoggerDestination):
     def _post(self, send: Callable[..., None], values: Mapping[str, Any], *rest: Any, is_kept: bool = False) -> None:
         """Queue a call with a copy of values, if this rank logs."""
         if self._enabled:
-            snapshot = Snapshot(values)
+            snapshot = Snapshot(values)  # now, since tensors may be changed in place before the call is made
             size_bytes = 0 if is_kept else snapshot.size_bytes
             self._outbox.post(lambda: send(snapshot.read(), *rest), size_bytes=size_bytes, is_kept=is_kept)
 
     def _post_images(self, send: Callable[..., None], images: Any, channels_last: bool, masks: Any, *rest: Any) -> None:
-        """Queue a call with the pixels and masks of a copy of images, if this rank logs."""
+        """Queue a call with copies of images and masks, if this rank logs."""
         if self._enabled:
             logged = LoggedImages(images, channels_last, masks)
             self._outbox.post(lambda: send(logged.read(), *rest), size_bytes=logged.size_bytes)
 
     def _post_file(self, file: Path, send: Callable[[Path], None]) -> None:
-        """Queue a call with a copy of a file, which may change before it is sent. The copy keeps the file's name."""
+        """Queue a call with a copy of a file, which may change before it is sent."""
+        # In a folder of its own, so that the copy keeps the file's name.
         folder = Path(mkdtemp(prefix=f"composer-{self._outbox.service}-"))
         copy = folder / file.name
 
@@ -320,7 +322,7 @@ class QueuedLogger(LoggerDestination):
             finally:
                 rmtree(folder, ignore_errors=True)
 
-        # Deletes the copy of a dropped call. Not at interpreter exit, when services may still upload.
+        # Deletes the copy if the call is dropped. Not at interpreter exit, when services may still upload.
         weakref.finalize(call, rmtree, folder, ignore_errors=True).atexit = False
         copyfile(file, copy)
         self._outbox.post(call, is_kept=True)
@@ -334,7 +336,7 @@ def open_on_ranks(
     Args:
         outbox: The outbox.
         connect: The first call.
-        *raised: Errors that the user must fix. They are raised on all ranks.
+        *raised: Exception types that the user must fix. They are raised on all ranks.
         is_enabled: Whether this rank opens it.
 
     Returns:
@@ -346,6 +348,7 @@ def open_on_ranks(
             found = outbox.open(connect, *raised)
         except raised as caught:
             error = caught
+    # Also after an error: the other ranks would wait for this rank otherwise.
     told = dist.all_gather_object((found, None if error is None else f"{type(error).__name__}: {error}"))
     if error is not None:
         raise error
@@ -373,7 +376,7 @@ def require(module: str, *, extra: str, package: str | None = None) -> Any:
     except ModuleNotFoundError as error:
         top = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != top:
-            raise  # the library is installed, but one of its own dependencies is not
+            raise  # one of the installed library's own dependencies is missing
         raise MissingConditionalImportError(extra, package or top.replace("_", "-")) from error
 
 
@@ -390,11 +393,12 @@ class UncaughtErrors:
 
     def watch(self) -> None:
         """Install the hook."""
+        # `_hook` is kept, since each access to a bound method creates a new object, and `stop` compares with `is`.
         self._before, self._hook, self._has_seen = sys.excepthook, self._notice, False
         sys.excepthook = self._hook
 
     def has_failed(self) -> bool:
-        """Return whether an exception is being handled, or has ended the process."""
+        """Return whether an exception is being handled or has ended the process."""
         return self._has_seen or sys.exc_info()[1] is not None
 
     def stop(self) -> None:
@@ -409,7 +413,7 @@ class UncaughtErrors:
 
 
 def warn_logging_problem(message: str) -> None:
-    """Issue a `RuntimeWarning`, or log at the level WARNING if warnings are errors."""
+    """Issue a `RuntimeWarning`, or log it if warnings are errors, since a logger must not end training."""
     try:
         warnings.warn(message, RuntimeWarning, stacklevel=3)
     except RuntimeWarning:

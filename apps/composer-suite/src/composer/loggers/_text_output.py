@@ -18,8 +18,9 @@ from composer_events.state import State
 __all__ = ["StreamCapture", "TextLogger", "aligned", "format_config", "table_as_json", "table_as_text", "to_plain"]
 
 _RULE = "*" * 30
-# A string that YAML reads without quotes: no comment and no key may begin in it.
+# Strings that YAML reads without quotes. They contain no " #", which starts a comment, and no ": ", which ends a key.
 _PLAIN = re.compile(r"[A-Za-z_/](?:[\w./()=,+<>*-]| (?! |#|$)|:(?! |$))*")
+# YAML 1.1 reads these words as booleans or null.
 _OF_OTHER_KINDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 
 
@@ -36,7 +37,7 @@ def format_config(hyperparameters: Mapping[str, Any]) -> str:
         ******************************
     """
     named = {str(name): value for name, value in hyperparameters.items()}
-    with suppress(ValueError):  # a name that is also the prefix of others cannot be nested
+    with suppress(ValueError):  # a name that is also a prefix of others cannot be nested
         named = convert_flat_dict_to_nested_dict(named)
     lines = _to_yaml(to_plain(named))
     return "\n".join([_RULE, "Config:", *lines, _RULE])
@@ -54,7 +55,7 @@ def _to_yaml(values: Mapping[str, Any], indent: str = "") -> list[str]:
 
 
 def _scalar(value: Any) -> str:
-    """Convert a value to YAML, of which JSON's strings, numbers and lists are a part."""
+    """Convert a value to YAML, which includes JSON's strings, numbers and lists."""
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _OF_OTHER_KINDS:
         return value
     if isinstance(value, Mapping):
@@ -63,12 +64,12 @@ def _scalar(value: Any) -> str:
         return f"[{', '.join(map(_quoted, value))}]"
     if isinstance(value, float):
         return _float(value)
-    # Characters that YAML readers or the console reject are escaped.
+    # Escape characters that YAML readers or the console reject.
     return json.dumps(value, ensure_ascii=not (isinstance(value, str) and value.isprintable()))
 
 
 def _quoted(item: Any) -> str:
-    """Convert an item of a list or mapping, where an unquoted string would end at a comma."""
+    """Convert an item of a list or mapping, in which an unquoted string would end at a comma."""
     return json.dumps(item, ensure_ascii=not item.isprintable()) if isinstance(item, str) else _scalar(item)
 
 
@@ -79,11 +80,11 @@ def _float(value: float) -> str:
     return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
 
 
-_WIDEST = 60  # characters; longer text would push the other columns off the screen
+_WIDEST = 60  # characters; longer text would move other columns off the screen
 
 
 def table_as_json(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table as pandas' `to_json(orient='split', index=False)`, without escapes of non-ASCII letters.
+    """Return a table as pandas' `to_json(orient='split', index=False)` does, with non-ASCII characters unescaped.
 
     Example:
         >>> table_as_json(["a", "b"], [[1, "x"]])
@@ -94,7 +95,7 @@ def table_as_json(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def table_as_text(columns: Sequence[str], rows: Sequence[Sequence[Any]], indent: str = "") -> str:
-    """Return a table with aligned columns, numbers to the right.
+    """Return a table with aligned columns. Numbers are aligned to the right.
 
     Example:
         >>> print(table_as_text(["name", "loss"], [["first", 0.51234], ["b", 12.0]]))
@@ -104,7 +105,7 @@ def table_as_text(columns: Sequence[str], rows: Sequence[Sequence[Any]], indent:
         b      12.0000
 
     Raises:
-        ValueError: If a row has more or fewer cells than there are columns.
+        ValueError: If the number of cells in a row is not the number of columns.
     """
     columns = [str(column) for column in columns]
     for number, row in enumerate(rows):
@@ -138,7 +139,7 @@ def _cell(value: Any) -> str:
 
 
 def _to_json(value: Any) -> Any:
-    """Convert NumPy numbers and tensors for JSON, and other objects to text."""
+    """Convert NumPy values and tensors to numbers or lists, and other objects to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -147,7 +148,7 @@ class TextLogger(BufferedDestination):
 
     Args:
         stream: `'stderr'`, `'stdout'` or a text stream.
-        log_traces: Whether to write the actions of algorithms, too.
+        log_traces: Whether to also write the actions of algorithms.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -166,7 +167,7 @@ class TextLogger(BufferedDestination):
         self._has_shown_hparams = False
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Keep hyperparameters, which are written when the run starts."""
+        """Store hyperparameters, which are written when the run starts."""
         self.hparams.update(hyperparameters)
 
     def log_traces(self, traces: dict[str, Any]) -> None:
@@ -194,18 +195,18 @@ class TextLogger(BufferedDestination):
         stream.flush()
 
     def _file(self) -> TextIO:
-        # Looked up at each write, so that a redirected stream is respected.
+        # Looked up at each write, to follow redirections of the stream.
         return getattr(sys, self._stream) if isinstance(self._stream, str) else self._stream
 
 
-_DEEPEST = 50
+_DEEPEST = 50  # levels, far below the recursion limit
 
 
 def to_plain(value: Any, outer: tuple[int, ...] = ()) -> Any:
-    """Return a value for JSON, with text in place of unsupported keys, objects and recursive containers."""
+    """Convert a value for JSON: unsupported keys and objects, and recursive containers, become text."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    within = (*outer, id(value))
+    within = (*outer, id(value))  # the containers around an item, to detect one that contains itself
     if isinstance(value, (Mapping, list, tuple)) and id(value) not in outer and len(outer) < _DEEPEST:
         if isinstance(value, Mapping):
             return {_text(key): to_plain(item, within) for key, item in cast("Mapping[Any, Any]", value).items()}
@@ -221,25 +222,26 @@ def _text(value: Any) -> str:
 
 
 class StreamCapture:
-    """Copy of the writes to `sys.stdout` or `sys.stderr` for a listener.
+    """Hook that passes text written to `sys.stdout` or `sys.stderr` to a listener.
 
     Args:
-        name: `'stdout'` or `'stderr'`; the stream that has this name now.
-        listen: Called with each text, after the stream has written it.
+        name: `'stdout'` or `'stderr'`. The current stream of this name is captured.
+        listen: Function that is called with each text, after the stream has written it.
     """
 
     def __init__(self, name: str, listen: Callable[[str], None]) -> None:
         self._stream: Any = getattr(sys, name)
         self._listen: Callable[[str], None] | None = listen
         self._write = self._stream.write
+        # If another hook replaced `write` on the instance, `stop` restores it; else it uncovers the class's method.
         self._was_own = "write" in getattr(self._stream, "__dict__", {})
-        self._hook = self._write_and_tell
+        self._hook = self._write_and_tell  # kept for `is`: each access creates a new bound method
         self._stream.write = self._hook
 
     def stop(self) -> None:
         """Restore the stream, and stop listening."""
         self._listen = None
-        # A hook installed on top of this one must keep working; this one then only passes the text on.
+        # A hook installed on top of this one still calls it, so this one stays and only writes to the stream.
         if self._stream.write is not self._hook:
             return
         if self._was_own:

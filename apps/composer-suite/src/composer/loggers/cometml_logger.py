@@ -15,7 +15,7 @@ __all__ = ["CometMLLogger"]
 
 _OPACITY = 0.6  # of a mask over its image
 _COLORS = 255 * np.array(
-    # Colors of the classes, which repeat: Okabe and Ito's palette, safe for color blindness.
+    # Colors of the classes, in cyclic order: Okabe and Ito's palette, safe for color blindness.
     [[0, 0, 0], [0.9, 0.6, 0], [0.35, 0.7, 0.9], [0, 0.6, 0.5], [0.95, 0.9, 0.25], [0, 0.45, 0.7], [0.8, 0.4, 0]]
 )
 
@@ -23,7 +23,7 @@ _COLORS = 255 * np.array(
 class CometMLLogger(QueuedLogger):
     """Logger for Comet: hyperparameters, metrics, tables, and images with masks.
 
-    All calls to Comet are made on a thread of their own, in order. Without a network, pass
+    All calls to Comet are made in order by a separate thread. Without a network, pass
     `exp_kwargs={'online': False}` and upload the archive later with `comet upload`.
 
     Args:
@@ -39,7 +39,7 @@ class CometMLLogger(QueuedLogger):
 
     Attributes:
         experiment: The experiment; `None` on ranks that do not log, and if Comet cannot be reached.
-        name: The name of the experiment, from INIT on.
+        name: The name of the experiment, set at INIT.
 
     Raises:
         MissingConditionalImportError: If comet-ml is not installed; the extra `comet` brings it.
@@ -114,17 +114,17 @@ class CometMLLogger(QueuedLogger):
             self._outbox.post(lambda: self.experiment.set_name(self.name), is_kept=True)
 
     def post_close(self) -> None:
-        """End the experiment, and wait until Comet has everything."""
+        """End the experiment, and wait until all values have been sent."""
         if self._enabled:
             self._outbox.close(lambda: self.experiment.end())
 
     def _begin(self, comet_ml: Any) -> None:
-        """Start an experiment on the outbox's thread, since Comet's client takes minutes to give up on a server."""
+        """Start an experiment, on the outbox's thread, since Comet's client retries for minutes."""
         arguments = dict(self._arguments)
         kind = comet_ml.Experiment if arguments.pop("online", True) else comet_ml.OfflineExperiment
         experiment = kind(**arguments)
         if not experiment.alive:
-            raise ConnectionError("the experiment was not begun, and Comet's own log says why.")
+            raise ConnectionError("the experiment was not started. See Comet's own log for the reason.")
         experiment.log_other("Created from", "mosaicml-composer")  # the value by which Comet identifies such runs
         self.experiment = experiment
 
@@ -139,6 +139,7 @@ class CometMLLogger(QueuedLogger):
             self.experiment.log_image(image, name=f"{name}_{index}", step=step)
             for mask_name, mask in masks.items():
                 colored = _COLORS[mask.astype(int) % len(_COLORS)]
+                # Without an alpha channel, since the colors have three channels.
                 over = (1 - _OPACITY) * image[:, :, :3] + _OPACITY * colored
                 title = f"{name}_{index} + {mask_name} mask overlaid"
                 self.experiment.log_image(over.astype(np.uint8), name=title, step=step)

@@ -1,4 +1,4 @@
-"""Metrics as lines of text, for runs whose output goes to a file."""
+"""Metrics as lines of text, for runs whose output is redirected to a file."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TextIO
@@ -13,24 +13,24 @@ from composer_time import Time, TimeUnit
 
 __all__ = ["NUM_EVAL_LOGGING_EVENTS", "ConsoleLogger"]
 
-_BATCH: Final = TimeUnit.BATCH  # an enum lookup runs Python code in Python 3.11, and this is needed in each batch
+_BATCH: Final = TimeUnit.BATCH  # looking up an enum member is slow in Python 3.11, and this is needed in each batch
 
 NUM_EVAL_LOGGING_EVENTS = 11
-"""The largest number of progress lines in one evaluation."""
+"""Maximum number of progress lines in one evaluation."""
 
 
 class ConsoleLogger(TextLogger):
-    """Logger that writes training metrics at intervals and evaluation metrics at the end of each evaluation, as text.
+    """Logger that writes training metrics at intervals, and evaluation metrics after each evaluation, as text.
 
-    Values logged between two blocks appear in the next one, with the latest value of each. Tables are laid out in
-    columns on a terminal and in a notebook; in a file or a pipe each is a line of JSON. Every rank writes; the settings
-    of the run are written once, by local rank 0.
+    Each block contains the latest values logged since the previous one. Tables have aligned columns on a terminal and
+    in a notebook; in a file or a pipe, each is a line of JSON. Every rank writes metrics, and local rank 0 also writes
+    the settings of the run.
 
     Args:
-        log_interval: The interval in epochs (`'1ep'`, or a bare number) or batches (`'10ba'`). The first one is always
-            written, and the rest at the end.
+        log_interval: The interval in epochs (`'1ep'`, or a bare number) or batches (`'10ba'`). A block is also written
+            after the first batch or epoch and at the end.
         stream: `'stderr'`, `'stdout'` or a text stream.
-        log_traces: Whether to write the actions of algorithms, too.
+        log_traces: Whether to also write the actions of algorithms.
 
     Attributes:
         tables: The logged tables, as JSON.
@@ -66,7 +66,7 @@ class ConsoleLogger(TextLogger):
         self._last_batch: int | None = None  # of the latest block of training
 
     def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
-        """Keep metrics for the next block."""
+        """Store metrics for the next block."""
         for metrics, _, _, _ in logged:
             self._logged.update(metrics)
 
@@ -84,7 +84,7 @@ class ConsoleLogger(TextLogger):
     def log_table(
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
     ) -> None:
-        """Keep a table, which is written with every block from now on."""
+        """Store a table, which is written with every later block."""
         self.tables[name] = table_as_json(columns, rows)
         self._tables_as_text[name] = table_as_text(columns, rows, indent="\t   ")
 
@@ -111,14 +111,14 @@ class ConsoleLogger(TextLogger):
     def eval_start(self, state: State, logger: Logger) -> None:
         """Choose the batches after which to write the progress."""
         self._show_hparams()
-        self.logged_metrics.clear()
+        self.logged_metrics.clear()  # values of training must not appear among those of the evaluation
         length = 0 if state.dataloader_len is None else int(state.dataloader_len)
         if length < NUM_EVAL_LOGGING_EVENTS:
             chosen = range(1, length)
         else:
             steps = NUM_EVAL_LOGGING_EVENTS - 1
             chosen = (round(1 + (length - 1) * step / steps) for step in range(steps))
-        self.eval_batch_idxs_to_log = list(chosen)  # without the last batch, after which the metrics follow
+        self.eval_batch_idxs_to_log = list(chosen)  # not the last batch, which is followed by the metrics
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
         """Write the progress of the evaluation."""
@@ -141,7 +141,7 @@ class ConsoleLogger(TextLogger):
         """
         progress = _progress_of_training(state) if is_train else _progress_of_evaluation(state)
         lines = [f"\n\t {prefix}{name}: {format_log_data_value(value)}" for name, value in data.items()]
-        # Columns are for people; files and pipes are read by programs.
+        # People read columns; programs read files and pipes.
         is_read = is_notebook() or getattr(self._file(), "isatty", lambda: False)()
         tables = {name: f"\n{text}" for name, text in self._tables_as_text.items()} if is_read else self.tables
         lines += [f"\n\t {prefix}{name}: {table}" for name, table in tables.items()]
@@ -162,7 +162,7 @@ def _progress_of_training(state: State) -> str:
         return f"[{duration.unit.name.lower()}={now}/{duration.value}]"
     stamp, length = state.timestamp, state.dataloader_len
     epoch, batch = stamp.num_epochs + 1, stamp.num_batches_in_epoch
-    if batch == 0 and epoch > 1:  # EPOCH_END is logged for the epoch that has just ended
+    if batch == 0 and epoch > 1:  # at EPOCH_END, the timestamp already counts the epoch that has just ended
         before = state.previous_timestamp
         epoch, batch = epoch - 1, int(before.batch_in_epoch) if before is not None else 0
     return f"[epoch={epoch}][batch={batch}{'' if length is None else f'/{int(length)}'}]"

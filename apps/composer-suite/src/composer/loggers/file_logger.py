@@ -1,4 +1,4 @@
-"""Log file per rank, with everything that is logged and the console output of the process."""
+"""Log file per rank, with all logged values and the console output of the process."""
 
 import logging
 import os
@@ -29,22 +29,22 @@ _log = logging.getLogger(__name__)
 class FileLogger(LoggerDestination):
     """Logger that writes one line per logged value to a file, and copies the console output there.
 
-    Each rank writes its own file, in the order of logging. A line with a tensor that a device is still computing, and
-    the lines behind it, are written when its value is there; the logger does not synchronize. Text that a full disk
-    rejects is kept and written later, with one warning.
+    Each rank writes its own file, in the order of logging. If a device is still computing a value, its line and the
+    lines after it are written later; the logger does not synchronize. If the disk is full, text is kept in memory and
+    written later, with one warning.
 
     Args:
         filename: The path, with the placeholders `{run_name}`, `{rank}`, `{local_rank}`, `{node_rank}`, `{world_size}`
             and `{local_world_size}`.
         remote_file_name: The name of the file for loggers that upload it, such as a `RemoteUploaderDownloader`, with
             the same placeholders. By default `filename`.
-        capture_stdout: Whether to copy `sys.stdout`, from now until the Trainer is closed.
-        capture_stderr: The same for `sys.stderr`.
+        capture_stdout: Whether to copy `sys.stdout`, from construction until the Trainer is closed.
+        capture_stderr: Whether to copy `sys.stderr`, likewise.
         buffer_size: The number of bytes to buffer: 1 for line buffering, 0 for none, less than 0 for the default of the
             system.
-        log_traces: Whether to write the actions of algorithms, too.
-        flush_interval: The number of batches, or epochs, between syncs of the file to the disk and its uploads. They
-            also happen before each epoch and each evaluation and at the end.
+        log_traces: Whether to also write the actions of algorithms.
+        flush_interval: The number of batches, or epochs, between syncs of the file to the disk and uploads. The file is
+            also synced before each epoch and evaluation and at the end.
         overwrite: Whether an existing file may be replaced. A resumed run (`Trainer(autoresume=True)`) appends to it.
 
     Attributes:
@@ -81,11 +81,11 @@ class FileLogger(LoggerDestination):
         self._run_name: str | None = None
         self._file: KeptFile | None = None
         self._pid = os.getpid()
-        self._lock = RLock()  # several threads print, and writing may itself print something in the same thread
+        self._lock = RLock()  # several threads print, and a write may itself print in the same thread
         self._pending: deque[_Entry] = deque()
         self._is_writing = False
         self._is_at_line_start = True
-        self._state: State | None = None  # set by `close`
+        self._state: State | None = None  # set by `close`, for a last upload in `post_close`
         self._is_uploaded_whole = False
         self._captured = [name for name, wanted in (("stdout", capture_stdout), ("stderr", capture_stderr)) if wanted]
         self._captures: list[StreamCapture] = []
@@ -133,7 +133,7 @@ class FileLogger(LoggerDestination):
 
         Raises:
             RuntimeError: If it is open already.
-            FileExistsError: If it exists, and is neither replaced nor continued.
+            FileExistsError: If it exists, and may be neither replaced nor continued.
         """
         if self._file is not None:
             raise RuntimeError(f"The file {self.filename!r} is open already. Close that Trainer first.")
@@ -158,7 +158,7 @@ class FileLogger(LoggerDestination):
         self._flush(logger)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Write the lines whose values are known, and sync the file at the interval."""
+        """Write the lines whose values are available, and sync the file at the interval."""
         self._write_pending()
         if state.timestamp.num_batches % self.flush_interval == 0:
             self._flush(logger)
@@ -176,14 +176,14 @@ class FileLogger(LoggerDestination):
     def close(self, state: State, logger: Logger) -> None:
         """Write and upload everything, and release the console."""
         error = sys.exc_info()[1]
-        if error is not None and "stderr" in self._captured:  # Python prints it only after the capture has ended
+        if error is not None and "stderr" in self._captured:  # printed only after the capture has ended
             self._add(_Entry("".join(traceback.format_exception(error)), "[stderr]: "))
         for capture in self._captures:
             capture.stop()
         self._captures.clear()
         if self._file is not None:
             self._write_pending(waits=True)
-            self._is_uploaded_whole, self._state = True, state  # reset by a line that is logged during the upload
+            self._is_uploaded_whole, self._state = True, state  # reset if a line is logged during the upload
             try:
                 self._flush(logger)
             except Exception:  # `post_close`, which retries, is not called if this raises
@@ -191,7 +191,7 @@ class FileLogger(LoggerDestination):
                 _log.exception("%s could not be uploaded.", self.filename)
 
     def post_close(self) -> None:
-        """Write the lines that others have logged while they closed, and close the file."""
+        """Write the lines that other callbacks logged while closing, and close the file."""
         if self._file is None:
             return
         try:
@@ -204,7 +204,7 @@ class FileLogger(LoggerDestination):
             self._file = self._state = None
 
     def _upload_once_more(self, state: State) -> None:
-        """Upload to the destinations that close after this one, which still accept files."""
+        """Upload the file to the destinations after this one, which are still open."""
         is_later = False
         for callback in tuple(state.callbacks):
             is_later |= callback is self
@@ -214,7 +214,7 @@ class FileLogger(LoggerDestination):
                 try:
                     callback.upload_file(state, self.remote_file_name, Path(self.filename), overwrite=True)
                 except Exception:  # one failing destination must not keep the file from the others
-                    _log.exception("%s has not got the last lines of %s.", type(callback).__name__, self.filename)
+                    _log.exception("%s did not receive the last lines of %s.", type(callback).__name__, self.filename)
             else:
                 _log.warning(
                     "The last lines are in %s alone, since %s has closed before. List it after the FileLogger.",
@@ -225,7 +225,7 @@ class FileLogger(LoggerDestination):
     def _capture(self) -> None:
         if self._captures:
             return
-        # A weak reference, or a logger without a Trainer would stay alive with everything that is printed.
+        # A weak reference: the stream would otherwise keep a logger without a Trainer alive, with all printed text.
         this = weakref.ref(self)
 
         def listen_to(name: str) -> Callable[[str], None]:
@@ -243,8 +243,8 @@ class FileLogger(LoggerDestination):
         def render() -> str:
             try:
                 known = snapshot.read()
-            except RuntimeError as error:  # a failed device must not cost the lines behind this one
-                known = dict.fromkeys(snapshot.values, f"not known, since the device has failed: {error}")
+            except RuntimeError as error:  # a failed device must not prevent the following lines
+                known = dict.fromkeys(snapshot.values, f"unknown, since the device has failed: {error}")
             return "".join(line(name, format_log_data_value(value)) for name, value in known.items())
 
         self._add(_Entry(render, snapshot=snapshot))
@@ -257,31 +257,31 @@ class FileLogger(LoggerDestination):
         self._write_pending()
 
     def _begin_in_child(self) -> None:
-        """Reset in a forked process, such as a dataloader's worker: pending lines belong to the parent."""
+        """Reset in a forked process, such as a dataloader worker: pending lines belong to the parent."""
         self._pid = os.getpid()
-        self._lock = RLock()  # another thread of the parent may have held it
+        self._lock = RLock()  # another thread of the parent may have held it during the fork
         self._pending.clear()
         self._is_writing = False
         if self._file is not None:
             self._file.begin_in_child()
 
     def _write_pending(self, waits: bool = False) -> None:
-        """Write the leading lines whose values are known, or all if it `waits`."""
+        """Write the leading lines whose values are available, or wait for all of them."""
         with self._lock:
-            if self._file is None or self._is_writing:
+            if self._file is None or self._is_writing:  # a write that prints leads back here
                 return
             self._is_writing = True
             try:
                 while self._pending and (waits or (known := self._pending[0].snapshot) is None or known.is_ready()):
                     entry = self._pending.popleft()
                     self._is_uploaded_whole = False
-                    # Printed text may have lone surrogates, as in names of files that are not UTF-8.
+                    # Printed text may contain lone surrogates, as in file names that are not UTF-8.
                     self._file.write(self._with_prefix(entry).encode(errors="backslashreplace"))
             finally:
                 self._is_writing = False
 
     def _with_prefix(self, entry: "_Entry") -> str:
-        """Return the text with the prefix before each line, except empty and continued lines."""
+        """Return the text with a prefix before each line, except for empty and continued lines."""
         text = entry.text if isinstance(entry.text, str) else entry.text()
         if entry.prefix:
             pieces: list[str] = []
@@ -290,6 +290,7 @@ class FileLogger(LoggerDestination):
                 pieces.append(entry.prefix + piece if has_prefix else piece)
                 self._is_at_line_start = piece.endswith("\n")
             return "".join(pieces)
+        # A logged line must not continue a line of printed text, such as a progress bar.
         separator = "" if self._is_at_line_start else "\n"
         self._is_at_line_start = True
         return separator + text

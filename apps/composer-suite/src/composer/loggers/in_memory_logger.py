@@ -1,4 +1,4 @@
-"""Logger that keeps everything in memory."""
+"""Logger that keeps all values in memory."""
 
 import datetime
 from collections.abc import Sequence
@@ -22,15 +22,14 @@ class InMemoryLogger(BufferedDestination):
     Attributes:
         hyperparameters: The settings of the run.
         tables: The tables by name, as JSON.
-        state: The training state, from INIT on.
+        state: The training state, set at INIT.
     """
 
     copies_values = True
 
     def __init__(self) -> None:
         self._data: dict[str, list[tuple[Timestamp, Any]]] = {}
-        # The values and timestamps of each call: two lists, because a list of pairs would cost the garbage collector
-        # more.
+        # Values and timestamps of each call, in two lists: the tuples of one list would slow down garbage collection.
         self._unsorted: list[dict[str, Any]] = []
         self._stamps: list[Timestamp] = []
         self.hyperparameters: dict[str, Any] = {}
@@ -38,20 +37,20 @@ class InMemoryLogger(BufferedDestination):
         self.state: State | None = None
 
     def init(self, state: State, logger: Logger) -> None:
-        """Keep the state, whose timestamp dates the values."""
+        """Store the state, which provides the timestamps."""
         self.state = state
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Keep hyperparameters."""
+        """Store hyperparameters."""
         self.hyperparameters.update(hyperparameters)
 
     def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
-        """Keep metrics with their timestamp; tensors stay on their device."""
+        """Store metrics with their timestamp. Tensors stay on their device."""
         for _, copies, timestamp, _ in logged:
             if timestamp is None:
                 assert self.state is not None, "Event.INIT comes first"
                 timestamp = self.state.timestamp.copy()
-            # Sorted by metric only when `data` is read, to save time in training.
+            # Grouped by metric only when `data` is read, to save time in training.
             self._stamps.append(timestamp)
             self._unsorted.append(copies)
 
@@ -79,7 +78,7 @@ class InMemoryLogger(BufferedDestination):
     def log_table(
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
     ) -> None:
-        """Keep the table as JSON."""
+        """Store the table as JSON."""
         self.tables[name] = table_as_json(columns, rows)
 
     def get_timeseries(self, metric: str) -> "dict[str, NDArray[Any]]":
@@ -89,7 +88,7 @@ class InMemoryLogger(BufferedDestination):
             metric: The name of the metric.
 
         Returns:
-            Arrays of equal length, with the values under the metric's name; durations are in seconds.
+            Arrays of equal length by name. The values are under the metric's name, and durations are in seconds.
 
         Raises:
             ValueError: If the metric has not been logged.

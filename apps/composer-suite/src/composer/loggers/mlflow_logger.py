@@ -33,9 +33,9 @@ _UNITY_CATALOG = "databricks-uc"
 _MOST_METRICS = 1000
 _MOST_PARAMS = 100
 
-_INVALID = "INVALID_PARAMETER_VALUE"  # MLflow's code for a metric name that it rejects
+_INVALID = "INVALID_PARAMETER_VALUE"  # MLflow's error code for an invalid metric name
 
-# Makes MLflow's client try once; by default it retries for minutes.
+# Environment variables that make MLflow's client try once. By default it retries for minutes.
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
 
 
@@ -56,7 +56,7 @@ class Batch:
 
     def add(self, name: str, value: float, timestamp_ms: int, step: int) -> None:
         """Buffer a value."""
-        from mlflow.entities import Metric  # loaded already, with the client
+        from mlflow.entities import Metric  # already loaded, with the client
 
         if name in self._refused:
             return
@@ -65,32 +65,33 @@ class Batch:
         self._metrics.append(Metric(name, value, timestamp_ms, step))
 
     def send_if_due(self) -> None:
-        """Send the buffer if it is old enough, or fills a request."""
+        """Send the buffer if it is old enough or fills a request."""
         is_old = bool(self._metrics) and time.monotonic() - self._since >= self._buffer_seconds
         if is_old or len(self._metrics) >= _MOST_METRICS:
             self.send()
 
     def send(self) -> None:
         """Send the buffer."""
+        # Emptied first: after an error, the same values must not be sent again with the next ones.
         metrics, self._metrics = self._metrics, []
         self._log_batch("metrics", metrics, _MOST_METRICS)
 
     def send_params(self, params: Mapping[str, Any]) -> None:
         """Send hyperparameters."""
-        from mlflow.entities import Param  # loaded already, with the client
+        from mlflow.entities import Param  # already loaded, with the client
 
         self._log_batch("params", [Param(name, str(value)) for name, value in params.items()], _MOST_PARAMS)
 
     def _log_batch(self, kind: str, items: list[Any], most: int) -> None:
         """Send items in as few requests as possible.
 
-        MLflow rejects a whole request for one invalid metric name or, in a resumed run, for one changed parameter. The
-        names of such a request are then sent one by one. A metric that is rejected again is left out from then on.
+        MLflow rejects a whole request because of one invalid metric name or, in a resumed run, one changed parameter.
+        The items of such a request are then sent by name. A metric that is rejected again is no longer sent.
 
         Raises:
-            MlflowException: The first error, after everything else is sent.
+            MlflowException: The first error, after all other items are sent.
         """
-        from mlflow.exceptions import MlflowException  # loaded already, with the client
+        from mlflow.exceptions import MlflowException  # already loaded, with the client
 
         errors: list[Exception] = []
         for start in range(0, len(items), most):
@@ -118,13 +119,14 @@ class Batch:
 def begin_run(
     client: Any, experiment_name: str, run_name: str, tags: Mapping[str, Any], *, resume: bool
 ) -> tuple[str, str]:
-    """Return the ids of the experiment and the run, which are created unless they exist."""
+    """Return the ids of the experiment and the run, which are created if they do not exist."""
     experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
     if experiment_id is None:
         experiment = client.get_experiment_by_name(experiment_name)
         experiment_id = _create_experiment(client, experiment_name) if experiment is None else experiment.experiment_id
     run_id = os.environ.get("MLFLOW_RUN_ID")
     if run_id is None and resume:
+        # By tag, since users may rename runs in MLflow.
         named = tags["run_name"].replace("'", "\\'")
         found = client.search_runs(
             [experiment_id], f"tags.run_name = '{named}'", max_results=1, order_by=["attributes.start_time DESC"]
@@ -143,7 +145,7 @@ def end_run(mlflow: Any, run_id: str, status: str, *, is_patient: bool) -> None:
         mlflow: The module.
         run_id: The run.
         status: The final status, in MLflow's terms.
-        is_patient: Whether to retry, and warn, when MLflow does not answer.
+        is_patient: Whether to retry, and to warn on failure.
     """
     active = mlflow.active_run()
     if active is None or active.info.run_id != run_id:
@@ -152,20 +154,20 @@ def end_run(mlflow: Any, run_id: str, status: str, *, is_patient: bool) -> None:
         with nullcontext() if is_patient else _impatiently():
             mlflow.end_run(status)
     except Exception as error:
-        if is_patient:  # otherwise there was a warning before
+        if is_patient:  # otherwise, a warning was already issued
             warnings.warn(
-                f"MLFlowLogger could not tell MLflow that run {run_id} has ended: {type(error).__name__}: {error}",
+                f"MLFlowLogger could not end run {run_id}: {type(error).__name__}: {error}",
                 RuntimeWarning,
                 stacklevel=3,
             )
 
 
 def _create_experiment(client: Any, name: str) -> str:
-    from mlflow.exceptions import MlflowException  # loaded already, with the client
+    from mlflow.exceptions import MlflowException  # already loaded, with the client
 
     try:
         return client.create_experiment(name)
-    except MlflowException:  # another process may have created it meanwhile
+    except MlflowException:  # another process may have created it in the meantime
         experiment = client.get_experiment_by_name(name)
         if experiment is None:
             raise
@@ -195,11 +197,11 @@ _SYSTEM_METRICS = {
 
 
 class MLFlowLogger(QueuedLogger):
-    """Logger for MLflow: hyperparameters, metrics, tables and images; it also registers models.
+    """Logger for MLflow: hyperparameters, metrics, tables and images. It also registers models.
 
-    Metrics are buffered and sent on a thread of their own, in order. While a Trainer is open, its run is the active run
-    of MLflow in the main thread, so that calls such as `mlflow.log_artifact` use it. The hyperparameters
-    `mlflow_experiment_id` and `mlflow_run_id` are added.
+    Metrics are buffered and sent in order by a separate thread. While a Trainer is open, its run is MLflow's active run
+    in the main thread, so that calls such as `mlflow.log_artifact` use it. The hyperparameters `mlflow_experiment_id`
+    and `mlflow_run_id` are added.
 
     Args:
         experiment_name: The experiment, created if it does not exist. By default the environment variable
@@ -214,15 +216,15 @@ class MLFlowLogger(QueuedLogger):
         model_registry_prefix: Prefix of the names of registered models, before a dot.
         model_registry_uri: The URI of the model registry.
         synchronous: Whether metrics are sent at once instead of buffered.
-        log_system_metrics: Whether MLflow logs system metrics, too: every 5 s a reading, and the mean of 6 readings,
-            unless the variables `MLFLOW_SYSTEM_METRICS_...` are set.
-        rename_metrics: New names of metrics by old ones.
+        log_system_metrics: Whether MLflow also logs system metrics: the mean of 6 readings, one every 5 s, unless the
+            variables `MLFLOW_SYSTEM_METRICS_...` are set.
+        rename_metrics: New names of metrics by their old names.
         ignore_metrics: Patterns of metrics to leave out, such as `'time/*'`.
         ignore_hyperparameters: Patterns of hyperparameters to leave out.
         run_group: The value of the tag `run_group`.
         resume: Whether to continue the newest run with the same tag `run_name`.
         logging_buffer_seconds: Seconds that metrics are buffered.
-        log_duplicated_metric_every_n_steps: An unchanged metric is logged again only after this many steps.
+        log_duplicated_metric_every_n_steps: Number of steps after which an unchanged metric is logged again.
         patience_s: Seconds that the start and the end of the run wait for MLflow.
 
     Attributes:
@@ -233,7 +235,7 @@ class MLFlowLogger(QueuedLogger):
     Raises:
         MissingConditionalImportError: If mlflow is not installed; the extra `mlflow` brings it.
         TypeError: If an argument has the wrong type.
-        ValueError: If the registry is Unity Catalog, and the prefix is not of the form `catalog.schema`.
+        ValueError: If the registry is Unity Catalog and the prefix does not have the form `catalog.schema`.
     """
 
     def __init__(
@@ -290,7 +292,7 @@ class MLFlowLogger(QueuedLogger):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0")
         if log_system_metrics:
             for name, value in _SYSTEM_METRICS.items():
-                os.environ.setdefault(name, value)  # MLflow's own setters use these variables, too
+                os.environ.setdefault(name, value)  # MLflow's own setters also set these variables
         self.tracking_uri: str = mlflow.get_tracking_uri()
         self.experiment_name = _on_databricks(
             experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or _DEFAULT_EXPERIMENT, self.tracking_uri
@@ -316,10 +318,11 @@ class MLFlowLogger(QueuedLogger):
         super().log_hyperparameters({k: v for k, v in flat.items() if not _matches(k, self.ignore_hyperparameters)})
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log metrics at a step; values that are not numbers are left out."""
+        """Log metrics at a step. Values that are not numbers are left out."""
         if not self._enabled:
             return
         wanted = {name: value for name, value in metrics.items() if not _matches(name, self.ignore_metrics)}
+        # The time is taken here, since the values may be sent much later.
         self._post(self._gather, wanted, step or 0, int(time.time() * 1000))
 
     def log_table(
@@ -343,7 +346,7 @@ class MLFlowLogger(QueuedLogger):
         mask_class_labels: dict[int, str] | None = None,
         use_table: bool = True,
     ) -> None:
-        """Log each image as `<name>_<i>`. MLflow has no masks.
+        """Log each image as `<name>_<i>`. MLflow does not support masks.
 
         Raises:
             ValueError: If an item is not an image, or does not have 1, 3 or 4 channels.
@@ -379,7 +382,7 @@ class MLFlowLogger(QueuedLogger):
         if self.run_group:
             self.tags["run_group"] = self.run_group
         begun = open_on_ranks(self._outbox, self._begin, is_enabled=self._enabled)
-        own = begun[get_global_rank()] or begun[0]
+        own = begun[get_global_rank()] or begun[0]  # ranks that do not log get the ids of rank 0
         if own is None:
             return
         self.experiment_id, self.run_id = own
@@ -409,20 +412,22 @@ class MLFlowLogger(QueuedLogger):
         self._send()
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Send the buffer, and wait until it has arrived."""
+        """Send the buffer, and wait until it has been sent."""
         self._send()
         self._outbox.drain()
 
     def post_close(self) -> None:
-        """End the run, as failed if an exception is being handled, and wait until MLflow has everything."""
+        """End the run, as failed after an exception, and wait until all values have been sent."""
         if not self._enabled:
             return
         status = "FAILED" if self._uncaught.has_failed() else "FINISHED"
         self._uncaught.stop()
         self._send()
+        # A service that is known to be down gets no retries below, which would delay the exit by minutes.
         is_well = self._outbox.drain() and not self._outbox.num_errors
         self._outbox.close(lambda: self.client.set_terminated(self.run_id, status))
         if self.run_id is not None:
+            # `set_terminated` ends the run, and this ends its role as the active run of this thread.
             end_run(self._mlflow, self.run_id, status, is_patient=is_well)
 
     @property
@@ -435,11 +440,11 @@ class MLFlowLogger(QueuedLogger):
     def register_model(
         self, model_uri: str, name: str, await_registration_for: int = 300, tags: dict[str, Any] | None = None
     ) -> Any:
-        """Register a model that was logged, and return its version.
+        """Register a logged model, and return its version.
 
         Args:
             model_uri: The URI of the model, as returned by `log_model`.
-            name: The name, after the prefix.
+            name: The name without the prefix.
             await_registration_for: Seconds to wait until it is ready.
             tags: Tags of the version.
         """
@@ -457,11 +462,11 @@ class MLFlowLogger(QueuedLogger):
 
         Args:
             model_uri: The URI of its files.
-            name: The name, after the prefix.
+            name: The name without the prefix.
             await_creation_for: Seconds to wait until it is ready.
             tags: Tags of the version.
         """
-        from mlflow.exceptions import MlflowException  # loaded already
+        from mlflow.exceptions import MlflowException  # already loaded
         from mlflow.protos.databricks_pb2 import ALREADY_EXISTS, RESOURCE_ALREADY_EXISTS, ErrorCode
 
         full_name = self._registered_name(name)
@@ -486,7 +491,7 @@ class MLFlowLogger(QueuedLogger):
             **kwargs: The arguments of `mlflow.transformers.save_model`.
 
         Raises:
-            NotImplementedError: If it is another flavor.
+            NotImplementedError: If the flavor is another one.
         """
         self._flavor(flavor).save_model(**kwargs)
 
@@ -498,7 +503,7 @@ class MLFlowLogger(QueuedLogger):
             **kwargs: The arguments of `mlflow.transformers.log_model`.
 
         Raises:
-            NotImplementedError: If it is another flavor.
+            NotImplementedError: If the flavor is another one.
         """
         return self._flavor(flavor).log_model(**kwargs)
 
@@ -511,7 +516,7 @@ class MLFlowLogger(QueuedLogger):
         return f"{self.model_registry_prefix}.{name}" if self.model_registry_prefix else name
 
     def _activate(self) -> None:
-        """Make the run the active one in this thread; MLflow has one active run per thread."""
+        """Make the run the active run of this thread."""
         try:
             self._mlflow.start_run(run_id=self.run_id, tags=self.tags, log_system_metrics=self.log_system_metrics)
         except Exception as error:
@@ -561,7 +566,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _on_databricks(experiment_name: str, tracking_uri: str) -> str:
-    """Return the experiment's name, on Databricks below the user's folder, since names are paths there."""
+    """Return the experiment's name. On Databricks names are paths, and this one is put in the user's folder."""
     if tracking_uri != "databricks" or experiment_name.startswith(("/Users/", "/Shared/")):
         return experiment_name
     client = require("databricks.sdk", extra="mlflow").WorkspaceClient()

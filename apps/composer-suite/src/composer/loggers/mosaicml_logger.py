@@ -1,4 +1,4 @@
-"""Metadata of a run on the MosaicML platform."""
+"""Run metadata on the MosaicML platform."""
 
 import fnmatch
 import logging
@@ -35,16 +35,16 @@ _log = logging.getLogger("composer.loggers.mosaicml_logger")
 
 
 class MosaicMLLogger(LoggerDestination):
-    """Logger that sends metrics, hyperparameters and progress to the metadata of a run on the MosaicML platform.
+    """Logger that writes metrics, hyperparameters and progress to the metadata of a run on the MosaicML platform.
 
     The Trainer adds one if the environment variables `MOSAICML_PLATFORM` (`true`) and `MOSAICML_ACCESS_TOKEN_FILE` are
     set. Only rank 0 sends, through the platform's client (`pip install mosaicml-cli`), and only if `RUN_NAME` names the
     run. Otherwise the logger warns and does nothing.
 
     Args:
-        log_interval: Seconds between two messages. Messages at the end of an evaluation or of training ignore it.
+        log_interval: Minimum seconds between messages, except at the end of an evaluation or of training.
         ignore_keys: Glob patterns of names to leave out, such as `'metrics/*'`.
-        ignore_exceptions: Whether an error of the platform's client is logged instead of raised.
+        ignore_exceptions: Whether to log errors of the platform's client instead of raising them.
 
     Attributes:
         run_name: The run's name on the platform, or `None`.
@@ -75,7 +75,7 @@ class MosaicMLLogger(LoggerDestination):
         self._log_metadata(hyperparameters)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Add metrics to the next message, which has the latest value of each."""
+        """Add metrics to the next message, which contains the latest value of each."""
         del step
         self._log_metadata(metrics)
 
@@ -130,7 +130,7 @@ class MosaicMLLogger(LoggerDestination):
                 self.buffered_metadata[_PREFIX + name] = value
         if not now or not self.buffered_metadata:
             return
-        # Converted only now, because reading a tensor synchronizes with its device.
+        # Converted only when sent, because reading a tensor synchronizes with its device.
         data = {name: format_data_to_json_serializable(value) for name, value in self.buffered_metadata.items()}
         self.buffered_metadata, self._time_sent = {}, time.time()
         try:
@@ -138,11 +138,11 @@ class MosaicMLLogger(LoggerDestination):
         except Exception:
             if not self.ignore_exceptions:
                 raise
-            _log.warning("The MosaicML platform did not take the metadata of this run.", exc_info=True)
+            _log.warning("The metadata of this run could not be sent to the MosaicML platform.", exc_info=True)
 
 
 def format_data_to_json_serializable(data: Any) -> Any:
-    """Convert data for JSON: tensors to numbers or lists, other objects to text."""
+    """Convert data for JSON: tensors to numbers or lists, and other objects to text."""
     if data is None or isinstance(data, str | int | float | bool):
         return data
     try:

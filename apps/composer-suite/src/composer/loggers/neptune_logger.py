@@ -22,16 +22,16 @@ _INTEGRATION = "source_code/integrations/neptune-MosaicML"  # the key by which N
 class NeptuneLogger(QueuedLogger):
     """Logger for Neptune's client: hyperparameters, metrics, traces, images, and optionally files.
 
-    Neptune's hosted service is closed to new users, and its client is not developed any more; use MLFlowLogger or
+    Neptune's hosted service does not accept new users, and its client is no longer developed. Use MLFlowLogger or
     WandBLogger for new projects. `mode='offline'` writes files, `mode='debug'` keeps everything in memory, and
-    self-hosted servers still work. All calls are made on a thread of their own, in order.
+    self-hosted servers still work. All calls are made in order by a separate thread.
 
     Args:
         project: The project; by default the environment variable `NEPTUNE_PROJECT`.
         api_token: By default the environment variable `NEPTUNE_API_TOKEN`.
         rank_zero_only: Whether only rank 0 logs. Otherwise each rank has a run.
         upload_checkpoints: Whether to upload files, such as checkpoints.
-        base_namespace: The namespace of everything that is logged.
+        base_namespace: The namespace of all logged values.
         mode: `'async'`, `'sync'`, `'offline'`, `'debug'` or `'read-only'`.
         patience_s: Seconds that the start and the end of the run wait for Neptune.
         **neptune_kwargs: Further arguments of `neptune.init_run`.
@@ -65,6 +65,7 @@ class NeptuneLogger(QueuedLogger):
         self._arguments = {
             "project": project,
             "api_token": api_token,
+            # On ranks that do not log, `neptune_run` still returns a run, which sends nothing.
             "mode": mode if self._enabled else "debug",
             **neptune_kwargs,
         }
@@ -99,14 +100,14 @@ class NeptuneLogger(QueuedLogger):
         mask_class_labels: dict[int, str] | None = None,
         use_table: bool = True,
     ) -> None:
-        """Log images. Neptune has no masks.
+        """Log images. Neptune does not support masks.
 
         Raises:
             ValueError: If an item is not an image.
         """
 
         def send(logged: PixelsAndMasks) -> None:
-            from neptune.types import File  # loaded already, with the run
+            from neptune.types import File  # already loaded, with the run
 
             for image, _ in logged:
                 self.base_handler[f"images/{name}"].append(File.as_image(image / 255.0), step=step)
@@ -143,7 +144,7 @@ class NeptuneLogger(QueuedLogger):
                 self.base_handler[remote_file_name].upload(str(copy), wait=True)
                 return
             warnings.warn(
-                f"Neptune has a file {remote_file_name!r} already, and overwrite is false: it stays as it is.",
+                f"Neptune already has a file {remote_file_name!r}, which is not replaced, since overwrite is false.",
                 stacklevel=2,
             )
 
@@ -159,14 +160,14 @@ class NeptuneLogger(QueuedLogger):
             FileExistsError: If `destination` exists, and `overwrite` is false.
         """
         if os.path.exists(destination) and not overwrite:
-            raise FileExistsError(f"There is something at destination={destination!r}. Give overwrite=True.")
-        self._outbox.drain()
+            raise FileExistsError(f"destination={destination!r} already exists. Give overwrite=True.")
+        self._outbox.drain()  # its upload may still be queued
         if not self.neptune_run.exists(f"{self._base_namespace}/{remote_file_name}"):
             raise FileNotFoundError(f"Neptune has no file {remote_file_name!r} under {self._base_namespace!r}.")
         self.base_handler[remote_file_name].download(destination=destination, progress_bar=progress_bar)
 
     def post_close(self) -> None:
-        """End the run, and wait until Neptune has everything."""
+        """End the run, and wait until all values have been sent."""
         self._outbox.close(lambda: self.neptune_run.stop())
         self._run, self._last_steps = None, {}
 
@@ -174,7 +175,7 @@ class NeptuneLogger(QueuedLogger):
         self._assign(values, "hyperparameters")
 
     def _assign(self, values: dict[str, Any], namespace: str) -> None:
-        from neptune.utils import stringify_unsupported  # loaded already, with the run
+        from neptune.utils import stringify_unsupported  # already loaded, with the run
 
         self.base_handler[namespace] = stringify_unsupported(convert_nested_dict_to_flat_dict(values))
 

@@ -16,21 +16,21 @@ from composer_time import Time, Timestamp, TimeUnit
 
 __all__ = ["ProgressBarLogger"]
 
-_BATCH = TimeUnit.BATCH  # an enum lookup runs Python code in Python 3.11, and this is needed in each batch
+_BATCH = TimeUnit.BATCH  # looking up an enum member is slow in Python 3.11, and this is needed in each batch
 _LABEL_WIDTH = 15
-_REDRAWN_S = 0.5  # faster is not readable, and drawing takes as long as a hundred callbacks
-_FILE_WIDTH = 200  # characters; a file has no width to respect, and cut metrics would be useless
+_REDRAWN_S = 0.5  # faster updates are unreadable, and drawing takes as long as a hundred callbacks
+_FILE_WIDTH = 200  # characters; wide, since truncated metrics in a file would be useless
 
 
 class ProgressBarLogger(TextLogger):
     """Logger that shows the progress of training and evaluation, with the loss and the evaluation's metrics.
 
-    The bars are lines of a terminal or widgets of a notebook. Only local rank 0 shows them, and the settings of the run
-    before the first one. Training counted in epochs has one bar per epoch, any other training a single one.
+    The bars are lines in a terminal or widgets in a notebook. Only local rank 0 shows them, and writes the settings of
+    the run before the first one. If the duration is in epochs, there is one bar per epoch, otherwise a single one.
 
     Args:
         stream: `'stderr'`, `'stdout'` or a text stream.
-        log_traces: Whether to write the actions of algorithms, above the bars.
+        log_traces: Whether to also write the actions of algorithms, above the bars.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -44,7 +44,7 @@ class ProgressBarLogger(TextLogger):
         self._eval: _Bar | None = None
 
     def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
-        """Keep the values that a bar shows, without reading them; the bar reads them when it is redrawn."""
+        """Store the values that a bar shows. They are read only when the bar is redrawn."""
         latest: dict[str, Any] = {}
         for metrics, _, _, _ in logged:
             latest.update(metrics)
@@ -53,7 +53,7 @@ class ProgressBarLogger(TextLogger):
                 bar.keep(latest)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Write the settings of the run, and open the training bar if training continues in the middle of an epoch."""
+        """Write the settings of the run, and open the training bar if training resumes within an epoch."""
         super().fit_start(state, logger)
         if state.timestamp.num_batches_in_epoch:
             self.epoch_start(state, logger)
@@ -61,18 +61,18 @@ class ProgressBarLogger(TextLogger):
     def epoch_start(self, state: State, logger: Logger) -> None:
         """Open the training bar: of this epoch, or of the whole training."""
         if self._shows and self._train is None and state.max_duration is not None:
-            self.catch_up()  # values logged earlier must not appear in this bar
+            self.catch_up()  # consume values logged earlier, which must not appear in this bar
             self._train = self._open_training(state, state.max_duration)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Advance the training bar."""
-        if self._train is None:  # custom loops may have no EPOCH_START
+        if self._train is None:  # custom loops may omit EPOCH_START
             self.epoch_start(state, logger)
         if self._train is not None and self._train.move(state.timestamp):
             self._show(self._train)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Close the bar of an epoch; a bar of the whole training stays."""
+        """Close the bar if it is that of an epoch, not of the whole training."""
         if self._train is not None and self._train.is_of_one_epoch:
             self._train = self._closed(self._train)
 
@@ -106,7 +106,7 @@ class ProgressBarLogger(TextLogger):
         bar.show()
 
     def _closed(self, bar: "_Bar | None") -> None:
-        """Draw a bar a last time with the final values, and close it."""
+        """Draw a bar one last time with the final values, and close it."""
         if bar is not None:
             self._show(bar)
             bar.close()
@@ -124,7 +124,7 @@ class ProgressBarLogger(TextLogger):
     def _open_evaluation(self, state: State) -> "_Bar":
         label = f"{state.dataloader_label or 'eval':{_LABEL_WIDTH}}"
         stamp = state.timestamp
-        # An evaluation at the end of an epoch belongs to the epoch that has just been counted.
+        # At the end of an epoch, the timestamp already counts the epoch that the evaluation belongs to.
         at_epoch_end = stamp.num_batches_in_epoch == 0
         where = f"Epoch {max(stamp.num_epochs - 1, 0):3}: " if at_epoch_end else f"Batch {stamp.num_batches:3}: "
         length = state.dataloader_len
@@ -133,6 +133,7 @@ class ProgressBarLogger(TextLogger):
 
     def _write(self, text: str) -> None:
         if self._shows:
+            # `tqdm.write` clears the bars, writes the text and draws them again below it.
             tqdm.auto.tqdm.write(text, file=self._file())
 
 
@@ -156,9 +157,10 @@ class _Bar:
         self._values: dict[str, Any] = {}
         self._position = self._count(start)
         is_terminal = hasattr(stream, "isatty") and stream.isatty()
-        # A notebook's widget sets its own width; elsewhere the bar has 25 characters between the numbers.
+        # A notebook's widget sets its own width. Elsewhere, the bar itself has 25 characters.
         is_widget = is_notebook()
         bar_format = " {l_bar}{bar}{r_bar}" if is_widget else " {l_bar}{bar:25}{r_bar}"
+        # On a terminal, a blank bar (`b`) fills the rest of the line, which erases an earlier, longer text.
         self._bar = tqdm.auto.tqdm(
             total=total,
             initial=self._position,
@@ -171,29 +173,26 @@ class _Bar:
         )
 
     def keep(self, metrics: dict[str, Any]) -> None:
-        """Keep the values that belong to this bar."""
+        """Store the values that belong to this bar."""
         for name, value in zip(map(str, metrics), metrics.values(), strict=True):
             if name.startswith(self._shown) and not name.startswith("metrics/train"):
-                # The bar's title names the evaluator already, and space is short.
+                # Without the label of the evaluator, which is in the title, to save space.
                 self._values[name.split("/", 2)[-1] if name.startswith("metrics/") else name] = value
 
     def move(self, stamp: Timestamp) -> bool:
-        """Advance to a timestamp, and return whether the bar was redrawn.
-
-        Only then do its values have to be read from the device.
-        """
+        """Advance to a timestamp, and return whether the bar was redrawn, and its values need to be read."""
         position = self._count(stamp)
         is_drawn = bool(self._bar.update(position - self._position))
         self._position = position
         return is_drawn
 
     def show(self) -> None:
-        """Set the values next to the bar; they appear with the next update, since a refresh here would draw twice."""
+        """Set the values next to the bar. They appear with its next update: a refresh here would draw it twice."""
         values = {name: as_number(value) for name, value in self._values.items()}
         self._bar.set_postfix({name: value for name, value in values.items() if value is not None}, refresh=False)
 
     def close(self) -> None:
-        """Draw the bar a last time, and leave it on the screen."""
+        """Draw the bar one last time, and leave it on the screen."""
         self._bar.close()
 
     def _count(self, stamp: Timestamp) -> int:

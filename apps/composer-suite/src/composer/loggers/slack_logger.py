@@ -26,27 +26,27 @@ _log = logging.getLogger("composer.loggers.slack_logger")
 class SlackLogger(LoggerDestination):
     """Logger that posts values to a Slack channel, several per message.
 
-    Messages are sent on a thread of their own: a slow or unreachable Slack costs a warning and no time.
+    A separate thread sends the messages, so a slow or unreachable Slack causes a warning but does not delay training.
 
     Args:
-        include_keys: Regular expressions, matched against the beginning of the names of values. Without any, everything
-            is posted, with a warning in Python's log.
-        formatter_func: Returns the blocks of a message for values by name and the keyword `step`. By default a header
-            with the step and a line for each value.
+        include_keys: Regular expressions, matched at the beginning of the names of values. If empty, everything is
+            posted, and a warning is logged.
+        formatter_func: Function of the values by name and the keyword `step` that returns the blocks of a message. By
+            default, they are a header with the step and a line for each value.
         log_interval: The interval in epochs (`'1ep'`, or a bare number) or batches. The first one is always posted.
-        max_logs_per_message: The largest number of values in a message, at most Slack's limit of 50.
+        max_logs_per_message: Maximum number of values in a message, at most Slack's limit of 50.
         slack_logging_api_key: By default the environment variable `SLACK_LOGGING_API_KEY`.
         channel_id: By default the environment variable `SLACK_LOGGING_CHANNEL_ID`.
         patience_s: Seconds that the end of the run waits for Slack.
 
     Attributes:
-        client: The client of Slack, an `slack_sdk.WebClient`.
+        client: Slack's client, a `slack_sdk.WebClient`.
         log_dict: The values of the next message.
 
     Raises:
         MissingConditionalImportError: If slack-sdk is not installed; the extra `slack` brings it.
         TypeError: If an argument has the wrong type.
-        ValueError: If the interval is in another unit, or a pattern is not a regular expression.
+        ValueError: If the interval has another unit, or a pattern is not a regular expression.
 
     Example:
         >>> from composer.loggers import SlackLogger
@@ -83,15 +83,15 @@ class SlackLogger(LoggerDestination):
         self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Keep hyperparameters for the next message."""
+        """Store hyperparameters for the next message."""
         self._keep(hyperparameters, None)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Keep metrics for the next message."""
+        """Store metrics for the next message."""
         self._keep(metrics, step)
 
     def log_traces(self, traces: dict[str, Any]) -> None:
-        """Keep the actions of algorithms for the next message."""
+        """Store the actions of algorithms for the next message."""
         self._keep(traces, None)
 
     def init(self, state: State, logger: Logger) -> None:
@@ -107,7 +107,7 @@ class SlackLogger(LoggerDestination):
         self._post_at(TimeUnit.EPOCH, state.timestamp.num_epochs)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait until all messages are posted, since users look at the channel when training has ended."""
+        """Wait until all messages are posted, since users read the channel when training has ended."""
         self._outbox.drain()
 
     def close(self, state: State, logger: Logger) -> None:
@@ -115,7 +115,7 @@ class SlackLogger(LoggerDestination):
         self._post()
 
     def post_close(self) -> None:
-        """Post the values that others have logged while they closed, and wait until they are sent."""
+        """Post the values that other callbacks logged while closing, and wait until they are sent."""
         self._post()
         self._outbox.close()
 
@@ -137,7 +137,7 @@ class SlackLogger(LoggerDestination):
         if not self.log_dict:
             return
         kept, self.log_dict = self.log_dict, {}
-        # All values of one logging call share a snapshot, which counts once.
+        # The values of one logging call share a snapshot, which must be counted only once.
         size_bytes = sum({id(snapshot): snapshot.size_bytes for snapshot, _ in kept.values()}.values())
         self._outbox.post(lambda: self._send(kept), size_bytes=size_bytes)
 
@@ -156,10 +156,12 @@ class SlackLogger(LoggerDestination):
         missing = []
         if not self.slack_logging_api_key:
             missing.append(
-                "slack_logging_api_key (or the variable SLACK_LOGGING_API_KEY) is not given, so Slack refuses"
+                "slack_logging_api_key (or the variable SLACK_LOGGING_API_KEY) is not set, so Slack rejects messages"
             )
         if not self.channel_id:
-            missing.append("channel_id (or the variable SLACK_LOGGING_CHANNEL_ID) is not given, so Slack refuses")
+            missing.append(
+                "channel_id (or the variable SLACK_LOGGING_CHANNEL_ID) is not set, so Slack rejects messages"
+            )
         if not include_keys:
             missing.append("include_keys is empty, so everything is posted")
         for notice in missing:
@@ -185,14 +187,14 @@ def _default_blocks(data: dict[str, Any], step: int | None) -> list[dict[str, An
 
 
 _RECONNECT_S = 1.0
-_MOST_WAITS = 5  # for one message
+_MOST_WAITS = 5  # per message
 
 
 def retry_handlers() -> list[Any]:
     """Return handlers for Slack's client that retry broken connections and rate-limited messages.
 
-    The client's own handlers draw their delays from Python's global generator. On the logger's thread, that would
-    change the random numbers of data augmentation in training.
+    The client's default handlers draw their delays from Python's global generator, which would change the random
+    numbers of data augmentation in training.
     """
     builtin = require("slack_sdk.http_retry.builtin_handlers", extra="slack")
     intervals = require("slack_sdk.http_retry.builtin_interval_calculators", extra="slack")

@@ -18,24 +18,24 @@ from composer_events.state import State
 
 __all__ = ["TensorboardLogger"]
 
-_NEVER_S = 365 * 24 * 60 * 60  # seconds; the logger flushes the files itself
+_NEVER_S = 365 * 24 * 60 * 60  # a year, since the logger flushes the files itself
 
 
 class TensorboardLogger(QueuedLogger):
     """Logger that writes event files for TensorBoard: `tensorboard --logdir tensorboard_logs`.
 
     They contain metrics, images and, at the end, hyperparameters with the final metrics for TensorBoard's HParams page.
-    The files are written on a thread of their own. If a logger uploads files, such as a `RemoteUploaderDownloader`,
+    The files are written by a separate thread. If a logger uploads files, such as a `RemoteUploaderDownloader`,
     they are uploaded as `tensorboard_logs/{run_name}/<name of the file>-<rank>` at each flush.
 
     Args:
         log_dir: The folder with a subfolder for each run; `'tensorboard_logs'` by default.
-        flush_interval: The number of batches between flushes; each epoch and evaluation ends with one, too.
+        flush_interval: The number of batches between flushes. The end of an epoch or evaluation also flushes.
         rank_zero_only: Whether only rank 0 writes.
         patience_s: Seconds that the end of the run waits for the disk.
 
     Attributes:
-        run_name: The name of the run, from INIT on.
+        run_name: The name of the run, set at INIT.
 
     Raises:
         MissingConditionalImportError: If tensorboard is not installed; the extra `tensorboard` brings it.
@@ -71,7 +71,7 @@ class TensorboardLogger(QueuedLogger):
         self._ended: set[Path] = set()
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Keep hyperparameters, which are written at the end of the run."""
+        """Store hyperparameters, which are written at the end of the run."""
         flat = convert_nested_dict_to_flat_dict(hyperparameters)
         self._hparams.update({name: _typed(value) for name, value in flat.items()})
 
@@ -85,7 +85,7 @@ class TensorboardLogger(QueuedLogger):
         mask_class_labels: dict[int, str] | None = None,
         use_table: bool = True,
     ) -> None:
-        """Write images, several of them side by side; TensorBoard has neither masks nor tables of images."""
+        """Write images, side by side if they have the same shape. TensorBoard supports neither masks nor tables."""
         self._post_images(self._write_images, images, channels_last, None, name, step)
 
     def init(self, state: State, logger: Logger) -> None:
@@ -109,13 +109,13 @@ class TensorboardLogger(QueuedLogger):
         self._flush(logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Flush, wait until all is written, and upload it."""
+        """Flush, wait until everything is written, and upload it."""
         self._flush(logger)
         self._outbox.drain()
         self._upload(logger)
 
     def close(self, state: State, logger: Logger) -> None:
-        """Write hyperparameters with the final metrics, wait until all is written, and upload it."""
+        """Write hyperparameters with the final metrics, wait until everything is written, and upload it."""
         if self._enabled:
             self._outbox.post(self._write_hparams, is_kept=True)
             self._flush(logger)
@@ -128,12 +128,12 @@ class TensorboardLogger(QueuedLogger):
 
     def _flush(self, logger: Logger) -> None:
         if self._enabled:
-            # A flush closes a file that is uploaded; otherwise each upload would send its beginning again.
+            # With uploads, each flush ends a file, since otherwise every upload would repeat all earlier events.
             is_uploaded = logger.takes("upload_file")
             self._outbox.post(lambda: self._end() if is_uploaded else self._writer.flush(), is_kept=True)
 
     def _upload(self, logger: Logger) -> None:
-        """Upload closed files in the main thread, since other loggers are not called from threads."""
+        """Upload closed files. In the main thread, since other loggers need not be thread-safe."""
         while True:
             try:
                 path = self._written.get_nowait()
@@ -151,9 +151,9 @@ class TensorboardLogger(QueuedLogger):
 
     def _send_metrics(self, values: dict[str, Any], step: int | None) -> None:
         for name, value in values.items():
-            if (number := as_number(value)) is not None:  # TensorBoard draws curves, and so text is left out
+            if (number := as_number(value)) is not None:  # TensorBoard's scalars cannot be text
                 self._writer.add_scalar(name, number, step)
-                if "metric" in name or "loss" in name:
+                if "metric" in name or "loss" in name:  # results, not times or learning rates, for the HParams page
                     self._latest[name] = number
 
     def _write_images(self, logged: PixelsAndMasks, name: str, step: int | None) -> None:
@@ -170,10 +170,10 @@ class TensorboardLogger(QueuedLogger):
         self._writer.add_hparams(self._hparams, metrics, run_name=".")
 
     def _end(self) -> None:
-        """Close the file; the next value opens another one."""
+        """Close the file. The next value opens another one."""
         folder = Path(self._writer.log_dir)
         self._writer.close()
-        # Other processes may write to the same folder; the process's id is part of a file's name.
+        # Other processes may write to the same folder. File names contain the id of the process.
         for path in sorted(folder.glob(f"events.out.tfevents.*.{os.getpid()}.*")):
             if path not in self._ended:
                 self._ended.add(path)

@@ -20,18 +20,18 @@ from composer_events.state import State
 
 __all__ = ["WandBLogger"]
 
-_PATIENCE_S = 600.0  # at the end W&B also uploads files
+_PATIENCE_S = 600.0  # longer than for other services, since files are also uploaded at the end
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9\-_.]")
 
 
 class WandBLogger(QueuedLogger):
     """Logger for Weights & Biases: hyperparameters, metrics, tables, images with masks, and files as artifacts.
 
-    All calls to W&B are made on a thread of their own, in order. Without a network, set `WANDB_MODE=offline` and run
+    All calls to W&B are made in order by a separate thread. Without a network, set `WANDB_MODE=offline` and run
     `wandb sync` later.
 
     Args:
-        project: The project. This argument and the next four override those in `init_kwargs`.
+        project: The project. This argument and the next four override `init_kwargs`.
         group: The group of the run.
         name: The name of the run; by default the `run_name` of the Trainer. If every rank has a run, `-rank<r>` is
             added, and the name without it is the default `group`.
@@ -43,10 +43,10 @@ class WandBLogger(QueuedLogger):
         patience_s: Seconds that the start and the end of the run wait for W&B.
 
     Attributes:
-        entity: The user or team, from INIT on; `None` if W&B does not return it.
+        entity: The user or team, set at INIT; `None` if W&B does not return it.
         project: The project, likewise.
-        run_dir: The folder of the run's files, from INIT on.
-        run_url: The URL of the run, from INIT on; `None` offline.
+        run_dir: The folder of the run's files, set at INIT.
+        run_url: The URL of the run, set at INIT; `None` offline.
 
     Raises:
         MissingConditionalImportError: If wandb is not installed; the extra `wandb` brings it.
@@ -147,7 +147,7 @@ class WandBLogger(QueuedLogger):
         )
         if (own := begun[get_global_rank()]) is not None:
             self.run_dir, self.run_url = own["dir"], own["url"]
-        if begun[0] is not None:  # downloads on every rank need the names, which only rank 0 may know
+        if begun[0] is not None:  # all ranks need the names for downloads, but perhaps only rank 0 has a run
             self.entity, self.project = begun[0]["entity"], begun[0]["project"]
 
     def can_upload_files(self) -> bool:
@@ -157,20 +157,20 @@ class WandBLogger(QueuedLogger):
     def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
         """Upload a file as a new version of an artifact, if `log_artifacts` is set.
 
-        It has the alias `latest`, and one with its time such as `ep3-ba120`.
+        Its aliases are `latest` and its time, such as `ep3-ba120`.
         """
-        del overwrite  # W&B keeps all versions
+        del overwrite  # W&B keeps all versions of an artifact
         if not self.can_upload_files() or self._outbox.is_down:
             return
         name = _artifact_name(remote_file_name)
-        stamps = _stamps(state)
+        stamps = _stamps(state)  # now, since training continues before the upload starts
         aliases = ["latest", f"ep{state.timestamp.num_epochs}-ba{state.timestamp.num_batches}"]
 
         def send(copy: Path) -> None:
             wandb = _wandb()
             kind = file_path.suffix.removeprefix(".")
             artifact = wandb.Artifact(name=name, type="model" if kind == "pt" else kind or "file", metadata=stamps)
-            artifact.add_file(str(copy), name=file_path.name)  # W&B makes a copy of its own
+            artifact.add_file(str(copy), name=file_path.name)  # W&B makes its own copy, so this one can be deleted
             wandb.log_artifact(artifact, aliases=aliases)
 
         self._post_file(file_path, send)
@@ -178,10 +178,10 @@ class WandBLogger(QueuedLogger):
     def download_file(
         self, remote_file_name: str, destination: str, overwrite: bool = False, progress_bar: bool = True
     ) -> None:
-        """Download a file that was uploaded as an artifact, its latest version or the one after a colon.
+        """Download a file that was uploaded as an artifact: the latest version, or the one given after a colon.
 
         Raises:
-            RuntimeError: If entity or project are unknown, or the artifact has several files.
+            RuntimeError: If the entity or project is unknown, or the artifact has several files.
             FileNotFoundError: If the artifact does not exist.
             FileExistsError: If `destination` exists, and `overwrite` is false.
         """
@@ -192,7 +192,7 @@ class WandBLogger(QueuedLogger):
                 f"{remote_file_name!r}. Give them to WandBLogger, or let a Trainer begin the run first."
             )
         if os.path.exists(destination) and not overwrite:
-            raise FileExistsError(f"There is something at destination={destination!r}. Give overwrite=True.")
+            raise FileExistsError(f"destination={destination!r} already exists. Give overwrite=True.")
         wandb = require("wandb", extra="wandb")
         name, colon, version = remote_file_name.partition(":")
         path = f"{self.entity}/{self.project}/{_artifact_name(name)}:{version if colon else 'latest'}"
@@ -211,7 +211,8 @@ class WandBLogger(QueuedLogger):
             files[0].replace(destination)
 
     def post_close(self) -> None:
-        """End the run, as failed if an exception is being handled, and wait until W&B has everything."""
+        """End the run, as failed if an exception is being handled, and wait for its uploads."""
+        # Evaluated here: the exception is not visible on the other thread.
         exit_code = int(sys.exc_info()[1] is not None)
         self._outbox.close(lambda: _finish(exit_code))
 
@@ -223,20 +224,20 @@ class WandBLogger(QueuedLogger):
 
 
 def _wandb() -> Any:
-    """Return the module, which holds the run; a logger with the run itself could not be pickled."""
+    """Return the module, which holds the run. A logger that held the run itself could not be pickled."""
     return require("wandb", extra="wandb")
 
 
 def _begin(arguments: dict[str, Any]) -> dict[str, str | None]:
     run = _wandb().init(**arguments)
-    if getattr(run, "disabled", False):
+    if getattr(run, "disabled", False):  # such a run has no URL, entity or project
         return {"dir": run.dir, "url": None, "entity": "disabled", "project": "disabled"}
     return {"dir": run.dir, "url": run.url, "entity": run.entity or None, "project": run.project or None}
 
 
 def _finish(exit_code: int) -> None:
     wandb = _wandb()
-    if wandb.run is not None:  # at interpreter exit, W&B has already ended it by itself
+    if wandb.run is not None:  # at interpreter exit, W&B may already have finished it
         wandb.finish(exit_code=exit_code)
 
 

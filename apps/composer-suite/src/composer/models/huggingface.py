@@ -1,4 +1,4 @@
-"""Hugging Face models, and their way from and to checkpoints."""
+"""Hugging Face models, and functions to save them to and load them from checkpoints."""
 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -12,5 +12,5 @@ if find_spec("composer_hf") is None:
 if TYPE_CHECKING:
     from composer_hf.model import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]  # the same module
 
-# Users patch `peft_installed` here.
+# The same module, not a copy of its names, since users patch `peft_installed` here.
 replace_module(__name__, "composer_hf.model")

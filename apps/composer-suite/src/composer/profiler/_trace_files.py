@@ -44,7 +44,7 @@ def prepare_folder(folder: Path, *, overwrite: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not overwrite:
         ensure_folder_is_empty(folder)
-    dist.barrier()  # all ranks have checked before one writes
+    dist.barrier()  # no rank may write before all of them have checked
 
 
 def prune(paths: list[str], num_to_keep: int) -> None:
@@ -71,9 +71,10 @@ def warn_of_no_trace(folder: Path, state: "State") -> None:
 
 
 def durations(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the begin and end events in a list with one event per line, without loading all of it."""
+    """Yield the begin and end events of a list with one event per line, without loading all of it."""
     with open(path) as file:
         for line in file:
+            # Parsing only these lines is much faster.
             if '"ph": "B"' in line or '"ph": "E"' in line:
                 event = json.loads(line.rstrip(",\n"))
                 if event["ph"] in "BE":  # the text above may be in the arguments of another event
@@ -81,13 +82,13 @@ def durations(path: str) -> Iterator[dict[str, Any]]:
 
 
 def append_events(path: str, events: Iterable[dict[str, Any]]) -> None:
-    """Append events to a list of them without parsing it; the file is replaced in one step.
+    """Append events to a file with a list of them, without parsing it. The file is replaced atomically.
 
     Raises:
         TypeError: If the file does not end as such a list.
     """
     unfinished = f"{path}.unfinished"
-    # A copy, since a reader or an interruption must never meet half of a list.
+    # A copy, so that neither a reader nor an interruption leaves half a list.
     shutil.copyfile(path, unfinished)
     with open(unfinished, "rb+") as file:
         # Only the end is read, since a trace may be larger than memory.
@@ -106,7 +107,7 @@ _DESCRIPTIONS = frozenset({"process_name", "process_sort_index", "process_labels
 
 
 def process_facts(rank: int) -> dict[str, dict[str, Any]]:
-    """Return the metadata events, by name, that give a rank's process its name and its order in viewers."""
+    """Return the metadata, by name of the event, of the process of a rank: its name and its order in viewers."""
     return {
         "process_name": {"name": f"Rank {rank} training loop process"},
         "process_sort_index": {"sort_index": rank},

@@ -1,4 +1,4 @@
-"""Total time of each event, algorithm and callback, as a table, and the latest spans."""
+"""Table of the total time of each event, algorithm and callback, and the latest spans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EventRecorder", "Span", "TimeOfName"]
 
-_NUM_LATEST: Final = 1_000
+_NUM_LATEST: Final = 1_000  # durations per name, for quantiles with bounded memory
 # A training step consists of these, and of the algorithms and callbacks on the events that surround them.
 _PARTS_OF_STEP: Final = ("event/dataloader", "event/batch")
 _BETWEEN_PARTS: Final = frozenset({"before_dataloader", "after_dataloader", "batch_start", "batch_end"})
@@ -24,7 +24,7 @@ _BETWEEN_PARTS: Final = frozenset({"before_dataloader", "after_dataloader", "bat
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One recorded piece of work: its name, begin in nanoseconds since 1970, duration, and batch."""
+    """Recorded piece of work: its name, beginning in nanoseconds since 1970, duration, and batch."""
 
     name: str
     begin_ns: int
@@ -122,12 +122,12 @@ class EventRecorder(TraceHandler):
         timestamp: Timestamp,
         wall_clock_time_ns: int,
     ) -> None:
-        """Record the begin or the end of a span."""
+        """Record the beginning or the end of a span."""
         if is_start:
             self._begun_ns[name] = wall_clock_time_ns
             return
         begin_ns = self._begun_ns.pop(name, None)
-        if begin_ns is None:  # begun before recording
+        if begin_ns is None:  # it began before the recording
             return
         duration_ns = wall_clock_time_ns - begin_ns
         self.spans.append(Span(name, begin_ns, duration_ns, timestamp.num_batches))
@@ -138,7 +138,7 @@ class EventRecorder(TraceHandler):
         time.total_ns += duration_ns
         time.longest_ns = max(time.longest_ns, duration_ns)
         time.latest_ns.append(duration_ns)
-        # An enclosing part of a step is still open when its inner spans end.
+        # Inner spans end first, so the part of the step that contains this span is still open.
         if any(part in self._begun_ns for part in _PARTS_OF_STEP) or _is_part_of_step(name):
             time.in_steps_ns += duration_ns
 

@@ -50,18 +50,18 @@ _log = logging.getLogger(__name__)
 class JSONTraceHandler(TraceHandler):
     """Write what a `Profiler` records as JSON: a file for each rank and cycle, and a merged file for each node.
 
-    A file is written at the end of the last batch of its cycle. Spans around it, such as `event/epoch`, end later: in
-    the file of the next cycle or, at the end of `fit`, in the last one. Loggers that keep files get each file when it
-    is complete, and the merged file, which has all ends, each time it has grown.
+    A file is written at the end of the last batch of its cycle. The end of an enclosing span, such as `event/epoch`, is
+    written later: to the file of the next cycle or, at the end of `fit`, to the last file. Loggers that keep files
+    receive each file when it is complete, and the merged file, with the ends of all spans, each time it has grown.
 
     If an exception ends training, open spans in the last files end there, and an unfinished cycle leaves no file. If it
-    was the first cycle, a file of the recorded events is written nevertheless, or the log says why not. It is
-    merged if the node has one rank; with several, each rank writes its own file without waiting for the others.
+    was the first cycle, a file with the events recorded so far is written, or a warning is logged if there are none.
+    It is merged only if the node has one rank; with several, each rank writes its own file without waiting for others.
 
     Args:
         folder: Folder of the files, with the placeholders of `format_name_with_dist`.
         filename: Name of each rank's file, also with placeholders of time.
-        remote_file_name: Its name for loggers that keep files; `None` keeps it locally only.
+        remote_file_name: Its name for loggers that keep files; `None` uploads nothing.
         merged_trace_filename: Name of the file with all ranks and cycles; `None` for none.
         merged_trace_remote_file_name: Its name for loggers that keep files.
         overwrite: Whether the folder may contain files of an earlier run.
@@ -120,7 +120,7 @@ class JSONTraceHandler(TraceHandler):
         self.num_traces_to_keep = num_traces_to_keep
         self.saved_traces: list[str] = []
         self.merged_trace: str | None = None
-        self._queue: SimpleQueue[dict[str, Any]] = SimpleQueue()  # thread-safe: the system profiler records, too
+        self._queue: SimpleQueue[dict[str, Any]] = SimpleQueue()  # thread-safe: the system profiler also records
         self._spans = OpenSpans()
         self._facts: list[dict[str, Any]] = []
         self._unfinished: Path | None = None  # the file of the last cycle, until open spans have ended
@@ -138,7 +138,7 @@ class JSONTraceHandler(TraceHandler):
         dist.barrier()  # no rank may merge before the old file is deleted
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Note the start of training, so that `close` knows whether it failed."""
+        """Record that training has started, so that `close` can detect a failure."""
         self._is_training = True
 
     def batch_start(self, state: State, logger: Logger) -> None:
@@ -160,12 +160,12 @@ class JSONTraceHandler(TraceHandler):
         if not self._saves:
             return
         self._saves = False
-        self._is_described = False  # each file has its own description, also if cycles follow without a pause
+        self._is_described = False  # each file needs its own description, even if cycles follow without a pause
         self._hand_over(logger)
         path = self._save(state)
         if self.merged_trace_filename is not None:
             self._merge(path, state, logger)
-        prune(self.saved_traces, self.num_traces_to_keep or 1)  # the latest file is still needed for its ends
+        prune(self.saved_traces, self.num_traces_to_keep or 1)  # open spans of the latest file end in it later
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Write the ends of open spans, or warn if no cycle has finished. Every rank must call this."""
@@ -200,7 +200,8 @@ class JSONTraceHandler(TraceHandler):
         self._hand_over(logger)
         if self.merged_trace is None:
             return
-        spans = OpenSpans()  # also of other ranks, which do not write to this file
+        # The merged file also has open spans of other ranks, which cannot end them: only this rank writes the file.
+        spans = OpenSpans()
         for event in durations(self.merged_trace):
             spans.note(event)
         own, _ = spans.take_ends(ends)
@@ -215,7 +216,7 @@ class JSONTraceHandler(TraceHandler):
         timestamp: Timestamp,
         wall_clock_time_ns: int,
     ) -> None:
-        """Record the begin or the end of a span."""
+        """Record the beginning or the end of a span."""
         when = {"epoch": timestamp.num_epochs, "batch": timestamp.num_batches}
         self._record(name, categories, "B" if is_start else "E", wall_clock_time_ns, args=when)
 
@@ -234,7 +235,7 @@ class JSONTraceHandler(TraceHandler):
         wall_clock_time_ns: int,
         values: Mapping[str, int | float],
     ) -> None:
-        """Record values over time; non-finite ones are dropped, since JSON cannot represent them."""
+        """Record values over time. Non-finite values are dropped, since JSON cannot represent them."""
         finite = {key: number for key, value in values.items() if (number := _finite(value)) is not None}
         if finite:
             self._record(name, categories, "C", wall_clock_time_ns, args=finite)
@@ -247,12 +248,14 @@ class JSONTraceHandler(TraceHandler):
         """
         rank, tid = dist.get_global_rank(), os.getpid()
         for event in read_trace(filepath):
-            # This rank and its thread already have better names than those in the file.
+            # This rank and its thread already have more descriptive names than those in the file.
             if not describes_process(event) and not describes_thread(event, tid):
                 event["pid"] = rank  # viewers group events by process
                 self._queue.put(event)
 
     def _record(self, name: str, categories: Sequence[str], phase: str, time_ns: int, **more: Any) -> None:
+        # On Linux, the id of the main thread is that of the process, so torch's events of this thread, which have the
+        # system's thread id, are in the same row.
         self._queue.put(
             {
                 "name": name,
@@ -266,12 +269,12 @@ class JSONTraceHandler(TraceHandler):
         )
 
     def _describe_process(self) -> None:
-        """Record the rank, and a time common to all ranks, by which their clocks are aligned."""
+        """Record the rank, and the time of an instant common to all ranks, to align their clocks."""
         rank = dist.get_global_rank()
-        dist.barrier()
+        dist.barrier()  # the ranks start together, so that the interval below is short
         begin_ns = time.time_ns()
         dist.barrier()
-        end_ns = time.time_ns()  # the last rank arrived at the second barrier between the two readings
+        end_ns = time.time_ns()  # the last rank reached the second barrier in between
         facts: dict[str, dict[str, Any]] = {
             **process_facts(rank),
             "thread_name": {"name": "Training Loop"},
@@ -287,14 +290,14 @@ class JSONTraceHandler(TraceHandler):
             self._queue.put(fact)
 
     def _save(self, state: State) -> Path:
-        """Write the recorded events to a file of their own, and return its path; ends may be added later."""
+        """Write the recorded events to a new file, and return its path. Ends of spans may be added later."""
         stamp = state.timestamp
         path = self._folder(state) / format_name_with_dist_and_time(self.filename, state.run_name, stamp)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._write(path)
         if self.remote_file_name is not None:
             self._remote = format_name_with_dist_and_time(self.remote_file_name, state.run_name, stamp)
-        if os.fspath(path) in self.saved_traces:  # a name without time is reused
+        if os.fspath(path) in self.saved_traces:  # a name without placeholders of time is reused
             self.saved_traces.remove(os.fspath(path))
         self.saved_traces.append(os.fspath(path))
         self._has_saved = True
@@ -311,20 +314,21 @@ class JSONTraceHandler(TraceHandler):
             file.write("[]\n" if separator == "[\n" else "\n]\n")
 
     def _write_ends(self, path: Path, state: State, logger: Logger) -> None:
-        """Add the ends of spans that began in the files, and nothing else, to the last and the merged file."""
+        """Add the ends of spans that began in the files to the last and the merged file."""
         ends, others = self._spans.take_ends(self._queued())
-        for event in others:  # another `fit` may save them
+        for event in others:  # keep them, since another `fit` may save them
             self._queue.put(event)
         if path.exists():
             append_events(os.fspath(path), ends)
         if self.merged_trace_filename is not None:
             loose = path.with_name(f".{path.name}.ends")
+            # With the facts, by which the merger identifies the rank and aligns the clock.
             loose.write_text(json.dumps([*self._facts, *ends]))
             for name in self._merge(loose, state, logger):
                 os.unlink(name)
 
     def _hand_over(self, logger: Logger) -> None:
-        """Upload the now complete file of the last cycle, and prune old files."""
+        """Upload the completed file of the last cycle, and prune old files."""
         if self._remote is not None and self._unfinished is not None and self._unfinished.exists():
             logger.upload_file(self._remote, self._unfinished, overwrite=self.overwrite)
         self._unfinished = self._remote = None
@@ -336,7 +340,7 @@ class JSONTraceHandler(TraceHandler):
                 yield self._queue.get_nowait()
 
     def _merge(self, path: Path, state: State, logger: Logger) -> list[str]:
-        """Merge the files of the node's ranks, and return them on the rank that did. Every rank must call this."""
+        """Merge the files of the node's ranks on local rank 0, and return them there. Every rank must call this."""
         nodes_and_paths = dist.all_gather_object((dist.get_node_rank(), os.fspath(path)))
         dist.barrier()  # all files are written
         if dist.get_local_rank() != 0:
@@ -351,7 +355,7 @@ class JSONTraceHandler(TraceHandler):
         if merged.exists():
             extend_trace(os.fspath(merged), *inputs)
         else:
-            # Renamed when complete, so a reader never sees a part.
+            # Renamed when complete, so that a reader never sees a partial file.
             unfinished = merged.with_name(f".{merged.name}.unfinished")
             merge_traces(os.fspath(unfinished), *inputs)
             unfinished.replace(merged)
@@ -377,7 +381,7 @@ def _finite(value: Any) -> float | None:
 
 
 class OpenSpans:
-    """Tracker of spans that have begun in a file, to find the begins of later ends.
+    """Tracker of the spans that have begun in a file but not ended.
 
     Example:
         >>> spans = OpenSpans()
@@ -390,10 +394,10 @@ class OpenSpans:
     """
 
     def __init__(self) -> None:
-        self._open: list[dict[str, Any]] = []  # the begins, outermost first
+        self._open: list[dict[str, Any]] = []  # begin events, outermost first
 
     def note(self, event: dict[str, Any]) -> bool:
-        """Track an event to be written; return false for an end without an open begin."""
+        """Track an event to be written. Return false for an end without an open begin event."""
         if event.get("ph") == "B":
             self._open.append(event)
         elif event.get("ph") == "E":
@@ -413,7 +417,7 @@ class OpenSpans:
         others: list[dict[str, Any]] = []
         begun: list[dict[str, Any]] = []
         for event in events:
-            # An end belongs to the latest begin of its name, which may not be written yet.
+            # An end belongs to the latest begin event of its name, which may not be written yet.
             unwritten = _begin_of(event, begun) if event.get("ph") == "E" else None
             if event.get("ph") == "E" and unwritten is None and _begin_of(event, self._open) is not None:
                 ends.append(event)
@@ -439,7 +443,7 @@ class OpenSpans:
         return ends
 
     def _with_inner(self, ends: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-        """Yield the ends, each after those of inner spans without an end of their own, and close all of them."""
+        """Yield the ends, each preceded by ends for inner spans that have none, and close all of these spans."""
         for position, end in enumerate(ends):
             begin = _begin_of(end, self._open)
             if begin is None:

@@ -15,23 +15,23 @@ from composer.profiler._trace_files import END, append_events, describes_process
 
 __all__ = ["extend_trace", "main", "merge_traces", "parse_trace", "read_trace"]
 
-_LAST = 99_999
+_LAST = 99_999  # sort index after those of all other threads
 _BACKWARD = "MulBackward0"  # an operator that runs only in the thread of the backward pass
-_MERGED = "merged_trace"  # metadata of a file whose clocks are aligned already
+_MERGED = "merged_trace"  # metadata of a file whose clocks are already aligned
 
 
 def merge_traces(output_file: str, *trace_files: str, object_form: bool = False) -> None:
     """Merge traces in Chrome's format.
 
-    A file names its rank and the time, by its own clock, of an instant common to all ranks; the clock of the lowest
-    rank is the reference. Of several files of a rank, the first is aligned with the first of the lowest rank, and so
-    on. A merged file is added unchanged. A file of torch's profiler has a rank but no common time, so it is aligned
-    with the file of that rank that covers its time. Each rank becomes one process with one name.
+    Each file contains its rank, and the time of an instant common to all ranks by its own clock. The clock of the
+    lowest rank is the reference. If a rank has several files, the first is aligned with the first file of the lowest
+    rank, and so on. A merged file is added unchanged. A file of torch's profiler has a rank but no common time, so it
+    is aligned with the file of that rank that covers its time. Each rank becomes one process with one name.
 
     Args:
         output_file: File to write, with one event per line.
         *trace_files: The files; names that end in `.gz` are compressed by gzip.
-        object_form: Write an object that contains the list, as some viewers require, instead of a list.
+        object_form: Write an object that contains the list instead of a list, as some viewers require.
 
     Raises:
         TypeError: If a file is not a trace.
@@ -49,7 +49,7 @@ def extend_trace(merged_file: str, *trace_files: str) -> None:
     """Append the events of further traces to a file written by `merge_traces`, without reading it.
 
     Args:
-        merged_file: A list. It is replaced in one step when the longer one is complete.
+        merged_file: File with a list, which is replaced atomically.
         *trace_files: As for `merge_traces`.
 
     Raises:
@@ -70,11 +70,12 @@ class _Trace:
 
     @property
     def process(self) -> int | None:
-        """The rank that its events belong to, if known."""
+        """The rank of its events, if known."""
         return self.torch_rank if self.rank is None else self.rank
 
     def own_events(self) -> list[dict[str, Any]]:
-        """Return the events; those of torch name every process "python", and number GPUs differently on each rank."""
+        """Return the events, with the process descriptions of torch's profiler replaced."""
+        # torch names every process "python", and numbers the GPUs differently on each rank.
         if self.rank is not None or self.torch_rank is None:
             return self.events
         facts = process_facts(self.torch_rank).items()
@@ -95,7 +96,7 @@ class _Trace:
 
 
 def _merged(trace_files: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the events of traces by the clock of the lowest rank, after one that marks them as merged."""
+    """Yield an event that marks the trace as merged, and all events by the clock of the lowest rank."""
     traces = [_Trace.read(path) for path in trace_files]
     cycles = _cycles(traces)
     lowest = min((trace.rank for trace in traces if trace.rank is not None), default=0)
@@ -113,15 +114,16 @@ def _merged(trace_files: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _cycles(traces: Sequence[_Trace]) -> dict[int, list[tuple[int, int]]]:
-    """Return, by rank, the begin of each cycle by its own clock, and the time to add to it.
+    """Return, by rank, the beginning of each cycle by the rank's own clock, and the time to add to it.
 
-    Later cycles have times of their own, since clocks drift.
+    Each cycle has its own correction, since clocks drift.
     """
     clocks: dict[int, list[int]] = {}
     for trace in traces:
         if trace.rank is not None and trace.clock_us is not None and not trace.is_merged:
             clocks.setdefault(trace.rank, []).append(trace.clock_us)
     common = clocks[min(clocks)] if clocks else []
+    # A rank may have more cycles than the lowest rank, whose last common time then applies.
     return {
         rank: [(clock, common[min(turn, len(common) - 1)] - clock) for turn, clock in enumerate(own)]
         for rank, own in clocks.items()
@@ -129,8 +131,9 @@ def _cycles(traces: Sequence[_Trace]) -> dict[int, list[tuple[int, int]]]:
 
 
 def _shift_us(trace: _Trace, cycles: dict[int, list[tuple[int, int]]]) -> int:
-    """Return the time to add to a trace: that of the last cycle of its rank that began before it, in any order."""
+    """Return the time to add to a trace: that of the last cycle of its rank that began before it."""
     of_rank = [] if trace.is_merged or trace.process is None else cycles.get(trace.process, [])
+    # A file of torch has no common time; its last event is within its cycle.
     when_us = _last_us(trace.events) if trace.rank is None else trace.clock_us
     if not of_rank or when_us is None:
         return 0
@@ -144,9 +147,9 @@ def _last_us(events: list[dict[str, Any]]) -> float:
 def parse_trace(text: str, name: str) -> list[dict[str, Any]]:
     """Return the events of a trace: a list, possibly truncated, or an object that contains it.
 
-    Times are since 1970; those of torch are relative to `baseTimeNanoseconds` and are converted. Their begins and ends
-    are rounded to half a microsecond, which floats of this size represent exactly, so that the order and nesting of
-    events are the same for every reader.
+    Times are in microseconds since 1970. Those of torch are relative to `baseTimeNanoseconds` and are converted. They
+    are rounded to half a microsecond, which floats of this size represent exactly, so that every reader sees the same
+    order and nesting of events.
 
     Args:
         text: Content of the file.
@@ -168,7 +171,7 @@ def _parse(text: str, name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the events of a trace, and the object that contains them."""
     text = text.strip()
     parsed: Any = None
-    # The format allows a list without its end, or with a trailing comma, since writers may be interrupted.
+    # The format allows a list without its closing bracket, since writers may be interrupted.
     for form in (text, text.rstrip(",") + "]"):
         with suppress(json.JSONDecodeError):
             parsed = json.loads(form)
@@ -189,13 +192,15 @@ def _parse(text: str, name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def _from_1970(event: dict[str, Any], base_ns: int) -> None:
-    """Convert an event's relative time, whose fractions of microseconds are whole nanoseconds."""
+    """Convert an event's relative time, in microseconds, to the time since 1970."""
     begin_us, duration_us = event.get("ts"), event.get("dur")
     if not isinstance(begin_us, int | float):
         return
+    # In integers, since a float cannot hold nanoseconds since 1970.
     begin_ns = base_ns + round(begin_us * 1000)
     event["ts"] = _to_halves_us(begin_ns)
     if isinstance(duration_us, int | float):
+        # From the rounded end, so that rounding does not move it past the end of an enclosing event.
         event["dur"] = _to_halves_us(begin_ns + round(duration_us * 1000)) - event["ts"]
 
 
@@ -228,7 +233,7 @@ def _text(path: str) -> str:
 
 
 def _fact(trace: list[dict[str, Any]], name: str) -> int | None:
-    """Return the latest value of a metadata event."""
+    """Return the last value of a metadata event."""
     found = None
     for event in trace:
         if event.get("ph") == "M" and event.get("name") == name:
@@ -241,7 +246,7 @@ def _adjusted(trace: list[dict[str, Any]], rank: int | None, shift_us: float) ->
     seen: set[tuple[Any, Any]] = {
         (event.get("pid"), event.get("tid")) for event in trace if event.get("name") == "thread_sort_index"
     }
-    # The backward thread is shown below the main thread, all other threads at the end.
+    # Threads without a sort index get one: the backward thread is shown below the main thread, the others at the end.
     for event in trace:
         # Rows of the profiler itself do not belong to a thread.
         if "pid" not in event or "tid" not in event or "PyTorch Profiler" in str(event["tid"]):

@@ -23,19 +23,19 @@ TFunction = TypeVar("TFunction", bound=Callable[..., Any])
 class Marker:
     """Record the duration of a piece of work each time it is done; created by `Profiler.marker`.
 
-    It is a context manager and a decorator, with or without parentheses, and has `start` and `finish` for work that is
-    neither a block nor a function. If the profiler skips when the work begins, neither begin nor end is recorded.
+    It is a context manager and a decorator, with or without parentheses. Use `start` and `finish` for work that is
+    neither a block nor a function. If the profiler skips the batch when the work begins, nothing is recorded.
 
     Args:
         profiler: The profiler, which has the timestamp, the current action and the trace handlers.
         name: Name in the trace.
         actions: Actions of the profiler in which the marker records.
-        record_instant_on_start: Whether to record an instant, too, when the work begins.
-        record_instant_on_finish: Whether to record an instant, too, when it ends.
+        record_instant_on_start: Whether to also record an instant when the work begins.
+        record_instant_on_finish: Whether to also record an instant when it ends.
         categories: Categories in the trace.
 
     Attributes:
-        begin_ns: Time of the last recorded begin, in nanoseconds since 1970.
+        begin_ns: Time of the last recorded beginning, in nanoseconds since 1970.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Marker:
         categories: Sequence[str] = (),
     ) -> None:
         self.name = name
-        # A set, because each event of each step looks here.
+        # A set, because it is searched on each event of each step.
         self.actions = frozenset(actions)
         self.record_instant_on_start = record_instant_on_start
         self.record_instant_on_finish = record_instant_on_finish
@@ -68,7 +68,7 @@ class Marker:
         if self._is_started:
             raise RuntimeError(f"The marker {self.name!r} is already started. Call its finish() first.")
         self._is_started = True
-        self._is_recording = self._profiler.action in self.actions  # kept for `finish`: the action may change
+        self._is_recording = self._profiler.action in self.actions  # the action may change before `finish`
         if self._is_recording:
             self.begin_ns = time.time_ns()
             self._record_duration(is_start=True, time_ns=self.begin_ns)
@@ -91,11 +91,11 @@ class Marker:
 
     @property
     def is_open(self) -> bool:
-        """True if a begin was recorded without its end."""
+        """True if a beginning was recorded without its end."""
         return self._is_started and self._is_recording
 
     def cut_off(self, time_ns: int) -> None:
-        """Record the end of work interrupted by an exception; `finish` then records none.
+        """Record the end of work interrupted by an exception. A later `finish` records nothing.
 
         Args:
             time_ns: Time of the exception, in nanoseconds since 1970.
@@ -143,8 +143,8 @@ class Marker:
     @overload
     def __call__(self, function: TFunction) -> TFunction: ...
     def __call__(self, function: Any = None) -> Any:
-        """Decorate a function, so that each call is recorded."""
-        if function is None:
+        """Decorate a function to record each call."""
+        if function is None:  # `@marker()`
             return self
 
         @functools.wraps(function)

@@ -27,15 +27,14 @@ _RECORDED = (ProfilerAction.WARMUP, ProfilerAction.ACTIVE, ProfilerAction.ACTIVE
 
 
 class Profiler(Callback):
-    """Record how training spends its time, for `Trainer(profiler=...)`.
+    """Record where training spends its time, for `Trainer(profiler=...)`.
 
-    The engine's events, and each algorithm and callback on each of them, are recorded as spans by default. A
-    `TorchProfiler` adds the operators of PyTorch, a `SystemProfiler` the load of the machine. Trace handlers receive
-    the records, such as a `JSONTraceHandler`, whose files https://ui.perfetto.dev shows, or an `EventRecorder`, which
-    accumulates a table.
+    By default, events of the engine, and each algorithm and callback on each of them, are recorded as spans. A
+    `TorchProfiler` adds PyTorch's operators, and a `SystemProfiler` the system load. Trace handlers receive the
+    records: a `JSONTraceHandler` writes files for https://ui.perfetto.dev, an `EventRecorder` accumulates a table.
 
     Args:
-        schedule: Function from the state to the action for a batch, or the action's name; see `cyclic_schedule`.
+        schedule: Function of the state that returns the action for a batch, or its name; see `cyclic_schedule`.
         trace_handlers: One or several trace handlers.
         sys_prof_cpu: Record CPU utilization.
         sys_prof_memory: Record memory usage.
@@ -57,7 +56,7 @@ class Profiler(Callback):
 
     Attributes:
         schedule: As given.
-        remote_filenames: Remote names or URIs of the files.
+        remote_filenames: Remote names or URIs of the files, as passed.
         resumption_batch_idx: Batch of the epoch at which training was resumed; schedules start there.
 
     Raises:
@@ -108,9 +107,8 @@ class Profiler(Callback):
         has_timeline = torch_prof_memory_filename is not None
         if has_timeline and not (torch_prof_record_shapes and torch_prof_profile_memory and torch_prof_with_stack):
             raise ValueError(
-                f"torch_prof_memory_filename={torch_prof_memory_filename!r} asks for a timeline of memory, which is "
-                "made of shapes, memory and stacks. Pass torch_prof_record_shapes=True, torch_prof_profile_memory=True "
-                "and torch_prof_with_stack=True, too."
+                f"torch_prof_memory_filename={torch_prof_memory_filename!r} needs shapes, memory and stacks. Also pass "
+                "torch_prof_record_shapes=True, torch_prof_profile_memory=True and torch_prof_with_stack=True."
             )
         self.schedule = schedule
         self.trace_handlers = trace_handlers
@@ -161,7 +159,7 @@ class Profiler(Callback):
         for handler in several:
             if isinstance(handler, type) or not hasattr(handler, "process_duration_event"):
                 hint = f" Call it: {handler.__name__}()." if isinstance(handler, type) else ""
-                raise TypeError(f"trace_handlers holds {handler!r}, which is no TraceHandler.{hint}")
+                raise TypeError(f"trace_handlers holds {handler!r}, which is not a TraceHandler.{hint}")
         self._trace_handlers = several
 
     @property
@@ -203,7 +201,7 @@ class Profiler(Callback):
         state.callbacks.extend([self, *self._callbacks, *self._trace_handlers])
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Note the batch at which training resumes."""
+        """Record the batch at which training resumes."""
         self.resumption_batch_idx = state.timestamp.num_batches_in_epoch
 
     def epoch_end(self, state: State, logger: Logger) -> None:
@@ -218,13 +216,13 @@ class Profiler(Callback):
         record_instant_on_finish: bool = False,
         categories: Sequence[str] = (),
     ) -> Marker:
-        """Return the marker with a name, which is created on first use.
+        """Return the marker with the given name, which is created on first use.
 
         Args:
             name: Name in the trace.
             actions: Actions of the profiler in which the marker records.
-            record_instant_on_start: Whether to record an instant, too, when the work begins.
-            record_instant_on_finish: Whether to record an instant, too, when it ends.
+            record_instant_on_start: Whether to also record an instant when the work begins.
+            record_instant_on_finish: Whether to also record an instant when it ends.
             categories: Categories in the trace.
 
         Raises:
@@ -232,7 +230,7 @@ class Profiler(Callback):
         """
         marker = self._markers.get(name)
         if marker is None:
-            _ = self.state  # raises early, where the missing Trainer is easy to see
+            _ = self.state  # raises here, where a missing Trainer is easy to see, instead of at the first span
             marker = self._markers[name] = Marker(
                 self,
                 name,
@@ -244,12 +242,12 @@ class Profiler(Callback):
         return marker
 
     def end_open_spans(self) -> None:
-        """Record the ends of spans interrupted by an exception, from the innermost outwards.
+        """Record the ends of spans interrupted by an exception, innermost first.
 
         The Trainer calls it when training, an evaluation or a prediction fails, since the events that would end the
         spans no longer run. A marker of the user that encloses all of them stays open.
         """
-        now_ns = time.time_ns()
+        now_ns = time.time_ns()  # one time for all, so that inner spans do not end after outer ones
         is_open = [marker for marker in self._markers.values() if marker.is_open]
         begin_ns = min((marker.begin_ns for marker in is_open if marker.name.startswith(_EVENTS)), default=now_ns)
         for marker in sorted(is_open, key=lambda marker: -marker.begin_ns):

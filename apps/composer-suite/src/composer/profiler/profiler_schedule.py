@@ -56,7 +56,7 @@ def cyclic_schedule(
         if position < wait + warmup:
             return ProfilerAction.WARMUP
         length = state.dataloader_len
-        # The last batch of an epoch saves as well, since the next epoch starts another cycle.
+        # The last batch of an epoch also saves, since the next epoch starts another cycle.
         if position == cycle - 1 or (length is not None and batch + 1 >= int(length)):
             return ProfilerAction.ACTIVE_AND_SAVE
         return ProfilerAction.ACTIVE

@@ -1,4 +1,4 @@
-"""Recording of the machine's load: processors, memory, disks and network."""
+"""Recording of the system load: processors, memory, disks and network."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _KIB = 1 << 10
 
 
 class SystemProfiler(Callback):
-    """Read the load of the machine in a thread, and add it to the trace as counters.
+    """Read the system load in a separate thread, and add it to the trace as counters.
 
-    It reads with the package psutil: `pip install 'composer-suite[system]'`. What cannot be read is left out, with one
+    It requires psutil: `pip install 'composer-suite[system]'`. Values that cannot be read are left out, with one
     warning.
 
     Args:
@@ -93,7 +93,7 @@ class SystemProfiler(Callback):
         """Stop reading."""
         self._ends.set()
         if self._thread is not None:
-            # Otherwise a last reading could arrive after the handlers have written their files.
+            # Otherwise, the thread could record after the handlers have written their files.
             self._thread.join()
             self._thread = None
 
@@ -109,12 +109,13 @@ class SystemProfiler(Callback):
         if self.profile_net:
             before: dict[str, Any] = {}  # counters of the last reading
             readers.append(lambda: _read_network(psutil, profiler, before))
+        # Waiting for the event instead of sleeping lets `close` return at once.
         while readers and not self._ends.wait(self.stats_thread_interval_seconds):
             readers = [read for read in readers if _succeeds(read)]
 
 
 def _succeeds(read: Callable[[], None]) -> bool:
-    """Return whether a reader succeeds; one that fails is not called again, since it would most likely fail again."""
+    """Return whether a reader succeeds. A failed reader is not called again: it would most likely fail again."""
     try:
         read()
     except Exception as error:  # profiling must not end training
@@ -152,7 +153,7 @@ def _read_disks(psutil: Any, profiler: Profiler) -> None:
 def _read_network(psutil: Any, profiler: Profiler, before: dict[str, Any]) -> None:
     now = psutil.net_io_counters(pernic=True)
     for nic, counters in now.items():
-        last = before.get(nic, counters)  # a new interface starts at zero
+        last = before.get(nic, counters)  # the first difference of an interface is zero
         for name, sent in (("kb_sent", "bytes_sent"), ("kb_recv", "bytes_recv")):
             since = (getattr(counters, sent) - getattr(last, sent)) / _KIB
             profiler.marker(f"network/{nic}/{name}", categories=["net"]).counter({name: since})

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["TorchProfiler"]
 
 _log = logging.getLogger(__name__)
-_NUM_ROWS = 20
+_NUM_ROWS = 20  # of each table of operators in the log
 _ACTIONS = {
     ProfilerAction.SKIP: TorchAction.NONE,
     ProfilerAction.WARMUP: TorchAction.WARMUP,
@@ -45,15 +45,15 @@ _RECORDING = (TorchAction.RECORD, TorchAction.RECORD_AND_SAVE)
 
 
 class TorchProfiler(Callback):
-    """Run `torch.profiler` by the `Profiler`'s schedule, and add its events to the trace.
+    """Run `torch.profiler` with the schedule of the `Profiler`, and add its events to the trace.
 
-    An unfinished cycle leaves no file. Only if an exception ends training in the first cycle, the events recorded until
-    then are saved. If there are none, the log says why, in one line even if there are several handlers.
+    An unfinished cycle leaves no file, unless an exception ends training in the first cycle: the events recorded so far
+    are then saved, or a warning is logged if there are none.
 
     Args:
         folder: Folder of torch's own files, with the placeholders of `format_name_with_dist`.
         filename: Name of each file, also with placeholders of time.
-        remote_file_name: Its name for loggers that keep files; `None` keeps it locally only.
+        remote_file_name: Its name for loggers that keep files; `None` uploads nothing.
         memory_filename: Name of a page with the memory usage over time; it must end in `.html`, and needs
             `record_shapes`, `profile_memory`, `with_stack` and the package matplotlib. `None` for none.
         memory_remote_file_name: Its name for loggers that keep files.
@@ -142,8 +142,8 @@ class TorchProfiler(Callback):
 
         def follow(step: int) -> TorchAction:
             del step  # counts the steps of torch's profiler; the schedule uses the batch of the epoch
-            # The trace handlers write the saved trace next. Recorded with stacks, their own work would make the next
-            # trace many times as large, so recording resumes at the next batch.
+            # The trace handlers write the saved trace next. Recording this work with stacks would make the next trace
+            # many times larger, so recording resumes at the next batch.
             if self.profiler is not None and self.profiler.current_action is TorchAction.RECORD_AND_SAVE:
                 return TorchAction.NONE
             return _ACTIONS[state.profiler.action]
@@ -156,19 +156,20 @@ class TorchProfiler(Callback):
             with_stack=self.with_stack,
             with_flops=self.with_flops,
         )
+        # Not a `with` block: the profiler stays active across events, until `close`.
         profiler.__enter__()
-        self.profiler = profiler  # only if it has started: torch 2.11 crashes on ending a profiler that has not
+        self.profiler = profiler  # only once started: torch 2.11 crashes when an unstarted profiler is stopped
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Note the start of training, so that `close` knows whether it failed."""
+        """Record that training has started, so that `close` can detect a failure."""
         self._is_training = True
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Note that training has finished."""
+        """Record that training has finished."""
         self._is_training = False
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Step again if the last batch's step could not follow the schedule: after a save, and in a new epoch."""
+        """Step again if the profiler does not follow the schedule: after a save, or in a new epoch."""
         assert self.profiler is not None
         if self.profiler.current_action is not _ACTIONS[state.profiler.action]:
             self._step()
@@ -189,6 +190,7 @@ class TorchProfiler(Callback):
         self._end(state)
         if not self.saved_traces:
             return
+        # Available only once the profiler has stopped.
         averages = profiler.key_averages()
         orders = ["self_cpu_time_total"] + (["self_cuda_time_total"] if torch.cuda.is_available() else [])
         orders += ["self_cpu_memory_usage"] if self.profile_memory else []
@@ -213,12 +215,12 @@ class TorchProfiler(Callback):
             self.profiler = None
 
     def _note_rank(self) -> None:
-        # The merger assigns torch's events to a rank by this.
+        # The trace merger identifies the rank of torch's events by this entry.
         if self.profiler.current_action in _RECORDING:
             self.profiler.add_metadata_json("global_rank", json.dumps(dist.get_global_rank()))
 
     def _step(self) -> None:
-        with warnings.catch_warnings():  # each cycle is saved before its events are cleared
+        with warnings.catch_warnings():  # the events are cleared, but each cycle is saved before
             warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
             self.profiler.step()
 

@@ -16,7 +16,7 @@ __all__ = ["TraceHandler"]
 class TraceHandler(Callback):
     """Receiver of the spans, instants and counters of a `Profiler`. All methods do nothing by default.
 
-    The methods may be called in other threads than that of training, such as that of the `SystemProfiler`.
+    The methods may be called from other threads than that of training, such as that of the `SystemProfiler`.
     """
 
     def process_duration_event(
@@ -27,7 +27,7 @@ class TraceHandler(Callback):
         timestamp: Timestamp,
         wall_clock_time_ns: int,
     ) -> None:
-        """Process the begin or the end of a span.
+        """Process the beginning or the end of a span.
 
         Args:
             name: Name of the span, such as `'event/epoch'`. Spans of one thread are nested.

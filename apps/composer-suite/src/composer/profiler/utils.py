@@ -43,16 +43,17 @@ def export_memory_timeline_html(
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("The timeline of memory is drawn by matplotlib: pip install matplotlib") from error
-    # torch has no public access to the memory categories; its own page calls CUDA even without a CUDA device.
+        raise ImportError("The memory timeline needs matplotlib: pip install matplotlib") from error
+    # torch has no public API for the memory categories, and its own page calls CUDA even without a CUDA device.
     from torch.profiler import _memory_profiler as categories
 
     timeline = categories.MemoryProfileTimeline(prof._memory_profile())
     times_us, sizes = timeline._coalesce_timeline(str(_device(device)))
     if not times_us:
-        raise ValueError(f"The profiler has seen no memory of {_device(device)}. Pass the device that the model is on.")
+        raise ValueError(f"The profiler has recorded no memory of {_device(device)}. Pass the model's device.")
     since_ms = [(time - times_us[0]) / 1e3 for time in times_us]
     stacked = torch.tensor(sizes, dtype=torch.float64).cumsum(dim=1) / 1024**3
+    # Not through pyplot, which would keep the figure in memory.
     figure = Figure(figsize=figsize, dpi=80)
     axes = figure.gca()
     colors = categories._CATEGORY_TO_COLORS
@@ -82,6 +83,7 @@ def _write_page(figure: Any, path: str | os.PathLike[str], title: str) -> None:
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     encoded = base64.b64encode(picture.getvalue()).decode()
+    # The image is embedded, so that the page is a single file.
     with open(path, "w", encoding="utf-8") as file:
         file.write(
             f'<!doctype html><html><head><meta charset="utf-8"><title>{html.escape(title)}</title></head>'

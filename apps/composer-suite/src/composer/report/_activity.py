@@ -1,4 +1,4 @@
-"""Activity of algorithms by event and batch, and durations of the parts of a step, in bounded memory."""
+"""Activity of algorithms by event and batch, and durations of the parts of a step, with bounded memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from composer_events.event import Event
 
 __all__ = ["Acting", "StepTime"]
 
-_MOST_RANGES = 500
+_MOST_RANGES = 500  # per algorithm and event, more than a screen can show
 
 
 class Acting:
     """Ranges of batches in which each algorithm has acted, by event.
 
-    Consecutive batches form one range. When there are too many ranges, close neighbors are merged, at a resolution that
-    a screen can show.
+    Consecutive batches form one range. If there are too many ranges, those with small gaps between them are merged.
 
     Example:
         >>> acting = Acting()
@@ -42,11 +41,12 @@ class Acting:
         ranges = self._ranges.setdefault(name, [])
         self._counts[name] = self._counts.get(name, 0) + 1
         gap = self._gaps.setdefault(name, 1)
+        # A smaller batch number, as after loading a checkpoint, starts another range.
         if ranges and 0 <= batch - ranges[-1][1] <= gap:
             ranges[-1][1] = batch
             return
         ranges.append([batch, batch])
-        while len(ranges) > _MOST_RANGES:
+        while len(ranges) > _MOST_RANGES:  # the gap doubles, so this happens rarely in a long run
             self._gaps[name] = gap = 2 * gap
             ranges[:] = _joined(ranges, gap)
 
@@ -66,7 +66,7 @@ def _joined(ranges: Iterable[list[int]], gap: int) -> list[list[int]]:
 
 
 # The part of a step that ends with an event. The recorder is called last, so a part includes the algorithms and
-# callbacks of its event; the page explains this.
+# callbacks of that event, as the page explains.
 _ENDS: Final = {
     Event.BATCH_START: "waiting for data",
     Event.BEFORE_FORWARD: "preparing the batch",
@@ -83,9 +83,9 @@ _BEGINS: Final = frozenset({Event.FIT_START, Event.EPOCH_START, Event.EPOCH_END,
 
 
 class StepTime:
-    """Total duration of each part of a step, by the host's clock.
+    """Total duration of each part of a step, measured on the host.
 
-    An asynchronous device may still be working when the host continues; its time appears where the host synchronizes.
+    Devices work asynchronously, so their time appears in the part in which the host synchronizes.
 
     Attributes:
         seconds: The total of each part so far.
@@ -96,11 +96,12 @@ class StepTime:
         self._since: float | None = None
 
     def see(self, event: Event) -> None:
-        """Take the time of an event."""
+        """Add the time since the last event to the part that ends with this one."""
         part = _ENDS.get(event)
         if part is None and event not in _BEGINS:
             return
         now = time.perf_counter()
+        # Events of `_BEGINS` end no part: the time before them, such as between epochs, is not counted.
         if part is not None and self._since is not None:
             self.seconds[part] += now - self._since
         self._since = now

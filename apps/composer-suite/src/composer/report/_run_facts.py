@@ -37,7 +37,7 @@ def saved_checkpoints(state: State) -> list[str]:
 
 
 def saved_traces(state: State) -> list[str]:
-    """Return the paths of the traces that this run's profiler has written and not deleted."""
+    """Return the paths of the traces that this run's profiler has written and kept."""
     paths: list[str] = []
     for callback in state.callbacks:
         merged = getattr(callback, "merged_trace", None)
@@ -81,9 +81,9 @@ def profiler_times(state: State) -> list[dict[str, Any]]:
 
 T = TypeVar("T")
 
-_LEFT_OUT: Final = object()  # is not plain
+_LEFT_OUT: Final = object()  # not a plain value, so `_plain_items` drops it
 _LONGEST: Final = 100  # items; a longer tuple is data, not a setting
-_DEEPEST: Final = 3
+_DEEPEST: Final = 3  # nested lists; this also ends lists that contain themselves
 _MOST_BITS: Final = 1024  # larger integers exceed the limits of JSON readers and of Python's own conversion
 _WEIGHTS: Final = frozenset({"params", "param_names"})
 
@@ -91,8 +91,8 @@ _WEIGHTS: Final = frozenset({"params", "param_names"})
 def typed_settings(state: State) -> dict[str, Any]:
     """Return the settings of the optimizers and the algorithms, by names such as `optimizer/lr`.
 
-    Before training starts, they are the script's own: schedulers and checkpoints have not changed them yet. Values that
-    are not plain, or are on a device and would need synchronization, are left out.
+    Call it before training, when schedulers and checkpoints have not yet changed the settings of the script. Values
+    that are not plain, or are on a device and would require synchronization, are left out.
     """
     found: dict[str, Any] = {}
     for name, optimizer in _numbered(("optimizer", each) for each in _attribute(state, "optimizers")):
@@ -150,14 +150,15 @@ def _below(prefix: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(algorithm: Any) -> dict[str, Any]:
-    """Return the attributes that are named like the constructor's parameters.
+    """Return the attributes with the names of the constructor's parameters.
 
-    Other public attributes may change with each batch, such as the weight drawn by MixUp. They are included only if a
-    parameter has no attribute of its name, since one of them is likely to have its value. Properties are not read.
+    Other public attributes may change with each batch, such as the mixing weight of MixUp. They are included only if a
+    parameter has no attribute of its name, since one of them probably holds its value. Properties are not read.
     """
-    kept: dict[str, Any] = vars(algorithm)
+    kept: dict[str, Any] = vars(algorithm)  # without properties, whose code could synchronize
     parameters = inspect.signature(type(algorithm)).parameters.values()
     names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    # The public attribute comes last, so it takes precedence.
     found = {name: kept[key] for name in names for key in (f"_{name}", name) if key in kept}
     if len(found) == len(names) and names:
         return found
@@ -167,6 +168,7 @@ def _arguments(algorithm: Any) -> dict[str, Any]:
 def _batch_size(state: Any) -> Any:
     loader = state.train_dataloader
     size = getattr(loader, "batch_size", None)
+    # A DataLoader with a custom batch sampler has `batch_size=None`.
     return loader.batch_sampler.batch_size if size is None else size
 
 
@@ -188,6 +190,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return value
     if isinstance(value, Time):
         return str(cast("Time[Any]", value))
+    # By exact type: subclasses, such as DTensor, may need a collective to read.
     if type(value) in (torch.Tensor, torch.nn.Parameter) and (value.device.type, value.ndim) == ("cpu", 0):
         return _plain(value.item())
     if isinstance(value, Integral) and int(value).bit_length() <= _MOST_BITS:
@@ -196,4 +199,4 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, (tuple, list)) and len(cast("list[Any]", value)) <= _LONGEST and depth < _DEEPEST:
         return [_plain(item, depth + 1) for item in cast("list[Any]", value)]
-    raise TypeError(f"a {type(value).__name__} is not plain")  # without its repr, which may read a device
+    raise TypeError(f"a {type(value).__name__} is not plain")  # no repr: it may read a device

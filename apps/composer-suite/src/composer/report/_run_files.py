@@ -1,4 +1,4 @@
-"""Files of a run, written without waiting for values that a device is still computing."""
+"""Files of a run, written without waiting for pending device computations."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MetricLines:
         return len(self._pending)
 
     def add(self, stamp: Timestamp, step: int | None, metrics: Mapping[str, Any]) -> None:
-        """Add values; those on a device are kept until they are known."""
+        """Add values; those on a device stay pending until their copies have arrived."""
         if step is not None and type(step) is not int:
             with suppress(Exception):  # such as a NumPy number or a `Time`; a foreign object may raise anything
                 step = int(step)
@@ -70,15 +70,15 @@ class MetricLines:
             last.coming.append(Snapshot(on_devices))
 
     def write(self, *, waits: bool) -> None:
-        """Write the leading lines whose values are known, or all if it `waits`."""
+        """Write the leading lines whose values are available, or wait for all of them."""
         while self._pending and (waits or all(snapshot.is_ready() for snapshot in self._pending[0].coming)):
             line = self._pending.popleft().as_json()
-            if line["metrics"]:
+            if line["metrics"]:  # empty if all values were text or on a failed device
                 self._file.write(json.dumps(line).encode() + b"\n")
                 self.num_lines += 1
 
     def flush(self) -> None:
-        """Write all known lines, for readers of the file."""
+        """Write the lines whose values are available, so that readers of the file see them."""
         self.write(waits=False)
         self._file.flush()
 
@@ -88,12 +88,12 @@ class MetricLines:
         self._file.sync()
 
     def keep(self, num_lines: int) -> None:
-        """Drop all but the first lines."""
+        """Truncate the file to its first `num_lines` lines."""
         self._file.close()
         try:
             self.num_lines = keep_lines(self._file.path, num_lines)
         except OSError as error:  # a full disk must not end the training
-            _log.warning("%s keeps what is done again: %s", self._file.path, error)
+            _log.warning("%s keeps lines that the resumed run repeats: %s", self._file.path, error)
         self._file = KeptFile(self._file.path, -1, is_continued=True)
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class _Line:
     coming: list[Snapshot] = field(default_factory=list[Snapshot])
 
     def has_room(self, stamp: Timestamp, step: int | None, metrics: Mapping[str, Any]) -> bool:
-        # The loop creates a new timestamp whenever the time changes.
+        # Identity suffices, and is fast: the loop creates a new timestamp whenever the time changes.
         if self.stamp is not stamp or self.step != step or not self.known.keys().isdisjoint(metrics):
             return False
         return all(snapshot.values.keys().isdisjoint(metrics) for snapshot in self.coming)
@@ -137,6 +137,7 @@ class _Line:
 def _plain(value: Any) -> float | str | None:
     """Return a number for JSON, or `None` for other values."""
     number = as_number(value)
+    # JSON has neither NaN nor infinities.
     return number if number is None or math.isfinite(number) else str(number)
 
 
@@ -144,7 +145,7 @@ _log = getLogger(__name__)
 
 
 class FactFiles:
-    """JSON files in a folder. A failed write is logged, the first time as a warning.
+    """JSON files in a folder. Failed writes are logged, the first one as a warning.
 
     Args:
         folder: The folder.
@@ -158,10 +159,11 @@ class FactFiles:
     def write(self, name: str, value: Any) -> None:
         """Replace a file if its content has changed."""
         text = _as_json(value)
-        if self._texts.get(name) == text:
+        if self._texts.get(name) == text:  # as in most flushes, since facts rarely change
             return
         path, unfinished = self._folder / name, self._folder / f".{name}.unfinished"
         try:
+            # Replaced atomically, so that a reader or a kill never sees half a file.
             unfinished.write_text(text)
             unfinished.replace(path)
             self._texts[name] = text
@@ -184,6 +186,7 @@ def keep_lines(path: Path, num_lines: int) -> int:
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     num_kept = 0
+    # In binary mode: a kill may have cut the last line within a character.
     with path.open("rb") as lines, unfinished.open("wb") as kept:
         for line in islice(lines, num_lines):
             if line.endswith(b"\n"):

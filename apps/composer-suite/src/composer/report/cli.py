@@ -16,11 +16,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="composer report", description="Write one page, which needs no network, about one or several runs."
     )
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="what a RunRecorder has written, or its parent")
-    parser.add_argument("-o", "--output", help="where the page goes (default: report.html in the first of them)")
-    parser.add_argument("--json", action="store_true", help="print what the page would show, and write none")
-    parser.add_argument("--verify", action="store_true", help="compare every byte of the checkpoints with their hashes")
-    parser.add_argument("--max-points", type=int, default=4000, help="points of a curve at most (default: 4000)")
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="folder written by a RunRecorder, or its parent")
+    parser.add_argument("-o", "--output", help="file to write (default: report.html in the first folder)")
+    parser.add_argument("--json", action="store_true", help="print the data of the page as JSON, and write no page")
+    parser.add_argument("--verify", action="store_true", help="verify the hashes of the checkpoints")
+    parser.add_argument("--max-points", type=int, default=4000, help="points per curve, at most (default: 4000)")
     asked = parser.parse_args(arguments)
     try:
         folders = [run for folder in asked.folders for run in _runs_in(Path(folder))]
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             sys.stdout.write(json.dumps(described, indent=1) + "\n")
         except OSError as error:
-            return _fail(error, "the JSON cannot be printed", "Write it to a file that has room for it.")
+            return _fail(error, "the JSON cannot be printed", "Redirect it to a file on a disk with free space.")
         return 0
     output = Path(asked.output or Path(asked.folders[0]) / "report.html")
     try:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: Exception, what: str, advice: str) -> int:
-    """Print an error, and return the exit status; a bare message of the system gets its context and advice."""
+    """Print an error, with context and advice if it comes from the operating system, and return the exit status."""
     text = str(error)
     if isinstance(error, OSError) and error.errno is not None:
         where = "" if error.filename is None else f": {error.filename}"

@@ -23,12 +23,12 @@ def describe_runs(
 
     Args:
         folders: Folders written by `RunRecorder`s.
-        max_points: The largest number of points kept per curve.
-        verify: Whether to compare every byte of the checkpoints with their hashes.
+        max_points: Maximum number of points kept per curve.
+        verify: Whether to verify the hashes of the checkpoints.
 
     Raises:
         FileNotFoundError: If a folder holds no run.
-        ValueError: If `folders` is empty, or fewer than 3 points.
+        ValueError: If `folders` is empty or `max_points` is less than 3.
     """
     if not folders:
         raise ValueError("No runs to show. Pass the folder of at least one.")
@@ -62,9 +62,10 @@ def _describe(run: Run, max_points: int) -> dict[str, Any]:
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the runs, with their folders where names are equal."""
+    """Return the names of the runs; equal names are followed by their folders."""
     labels = [run.name for run in runs]
     folders = [Path(os.path.abspath(run.folder)) for run in runs]
+    # The folder's name is tried first; its full path is used only if that is ambiguous as well.
     for shown in ([folder.name for folder in folders], folders):
         longer = [f"{run.name} ({folder})" for run, folder in zip(runs, shown, strict=True)]
         counts = Counter(labels)
@@ -78,6 +79,7 @@ def _points(curve: Curve, max_points: int) -> dict[str, Any]:
         kept = largest_triangles(curve.at["batch"], curve.values, max_points)
     values = [curve.values[index] for index in kept]
     return {
+        # JSON has no NaN: the curve gets a gap, and the page shows the value from the second entry.
         "values": [value if math.isfinite(value) else None for value in values],
         "not_finite": {str(index): str(value) for index, value in enumerate(values) if not math.isfinite(value)},
         **{axis: [curve.at[axis][index] for index in kept] for axis in AXES},
@@ -97,7 +99,7 @@ def _text(value: Any) -> str:
 _SECONDS: Final = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
 _OF_TIME: Final = ("time/train", "time/val", "time/total")
 _TOLERANCE: Final = 1e-3  # relative, between two rounded readings of one clock
-# The first pattern that matches a full name counts. No unit is guessed for names that users choose.
+# The first pattern that matches a full name is used. Names chosen by users get no unit.
 _KNOWN: Final = tuple(
     (re.compile(pattern), unit)
     for pattern, unit in (
@@ -149,10 +151,11 @@ def _known_unit(name: str) -> str | None:
 
 
 def _unit_of_time(curves: Mapping[str, Curve]) -> str | None:
-    """Return the time unit of a `SpeedMonitor`, by comparison with the log's own clock, which counts seconds."""
+    """Return the time unit of a `SpeedMonitor`, by comparison with the record's clock, which counts seconds."""
     curve = curves.get("time/train")
     if curve is None:
         return None
+    # From the end, where the relative rounding error of the clocks is smallest.
     for value, seconds in zip(reversed(curve.values), reversed(curve.at["time_s"]), strict=True):
         if math.isfinite(value) and value > 0 and seconds > 0:
             ratio = seconds / value
@@ -161,13 +164,13 @@ def _unit_of_time(curves: Mapping[str, Curve]) -> str | None:
 
 
 def largest_triangles(x: Sequence[float], y: Sequence[float], num_points: int) -> list[int]:
-    """Choose points of a curve so that its shape with its peaks is preserved.
+    """Downsample a curve while preserving its shape and its peaks.
 
-    The first and the last point are kept, and from each stretch between them the one that spans the largest triangle
-    with its neighbors. Up to `num_points` points that are not finite are kept as well, since users look for them.
+    The first and the last point are kept. From each stretch between them, the point that spans the largest triangle
+    with its neighbors is kept. Up to `num_points` points that are not finite are kept in addition, because they matter.
 
     Args:
-        x: The positions, in rising order.
+        x: The positions, in ascending order.
         y: The values.
         num_points: The number of points, 3 or more.
 
@@ -183,7 +186,7 @@ def largest_triangles(x: Sequence[float], y: Sequence[float], num_points: int) -
     """
     finite = [index for index, value in enumerate(y) if math.isfinite(value)]
     others = [index for index, value in enumerate(y) if not math.isfinite(value)]
-    # A diverged run may have nothing but NaN.
+    # After a divergence, most values may be NaN, so their number is limited as well.
     if len(others) > num_points:
         others = others[:: math.ceil(len(others) / num_points)]
     if len(finite) <= num_points:
@@ -192,6 +195,7 @@ def largest_triangles(x: Sequence[float], y: Sequence[float], num_points: int) -
     width = (len(finite) - 2) / (num_points - 2)
     for number in range(num_points - 2):
         begin, end = 1 + int(number * width), 1 + int((number + 1) * width)
+        # Neighbors are the previous chosen point and, since the next one is unknown, the mean of the next stretch.
         after = finite[end : max(end + 1, 1 + int((number + 2) * width))] or finite[-1:]
         mean_x, mean_y = sum(x[i] for i in after) / len(after), sum(y[i] for i in after) / len(after)
         last_x, last_y = x[chosen[-1]], y[chosen[-1]]

@@ -19,10 +19,10 @@ except ImportError as error:
 
 __all__ = ["write_described", "write_page"]
 
-_DIGITS: Final = 8  # significant digits, more than a screen can show
+_DIGITS: Final = 8  # significant digits; more would enlarge the page, and no screen shows them
 
 _SCRIPTS = ("page_parts.js", "page_curves.js", "page.js")  # in the order of their dependencies
-# The policy allows nothing from the network: a report may be opened on any machine, years later.
+# The security policy forbids network access: the page must work offline, and must not leak its data.
 _TEMPLATE = """<!doctype html>
 <html lang="en">
 <head>
@@ -55,16 +55,16 @@ def write_page(
 
     Args:
         folders: Folders written by `RunRecorder`s; the curves of several runs share their plots.
-        path: The file. An existing one is replaced when the new one is complete.
-        max_points: The largest number of points drawn per curve.
-        verify: Whether to compare every byte of the checkpoints with their hashes.
+        path: The file. An existing file is replaced when the new one is complete.
+        max_points: Maximum number of points drawn per curve.
+        verify: Whether to verify the hashes of the checkpoints.
 
     Returns:
         The path.
 
     Raises:
         FileNotFoundError: If a folder holds no run.
-        ValueError: If `folders` is empty, or fewer than 3 points.
+        ValueError: If `folders` is empty or `max_points` is less than 3.
     """
     return write_described(describe_runs(folders, max_points=max_points, verify=verify), path)
 
@@ -72,6 +72,7 @@ def write_page(
 def write_described(described: dict[str, Any], path: str | os.PathLike[str]) -> Path:
     """Write the page for the result of `describe_runs`, and return the path."""
     shown = {**described, "runs": [{**run, "curves": _short_curves(run["curves"])} for run in described["runs"]]}
+    # Browsers reject a whole JSON text that contains NaN, so a NaN that got this far is an error here.
     data = json.dumps(shown, allow_nan=False, separators=(",", ":"))
     here = files("composer.report")
     page = _TEMPLATE.format(
@@ -94,7 +95,7 @@ def write_described(described: dict[str, Any], path: str | os.PathLike[str]) -> 
 
 
 def _short_curves(curves: dict[str, Any]) -> dict[str, Any]:
-    """Shorten the numbers of curves, which are most of a page."""
+    """Round the numbers of curves, which make up most of the page."""
     return {
         name: {key: [_short(each) for each in part] if isinstance(part, list) else part for key, part in curve.items()}
         for name, curve in curves.items()

@@ -42,13 +42,13 @@ __all__ = ["RunRecorder", "VARIABLE", "recorder_of_environment"]
 
 _log = getLogger(__name__)
 _TRACES: Final = "algorithm_traces/"
-_ALL_LINES: Final = 2**62
+_ALL_LINES: Final = 2**62  # not infinity: `islice` takes at most `sys.maxsize`
 _ENDED: Final = ("finished", "stopped early", "failed")
 _REST_S: Final = 1.0  # at least, between two flushes; with short epochs they would dominate
 _LONGEST_REST_S: Final = 10.0  # at most; a killed run loses this much
 # Lines are converted in groups: a single one, between two batches, takes several times as long.
 _MOST_PENDING: Final = 256
-# Events with a method below; of all others only the time is taken.
+# Events with a method below. The others are only timed, without the cost of a method call.
 _HEARD: Final = frozenset(
     {Event.INIT, Event.AFTER_LOAD, Event.FIT_START, Event.BATCH_END, Event.EPOCH_END, Event.FIT_END}
     | {Event.EVAL_STANDALONE_END, Event.PREDICT_END}
@@ -71,22 +71,24 @@ class RunRecorder(LoggerDestination):
     | `status.json` | running, finished, stopped early or failed, and why; checkpoints and traces |
     | `report.html` | the page, at the end |
 
-    Rank 0 writes. Values that a device is still computing are written once they are known, without synchronization. All
-    is written when a run ends, even by an exception. A killed run loses the lines since the last flush.
+    Only rank 0 writes. Values that a device is still computing are written once they are available, without
+    synchronization. When a run ends, even by an exception, everything is written. A killed run loses the lines since
+    the last flush.
 
     Args:
         folder: The folder, with the placeholders of `format_name_with_dist`.
-        flush_interval: The number of batches between flushes; each epoch ends with one, too. Flushes are at least a
-            second apart, and at most ten seconds, or one batch if it is longer.
+        flush_interval: The number of batches between flushes; the end of an epoch also flushes. Flushes are at least
+            1 s and at most 10 s apart, or one batch if it takes longer.
         overwrite: Whether the folder of an earlier run may be replaced. A resumed run (`Trainer(autoresume=True)`)
-            continues its folder, and repeats what came after the checkpoint.
-        page: Whether to write the page at the end, which needs plotly (`pip install 'composer-suite[report]'`);
-            without it, there is a warning in the log.
-        is_optional: Whether to train without a record, after one warning, if the folder cannot be written, and to add
-            a number (`plum-2`) if it holds an earlier run. Recorders from `COMPOSER_RUNS` are optional.
+            continues its folder, and replaces the lines written after the checkpoint.
+        page: Whether to write the page at the end, which needs plotly (`pip install 'composer-suite[report]'`).
+            Without plotly, a warning is logged.
+        is_optional: Whether to train without a record, after one warning, if the folder cannot be written, and to
+            append a number to its name (`plum-2`) if it holds an earlier run. Recorders from `COMPOSER_RUNS` are
+            optional.
 
     Attributes:
-        is_resuming: Whether an existing folder is continued. The Trainer sets it.
+        is_resuming: Whether to continue an existing folder. The Trainer sets it.
 
     Raises:
         FileExistsError: At the start of training, if the folder holds a run, or another process writes to it.
@@ -130,7 +132,7 @@ class RunRecorder(LoggerDestination):
         self._time = StepTime()
         self._started = datetime.datetime.now(datetime.UTC).isoformat()
         self._saved_earlier: list[str] = []
-        self._earlier: dict[str, Any] = {}  # the status file of the run that is resumed
+        self._earlier: dict[str, Any] = {}  # status file of the resumed run
         self._num_lines_saved = 0
         self._num_batches_before = 0  # the batches before this process started
         self._flushed_at_s = 0.0
@@ -170,7 +172,7 @@ class RunRecorder(LoggerDestination):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the extent in a resumed run; a new run that only starts from the weights ignores it."""
+        """Restore the extent in a resumed run. A new run that only loads the weights ignores it."""
         if not self.is_resuming or not state:
             return
         self._num_lines_saved = state["num_lines"]
@@ -178,7 +180,7 @@ class RunRecorder(LoggerDestination):
         self._time.seconds |= state["step_s"]
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        """Take the time, and handle the event."""
+        """Time the event, and handle it on rank 0."""
         if event is Event.INIT:
             self._is_writer = get_global_rank() == 0
         if not self._is_writer:
@@ -190,11 +192,11 @@ class RunRecorder(LoggerDestination):
     def note_failure(self, error: BaseException, cause: str | None = None) -> None:
         """Record the failure of training or of an evaluation at once, since the process may not reach `close`.
 
-        A new training clears it. The failure of an evaluation is also cleared by a later evaluation that succeeds.
+        The next `fit` clears it. A later successful evaluation also clears the failure of an evaluation.
 
         Args:
             error: The exception.
-            cause: Its cause elsewhere, such as the traceback of another rank.
+            cause: A cause outside this process, such as the traceback of another rank.
         """
         self._cause = cause
         self._note(error)
@@ -206,7 +208,7 @@ class RunRecorder(LoggerDestination):
             self._failure += f"\n{self._cause}"
         try:
             self._flush("failed")
-        except Exception as trouble:  # the failure may also prevent values from being read
+        except Exception as trouble:  # a failed device also prevents reading its values
             _log.warning("The record in %s could not be brought up to date after a failure: %s", self._folder, trouble)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
@@ -227,11 +229,12 @@ class RunRecorder(LoggerDestination):
                 algorithm, _, event = name.removeprefix(_TRACES).rpartition("/")
                 event = event.rpartition(".")[2].lower()
                 num_batches = self._state.timestamp.num_batches
+                # Not below 0: evaluation events also occur before the first batch.
                 batch = max(0, num_batches - 1) if event in _AFTER_BATCH else num_batches
                 self._acting.add(f"{algorithm} on {event}", batch)
 
     def init(self, state: State, logger: Logger) -> None:
-        """Create the folder."""
+        """Create the folder, and start the record."""
         self._num_batches_before = state.timestamp.num_batches
         try:
             self._begin(state)
@@ -248,13 +251,13 @@ class RunRecorder(LoggerDestination):
         """Drop the lines that a resumed run repeats."""
         self._num_batches_before = state.timestamp.num_batches
         if self.is_resuming and self._lines is not None:
-            # At batch 0 there was no checkpoint to resume.
+            # At batch 0 no checkpoint was loaded, so the run starts over.
             self._lines.keep(self._num_lines_saved if state.timestamp.num_batches else 0)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Reset the outcome, and flush the files."""
         self._is_fitting, self._has_fit_failed = True, False
-        # A run whose duration is over trains nothing, and its recorded outcome must stay.
+        # If the duration has already elapsed, `fit` trains nothing and must not change the recorded outcome.
         has_time = state.max_duration is None or state.timestamp < state.max_duration
         self._plan = Plan(state) if has_time else None
         self._reason = self._failure = self._cause = None
@@ -264,7 +267,7 @@ class RunRecorder(LoggerDestination):
     def batch_end(self, state: State, logger: Logger) -> None:
         """Flush the files at the interval, and bound the memory of pending lines."""
         if self._lines is not None and self._lines.num_pending >= _MOST_PENDING:
-            self._lines.write(waits=False)
+            self._lines.write(waits=False)  # a batch must not wait for the device
         rested_s = time.monotonic() - self._flushed_at_s
         if rested_s >= _LONGEST_REST_S or (
             rested_s >= _REST_S and state.timestamp.num_batches % self.flush_interval == 0
@@ -277,7 +280,7 @@ class RunRecorder(LoggerDestination):
             self._flush("running")
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Write the metrics, and record the reason if training has ended early."""
+        """Write the metrics, and record why training has ended early, if it has."""
         self._is_fitting, self._has_worked = False, True
         self._reason = None if self._plan is None else self._plan.reason_of_stop(state)
         if self._lines is not None:
@@ -296,7 +299,7 @@ class RunRecorder(LoggerDestination):
             self._failure = None
 
     def close(self, state: State, logger: Logger) -> None:
-        """Write the remaining lines and the outcome of the run."""
+        """Write the remaining lines and the outcome of the run; the files stay open for `post_close`."""
         if self._lines is None:
             return
         is_undone = self._is_fitting or not self._has_worked
@@ -318,7 +321,7 @@ class RunRecorder(LoggerDestination):
             return "stopped early"
         # A custom loop may train without the events FIT_START and FIT_END.
         has_trained = self._plan is not None or state.timestamp.num_batches != self._num_batches_before
-        if self._earlier and not has_trained:  # opening a run without training must not change its outcome
+        if self._earlier and not has_trained:  # resuming without training must not change the outcome
             status = self._earlier.get("status")
             if status in _ENDED:
                 self._reason, self._failure = self._earlier.get("reason"), self._earlier.get("error")
@@ -329,7 +332,7 @@ class RunRecorder(LoggerDestination):
         return "finished" if self._reason is None else "stopped early"
 
     def post_close(self) -> None:
-        """Write what others have logged while they closed, and the page."""
+        """Write values that other callbacks logged while closing, and the page."""
         if self._lines is None:
             return
         try:
@@ -352,7 +355,7 @@ class RunRecorder(LoggerDestination):
             may_hold_a_run=self.overwrite or self.is_resuming,
             goes_beside_others=self.is_optional,
         )
-        try:  # a second run of the same name must not truncate the files
+        try:  # before opening files: a second run of the same name must not truncate those of the first
             self._lock = FolderLock(folder).acquire()
         except FolderInUseError as error:
             raise FileExistsError(f"{str(folder)!r} belongs to a run that has not ended: {error}") from error
@@ -381,7 +384,7 @@ class RunRecorder(LoggerDestination):
         write = self._facts.write
         state, now = self._state, datetime.datetime.now(datetime.UTC)
         paths = dict.fromkeys([*self._saved_earlier, *saved_checkpoints(state)])
-        write(CONFIG, self._settings | self._config)  # hyperparameters logged by the script take precedence
+        write(CONFIG, self._settings | self._config)  # values logged by the script take precedence
         write(ACTING, self._acting.as_dict())
         write(TIMES, {"step": self._time.seconds, "profiler": profiler_times(state)})
         write(
@@ -406,6 +409,7 @@ class RunRecorder(LoggerDestination):
         try:
             from composer.report.page import write_page
         except ImportError:
+            # Only a warning: the run is over, and its record is complete without the page.
             _log.warning(
                 "%s gets no page, which needs: pip install 'composer-suite[report]'. Then composer report writes it.",
                 self.folder,
@@ -418,18 +422,18 @@ class RunRecorder(LoggerDestination):
 
 
 def id_of_uncaught() -> int | None:
-    """Return the id of the last uncaught exception; a reference would keep its frames alive."""
+    """Return the id of the last uncaught exception. A reference would keep its frames, with their tensors, alive."""
     return None if getattr(sys, "last_value", None) is None else id(sys.last_value)
 
 
 def fatal_error(*, was_busy: bool, id_of_earlier: int | None) -> BaseException | None:
     """Return the exception being handled or, if work was left undone, the one that has ended the process.
 
-    In the latter case Python no longer handles the exception while it closes the remaining objects.
+    At interpreter exit, the exception is no longer being handled, and only `sys.last_value` refers to it.
 
     Args:
         was_busy: Whether work was left undone.
-        id_of_earlier: The id of an exception from before the run, as in an earlier cell of a notebook.
+        id_of_earlier: The id of an exception raised before the run, for example in an earlier cell of a notebook.
     """
     error = sys.exc_info()[1]
     if error is None and was_busy and id_of_uncaught() not in (None, id_of_earlier):
@@ -438,7 +442,7 @@ def fatal_error(*, was_busy: bool, id_of_earlier: int | None) -> BaseException |
 
 
 class Plan:
-    """Planned end of a training, taken at its start.
+    """Planned end of a `fit`, recorded at its start.
 
     Args:
         state: The state at the start.
@@ -449,9 +453,10 @@ class Plan:
         self._reasons = frozenset(_reasons(state))
 
     def reason_of_stop(self, state: State) -> str | None:
-        """Return why training has ended early, or `None` if it was as long as planned."""
+        """Return why training has ended early, or `None` if it has reached the planned duration."""
         if self._duration is None or state.timestamp >= self._duration:
             return None
+        # A callback may still have the reason of an earlier `fit`.
         told = [reason for reason in _reasons(state) if reason not in self._reasons]
         ended = "" if state.max_duration is None else f" at {state.max_duration.to_timestring()}"
         return "; ".join(told) or f"training has ended{ended}, and was to be {self._duration.to_timestring()} long"
@@ -469,13 +474,13 @@ def _reasons(state: State) -> Iterator[str]:
 
 
 def make_folder(template: str, run_name: str, *, may_hold_a_run: bool, goes_beside_others: bool) -> Path:
-    """Create the folder of a run, and return its absolute path, which holds after a change of directory.
+    """Create the folder of a run, and return its absolute path, which stays valid after a change of directory.
 
     Args:
         template: The folder, with the placeholders of `format_name_with_dist`.
         run_name: The name of the run.
-        may_hold_a_run: Whether it may hold a run, to be replaced or continued.
-        goes_beside_others: Whether to add a number to the name if it holds a run.
+        may_hold_a_run: Whether it may hold a run, which is replaced or continued.
+        goes_beside_others: Whether to append a number to the name if it holds a run.
 
     Raises:
         FileExistsError: If it holds a run, and neither is allowed.
@@ -499,16 +504,14 @@ def make_folder(template: str, run_name: str, *, may_hold_a_run: bool, goes_besi
 
 
 VARIABLE = "COMPOSER_RUNS"
-"""Environment variable: the parent folder for recorded runs. Unset or empty, none are recorded."""
+"""Environment variable with the parent folder of recorded runs. If unset or empty, no run is recorded."""
 
 
 def recorder_of_environment() -> list[RunRecorder]:
-    """Return the recorder for `COMPOSER_RUNS`, if it is set.
-
-    It is optional, and leaves the page to `composer report`.
-    """
+    """Return the recorder for `COMPOSER_RUNS`, if it is set. It is optional, and writes no page."""
     folder = os.environ.get(VARIABLE)
     if not folder:
         return []
+    # The variable holds a path, not a template, so braces in it are literal.
     literally = folder.replace("{", "{{").replace("}", "}}")
     return [RunRecorder(os.path.join(literally, "{run_name}"), page=False, is_optional=True)]

@@ -35,7 +35,7 @@ class Curve:
 
     Attributes:
         at: The positions of the points on each axis (`batch`, `epoch`, `sample`, `token`, `time_s`).
-        values: The points; NaN and infinities are as they were logged.
+        values: The points, including NaN and infinities.
     """
 
     at: dict[str, list[float]] = field(default_factory=lambda: {axis: [] for axis in AXES})
@@ -44,7 +44,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint of a run; `verification` describes its condition in words."""
+    """Checkpoint of a run. `verification` is text about its condition."""
 
     path: str
     size_bytes: int | None
@@ -72,7 +72,7 @@ def read_run(folder: str | os.PathLike[str], *, verify: bool = False) -> Run:
 
     Args:
         folder: The folder of a `RunRecorder`.
-        verify: Whether to compare every byte of the checkpoints with their hashes, which reads them whole.
+        verify: Whether to verify the hashes of the checkpoints, which reads them completely.
 
     Raises:
         FileNotFoundError: If the folder does not exist, or holds no run.
@@ -118,14 +118,16 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; return an empty one if it is missing or damaged."""
     try:
         value: Any = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):  # a killed run may have left no complete file
+    # ValueError includes invalid JSON and invalid UTF-8: a killed run may have left a damaged file.
+    except (OSError, ValueError, RecursionError):
         return {}
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _read_curves(path: Path) -> tuple[dict[str, Curve], int]:
     """Return the curves, and the number of unreadable lines, such as the last one of a killed run."""
-    times: dict[str, list[float]] = {axis: [] for axis in AXES}  # one entry per line
+    # Positions are stored once per line, not per value: all metrics of a line share them until the end.
+    times: dict[str, list[float]] = {axis: [] for axis in AXES}
     seen: dict[str, tuple[list[int], list[float]]] = {}  # by name: line numbers and values
     num_lines = num_bad = 0
     with path.open(errors="replace") as file:
@@ -155,12 +157,12 @@ def _read_curves(path: Path) -> tuple[dict[str, Curve], int]:
 
 
 def now_at(path: str, folder_then: Any, folder: Path) -> str:
-    """Return the current path of a run's file, in case its folder was moved or copied together with the file.
+    """Return the current path of a run's file, whose folder may have been moved or copied.
 
-    The file in the folder takes precedence, because the original of a copied run may have changed since.
+    The file in the folder takes precedence, because the original of a copied run may have changed since then.
 
     Args:
-        path: The path when the run wrote its status.
+        path: The path at the time when the run wrote its status.
         folder_then: The folder at that time, from the status.
         folder: The folder now.
     """

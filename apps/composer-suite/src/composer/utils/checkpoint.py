@@ -57,5 +57,5 @@ __getattr__, __dir__ = lazy_face(
         ],
         "composer_checkpoint.state": ["get_save_filename", "save_checkpoint"],
     },
-    removed={"is_checkpoint_legacy_sharded": "load_checkpoint finds out by itself what a checkpoint is."},
+    removed={"is_checkpoint_legacy_sharded": "load_checkpoint detects the format of a checkpoint."},
 )

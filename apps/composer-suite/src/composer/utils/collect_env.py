@@ -21,11 +21,11 @@ __all__ = [
 
 
 def describe_environment() -> str:
-    """Return the versions of this family of packages and what PyTorch says about itself and the machine.
+    """Return the versions of the installed packages of this family, and PyTorch's description of the environment.
 
-    It asks the tools of the system (`nvidia-smi`, `lscpu`, `pip`), which takes a few seconds.
+    It runs system tools (`nvidia-smi`, `lscpu`, `pip`), which takes a few seconds.
     """
-    from torch.utils.collect_env import get_pretty_env_info  # loads torch, which the hook alone does not need
+    from torch.utils.collect_env import get_pretty_env_info  # imports torch, which installing the hook does not need
 
     installed = {distribution.name: distribution.version for distribution in distributions()}
     own = [f"{name}: {version}" for name, version in sorted(installed.items()) if name.startswith("composer-")]
@@ -37,7 +37,7 @@ def print_env(file: TextIO | None = None) -> None:
     """Write the description of the environment.
 
     Args:
-        file: Where to, such as `sys.stderr`. Standard output by default.
+        file: Text stream, such as `sys.stderr`. Default: standard output.
     """
     print(describe_environment(), file=file)
 
@@ -46,8 +46,8 @@ def configure_excepthook() -> None:
     """Print the environment to standard error after each exception that ends the process.
 
     The exception itself is shown as before. In IPython and notebooks, the report follows each exception of a cell.
-    Ctrl-C causes no report. A second call has no effect, unless another hook was installed meanwhile: that hook is
-    still called, and each exception is reported once, after it.
+    Ctrl-C causes no report. A second call has no effect, unless another hook was installed in the meantime. That hook
+    is still called, and each exception is reported once, after it.
     """
     shell = _ipython()
     if shell is not None:
@@ -68,7 +68,7 @@ def disable_env_report() -> None:
 
 def main() -> int:
     """Print the description, and return 0."""
-    argparse.ArgumentParser(description="Print what a report of a fault should say about this machine.").parse_args()
+    argparse.ArgumentParser(description="Print the description of the environment for a bug report.").parse_args()
     print_env()
     return 0
 

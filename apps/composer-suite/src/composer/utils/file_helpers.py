@@ -60,8 +60,8 @@ __getattr__, __dir__ = lazy_face(
     __name__,
     {},
     removed={
-        "FORMAT_NAME_WITH_DIST_TABLE": "it was text for documentation. help(composer.utils.format_name_with_dist_and_time) lists what may stand in a name.",
-        "FORMAT_NAME_WITH_DIST_AND_TIME_TABLE": "it was text for documentation. help(composer.utils.format_name_with_dist_and_time) lists what may stand in a name.",
+        "FORMAT_NAME_WITH_DIST_TABLE": "it was text for documentation. help(composer.utils.format_name_with_dist_and_time) lists the placeholders.",
+        "FORMAT_NAME_WITH_DIST_AND_TIME_TABLE": "it was text for documentation. help(composer.utils.format_name_with_dist_and_time) lists the placeholders.",
         "validate_remote_path": "composer.cli.validate_remote_path.validate_remote_path does it, and the command composer_validate_remote_path.",
     },
 )

@@ -1,4 +1,4 @@
-"""Importing by name, and the error for an optional dependency that is missing."""
+"""Import of objects by name, and the error for a missing optional dependency."""
 
 from importlib import import_module
 from typing import Any
@@ -9,15 +9,15 @@ __all__ = ["MissingConditionalImportError", "import_object"]
 
 
 def import_object(name: str) -> Any:
-    """Import what a name such as `'package.module:attribute'` stands for.
+    """Import an object by its name, such as `'package.module:attribute'`.
 
-    Importing runs the module's code: never pass a name that came out of a checkpoint or from a stranger.
+    Importing runs the module's code. Never pass a name from a checkpoint or another untrusted source.
 
     Args:
-        name: The module and the attribute, with a colon between them. Dots lead into the attribute's own attributes.
+        name: The module and the attribute, separated by a colon. The attribute may contain dots.
 
     Raises:
-        ValueError: If the name is not of that form.
+        ValueError: If the name does not have that form.
         ImportError: If the module does not exist.
         AttributeError: If the module has no such attribute.
 

@@ -1,4 +1,4 @@
-"""Export of trained models, for programs that run them without this library."""
+"""Export of trained models for inference without this library."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class ExportFormat(StringEnum):
     """Format of an exported model.
 
     - `TORCHSCRIPT`: for `torch.jit.load`, also from C++.
-    - `ONNX`: for other runtimes. Needs a sample of the input.
-    - `EXPORT`: a `.pt2` archive for `torch.export.load`. Needs a sample of the input.
-    - `SAFETENSORS`: the weights alone, which is all that many runtimes want.
+    - `ONNX`: for other runtimes. Requires a sample input.
+    - `EXPORT`: a `.pt2` archive for `torch.export.load`. Requires a sample input.
+    - `SAFETENSORS`: only the weights, for runtimes that have their own model definitions.
     """
 
     TORCHSCRIPT = "torchscript"
@@ -68,29 +68,28 @@ def export_for_inference(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> None:
-    """Write a copy of a model, on the CPU in evaluation mode. Rank 0 writes; the others return at once.
+    """Write a copy of a model, on the CPU and in evaluation mode. Rank 0 writes; the other ranks return at once.
 
     Args:
         model: The model, not wrapped for several ranks.
         save_format: See `ExportFormat`.
-        save_path: A path or a URI; with `save_object_store` a name in that store.
+        save_path: A path or a URI; with `save_object_store`, a name in that store.
         save_object_store: An `ObjectStore`.
-        sample_input: Arguments of the model: one, or a tuple of them. A dict at the end of a tuple holds keywords, so
-            that `(batch, {})` is one argument of any type.
-        dynamic_axes: Axes of variable length: as `torch.onnx.export` takes them, or for `EXPORT` as
-            `torch.export.export` takes `dynamic_shapes`.
-        surgery_algs: Functions that change the model's layers, before weights are loaded into them.
-        transforms: Functions that change the model at the end.
-        onnx_opset_version: By default that of PyTorch.
+        sample_input: Argument of the model, or a tuple of arguments. A dict at the end of a tuple contains keyword
+            arguments, so `(batch, {})` is one argument of any type.
+        dynamic_axes: Axes of variable length, in the format of `torch.onnx.export` or, for `EXPORT`, in that of the
+            `dynamic_shapes` of `torch.export.export`.
+        surgery_algs: Functions that modify the model's layers before weights are loaded.
+        transforms: Functions that modify the model before it is written.
+        onnx_opset_version: Default: that of PyTorch.
         load_path: A checkpoint whose weights replace those of the model.
         load_object_store: The `ObjectStore` that has `load_path`.
         load_strict: Whether missing and unexpected weights are an error.
-        input_names: For `ONNX`. By default the keys of a dict, else `input`.
-        output_names: For `ONNX`. By default `output`.
+        input_names: For `ONNX`. Default: the keys of a dict, otherwise `input`.
+        output_names: For `ONNX`. Default: `output`.
 
     Raises:
-        ValueError: If the model is wrapped, the format is unknown, the path is empty, or a sample is needed and not
-            given.
+        ValueError: If the model is wrapped, the format is unknown, the path is empty, or a required sample is missing.
         MissingConditionalImportError: If the format is ONNX and the package is not installed.
         RuntimeError: If the model cannot be written in this format.
     """
@@ -101,7 +100,7 @@ def export_for_inference(
         raise ValueError("model is a DistributedDataParallel. Export what it wraps: model.module.")
     if is_model_fsdp(model) or is_model_fsdp2(model):
         raise ValueError(
-            "model is sharded by FSDP, and no rank has the whole of it. Save a checkpoint with state_dict_type='full', "
+            "model is sharded by FSDP, so no rank has all of it. Save a checkpoint with state_dict_type='full', "
             "and export a model that is not sharded with load_path=... ."
         )
     sample = _arguments(DeviceCPU().batch_to_device(copy.deepcopy(sample_input)))
@@ -112,8 +111,9 @@ def export_for_inference(
         )
     if save_format is ExportFormat.ONNX and find_spec("onnx") is None:
         raise MissingConditionalImportError("onnx", "onnx", distribution="composer-suite")
-    if get_global_rank() != 0:
+    if get_global_rank() != 0:  # after the checks, so that a wrong argument raises on every rank
         return
+    # A copy, since the changes below must not affect the model in training.
     model = copy.deepcopy(unwrap_model(model)).cpu()
     model = _changed(model, surgery_algs)
     if load_path is not None:
@@ -140,12 +140,12 @@ def export_with_logger(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> None:
-    """Write a model as `export_for_inference` does, by way of a logger that keeps files if there is one.
+    """Write a model like `export_for_inference`, through a logger that keeps files if there is one.
 
     Args:
         model: See `export_for_inference`.
         save_format: See `export_for_inference`.
-        save_path: See `export_for_inference`. Where a logger keeps files and no store is given, their name there.
+        save_path: See `export_for_inference`. If a logger keeps files and no store is given, the name for the logger.
         logger: The logger.
         save_object_store: See `export_for_inference`.
         sample_input: See `export_for_inference`.
@@ -172,7 +172,7 @@ def export_with_logger(
 
 
 def quantize_dynamic(model: nn.Module) -> nn.Module:
-    """Return a copy of a model whose linear layers keep their weights in 8 bits.
+    """Return a copy of a model whose linear layers store their weights in 8 bits.
 
     Example:
         >>> layers = quantize_dynamic(torch.nn.Sequential(torch.nn.Linear(64, 64)))
@@ -180,7 +180,7 @@ def quantize_dynamic(model: nn.Module) -> nn.Module:
         torch.qint8
     """
     with warnings.catch_warnings():
-        # PyTorch means to move this to torchao, which is not needed for as little as this.
+        # PyTorch deprecates this function in favor of torchao, which would be another dependency.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.filterwarnings("ignore", ".*torch.quantize_per_tensor.*", UserWarning)
         return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
@@ -189,13 +189,13 @@ def quantize_dynamic(model: nn.Module) -> nn.Module:
 def _changed(model: nn.Module, changes: Any) -> nn.Module:
     for change in ensure_tuple(changes):
         changed = change(model)
-        model = model if changed is None else changed  # what changes a model in place need not return it
+        model = model if changed is None else changed  # a function that changes the model in place may return None
     return model
 
 
 def _load(model: nn.Module, path: str, store: Any, strict: bool) -> None:
     from composer_checkpoint.files import load_file
-    from composer_checkpoint.remote.fetch import get_file  # here, since few exports load anything
+    from composer_checkpoint.remote.fetch import get_file  # here, since few exports load weights
 
     with tempfile.TemporaryDirectory() as folder:
         local = os.path.join(folder, os.path.basename(path))
@@ -220,7 +220,7 @@ def _deliver(write: Callable[[str], None], save_format: ExportFormat, save_path:
         folder.mkdir(parents=True, exist_ok=True)
     # In the folder of the final file, so that the move stays on one file system and is atomic.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as beside:
-        # Some writers require the suffix of their format, also if the final file has another.
+        # Some writers require the suffix of their format, even if the final file has another one.
         path = os.path.join(beside, f"model{_SUFFIXES[save_format.value]}")
         write(path)
         if store is None:
@@ -233,7 +233,7 @@ _Arguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
 
 def _arguments(given: Any) -> _Arguments | None:
-    """Return a sample as PyTorch's exporters take it: a tuple's last item may be a dict of keywords."""
+    """Return the positional and keyword arguments of a sample, or `None` if there is none."""
     args = given if isinstance(given, tuple) else (given,)
     kwargs: dict[str, Any] = {}
     if len(args) > 1 and isinstance(args[-1], dict):
@@ -264,7 +264,7 @@ def _write(
 
 
 def _write_torchscript(model: nn.Module, path: str, sample: _Arguments | None) -> None:
-    """Write TorchScript: compiled from the source, or where that fails recorded while the sample runs.
+    """Write TorchScript: compiled from the source or, if that fails, traced with the sample.
 
     Raises:
         RuntimeError: If neither is possible.
@@ -273,7 +273,7 @@ def _write_torchscript(model: nn.Module, path: str, sample: _Arguments | None) -
     with _without_deprecations():
         try:
             scripted = torch.jit.script(model)
-        except Exception as why:  # the compiler has no class of errors of its own
+        except Exception as why:  # the compiler raises exceptions of many classes
             if sample is None:
                 raise RuntimeError(
                     f"{name} cannot be scripted: {why}\nGive sample_input, with which it can be traced instead; or use "
@@ -301,7 +301,7 @@ def _write_onnx(
     dynamic_axes: Any,
     opset_version: int | None,
 ) -> None:
-    """Write ONNX, with names for inputs and outputs; inputs that the model does not use are left out."""
+    """Write ONNX with named inputs and outputs, without unused inputs."""
     args, kwargs = sample
     if input_names is None:
         first = args[0] if args else kwargs
@@ -315,7 +315,7 @@ def _write_onnx(
             output_names=["output"] if output_names is None else list(output_names),
             dynamic_axes=dynamic_axes,
             opset_version=opset_version,
-            # PyTorch's newer exporter keeps unused inputs, under generated names.
+            # PyTorch's newer exporter keeps unused inputs, with generated names.
             dynamo=False,
         )
 
@@ -326,6 +326,6 @@ def _without_deprecations() -> Iterator[None]:
     with warnings.catch_warnings():
         for category in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
-        # Tracing warns about each size that it takes for constant, but most models do not depend on them.
+        # Tracing warns about each size that it treats as a constant, but few models depend on them.
         warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)  # pyright: ignore[reportPrivateImportUsage]  # documented there
         yield

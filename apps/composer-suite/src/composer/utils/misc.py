@@ -32,7 +32,7 @@ __getattr__, __dir__ = lazy_face(
     __name__,
     {},
     removed={
-        "using_torch_2": "PyTorch 1 is too old to be here. Keep what the script does with PyTorch 2.",
-        "using_torch_2_0_1": "PyTorch 1 is too old to be here. Keep what the script does with PyTorch 2.",
+        "using_torch_2": "PyTorch 1 is not supported. Keep the script's code for PyTorch 2.",
+        "using_torch_2_0_1": "PyTorch 1 is not supported. Keep the script's code for PyTorch 2.",
     },
 )

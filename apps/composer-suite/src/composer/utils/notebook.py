@@ -11,6 +11,6 @@ def is_notebook() -> bool:
 
     IPython in a terminal does not count.
     """
-    ipython: Any = sys.modules.get("IPython")  # a kernel has imported it
+    ipython: Any = sys.modules.get("IPython")  # not imported here: a kernel has already imported it
     shell = None if ipython is None else ipython.get_ipython()
     return getattr(shell, "kernel", None) is not None
