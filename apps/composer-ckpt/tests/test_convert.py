@@ -17,7 +17,7 @@ import torch
 
 from composer_checkpoint import load_file, load_sharded, save_file, save_sharded, verify
 from composer_checkpoint.formats.per_rank import merge_local
-from composer_checkpoint.tensors import open_checkpoint
+from composer_checkpoint.tensors import as_stored, open_checkpoint, stream_sharded
 
 
 def weights_of(path):
@@ -386,6 +386,7 @@ def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(how, run, tmp
         (["convert", "w.pt", "out.safetensors", "--optimizer"], "weights alone"),
         (["convert", "empty.pt", "out.pt"], "no weights"),
         (["reshard", "w.pt", "out", "--world-size", "2"], "not cut"),
+        (["reshard", "sharded", "out", "--world-size", "2", "--max-shard-size", "1KB"], "--world-size N"),
         (["extract", "w.pt", "out.txt"], ".safetensors, .pt and .json"),
     ],
 )
@@ -393,10 +394,11 @@ def test_arguments_that_do_not_fit_are_usage_errors(arguments, words, run, tmp_p
     monkeypatch.chdir(tmp_path)
     save_file({"w": torch.ones(2)}, "w.pt")
     save_file({"state": {"run_name": "x"}}, "empty.pt")
+    stream_sharded({"w": as_stored(torch.ones(2))}, "sharded", num_files=1)
     code, _, errors = run(*arguments)
     assert code == 2
     assert words in errors
-    assert sorted(os.listdir()) == ["empty.pt", "w.pt"]
+    assert sorted(os.listdir()) == ["empty.pt", "sharded", "w.pt"]
 
 
 OF_HUGGING_FACE_FOLDERS = [

@@ -173,6 +173,9 @@ def test_nan_is_equal_to_itself_and_to_nothing_else(run_json, tmp_path):
     code, told = run_json("diff", tmp_path / "a.pt", tmp_path / "b.pt")
     assert code == 1
     assert told["value"][0]["max_abs"] is None
+    save_file({"w": torch.tensor([float("nan"), 1.5])}, tmp_path / "d.pt")
+    _, told = run_json("diff", tmp_path / "a.pt", tmp_path / "d.pt")
+    assert told["value"][0]["max_abs"] == 0.5  # NaN in both files at one place is equal
 
 
 def test_names_of_tensors_neither_steer_the_terminal_nor_forge_lines(run, tmp_path):

@@ -180,7 +180,8 @@ class _Difference:
         elif a.dtype == b.dtype and not (a.is_floating_point() or a.is_complex() or rtol or atol):
             # Integers beyond 2**53 that differ but are equal in float64.
             self.is_different, self.max_abs = True, max(self.max_abs, 1.0)
-        gap = (wide_a - wide_b).abs()
+        # As in `allclose` above, two NaN at one place are equal.
+        gap = (wide_a - wide_b).abs().masked_fill(wide_a.isnan() & wide_b.isnan(), 0)
         self.max_abs = max(self.max_abs, _largest(gap))
         # Clamped, so that a difference of 0 from 0 is 0 and not NaN.
         self.max_rel = max(self.max_rel, _largest(gap / wide_b.abs().clamp_min(torch.finfo(torch.float64).tiny)))

@@ -38,7 +38,7 @@ def _reshard(local: str, options: argparse.Namespace) -> Result:
             f"--to hf."
         )
     # Some formats are split by size and the others by rank, and each needs or rejects --world-size accordingly.
-    if by_size == (options.world_size is not None):
+    if by_size == (options.world_size is not None) or (options.max_shard_size is not None and not by_size):
         raise UsageError(
             f"a checkpoint of the format {kind} is cut by {'--max-shard-size' if by_size else '--world-size N'}."
         )
