@@ -1,21 +1,21 @@
-"""Write the modules of composer-suite that only lead to names elsewhere, from the table `tools/faces.toml`.
+"""Generate the modules of composer-suite that only re-export names, from the table `tools/faces.toml`.
 
     faces.py [--check]
 
-Composer's import paths are part of its API, and most of them lead to another package of this workspace. The table has
-one entry for each such module: its docstring, and the names it takes from each module; `name:alias` renames one.
-`--check` writes nothing and fails if a file differs from its entry, or is marked as generated and has none. An entry
-may also have:
+Composer's import paths are part of its API, and most of them re-export names of other packages of this workspace. The
+table has one entry for each such module: its docstring, and the names it imports from each module. `name:alias` renames
+a name. `--check` writes nothing, and fails if a file differs from its entry or a generated file has no entry. Optional
+keys of an entry:
 
-- `lazy`: the modules whose names load on first use; `true` stands for all of them.
-- `unlisted`: the modules whose names are not in `__all__`.
-- `optional`: a package that may be missing, with the names that `__all__` then lacks.
-- `submodules`: modules of a package that are reachable without an import of their own.
-- `renamed`: former names, each with its new one, such as `'composer.loss.DiceLoss'`. Using one warns.
-- `removed`: what to use instead, or a key of `composer._former_modules.GONE`, with the removed names.
-- `hints`: `true` where names are gone for which `composer._former_modules` says what to use.
-- `shared`: a module that uses names of this one, with the names, so that patches made here reach it.
-- `same_as`: the module that is imported in this one's place, so that patches of either name reach both.
+- `lazy`: modules whose names are loaded on first use; `true` for all of them.
+- `unlisted`: modules whose names are not in `__all__`.
+- `optional`: a package that may be missing, with the names that are then not in `__all__`.
+- `submodules`: submodules that are available without a separate import.
+- `renamed`: new names by former names, such as `'composer.loss.DiceLoss'`. Using a former name warns.
+- `removed`: removed names by a sentence about their replacement, or by a key of `composer._former_modules.GONE`.
+- `hints`: `true` if `composer._former_modules` has replacements for removed names of this module.
+- `shared`: a module that uses names of this one, with the names, so that patches made here affect it.
+- `same_as`: the module that replaces this one, so that patches of either module affect both.
 """
 
 import argparse
@@ -36,7 +36,7 @@ OPTIONS = {"doc", "lazy", "unlisted", "optional", "submodules", "renamed", "remo
 
 
 def path_of(module: str) -> Path:
-    """Return a module's file below the source folder. A module with others below it is a package."""
+    """Return a module's file below the source folder. A module with a folder is a package."""
     path = Path(*module.split("."))
     return path / "__init__.py" if (SOURCE / path).is_dir() else path.with_suffix(".py")
 
@@ -89,9 +89,9 @@ def render(entry: Mapping[str, Any]) -> str:
 
 
 def aliased(name: str) -> str:
-    """Return a name as an import statement has it."""
+    """Return a name as in an import statement, with its alias."""
     name, _, alias = name.partition(":")
-    # The alias tells ruff and type checkers that a private name is there for others: users' tests call some.
+    # `_name as _name` marks a private name as re-exported for ruff and type checkers. Tests of users call some.
     alias = alias or (name if name.startswith("_") else "")
     return f"{name} as {alias}" if alias else name
 
@@ -107,7 +107,7 @@ def lazy_arguments(entry: Mapping[str, Any]) -> str:
 def generate(table: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
     """Return the formatted text of each file, by its path below the source folder."""
     paths = {path_of(module): render(entry) for module, entry in table.items()}
-    with tempfile.TemporaryDirectory(dir=ROOT) as folder:  # below the root, where ruff finds its settings
+    with tempfile.TemporaryDirectory(dir=ROOT) as folder:  # below the root, so that ruff finds its settings
         for path, text in paths.items():
             file = Path(folder) / path
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def generate(table: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
 
 
 def with_long_lines(text: str) -> str:
-    """Allow the long lines of a formatted module: sentences about removed names are not wrapped."""
+    """Allow long lines of a formatted module, since sentences about removed names are not wrapped."""
     is_long = any(len(line.partition("  # noqa")[0]) > LINE_LENGTH for line in text.splitlines())
     return text.replace(MARK, f"{MARK}# ruff: noqa: E501\n", 1) if is_long else text
 

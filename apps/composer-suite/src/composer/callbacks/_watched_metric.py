@@ -106,7 +106,7 @@ class MetricStopper(Callback):
 
     @abstractmethod
     def _look(self, state: State, value: torch.Tensor) -> None:
-        """Stop training if the value asks for it."""
+        """Stop training if the value requires it."""
 
     def _metrics(self, state: State) -> Mapping[str, Any]:
         if self.dataloader_label == "train" and state.train_metrics:

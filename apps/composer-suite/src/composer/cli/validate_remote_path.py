@@ -24,7 +24,7 @@ def validate_remote_path(remote_path: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the sentence, or the error, and return the exit status."""
-    parser = argparse.ArgumentParser("composer_validate_remote_path", description="List what is below an address.")
+    parser = argparse.ArgumentParser("composer_validate_remote_path", description="Count the objects under a URI.")
     parser.add_argument("remote_path", metavar="URI", help="such as s3://bucket/folder")
     remote_path: str = parser.parse_args(arguments).remote_path
     try:

@@ -383,7 +383,7 @@ def require(module: str, *, extra: str, package: str | None = None) -> Any:
 class UncaughtErrors:
     """Detection of an exception that ends the process, between `watch` and `stop`.
 
-    `sys.excepthook` is still called, and restored afterwards unless another hook was installed meanwhile.
+    The previous `sys.excepthook` is still called. `stop` restores it, unless another hook was installed since.
     """
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ class FileLogger(LoggerDestination):
         remote_file_name: The name of the file for loggers that upload it, such as a `RemoteUploaderDownloader`, with
             the same placeholders. By default `filename`.
         capture_stdout: Whether to copy `sys.stdout`, from construction until the Trainer is closed.
-        capture_stderr: Whether to copy `sys.stderr`, likewise.
+        capture_stderr: Whether to copy `sys.stderr`.
         buffer_size: The number of bytes to buffer: 1 for line buffering, 0 for none, less than 0 for the default of the
             system.
         log_traces: Whether to also write the actions of algorithms.

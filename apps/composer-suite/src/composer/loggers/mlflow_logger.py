@@ -228,9 +228,9 @@ class MLFlowLogger(QueuedLogger):
         patience_s: Seconds that the start and the end of the run wait for MLflow.
 
     Attributes:
-        experiment_id: The experiment, from INIT on, on all ranks.
-        run_id: The run, likewise. `None` if MLflow could not be reached.
-        run_url: The URL of the run on Databricks, from AFTER_LOAD on.
+        experiment_id: The id of the experiment, set on all ranks at INIT.
+        run_id: The id of the run, set on all ranks at INIT; `None` if MLflow could not be reached.
+        run_url: The URL of the run on Databricks, set at AFTER_LOAD.
 
     Raises:
         MissingConditionalImportError: If mlflow is not installed; the extra `mlflow` brings it.

@@ -44,7 +44,7 @@ class WandBLogger(QueuedLogger):
 
     Attributes:
         entity: The user or team, set at INIT; `None` if W&B does not return it.
-        project: The project, likewise.
+        project: The project, set at INIT; `None` if W&B does not return it.
         run_dir: The folder of the run's files, set at INIT.
         run_url: The URL of the run, set at INIT; `None` offline.
 

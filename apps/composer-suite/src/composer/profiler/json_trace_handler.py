@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class JSONTraceHandler(TraceHandler):
-    """Write what a `Profiler` records as JSON: a file for each rank and cycle, and a merged file for each node.
+    """Write the records of a `Profiler` as JSON: a file for each rank and cycle, and a merged file for each node.
 
     A file is written at the end of the last batch of its cycle. The end of an enclosing span, such as `event/epoch`, is
     written later: to the file of the next cycle or, at the end of `fit`, to the last file. Loggers that keep files

@@ -197,7 +197,7 @@ class Profiler(Callback):
     def bind_to_state(self, state: State) -> None:
         """Add the profiler, its own callbacks and its trace handlers to the state's callbacks."""
         self._state = state
-        # Handlers come last, so that they see what the others record on the same event.
+        # Handlers come last, after the callbacks whose records of the same event they receive.
         state.callbacks.extend([self, *self._callbacks, *self._trace_handlers])
 
     def after_load(self, state: State, logger: Logger) -> None:

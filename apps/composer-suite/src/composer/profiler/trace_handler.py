@@ -1,4 +1,4 @@
-"""Base class of trace handlers, the callbacks that receive what a profiler records."""
+"""Base class of trace handlers, the callbacks that receive the records of a profiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// The page: its sections, in their order, and the way to each.
+// The page: its sections in order, and the links to them.
 const nameOf = (run, index) => make("h3", {}, make("span", { style: `color:${colorOf(index)}` }, "● "), run.name);
 
 function overview() {
@@ -6,7 +6,7 @@ function overview() {
   const rows = data.runs.flatMap((run, index) => {
     const status = run.status.status ?? "unknown";
     const swatch = make("span", { style: `color:${colorOf(index)}` }, "● ");
-    // One that was killed cannot say so.
+    // A killed run still has the status "running", so the time of its last update is shown.
     const seen = status === "running" ? `, seen last ${String(run.status.updated).slice(0, 19).replace("T", " ")} UTC` : "";
     const state = make("span", { class: status }, status + seen);
     const bad = run.num_bad_lines ? make("div", { class: "faint" }, `${run.num_bad_lines} line(s) of the metrics are cut off`) : null;
@@ -19,7 +19,7 @@ function overview() {
   return make("div", { class: "overview" }, table(head, rows));
 }
 
-// The line of a traceback that says what was wrong; notes may follow it.
+// The summary is the line of the traceback with the exception, which notes may follow.
 function failure(text) {
   const lines = text.trimEnd().split("\n");
   const told = lines.findLast((line) => /^[A-Za-z_][\w.]*(: |$)/.test(line)) ?? lines.at(-1);
@@ -45,7 +45,7 @@ function controls(onView, onFilter) {
     runs.length ? make("div", { class: "runs" }, ...runs) : null);
 }
 
-const wide = [];  // what draws the charts that are as wide as the page
+const wide = [];  // functions that draw the full-width charts
 
 function stepTimes() {
   const parts = [...new Set(data.runs.flatMap((run) => Object.keys(run.times.step ?? {})))];
@@ -78,7 +78,7 @@ function profiledEvents() {
     { title: "longest ms", key: "longest_s", show: milliseconds },
     { title: "% of steps", key: "share_of_steps", show: (value) => (100 * value).toFixed(1) },
   ];
-  const missing = { median_s: null, p95_s: null, share_of_steps: null };  // in what earlier releases have written
+  const missing = { median_s: null, p95_s: null, share_of_steps: null };  // not recorded by earlier releases
   return data.runs.flatMap((run, index) => {
     const records = (run.times.profiler ?? []).map((row) => ({ ...missing, ...row, mean_s: row.total_s / row.count }));
     if (!records.length) return [];
@@ -135,11 +135,11 @@ function section(id, title, ...nodes) {
   return make("section", { id }, make("h2", {}, title), ...nodes);
 }
 
-// What a link leads to must be open to be seen, also where the address has led there before.
+// Open the collapsed target of a link, also if the address does not change, which causes no `hashchange`.
 function reveal() {
   const target = document.getElementById(location.hash.slice(1));
   if (target instanceof HTMLDetailsElement && !target.open) {
-    target.addEventListener("toggle", () => target.scrollIntoView(), { once: true });  // its charts have room by then
+    target.addEventListener("toggle", () => target.scrollIntoView(), { once: true });  // only then does it have its full height
     target.open = true;
   }
   target?.scrollIntoView();
@@ -173,10 +173,10 @@ function show() {
     contents([...ofGroups(false), ...ofSections(middle), ...ofGroups(true), ...ofSections(last)]), overview(), bar, holders.first,
     ...middle.map(([id, title, , nodes]) => section(id, title, ...nodes)), holders.second,
     ...last.map(([id, title, , nodes]) => section(id, title, ...nodes)));
-  // What a link leads to lies below the bar, which stays at the upper edge.
+  // Targets of links must not be hidden by the bar, which is fixed at the upper edge.
   new ResizeObserver(() => { document.documentElement.style.scrollPaddingTop = `${bar.offsetHeight + 8}px`; }).observe(bar);
   drawAll();
-  for (const draw of wide) draw();  // only now do their boxes have a width
+  for (const draw of wide) draw();  // only now, since their containers get a width when they are in the page
   addEventListener("hashchange", reveal);
   if (location.hash) reveal();
   document.body.dataset.ready = "yes";

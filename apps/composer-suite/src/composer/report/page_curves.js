@@ -1,9 +1,9 @@
-// The charts of what was logged: which there are, in which order, and drawing them once they come into sight.
+// Charts of the logged metrics: grouping, order, and drawing when they become visible.
 const longest_s = Math.max(0, ...data.runs.flatMap((run) => Object.values(run.curves).map((curve) => curve.time_s.at(-1) ?? 0)));
 const clock = longest_s >= 7200 ? { unit: "hours", seconds: 3600 } : longest_s >= 300 ? { unit: "minutes", seconds: 60 } : { unit: "seconds", seconds: 1 };
 const axes = { batch: "batches", epoch: "epochs", sample: "samples", token: "tokens", time_s: clock.unit };
-const most = 60; // charts of a group that are shown without being asked for
-const many = 12; // a group of one's own with more than these waits behind its name
+const most = 60; // charts of a group shown initially, and added by each click on "more"
+const many = 12; // a group of the user's own metrics with more charts than this is collapsed
 const view = { axis: "batch", smoothing: 0, log: false, filter: "", hidden: new Set(), shown: new Map(), open: new Set() };
 
 const titles = { loss: "Losses", metrics: "Metrics", throughput: "Throughput", memory: "Memory", time: "Time", trainer: "Trainer", activations: "Activations" };
@@ -16,12 +16,13 @@ function smoothed(values, weight) {
   return values.map((value) => {
     if (value === null) return null;
     mean = weight * mean + (1 - weight) * value;
+    // Dividing by the sum of the weights corrects the bias of the first values towards 0.
     norm = weight * norm + (1 - weight);
     return mean / norm;
   });
 }
 
-// Training and evaluation of one metric lie in one chart.
+// The curves of a metric in training and in evaluations share a chart.
 function place(name) {
   const match = /^metrics\/([^/]+)\/(.+)$/.exec(name);
   if (match) return { chart: `metrics/${match[2]}`, label: match[1] };
@@ -37,11 +38,11 @@ function groupOf(chart) {
   return Object.hasOwn(titles, first) ? titles[first] : first;
 }
 
-// Names by their words and numbers; what is of one device behind what is of all.
+// Natural order, so that layer 10 follows layer 9. Metrics per device come after those of all devices.
 const byName = ([one], [other]) =>
   one.includes("/device/") - other.includes("/device/") || one.localeCompare(other, "en", { numeric: true });
 
-// Each group of charts with its place in the page: what one looks at first, then one's own, then what is much.
+// Groups of charts in the order of the page: the most important ones, the user's own, and large ones, collapsed.
 function collect() {
   const groups = new Map();
   data.runs.forEach((run, index) => {
@@ -65,7 +66,7 @@ function collect() {
   }));
 }
 
-// What is no number lies at the upper edge, on an axis of its own; where it begins, a line says what it is.
+// Non-finite values are marked at the upper edge, on a separate axis; a labeled line marks the first one.
 function notFinite(x, name, color, curve) {
   const at = Object.keys(curve.not_finite).map(Number);
   if (!at.length) return null;
@@ -95,12 +96,12 @@ function draw(node) {
     odd.push(notFinite(x, name, color, curve));
   }
   const marked = odd.filter(Boolean);
-  // The colours of several runs are those of their names above.
+  // With several runs, the colored names above the charts are the legend.
   const showlegend = data.runs.length === 1 && curves.length > 1;
   const units = [...new Set(curves.map(({ unit }) => unit).filter(Boolean))];
   Plotly.react(node, [...traces, ...marked.map((each) => each.trace)], layout({
     shapes: marked.map((each) => each.shape), showlegend, ...(showlegend ? { margin: { l: 56, r: 14, t: 26, b: 70 } } : {}),
-    // What was zoomed into stays so while a run is taken away or a curve smoothed.
+    // An unchanged `uirevision` keeps the zoom when runs are hidden or curves are smoothed.
     xaxis: { title: { text: axes[view.axis], standoff: 6 }, zeroline: false, uirevision: view.axis },
     yaxis: { type: view.log ? "log" : "linear", zeroline: false, automargin: true, uirevision: String(view.log),
       ...(units.length ? { title: { text: plain(units.join(" or ")), standoff: 6 } } : {}) },
@@ -115,9 +116,9 @@ function captionOf(chart, curves) {
   return make("figcaption", {}, chart, make("span", { class: "faint" }, key));
 }
 
-// Charts are drawn when they come into sight; those in sight are drawn anew, however many changes came before a frame.
+// Charts are drawn when they become visible. Visible ones are redrawn at most once per frame, after all changes.
 const inSight = new Set(), stale = new Set();
-const budget_ms = 40; // of one frame: a slider that is drawn along must not wait for all charts
+const budget_ms = 40; // of drawing per frame, so that a slider stays responsive with many charts
 let isFrameAsked = false;
 const drawStale = () => {
   isFrameAsked = false;
@@ -135,7 +136,7 @@ const askFrame = () => {
 const visible = new IntersectionObserver((entries) => {
   for (const { isIntersecting, target } of entries) inSight[isIntersecting ? "add" : "delete"](target);
   drawStale();
-}, { rootMargin: "400px" });
+}, { rootMargin: "400px" }); // draw shortly before a chart is scrolled into view
 
 function drawAnew() {
   for (const node of document.querySelectorAll(".chart")) stale.add(node);
@@ -147,7 +148,7 @@ function clear(holder) {
     visible.unobserve(node);
     inSight.delete(node);
     stale.delete(node);
-    Plotly.purge(node);
+    Plotly.purge(node); // Plotly would otherwise keep the chart in memory
   }
   holder.replaceChildren();
 }
@@ -188,10 +189,10 @@ function drawCurves(groups, holders) {
     const wanted = group.charts.filter(([chart]) => chart.toLowerCase().includes(view.filter));
     if (!wanted.length) continue;
     if (group.isSecond) {
-      (view.filter ? holders.first : holders.second).append(closable(group, wanted)); // what is looked for comes first
+      (view.filter ? holders.first : holders.second).append(closable(group, wanted)); // search results are shown at the top
     } else {
       const holder = make("div", {});
-      const columns = Math.min(wanted.length, most);  // small groups lie side by side
+      const columns = Math.min(wanted.length, most);  // small groups share a row
       const style = `flex: ${columns} 1 ${columns * 432 - 12}px`;
       holders.first.append(make("section", { id: group.id, style }, make("h2", {}, group.title), holder));
       fill(holder, group, wanted);

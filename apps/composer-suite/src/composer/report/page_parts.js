@@ -1,4 +1,4 @@
-// What all parts of the page are made with: the data, nodes, tables, texts for numbers.
+// Helpers of all parts of the page: the data, DOM nodes, tables and formatted numbers.
 const data = JSON.parse(document.getElementById("composer-data").textContent);
 const root = document.getElementById("report");
 const colors = [
@@ -7,7 +7,7 @@ const colors = [
 ];
 const colorOf = (index) => colors[index % colors.length];
 
-// Names come from anywhere. Nodes take them as text; Plotly reads some tags, so it gets none.
+// Names are untrusted. DOM nodes treat them as text, but Plotly interprets some HTML tags, which are escaped here.
 const plain = (text) => String(text).replace(/[&<>]/g, (sign) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" }[sign]));
 const make = (tag, attributes = {}, ...children) => {
   const node = document.createElement(tag);
@@ -43,7 +43,7 @@ const config = { displaylogo: false, responsive: true, modeBarButtons: [["toImag
 const bars = { hovermode: "closest", yaxis: { autorange: "reversed", automargin: true, ticks: "outside", ticklen: 4, tickcolor: "#fff" } };
 const short = (name) => plain(name.length > 40 ? `${name.slice(0, 39)}…` : name);
 
-// A table whose rows come in the order of the column that was chosen last, the largest numbers and the first names first.
+// Table sorted by the selected column: numbers descending, names ascending; selecting it again reverses the order.
 function sortable(columns, records, chosen) {
   const body = make("tbody", {});
   const heads = columns.map(({ title, key, isText }) => make("th", {}, make("button", { onclick: () => sort(key, isText) }, title)));
@@ -64,6 +64,7 @@ function sortable(columns, records, chosen) {
       else heads[place].removeAttribute("aria-sort");
     });
   };
+  // `sort` reverses the order if the key is already chosen.
   const first = chosen.key;
   chosen = {};
   sort(first);
