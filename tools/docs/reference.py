@@ -1,11 +1,12 @@
 """Write the pages of the reference: for each public name of a package or module, the place where its docstring goes.
 
-Sources are read and not run, so that no optional dependency is missed.
+Names come from `__all__`. Where each is defined is read in the sources, since imported objects do not know it.
 """
 
 import ast
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -138,22 +139,7 @@ def _entries(module: str, level: int) -> Iterator[str]:
 
 
 def _public_names(module: str) -> list[str]:
-    """Return `__all__`, in which `*_HOME` stands for the names of a dict or list of the module."""
-    values = {
-        target.id: statement.value
-        for statement in _source(module).body
-        if isinstance(statement, ast.Assign)
-        for target in statement.targets
-        if isinstance(target, ast.Name)
-    }
-    listed = values.get("__all__")
-    names = []
-    for entry in listed.elts if isinstance(listed, (ast.List, ast.Tuple)) else []:
-        if isinstance(entry, ast.Starred) and isinstance(entry.value, ast.Name):
-            names += ast.literal_eval(values[entry.value.id])
-        else:
-            names.append(ast.literal_eval(entry))
-    return names
+    return list(getattr(import_module(module), "__all__", ()))
 
 
 def _owner(module: str, name: str) -> str:

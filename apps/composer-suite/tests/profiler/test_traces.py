@@ -211,7 +211,7 @@ def test_a_profiler_does_not_go_with_microbatches_found_out():
 
 @pytest.mark.parametrize("profiler", [Profiler, "profiler"])
 def test_what_is_no_profiler_is_refused(profiler):
-    with pytest.raises(TypeError, match=r"is no composer\.profiler\.Profiler"):
+    with pytest.raises(TypeError, match=r"is not a composer\.profiler\.Profiler"):
         make_trainer(profiler)
 
 
