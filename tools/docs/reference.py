@@ -27,12 +27,11 @@ MODULES = {
         "composer_checkpoint.bridges.hugging_face",
         "composer_checkpoint.bridges.lightning",
         "composer_checkpoint.modular",
+        "composer_checkpoint.remote.fetch",
         "composer_checkpoint.remote.logger",
         "composer_checkpoint.sharded",
         "composer_checkpoint.stores",
         "composer_checkpoint.tensors",
-        "composer_checkpoint.remote.fetch",
-        "composer_checkpoint.remote.fetch",
     ],
     "composer-algorithms": [
         "composer_algorithms",
