@@ -238,6 +238,18 @@ def test_tensors_and_arrays_in_a_queue_come_back_as_what_they_are():
     assert (type(tensor), type(array)) == (torch.Tensor, np.ndarray)
 
 
+def test_deques_inside_each_other_and_many_times_in_one_list_take_little_time():
+    nested = collections.deque([1])
+    for _ in range(40):
+        nested = collections.deque([nested] * 3)
+    nested.append(nested)
+    assert safe_unpickle(pickle.dumps(nested))[0][1][2] is not None
+    wide = collections.deque([None] * 20_000)
+    first, *others = safe_unpickle(pickle.dumps([wide] * 20_000))
+    assert first == wide
+    assert all(other is first for other in others)
+
+
 def unfolding_tuple(levels):
     """A tuple that reaches its innermost by 2**levels paths, alone on the stack."""
     steps = b"".join(b"0h" + bytes([level, ord("h"), level]) + b"\x86q" + bytes([level + 1]) for level in range(levels))

@@ -535,7 +535,8 @@ def plain_value(value: Any) -> Any:
         case PickledCounter():
             return Counter(value)
         case deque():
-            return deque(map(plain_value, value), value.maxlen)
+            # Deques inside are left as they are: there may be any number of them inside each other, or one in itself.
+            return deque((item if isinstance(item, deque) else plain_value(item) for item in value), value.maxlen)
         case _:
             return Call.itself(value)
 
@@ -614,7 +615,14 @@ def safe_unpickle(source: Any, allow: Mapping[str, Any] | None = None) -> Any:
     data: bytes | memoryview = memoryview(source)
     scan(data)
     table = {**PLAIN_GLOBALS, **array_globals(), **(allow or {})}
-    return map_tree(run_restricted(RestrictedUnpickler(data, table)), lambda _, value: plain_value(value), shared=True)
+    deques: dict[int, deque[Any]] = {}  # each is copied once, however often it is referred to
+
+    def plain(_: str, value: Any) -> Any:
+        if not isinstance(value, deque):
+            return plain_value(value)
+        return deques.get(id(value)) or deques.setdefault(id(value), plain_value(value))
+
+    return map_tree(run_restricted(RestrictedUnpickler(data, table)), plain, shared=True)
 
 
 def _tensor_without_attributes(function: Any, kind: Any, args: Any, state: Any) -> AnyTensorSpec:
