@@ -1,5 +1,6 @@
 """The import contracts between the packages hold, and notice when one is broken."""
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -69,6 +70,23 @@ def test_undeclared_imports_are_named(root, tmp_path):
     run = subprocess.run([f"{sys.prefix}/bin/deptry", "src"], cwd=package, capture_output=True, text=True)
     assert run.returncode == 1
     assert "'torch' imported but" in run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("composer_checkpoint.uris", "get_file"),
+        ("composer_checkpoint.transfer", "upload_file"),
+        ("composer_checkpoint.remote_uploader_downloader", "RemoteUploaderDownloader"),
+        ("composer_fsdp.fsdp1_settings", "SHARDING_MAP"),
+        ("composer_fsdp.meta_apply", "meta_safe_apply"),
+        ("composer_events.value_copies", "detached_copy"),
+    ],
+)
+def test_documented_modules_stay_importable(module, name):
+    """`from composer_checkpoint.uris import get_file`, from the README, failed after modules had been merged."""
+    assert name in importlib.import_module(module).__all__
+    assert getattr(importlib.import_module(module), name)
 
 
 def test_the_diagram_of_the_packages_shows_what_they_depend_on(root):
