@@ -71,10 +71,10 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
     if fit.differing and leaves_out:
         left_out = {theirs[name] for name in fit.differing}
         saved["model"] = {name: value for name, value in weights.items() if name not in left_out}
-        told = len(left_out), path, _listed(fit.differing.values())
-        log.warning("%d weights of %s have another shape in the model and are left out: %s", *told)
+        words = len(left_out), path, _listed(fit.differing.values())
+        log.warning("%d weights of %s have another shape in the model and are left out: %s", *words)
     elif fit.differing or (strict and fit.has_other_names):
-        raise UnfittingWeightsError(fit.told(path, model))
+        raise UnfittingWeightsError(fit.describe(path, model))
 
 
 def _own_weights(model: nn.Module) -> dict[str, Any]:
@@ -107,15 +107,15 @@ class _Fit:
     def has_other_names(self) -> bool:
         return bool(self.missing or self.unexpected)
 
-    def told(self, path: str, model: str) -> str:
+    def describe(self, path: str, model: str) -> str:
         lists = (
             ("not in the checkpoint", self.missing),
             ("not in the model", self.unexpected),
             ("of another shape or kind", self.differing.values()),
         )
-        told = "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in lists if names)
+        words = "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in lists if names)
         return (
-            f"Error(s) in loading state_dict for {model}: {path} is of another model. Weights {told}. Nothing was "
+            f"Error(s) in loading state_dict for {model}: {path} is of another model. Weights {words}. Nothing was "
             f"changed. Load it into the model that it was saved from, or load what fits with load_weights_only=True "
             f"and load_strict_model_weights=False."
         )
@@ -389,16 +389,16 @@ def _compare_names(
     missing = sorted(first_name for first_name, names in own.items() if names.isdisjoint(saved_names))
     unexpected = sorted(saved_names.difference(*own.values()))
     if missing:
-        told = f"has no state of {missing[0]!r} ({len(missing)} such parameters in all), which is optimized now"
-        raise _of_other_parameters(path, name, told)
+        words = f"has no state of {missing[0]!r} ({len(missing)} such parameters in all), which is optimized now"
+        raise _of_other_parameters(path, name, words)
     if unexpected:
-        told = f"has the parameter {shown(unexpected[0])} ({len(unexpected)} in all), which is not optimized now"
-        raise _of_other_parameters(path, name, told)
+        words = f"has the parameter {shown(unexpected[0])} ({len(unexpected)} in all), which is not optimized now"
+        raise _of_other_parameters(path, name, words)
 
 
-def _of_other_parameters(path: str, name: str, told: str) -> UnfittingOptimizerError:
+def _of_other_parameters(path: str, name: str, words: str) -> UnfittingOptimizerError:
     return UnfittingOptimizerError(
-        f"{path} was saved with an optimizer of other parameters: its {name} {told}. Nothing was changed. Restore the "
+        f"{path} was saved with an optimizer of other parameters: its {name} {words}. Nothing was changed. Restore the "
         f"model and the optimizer that it was saved with, or load the weights alone with load_weights_only=True."
     )
 

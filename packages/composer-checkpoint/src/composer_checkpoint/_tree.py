@@ -71,8 +71,8 @@ def by_joined_names(
             count += 1
             if not is_same(found.setdefault(name, value), value):
                 # Paths are found by further walks, only for the error: keeping them for all objects would take memory.
-                paths = [path.removeprefix(_step("")) for path in _told(root, kind, Names("", _step))]
-                first = _told(root, kind, Names(separator)).index(name)
+                paths = [path.removeprefix(_step("")) for path in _names_of_kind(root, kind, Names("", _step))]
+                first = _names_of_kind(root, kind, Names(separator)).index(name)
                 raise doubled(paths[first], paths[count - 1], name, where)
         return value
 
@@ -170,17 +170,17 @@ class Names:
             )
 
 
-def _told(root: Any, kind: type[Any], names: Names) -> Sequence[str]:
+def _names_of_kind(root: Any, kind: type[Any], names: Names) -> Sequence[str]:
     """Return the names of the objects in the order of the walk."""
-    told: list[str] = []
+    found: list[str] = []
 
     def note(name: str, value: Any) -> Any:
         if isinstance(value, kind) and children_of(value) is None:
-            told.append(name)
+            found.append(name)
         return value
 
     map_tree(root, note, names=names)
-    return told
+    return found
 
 
 # Writers of pickles, in torch and in Python, recurse for each level, and Python limits that to about a thousand.

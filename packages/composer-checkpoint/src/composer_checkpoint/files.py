@@ -571,7 +571,7 @@ def _checked_shards(index: ShardIndex) -> Iterable[str]:
         if not (index.path.parent / shard).exists():
             raise CorruptCheckpointError(
                 f"{index.path.parent} lacks the shard {shard}, in which {index.path.name} has {len(listed)} tensors "
-                f"({_some(listed)}). Bring the file back, or load another checkpoint."
+                f"({_first_few(listed)}). Bring the file back, or load another checkpoint."
             )
         with _opened(index, shard):
             pass
@@ -591,8 +591,8 @@ def _opened(index: ShardIndex, shard: str) -> Iterator[FileReader]:
         if listed != header.tensors.keys():
             _refuse(
                 index.path,
-                f"{shard} holds other tensors than it says: {_some(listed ^ header.tensors.keys())} is in one of them "
-                f"only",
+                f"{shard} holds other tensors than it says: {_first_few(listed ^ header.tensors.keys())} is in one of "
+                f"them only",
             )
         _compare_manifests(index, shard, manifest)
         yield reader
@@ -616,7 +616,7 @@ def _compare_manifests(index: ShardIndex, shard: str, own: Manifest | None) -> N
         )
 
 
-def _some(names: frozenset[str] | set[str]) -> str:
+def _first_few(names: frozenset[str] | set[str]) -> str:
     more = ", ..." if len(names) > _MAX_NAMES else ""
     return ", ".join(sorted(names)[:_MAX_NAMES]) + more
 

@@ -583,18 +583,18 @@ class CheckpointSaver(Callback):
 def _check_arguments(given: Mapping[str, Any]) -> None:
     """Refuse arguments that are invalid or contradict each other. Retention rules are checked elsewhere."""
 
-    def some(*names: str) -> dict[str, Any]:
+    def selected(*names: str) -> dict[str, Any]:
         return {name: given[name] for name in names}
 
-    check_places(**some("folder", "filename"))
-    check_names(_REMOTE_NAME, **some("remote_file_name", "latest_remote_file_name"))
-    check_placeholders(OF_FOLDER, **some("folder"))
-    check_placeholders(OF_SAVE, **some("remote_file_name", "latest_remote_file_name"))
-    check_flags(may_be_none=True, **some("overwrite", "weights_only", "async_save"))
-    check_counts(**some("num_concurrent_uploads"))
-    check_counts(-1, **some("remote_num_checkpoints_to_keep"))
-    check_seconds(**some("upload_timeout_in_seconds"))
-    check_seconds(may_be_none=True, **some("save_timeout_in_seconds"))
+    check_places(**selected("folder", "filename"))
+    check_names(_REMOTE_NAME, **selected("remote_file_name", "latest_remote_file_name"))
+    check_placeholders(OF_FOLDER, **selected("folder"))
+    check_placeholders(OF_SAVE, **selected("remote_file_name", "latest_remote_file_name"))
+    check_flags(may_be_none=True, **selected("overwrite", "weights_only", "async_save"))
+    check_counts(**selected("num_concurrent_uploads"))
+    check_counts(-1, **selected("remote_num_checkpoints_to_keep"))
+    check_seconds(**selected("upload_timeout_in_seconds"))
+    check_seconds(may_be_none=True, **selected("save_timeout_in_seconds"))
     if given["save_async_policy"] not in ("wait", "skip"):
         raise ValueError(f"save_async_policy={given['save_async_policy']!r} is not known. Use 'wait' or 'skip'.")
     check_ignore_keys("save_ignore_keys", given["ignore_keys"])

@@ -109,7 +109,7 @@ def _whole_norms(tensors: list[Any]) -> list[Any]:
             continue
         # Reducing the stacked norms takes one collective, not one for each tensor.
         stacked: Any = torch.stack([torch.linalg.vector_norm(shard, dtype=_wide(shard)) for shard in shards])
-        norms.update(zip(indices, _at_hand(stacked.full_tensor()), strict=True))
+        norms.update(zip(indices, _host_values(stacked.full_tensor()), strict=True))
     return [norms[index] for index in range(len(tensors))]
 
 
@@ -125,7 +125,7 @@ def _wide(tensor: Tensor) -> torch.dtype | None:
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
 
 
-def _at_hand(numbers: Tensor) -> Sequence[Any]:
+def _host_values(numbers: Tensor) -> Sequence[Any]:
     return numbers.tolist() if numbers.is_cpu else numbers.unbind()
 
 
@@ -156,13 +156,13 @@ def host_values(values: Mapping[str, Any]) -> dict[str, Any]:
     >>> host_values({"norm": torch.tensor(1.5), "lr": 0.1})
     {'norm': 1.5, 'lr': 0.1}
     """
-    at_hand = {name: value for name, value in values.items() if _is_at_hand(value)}
-    if len({(value.dtype, value.shape) for value in at_hand.values()}) == 1:
-        numbers = torch.stack(list(at_hand.values())).flatten().tolist()  # faster than `item` of each tensor
+    on_host = {name: value for name, value in values.items() if _is_on_host(value)}
+    if len({(value.dtype, value.shape) for value in on_host.values()}) == 1:
+        numbers = torch.stack(list(on_host.values())).flatten().tolist()  # faster than `item` of each tensor
     else:
-        numbers = [value.item() for value in at_hand.values()]
-    return {**values, **dict(zip(at_hand, numbers, strict=True))}
+        numbers = [value.item() for value in on_host.values()]
+    return {**values, **dict(zip(on_host, numbers, strict=True))}
 
 
-def _is_at_hand(value: Any) -> bool:
+def _is_on_host(value: Any) -> bool:
     return type(value) is Tensor and value.is_cpu and value.numel() == 1

@@ -87,7 +87,7 @@ class _Checker:
         storage_data: dict[MetadataIndex, StorageInfo] = {}
         for fqn, entry in entries.items():
             if not _is_name(fqn):
-                self._refuse("a name", f"is {_told(fqn)}", f"a string of up to {MAX_NAME_CHARS} characters")
+                self._refuse("a name", f"is {_shown(fqn)}", f"a string of up to {MAX_NAME_CHARS} characters")
             if _is(entry, "BytesStorageMetadata"):
                 state_dict_metadata[fqn] = BytesStorageMetadata()
                 storage_data[MetadataIndex(fqn)] = self._location(stored, MetadataIndex(fqn), fqn, 0)
@@ -149,7 +149,7 @@ class _Checker:
         info = stored.get(_place(index.fqn, index.offset))
         file, offset, length = (_get(info, field) for field in ("relative_path", "offset", "length"))
         if not _is_name(file) or not file or file in (".", "..") or any(mark in file for mark in "/\\\0"):
-            self._refuse(repr(name), f"is stored in the file {_told(file)}", "the name of a file of the same folder")
+            self._refuse(repr(name), f"is stored in the file {_shown(file)}", "the name of a file of the same folder")
         if _get(info, "transform_descriptors"):
             raise IncompatibleCheckpointError(
                 f"{self._folder}: {name!r} was written through {shown(_get(info, 'transform_descriptors'))}, and only "
@@ -297,7 +297,7 @@ def _is_name(value: object) -> TypeGuard[str]:
     return type(value) is str and len(value) <= MAX_NAME_CHARS
 
 
-def _told(value: object) -> str:
+def _shown(value: object) -> str:
     """Return a name for a message; it may be longer than other values."""
     return repr(value) if _is_name(value) else shown(value)
 

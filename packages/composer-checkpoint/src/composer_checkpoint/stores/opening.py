@@ -237,7 +237,7 @@ def _first_answer(place: str, ask: Callable[[], A]) -> A:
             failures.append(f" ({error})")
             raise
 
-    def told() -> str:
+    def describe() -> str:
         return (
             f"{place} did not respond within {_FIRST_ANSWER_S:g} s{''.join(failures[-1:])}. Check the "
             f"credentials, which may have to be fetched over the network, too; whether this machine has a network, or "
@@ -247,9 +247,9 @@ def _first_answer(place: str, ask: Callable[[], A]) -> A:
     # At least a second, even if opening the store took all of the time.
     timeout_s = max(_FIRST_ANSWER_S - _spent_s.pop(parse_uri(place)[:2], 0.0), 1.0)
     try:
-        return in_thread(retry(ObjectStoreTransientError)(attempt), timeout_s, told)
+        return in_thread(retry(ObjectStoreTransientError)(attempt), timeout_s, describe)
     except ObjectStoreTransientError as error:
-        raise ObjectStoreTransientError(told()) from error
+        raise ObjectStoreTransientError(describe()) from error
 
 
 def list_remote_objects(remote_path: str) -> list[str]:
