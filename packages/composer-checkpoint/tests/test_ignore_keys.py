@@ -13,6 +13,13 @@ def left(content, *patterns):
     return content
 
 
+def test_a_pattern_that_matches_nothing_leaves_everything():
+    """A whole checkpoint was left out, without an error, where no pattern matched: sharded loads hung."""
+    content = {"state": {"model": {"w": 1}}, "rng": [2]}
+    with pytest.warns(UserWarning, match="No parts"):
+        assert left(content, "state/model/other") == {"state": {"model": {"w": 1}}, "rng": [2]}
+
+
 def test_several_items_of_a_list_go_at_once_by_the_places_that_they_had():
     assert left({"a": [0, 1, 2, {"x": 3, "y": 4}]}, "a/0", "a/2", "a/3/x") == {"a": [1, {"y": 4}]}
 

@@ -136,8 +136,8 @@ def clip_grad_norm(
         grads = [p.grad for p in members if p.grad is not None]
         # The norm of a local mesh is all-reduced over all ranks, so that every rank must take part, gradients or not.
         if grads or mesh in local_meshes:
-            none = torch.zeros((), device=members[0].device)  # elsewhere, this rank would use another backend
-            norms.append(_norm_of(mesh, grads or [none], norm_type, mesh in local_meshes))
+            zero = torch.zeros((), device=members[0].device)  # on another device, this rank would use another backend
+            norms.append(_norm_of(mesh, grads or [zero], norm_type, mesh in local_meshes))
     if not norms:
         return torch.tensor(0.0)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
