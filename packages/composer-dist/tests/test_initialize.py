@@ -1,13 +1,15 @@
+import hashlib
 import logging
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 import torch.distributed as tdist
 
-from composer_dist import DeviceCPU, dist, initialize_dist
+from composer_dist import DeviceCPU, dist, initialize, initialize_dist
 from composer_dist.initialize import get_timeout
 from composer_dist.testing import run_ranks
 
@@ -161,3 +163,21 @@ def test_rank_variables_that_contradict_each_other_are_refused_before_anybody_wa
     environ.update(settings)
     with pytest.raises(RuntimeError, match=message):
         dist.initialize_dist("cpu")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the state of threads is read in /proc")
+def test_a_rank_waits_at_exit_for_a_thread_of_gloo_that_has_no_processor_yet():
+    """A rank that had finished died at exit under load: "terminate called without an active exception"."""
+    has_ended = threading.Event()
+
+    def release_tensors():
+        with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as name:
+            name.write("pt_gloo_runloop")
+        hashlib.sha256(bytes(2**28))  # does not hold the GIL, and takes longer than any fixed rest
+        has_ended.set()
+
+    thread = threading.Thread(target=release_tensors)
+    thread.start()
+    initialize._wait_for_gloo_threads()
+    assert has_ended.is_set()
+    thread.join()

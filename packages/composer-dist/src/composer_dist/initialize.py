@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -28,7 +29,7 @@ __all__ = ["DEFAULT_TIMEOUT_S", "initialize_dist", "get_timeout"]
 _log = logging.getLogger("composer.utils.dist")
 
 DEFAULT_TIMEOUT_S = 300.0
-_REST_AT_EXIT_S = 0.02
+_REST_S, _LONGEST_REST_S = 0.01, 5.0
 
 # With both backends a group carries tensors on either device, and objects without a copy to the GPU.
 _BACKENDS_TO_MAKE = {"nccl": "cpu:gloo,cuda:nccl", "": "gloo"}
@@ -159,7 +160,28 @@ def _leave(made_here: "ref[ProcessGroup]") -> None:
     """Destroy the group at exit if it is still the one made here; some backends hang or abort otherwise."""
     if tdist.is_initialized() and tdist.group.WORLD is made_here():
         if tdist.get_world_size() > 1:
-            # Gloo's threads release the tensors of the last collective shortly after it completes, and need Python
-            # for it: after Python's end they would abort the process (pytorch/pytorch#179291).
-            time.sleep(_REST_AT_EXIT_S)
+            _wait_for_gloo_threads()
         tdist.destroy_process_group()
+
+
+def _wait_for_gloo_threads() -> None:
+    """Wait until Gloo's threads have released the tensors of the last collectives.
+
+    They do so shortly after a collective completes, and need Python for it: after Python's end they would abort the
+    process (pytorch/pytorch#179291). Only the last reference to a group joins its threads, and a wrapped model holds
+    one. A thread that has nothing left to do sleeps; on a busy machine it may have to wait for a processor first.
+    """
+    deadline = time.monotonic() + _LONGEST_REST_S
+    num_idle = 0
+    # Twice in a row, since a thread that waits for the GIL, which `sleep` releases, sleeps too.
+    while num_idle < 2 and time.monotonic() < deadline:
+        time.sleep(_REST_S)
+        num_idle = 0 if any(_runs_gloo(thread) for thread in Path("/proc/self/task").glob("*")) else num_idle + 1
+
+
+def _runs_gloo(thread: Path) -> bool:
+    try:
+        name, _, numbers = (thread / "stat").read_text().rpartition(")")
+    except OSError:  # the thread has ended
+        return False
+    return "gloo_runloop" in name and not numbers.startswith(" S")
