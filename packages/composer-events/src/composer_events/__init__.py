@@ -3,6 +3,9 @@
 A training loop passes each `Event` to an `Engine`, which runs the matching `Algorithm`s and the listening `Callback`s;
 all of them share one `State`. `DataSpec` and `Evaluator` describe data to the loop, `Logger` and `LoggerDestination`
 handle logged values. Names are imported on first use, and none of them imports torch.
+
+`composer_events.data_position` resumes a run at its next batch, and `seeded_batches` makes batches reproducible. These
+two modules need torch, which the extra `torch` installs.
 """
 
 from importlib import import_module

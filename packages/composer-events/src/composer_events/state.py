@@ -114,9 +114,10 @@ def _is_paired(instance: Any) -> bool:
 
 
 if TYPE_CHECKING:
+    from composer_events.data_position import DataPosition
     from composer_events.evaluator import Evaluator
-else:  # for typing.get_type_hints; the import would be circular
-    Evaluator = Any
+else:  # for typing.get_type_hints; the imports would be circular, and that of DataPosition would import torch
+    DataPosition = Evaluator = Any
 
 
 class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
@@ -172,6 +173,8 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
     evaluators: StableListAttribute[VersionedList[Evaluator]] = StableListAttribute()
     strategy: Any = None
     """The object that distributes the model over ranks, if any; checkpoints get the whole weights from it."""
+    data_position: DataPosition | None = None
+    """The position in the training data, if the loop attached one; see `composer_events.data_position`."""
 
     def __init__(
         self,
