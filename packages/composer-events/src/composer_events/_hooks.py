@@ -16,8 +16,6 @@ from composer_events.event import Event, ProfilerAction
 from composer_events.logger import Logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from composer_events.callback import Callback
     from composer_events.passes import AlgorithmPass
     from composer_events.state import State
@@ -144,19 +142,24 @@ def _innermost(holder: Any) -> Any:
     return holder
 
 
-def method_of(kind: str, hook: object, method: str) -> Callable[..., Any]:
-    """Return the method of an algorithm or a callback that the engine calls."""
-    found = getattr(hook, method, None)
-    if found is not None and not isinstance(hook, type):
-        return found
-    hint = f"an object of a class that derives from {kind.capitalize()}"
-    if isinstance(hook, type):
-        hint = f"an object of that class: {hook.__name__}(...)"
-    raise TypeError(f"state.{kind}s holds {hook!r}, not a valid {kind}: it has no {method}(). Put in {hint}.")
+_METHOD_OF: Final = {"algorithm": "match", "callback": "run_event"}
 
 
-def add_hook_note(error: Exception, kind: str, hook: object, event: Event, state: State) -> None:
-    """Add a note to an exception that names the hook or pass and the time; the exception keeps its type."""
+def invalid_hook(kind: str, hook: object) -> TypeError | None:
+    """Return the error for an item of a list of algorithms or callbacks that is not one, else `None`."""
+    method = _METHOD_OF.get(kind)
+    is_class = isinstance(hook, type)
+    if method is None or (hasattr(hook, method) and not is_class):
+        return None
+    hint = f"an object of {'that class' if is_class else f'a class that derives from {kind.capitalize()}'}"
+    hint += f": {hook.__name__}(...)" if is_class else ""
+    return TypeError(f"state.{kind}s holds {hook!r}, not a valid {kind}: it has no {method}(). Put in {hint}.")
+
+
+def explain_failure(error: Exception, kind: str, hook: object, event: Event, state: State) -> None:
+    """Add a note to the error of a hook or pass that names it and the time, or raise that the hook is not one."""
+    if (invalid := invalid_hook(kind, hook)) is not None:
+        raise invalid from error
     when = ""
     with suppress(Exception):  # a state without a usable timestamp must not hide the error
         when = f" (epoch {int(state.timestamp.epoch)}, batch {int(state.timestamp.batch)})"
@@ -243,7 +246,8 @@ def mark_in_use(callbacks: Sequence[Callback], closer: Closer) -> None:
         RuntimeError: If a callback is already in use. None is marked then.
     """
     for callback in callbacks:
-        method_of("callback", callback, "run_event")
+        if (invalid := invalid_hook("callback", callback)) is not None:
+            raise invalid
         before = _CLOSERS.get(id(callback))
         # An id is reused after its object is deleted, so the object itself is compared too.
         if _OPEN.get(id(callback)) is callback and before is not closer and before is not None and before.is_done():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import math
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, index
@@ -18,7 +17,7 @@ from composer_events._state_layout import (
     unwrapped,
 )
 from composer_events.algorithm import Algorithm
-from composer_events.arguments import algorithm_modules
+from composer_events.arguments import algorithm_modules, loaded
 from composer_events.batches import ensure_tuple, length_or_none
 from composer_events.event import Event
 from composer_events.hparams import get_composer_env_dict
@@ -114,15 +113,14 @@ _COLLECTORS: Mapping[str, Callable[[Any], Any]] = {
 
 def _integrations(state: State) -> dict[str, Any]:
     model = unwrapped(state.model)
-    # By name: the class belongs to a package that depends on this one.
-    if any(base.__name__ == "HuggingFaceModel" for base in type(model).__mro__):
-        return {"huggingface": model.get_metadata()}
-    return {}
+    # Declared by the class, such as 'huggingface', next to `get_metadata`.
+    name: str | None = getattr(type(model), "checkpoint_integration", None)
+    return {} if name is None else {name: model.get_metadata()}
 
 
 def _metadata(state: State) -> dict[str, Any]:
     # If torch is not imported, the state has no weights, and the version is not worth the slow import.
-    torch: Any = sys.modules.get("torch")
+    torch = loaded("torch")
     metadata: dict[str, Any] = {
         "composer_env_info": get_composer_env_dict(),
         "torch_version": None if torch is None else str(torch.__version__),

@@ -226,6 +226,12 @@ def is_list_of_texts(value: object) -> bool:
     return is_list and all(isinstance(text, str) for text in cast("Iterable[object]", value))
 
 
+# Without its module no object of torch or an optional package exists, and a check for one must not import it, which
+# takes seconds. An alias, because some of these checks run for each value in a step.
+loaded: Callable[[str], Any] = sys.modules.get
+"""Return a module by name if the process has imported it, else `None`."""
+
+
 _STATE_GROUP = "composer_events.state"
 _ALGORITHM_GROUP = "composer_events.algorithms"
 
@@ -237,7 +243,7 @@ def to_device(device: Any) -> Any:
     """
     if not isinstance(device, str) and device is not None:
         return device
-    if device is None and "torch" not in sys.modules:
+    if device is None and loaded("torch") is None:
         return None  # no tensors exist yet, and choosing a device would import torch
     get_device = _provider("device")
     return device if get_device is None else get_device(device)
@@ -251,7 +257,7 @@ def to_precision(precision: Any) -> Any:
     if precision is None:
         precision = "fp32"
         # As in `to_device`: a default must not import torch.
-        if "torch" not in sys.modules:
+        if loaded("torch") is None:
             return precision
     if not isinstance(precision, str):
         return precision

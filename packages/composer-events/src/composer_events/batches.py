@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import io
 import operator
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from operator import attrgetter, itemgetter, setitem
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
+
+from composer_events.arguments import loaded
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -81,7 +82,7 @@ def default_split_batch(batch: Any, microbatch_size: int | float) -> Sequence[An
     if length is None or length == microbatch_size:  # nothing to split, or already one microbatch
         return [_whole(batch)]
     if length < microbatch_size:
-        kind = "tensor" if any(map(_is_tensor, (batch, *ensure_tuple(batch)))) else "list"
+        kind = "tensor" if any(map(is_tensor, (batch, *ensure_tuple(batch)))) else "list"
         warnings.warn(
             f"Cannot split {kind} of length {length} into batches of size {microbatch_size}. As it is smaller, no "
             f"splitting will be done. This may happen on the last batch of a dataset if it is a smaller size than the "
@@ -244,7 +245,7 @@ def _cut_item(item: Any, length: int, size: int) -> Sequence[Any]:
 
 
 def _slices(batch: Any, size: int) -> list[Any]:
-    return list(batch.split(size)) if _is_tensor(batch) else split_list(batch, size)
+    return list(batch.split(size)) if is_tensor(batch) else split_list(batch, size)
 
 
 def _cut_mapping(batch: Mapping[Any, Any], length: int, size: int) -> list[Any]:
@@ -261,9 +262,9 @@ def split_list(sequence: Sequence[Any], microbatch_size: int) -> list[Any]:
     return [sequence[start : start + microbatch_size] for start in range(0, len(sequence), microbatch_size)]
 
 
-def _is_tensor(value: Any) -> bool:
-    # Without an import of torch no tensor exists, and this check must not cause the import.
-    torch = sys.modules.get("torch")
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor, without importing torch."""
+    torch = loaded("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 

@@ -2,7 +2,6 @@
 """Position of a run in its data, so that a resumed run reads the same batches."""
 
 import inspect
-import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ except ImportError as error:
     raise ImportError("the data position needs torch. Run `pip install 'composer-events[torch]'`.") from error
 
 from composer_events._held_state import HeldState, holds_generators, holds_state, set_epoch_everywhere
+from composer_events.arguments import loaded
 from composer_events.parallelism import get_global_rank, get_world_size
 from composer_events.seeded_batches import (
     SeededBatches,
@@ -389,7 +389,7 @@ def keeps_own_state(dataloader: Any) -> bool:
 
 
 def _draws_again(loader: Any) -> bool:
-    torchdata = sys.modules.get("torchdata.stateful_dataloader")
+    torchdata = loaded("torchdata.stateful_dataloader")
     if torchdata is None or not isinstance(loader, torchdata.StatefulDataLoader):
         return False
     # Torchdata's own samplers, and datasets with a state, restore their position without drawing again.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from composer_events.arguments import check_counts, check_functions
+from composer_events.arguments import check_counts, check_functions, loaded
 from composer_events.batches import (
     count_samples,
     default_split_batch,
@@ -188,7 +187,7 @@ def _renamed_transforms(old: Callable[[Any], Any], new: Callable[[Any], Any] | N
 
 def _is_torch_dataloader(dataloader: object) -> bool:
     # A DataLoader exists only if this module has been imported.
-    data = sys.modules.get("torch.utils.data")
+    data = loaded("torch.utils.data")
     return data is not None and isinstance(dataloader, data.DataLoader)
 
 
@@ -196,7 +195,7 @@ def _refuse_undistributed(dataloader: Any) -> None:
     world_size = get_world_size()
     if world_size == 1:
         return
-    data = sys.modules["torch.utils.data"]
+    data = loaded("torch.utils.data")
     # An iterable dataset has no sampler and must shard its samples itself.
     if isinstance(dataloader.dataset, data.IterableDataset):
         return

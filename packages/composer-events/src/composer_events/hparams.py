@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import platform
-import sys
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
+from composer_events.arguments import loaded
 from composer_events.parallelism import get_local_world_size, get_world_size
 
 __all__ = [
@@ -172,7 +172,7 @@ def get_composer_env_dict() -> dict[str, Any]:
 
 
 def _gpus() -> tuple[int, str]:
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is None:
         return 0, "N/A"
     in_use = torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -4,7 +4,6 @@
 import copy
 import hashlib
 import random
-import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +38,7 @@ except ImportError as error:
     raise ImportError("seeded batches need torch. Run `pip install 'composer-events[torch]'`.") from error
 
 from composer_events._held_state import set_epoch_everywhere
+from composer_events.arguments import loaded
 
 __all__ = [
     "SeededBatches",
@@ -506,7 +506,7 @@ def _only_looks_up(dataset: Any) -> bool:
         parts: Any = dataset.datasets
         return all(map(_only_looks_up, parts.values() if isinstance(parts, dict) else parts))
     # Looked up, since importing the package is slow, and no dataset is of its class if it was never imported.
-    hugging_face = sys.modules.get("datasets")
+    hugging_face = loaded("datasets")
     if hugging_face is not None and type(dataset) is getattr(hugging_face, "Dataset", None):
         return dataset.format["type"] != "custom"  # set by `set_transform`
     return False
