@@ -97,14 +97,9 @@ def default_split_batch(batch: Any, microbatch_size: int | float) -> Sequence[An
 def _level_of_user() -> int:
     """Return the `stacklevel`, for a warning of the caller, of the first frame outside Composer's packages."""
     level, frame = 0, inspect.currentframe()
-    while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
+    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(("composer.", "composer_")):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _is_ours(module: str) -> bool:
-    package = module.partition(".")[0]
-    return package == "composer" or package.startswith("composer_")
 
 
 def split_batch_by_count(batch: Any, num_microbatches: int) -> Sequence[Any]:
@@ -487,6 +482,13 @@ def ensure_tuple(x: Any) -> tuple[Any, ...]:
     if isinstance(x, Mapping):
         return tuple(cast("Mapping[Any, Any]", x).values())
     return (x,)
+
+
+def innermost_dataloader(holder: Any) -> Any:
+    """Return the dataloader inside a `DataSpec` or an `Evaluator`."""
+    for _ in range(2):  # at most Evaluator and DataSpec; an object with every attribute, such as a mock, never ends
+        holder = getattr(holder, "dataloader", holder)
+    return holder
 
 
 def length_or_none(sized: object) -> int | None:

@@ -132,7 +132,8 @@ class Engine:
         self.logger = logger
         self._observer = Observer()
         self._default_passes = list(DEFAULT_PASSES)
-        self._default_order = DefaultOrder()
+        # Positions by event, classes, and which algorithms blend the loss, which is all that the default passes ask.
+        self._orders: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._listeners = Listeners(state)
         self._closer = Closer(state, logger)
         self._has_begun = False
@@ -325,8 +326,7 @@ class Engine:
             if not matched and is_default:  # a custom pass may add algorithms
                 return traces
             kind = "pass"
-            # The default passes depend on few properties of the algorithms, so their result is cached.
-            for hook in (self._default_order,) if is_default else self.algorithm_passes:
+            for hook in (self._in_default_order,) if is_default else self.algorithm_passes:
                 matched = hook(matched, event)
                 if not isinstance(matched, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]  # of the user
                     raise TypeError(
@@ -350,6 +350,22 @@ class Engine:
         if traces and takes("log_traces"):
             logger.log_traces({f"algorithm_traces/{t.name}/{event_name}": int(t.run) for t in traces.values()})
         return traces
+
+    def _in_default_order(self, matched: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+        """Apply the default passes, whose result is cached. They warn of blended losses the first time only."""
+        if len(matched) < 2:
+            return matched
+        key = (
+            event,
+            *[algorithm.__class__ for algorithm in matched],
+            *[bool(getattr(algorithm, "interpolate_loss", False)) for algorithm in matched],
+        )
+        order = self._orders.get(key)
+        if order is None:
+            if len(self._orders) >= _MAX_KEPT:  # algorithms that match at random have many combinations
+                self._orders.clear()
+            order = self._orders[key] = _positions(matched, event)
+        return [matched[position] for position in order]
 
     def _run_callbacks(self, calls: Iterable[Call], event: Event, is_observed: bool = False) -> None:
         state, logger = self.state, self.logger
@@ -389,34 +405,6 @@ class Engine:
 
 
 _MAX_KEPT: Final = 256
-
-
-class DefaultOrder:
-    """Default passes with a cache of the resulting orders.
-
-    The passes depend only on the event, the classes, and which algorithms blend the loss, so the order is reused for
-    equal combinations. The warning about blended losses is given when a combination is first seen.
-    """
-
-    def __init__(self) -> None:
-        self._orders: dict[tuple[object, ...], tuple[int, ...]] = {}
-
-    def __call__(self, matched: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-        """Return the algorithms in the order in which they act."""
-        if len(matched) < 2:
-            return matched
-        key = (
-            event,
-            *[algorithm.__class__ for algorithm in matched],
-            *[bool(getattr(algorithm, "interpolate_loss", False)) for algorithm in matched],
-        )
-        order = self._orders.get(key)
-        if order is None:
-            order = _positions(matched, event)
-            if len(self._orders) >= _MAX_KEPT:  # algorithms that match at random have many combinations
-                self._orders.clear()
-            self._orders[key] = order
-        return [matched[position] for position in order]
 
 
 def _positions(matched: Sequence[Algorithm], event: Event) -> tuple[int, ...]:

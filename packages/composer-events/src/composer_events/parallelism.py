@@ -121,8 +121,9 @@ class ShardingAnswers:
             )
         self._fsdp_config, self._fsdp2_config = getattr(config, "fsdp", None), getattr(config, "fsdp2", None)
         self.tp_config, self.device_mesh = getattr(config, "tp", None), None
-        if hasattr(config, "configure_state"):
-            config.configure_state(self)
+        configure = getattr(config, "configure_state", None)
+        if configure is not None:
+            configure(self)
 
     @property
     def fsdp_config(self) -> Any:
@@ -139,7 +140,7 @@ class ShardingAnswers:
 
     @fsdp_config.setter
     def fsdp_config(self, fsdp_config: Any) -> None:
-        version: int | None = getattr(type(fsdp_config), "fsdp_version", None)
+        version: int | None = getattr(fsdp_config.__class__, "fsdp_version", None)
         if version is None:
             raise TypeError(
                 f"fsdp_config={fsdp_config!r} is a {type(fsdp_config).__name__!r}, neither an FSDPConfig nor an "

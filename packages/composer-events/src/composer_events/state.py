@@ -84,12 +84,6 @@ class InputsTargetsMixin:
     inputs = BatchPart()
     targets = BatchPart()
 
-    def _begin_without_parts(self) -> None:
-        # The engine counts them, to distinguish assignments of algorithms and callbacks from those of the loop.
-        self.num_running_events = 0
-        self._is_loop_of_pairs = False
-        self._new_parts: frozenset[str] = frozenset()
-
 
 def _take_from_loop(instance: Any, name: str) -> None:
     """Set the batch to the pair of parts, if the loop assigned both and does not set batches otherwise."""
@@ -230,7 +224,10 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         self.callbacks = callbacks
         self.evaluators = evaluators
 
-        self._begin_without_parts()
+        # The engine counts them, to distinguish assignments of algorithms and callbacks from those of the loop.
+        self.num_running_events = 0
+        self._is_loop_of_pairs = False
+        self._new_parts: frozenset[str] = frozenset()
         self._begin_at_zero()
         # A copy per state, because users append attributes of their own.
         self.serialized_attributes: list[str] = list(SERIALIZED_ATTRIBUTES)
