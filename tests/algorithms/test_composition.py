@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from composer import Callback, State, Trainer, algorithms, functional
 from composer.loggers import LoggerDestination
 from composer.models import ComposerClassifier, ComposerModel
-from composer_checkpoint.seeded_batches import SeededBatches
 from composer_dist import dist, reproducibility
 from composer_dist.testing import run_ranks
+from composer_events.seeded_batches import SeededBatches
 
 CLASSES, SAMPLES, BATCH = 3, 16, 8
 # However a batch is dealt out, the same numbers are added up, in another order. Each of the four steps, with its

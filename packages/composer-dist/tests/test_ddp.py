@@ -362,12 +362,6 @@ def test_options_that_do_not_exist_or_do_not_fit_are_refused(options, message):
         DDP(CPU, **options)
 
 
-def test_a_hook_whose_package_is_missing_names_the_extra(monkeypatch):
-    monkeypatch.setattr("composer_dist.ddp.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'composer-dist\[numpy\]'"):
-        DDP(CPU, comm_hook="powersgd")
-
-
 @pytest.mark.usefixtures("group_of_one")
 def test_sparse_gradients_are_refused_where_they_would_be_averaged_as_dense_ones():
     model = torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True))

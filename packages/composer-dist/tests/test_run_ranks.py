@@ -1,6 +1,5 @@
 from __future__ import annotations  # the way of many a file with dataclasses
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -73,23 +72,6 @@ def test_a_rank_that_hangs_is_named_and_ended(tmp_path):
         run_ranks(one_hangs, store=tmp_path / "store", timeout_s=1.5)
     stacks = str(caught.value).partition("rank 1 was at:\n")[2]
     assert 'testing.py", line' in stacks
-
-
-def hangs_in_a_process_that_it_forked():
-    if dist.get_global_rank() == 1:
-        worker = multiprocessing.get_context("fork").Process(target=wait_without_end, daemon=True)
-        worker.start()
-        worker.join()
-
-
-def wait_without_end():
-    multiprocessing.parent_process().join()  # which hangs until the rank is killed, and leaves nothing behind
-
-
-def test_where_a_forked_process_hangs_is_told(tmp_path):
-    with pytest.raises(AssertionError) as caught:
-        run_ranks(hangs_in_a_process_that_it_forked, store=tmp_path / "store", timeout_s=6)
-    assert "in wait_without_end" in str(caught.value)
 
 
 def test_a_store_of_an_earlier_run_is_refused(tmp_path):

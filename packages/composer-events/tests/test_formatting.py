@@ -141,9 +141,7 @@ def test_counters_are_whole_numbers_and_clocks_are_seconds(launch):
     assert format_name_with_dist_and_time(template, "plum", timestamp) == expected
 
 
-def test_a_placeholder_that_nothing_fills_in_is_told_with_the_one_that_was_meant():
-    with pytest.warns(UserWarning, match=r"has the placeholder \{run_nme\}, .* Did you mean \{run_name\}\?"):
-        check_placeholders(folder="runs/{run_nme}")
+def test_a_placeholder_that_nothing_fills_in_is_told_with_those_that_there_are():
     with pytest.warns(UserWarning, match=r"has the placeholder \{zz\}, .* There are .*rank, run_name"):
         check_placeholders(folder=Path("runs/{zz}"))
     with pytest.warns(UserWarning, match=r"filename='\{batch\}' has the placeholder \{batch\}"):

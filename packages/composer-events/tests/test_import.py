@@ -30,6 +30,8 @@ PUBLIC = [
     "Logger",
     "log_lazily",
     "LoggerDestination",
+    "BufferedDestination",
+    "LoggedMetrics",
     "format_log_data_value",
     "format_name_with_dist",
     "format_name_with_dist_and_time",

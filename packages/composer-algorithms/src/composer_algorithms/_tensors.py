@@ -1,11 +1,12 @@
 """Access to the tensors in batches of any form, with errors that name the key."""
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
+
+from composer_events.arguments import loaded
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -58,7 +59,7 @@ def require_tensor(value: object, what: str) -> Tensor:
 
 def is_pil(value: object) -> "TypeGuard[Image]":
     """Return whether the value is a PIL image."""
-    pil = sys.modules.get("PIL.Image")  # without an import of PIL there can be no such image
+    pil = loaded("PIL.Image")  # without an import of PIL there can be no such image
     return pil is not None and isinstance(value, pil.Image)
 
 

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import logging
-import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from composer_algorithms._optimizer_surgery import (
     update_params_in_optimizer,
 )
 from composer_dist.wrapping import canonical_name, is_model_deepspeed, unwrap_model
+from composer_events.arguments import loaded
 
 __all__ = ["ReplacementFunction", "count_module_instances", "replace_module_classes", "update_params_in_optimizer"]
 
@@ -412,7 +412,7 @@ def get_model_context_manager(model: nn.Module) -> Iterator[None]:
     gather the whole parameters and scatter them at the end. Every rank must enter the context. For other models, do
     nothing.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: no model is sharded
+    fsdp = loaded("torch.distributed.fsdp")  # not imported: no model is sharded
     if fsdp is None:
         yield
         return
@@ -429,22 +429,13 @@ def get_model_context_manager(model: nn.Module) -> Iterator[None]:
 
 def has_flat_parameters(model: nn.Module) -> bool:
     """Return whether FSDP1 keeps parameters of the model as slices of flat tensors."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp = loaded("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
-
-
-def is_sharded_by_fsdp(model: nn.Module) -> bool:
-    """Return whether FSDP1 or FSDP2 shards any part of the model."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return False
-    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
-    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Return whether the tensor is a DTensor."""
-    distributed = sys.modules.get("torch.distributed.tensor")  # without it there are no DTensors
+    distributed = loaded("torch.distributed.tensor")  # without it there are no DTensors
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +50,7 @@ from composer_checkpoint.formats.safetensors import (
 )
 from composer_checkpoint.manifest import Manifest, TensorEntry, parse_json
 from composer_checkpoint.names import is_tar
+from composer_events.arguments import loaded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -342,7 +342,7 @@ def _load(
 def refuse_what_is_elsewhere(obj: Any) -> None:
     """Raise if a tensor has its elements, or some of them, outside the memory of this process."""
     tensors = dict(named_leaves(obj, torch.Tensor))
-    module: Any = sys.modules.get("torch.distributed.tensor")  # slow to import, and loaded if there is any DTensor
+    module = loaded("torch.distributed.tensor")  # slow to import, and loaded if there is any DTensor
     parts = [name for name, leaf in tensors.items() if module is not None and isinstance(leaf, module.DTensor)]
     if parts:
         raise TypeError(

@@ -21,8 +21,7 @@ from composer_checkpoint._compatibility import (
 from composer_checkpoint._ignored_optimizer_state import KeptOptimizers, leave_out_their_state
 from composer_checkpoint._ranks import Ranks, fetch_together, not_here, of_first_rank_of_node
 from composer_checkpoint.commit import read_pointer
-from composer_checkpoint.data_position import DataPosition, begin_epoch_again, leave_epoch, refuse_other_data
-from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
+from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError, shown
 from composer_checkpoint.files import INDEX_SUFFIX, load_file, read_index, read_manifest, safe_torch_load
 from composer_checkpoint.formats.per_rank import LAYOUT_KEY
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
@@ -30,9 +29,11 @@ from composer_checkpoint.lock import complete_interrupted_sets
 from composer_checkpoint.names import format_name_with_dist, partial_format
 from composer_checkpoint.state import (
     PARTS,
+    TRAIN_DATA_KEY,
     Layout,
     as_sharded,
     as_whole,
+    describe_train_data,
     layout_of,
     load_parts,
     other_number_of_ranks,
@@ -42,10 +43,12 @@ from composer_checkpoint.state import (
 )
 from composer_checkpoint.stores.base import is_uri
 from composer_dist import dist
+from composer_dist.reproducibility import load_rng_state
 from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import check_flags, check_places
 from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback
+from composer_events.data_position import DataPosition, leave_epoch
 from composer_events.event import Event
 
 if TYPE_CHECKING:
@@ -151,17 +154,51 @@ def load_checkpoint(
     _leave_epoch_of_other_batches(state, saved)
     rng: list[dict[str, Any]] | None = content.get("rng") or None
     if (position := DataPosition.of(state)) is not None:
-        position.resume(rng, state)
+        position.resume(rng, state, load_rng_state)
     return rng
 
 
 def _prepare(state: "State", saved: dict[str, Any], path: str, restart_epoch: bool) -> None:
     """Convert a training state for loading, and refuse one that does not fit, before anything is changed."""
     if restart_epoch:
-        begin_epoch_again(saved)
-    refuse_other_data(saved, state, path)
+        _begin_epoch_again(saved)
+    ranks = Ranks()
+    ranks.together(lambda: _refuse_other_data(saved, state, path) if ranks.rank == 0 else None)
     _restore_clocks(saved)
-    Ranks().together(lambda: refuse_unfitting_state(state, saved, path))
+    ranks.together(lambda: refuse_unfitting_state(state, saved, path))
+
+
+def _begin_epoch_again(saved: dict[str, Any]) -> None:
+    """Reset a checkpoint from inside an epoch to the start of that epoch."""
+    saved.pop("dataset_state", None)
+    timestamps = saved.get("timestamp") or {}
+    timestamp = timestamps.get("Timestamp", timestamps)
+    for name in timestamp:
+        if name.endswith("_in_epoch"):
+            timestamp[name] = 0
+        elif name in ("epoch_wct", "batch_wct"):
+            timestamp[name] = timedelta()
+
+
+def _refuse_other_data(saved: Mapping[str, Any], state: "State", path: str) -> None:
+    """Refuse a checkpoint from inside an epoch of other data, since its remaining batches are unknown."""
+    metadata, timestamps = saved.get("metadata"), saved.get("timestamp")
+    if not isinstance(metadata, Mapping) or not isinstance(timestamps, Mapping):
+        return
+    before, now = metadata.get(TRAIN_DATA_KEY), describe_train_data(state)
+    timestamp = timestamps.get("Timestamp", timestamps)
+    if not isinstance(before, Mapping) or not isinstance(timestamp, Mapping) or not timestamp.get("batch_in_epoch"):
+        return
+    differing = [name for name, value in now.items() if name in before and before[name] != value]
+    if differing:
+        told = " and ".join(f"{name}={shown(before[name])} (now {now[name]!r})" for name in differing)
+        raise IncompatibleCheckpointError(
+            f"{path} was saved inside epoch {shown(timestamp.get('epoch'))}, after "
+            f"{shown(timestamp['batch_in_epoch'])} batches of a train dataset with {told}, so the remaining samples of "
+            f"the epoch are unknown. Train on the same data, load a checkpoint from the end of an epoch, restart the "
+            f"epoch with load_restart_epoch=True of the Trainer or restart_epoch=True of load_checkpoint(), or skip "
+            f"as many batches of the current data with load_ignore_keys=['state/metadata/{TRAIN_DATA_KEY}/*']."
+        )
 
 
 def load_sharded_checkpoint(

@@ -14,19 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from composer_checkpoint._ranks import Ranks
-from composer_checkpoint._tree import map_tree, named_leaves, unflatten
+from composer_checkpoint._tree import encode, map_tree, named_leaves, unflatten
 from composer_checkpoint.commit import write_on_rank_zero
-from composer_checkpoint.data_position import (
-    EPOCH_START_KEY,
-    LOADER_KEY,
-    TRAIN_DATA_KEY,
-    DataPosition,
-    begin_next_epoch,
-    describe_train_data,
-    keeps_own_state,
-)
 from composer_checkpoint.files import save_file
 from composer_checkpoint.formats.per_rank import (
     ELASTIC_VARIABLE,
@@ -35,12 +28,20 @@ from composer_checkpoint.formats.per_rank import (
     refuse_mixed_saves,
     save_local,
 )
+from composer_checkpoint.formats.pt import refuse_unsafe_objects
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
 from composer_checkpoint.names import OF_SAVE, PartialFilePath, sharded_folder
 from composer_dist import dist
 from composer_dist.reproducibility import get_rng_state
 from composer_dist.strategy import Strategy
 from composer_events.arguments import check_flags
+from composer_events.data_position import (
+    EPOCH_START_KEY,
+    LOADER_KEY,
+    DataPosition,
+    begin_next_epoch,
+    keeps_own_state,
+)
 from composer_events.formatting import check_placeholders
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ __all__ = ["get_save_filename", "save_checkpoint"]
 log = getLogger(__name__)
 
 DEFAULT_PREFIX_DIR = "ep{epoch}-ba{batch}"
+TRAIN_DATA_KEY = "train_data"
+"""In a checkpoint's `metadata`: the number of samples in the dataset, and the seed of its order."""
 _COUNTERS = ("iteration", "epoch", "batch", "sample", "token", "batch_in_epoch")
 
 
@@ -287,11 +290,30 @@ def _rng(state: "State") -> list[dict[str, Any]]:
     entries = get_rng_state()
     position = DataPosition.of(state)
     if position is not None:
-        for entry, start in zip(entries, dist.all_gather_object(position.state_dict(state)), strict=True):
+        for entry, start in zip(entries, dist.all_gather_object(position.state_dict(state, _check_state)), strict=True):
             if start:
                 entry[EPOCH_START_KEY] = start
     # A per-rank file has its own rank's entry only; `to_dtensors` puts them together.
     return [entries[dist.get_global_rank()]] if layout_of(state) is Layout.LOCAL else entries
+
+
+def _check_state(state: Any, name: str) -> None:
+    refuse_unsafe_objects(encode(state)[0], name)
+
+
+def describe_train_data(state: "State") -> dict[str, int]:
+    """Return the length of a map-style train dataset, and the seed of a sampler that has its own."""
+    loader = state.train_dataloader
+    if not isinstance(loader, DataLoader):
+        return {}
+    found: dict[str, int] = {}
+    dataset: Any = loader.dataset
+    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__"):
+        found["num_samples"] = len(dataset)
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler) and sampler.shuffle:
+            found["shuffle_seed"] = sampler.seed
+    return found
 
 
 def _add_loader_state(state: "State", saved: dict[str, Any]) -> None:

@@ -61,54 +61,27 @@ if TYPE_CHECKING:
     from composer_dist.wrapping import is_model_fsdp2 as is_model_fsdp2
     from composer_dist.wrapping import unwrap_model as unwrap_model
 
-_HOME = {
-    "get_world_size": "env",
-    "get_global_rank": "env",
-    "get_local_world_size": "env",
-    "get_local_rank": "env",
-    "get_node_rank": "env",
-    "MissingEnvironmentError": "env",
-    "initialize_dist": "initialize",
-    "get_sampler": "reproducibility",
-    "Device": "devices",
-    "DeviceCPU": "devices",
-    "DeviceGPU": "devices",
-    "DeviceMPS": "devices",
-    "DeviceTPU": "devices",
-    "DeviceHPU": "devices",
-    "DeviceNeuron": "devices",
-    "get_device": "devices",
-    "is_xla_installed": "devices",
-    "is_hpu_installed": "devices",
-    "get_free_tcp_port": "env",
-    "STR_TO_DTYPE": "devices",
-    "Precision": "devices",
-    "get_precision_context": "devices",
-    "validate_precision": "devices",
-    "MAX_SEED": "reproducibility",
-    "get_random_seed": "reproducibility",
-    "seed_all": "reproducibility",
-    "configure_deterministic_mode": "reproducibility",
-    "get_rng_state": "reproducibility",
-    "load_rng_state": "reproducibility",
-    "seed_context": "reproducibility",
-    "Strategy": "strategy",
-    "SingleDevice": "strategy",
-    "DDP": "ddp",
-    "DDPSyncStrategy": "ddp",
-    "ddp_sync_context": "ddp",
-    "prepare_ddp_module": "ddp",
-    "DeepSpeed": "deepspeed",
-    "parse_deepspeed_config": "deepspeed",
-    "RankDisagreementError": "agreement",
-    "check_agreement": "agreement",
-    "describe_model": "agreement",
-    "is_model_ddp": "wrapping",
-    "is_model_deepspeed": "wrapping",
-    "is_model_fsdp": "wrapping",
-    "is_model_fsdp2": "wrapping",
-    "unwrap_model": "wrapping",
+_NAMES = {
+    "env": (
+        "get_world_size get_global_rank get_local_world_size get_local_rank get_node_rank "
+        "MissingEnvironmentError get_free_tcp_port"
+    ),
+    "initialize": "initialize_dist",
+    "reproducibility": (
+        "get_sampler MAX_SEED get_random_seed seed_all configure_deterministic_mode get_rng_state "
+        "load_rng_state seed_context"
+    ),
+    "devices": (
+        "Device DeviceCPU DeviceGPU DeviceMPS DeviceTPU DeviceHPU DeviceNeuron get_device is_xla_installed "
+        "is_hpu_installed STR_TO_DTYPE Precision get_precision_context validate_precision"
+    ),
+    "strategy": "Strategy SingleDevice",
+    "ddp": "DDP DDPSyncStrategy ddp_sync_context prepare_ddp_module",
+    "deepspeed": "DeepSpeed parse_deepspeed_config",
+    "agreement": "RankDisagreementError check_agreement describe_model",
+    "wrapping": "is_model_ddp is_model_deepspeed is_model_fsdp is_model_fsdp2 unwrap_model",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]  # declared in the block above
 

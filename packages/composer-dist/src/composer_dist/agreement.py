@@ -66,7 +66,11 @@ def check_agreement(facts: Mapping[str, Any], *, timeout_s: float | None = None)
     # Turns a missing rank into an error; the collectives below would hang.
     _meet(get_timeout() if timeout_s is None else timeout_s)
     flat = _flatten(facts)
-    if _digests_agree(flat):
+    digest = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).digest()
+    mine = torch.tensor(list(digest), dtype=torch.uint8)
+    all_digests = [torch.empty_like(mine) for _ in range(tdist.get_world_size())]
+    tdist.all_gather(all_digests, mine, group=cpu_group(None))
+    if all(torch.equal(other, mine) for other in all_digests):
         return
     differences = _differences(gather_objects(flat, None))
     if not differences:
@@ -114,14 +118,6 @@ def _meet(timeout_s: float) -> None:
             f"came: {error} Look at the output of the ranks that are missing: they failed earlier, or are at another "
             "place in the script. If they are only slow, raise dist_timeout."
         ) from error
-
-
-def _digests_agree(flat: Mapping[str, str]) -> bool:
-    digest = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8)
-    all_digests = [torch.empty_like(mine) for _ in range(tdist.get_world_size())]
-    tdist.all_gather(all_digests, mine, group=cpu_group(None))
-    return all(torch.equal(other, mine) for other in all_digests)
 
 
 def _flatten(facts: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:

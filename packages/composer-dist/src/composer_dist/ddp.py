@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,7 +148,6 @@ class DDP(SingleDevice):
 
     Raises:
         ValueError: If the strategy or the hook is unknown, or if the two exclude each other.
-        ImportError: If the hook needs NumPy, which is not installed.
 
     Reference:
         Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
@@ -287,12 +285,6 @@ def _check_comm_hook(name: str | None, sync_strategy: DDPSyncStrategy) -> None:
         raise ValueError(
             f"comm_hook={name!r} does nothing with sync_strategy='forced_sync', which sends the gradients itself. "
             "Choose 'single_auto_sync' or 'multi_auto_sync', or leave the hook out."
-        )
-    if name == "powersgd" and find_spec("numpy") is None:
-        raise ImportError(
-            "comm_hook='powersgd' needs the package 'numpy', which is not installed. It comes with the extra 'numpy': "
-            "run `pip install 'composer-dist[numpy]'`.",
-            name="numpy",
         )
 
 

@@ -5,7 +5,6 @@ import copy
 import difflib
 import importlib
 import inspect
-import logging
 import os
 import warnings
 from collections import defaultdict
@@ -119,10 +118,9 @@ class DeepSpeed:
         deepspeed = _start(self.device)
         # Recorded now, since the engine flattens the parameters.
         self._parameters = [list(group["params"]) for group in optimizer.param_groups]
-        with _without_advice():
-            self._engine, wrapped, _, _ = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=copy.deepcopy(self._config)
-            )
+        self._engine, wrapped, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=copy.deepcopy(self._config)
+        )
         deepspeed_state.forget_trial_step(self._engine)
         if self.find_unused_parameters and not self.meets_in_forward:
             self._unused = UnusedParameters(self._engine, [each for group in self._parameters for each in group])
@@ -304,30 +302,10 @@ def _start(device: Device) -> Any:
     return deepspeed
 
 
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """Suppress DeepSpeed's warnings about untested optimizers, which the configuration has allowed."""
-    logger = logging.getLogger("DeepSpeed")
-
-    def is_not_advice(record: logging.LogRecord) -> bool:
-        return "untested optimizer" not in record.getMessage()
-
-    logger.addFilter(is_not_advice)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_not_advice)
-
-
 @cache  # registers the function once, however many engines there are
 def _destroy_group_at_exit() -> None:
     """Destroy the process group at exit, even if DeepSpeed did not create it: runs on a CPU hang or abort otherwise."""
-    atexit.register(_destroy_group)
-
-
-def _destroy_group() -> None:
-    if tdist.is_initialized():
-        tdist.destroy_process_group()
+    atexit.register(lambda: tdist.destroy_process_group() if tdist.is_initialized() else None)
 
 
 # https://www.deepspeed.ai/docs/config-json/; used only to find misspelled names, so that newer names still pass.
@@ -362,10 +340,10 @@ def check_deepspeed_fits(
             "deepspeed_config needs the train_dataloader when the Trainer is constructed, since DeepSpeed's batch "
             "sizes are inferred from it. Pass train_dataloader to the constructor and not to fit()."
         )
-    # Compared by name: importing the class would reverse the packages' dependency order.
-    if any(base.__name__ == "OptimizerMonitor" for callback in callbacks for base in type(callback).__mro__):
+    readers = [type(callback).__name__ for callback in callbacks if getattr(callback, "reads_gradients", False)]
+    if readers:
         raise ValueError(
-            "the callback OptimizerMonitor cannot be used with deepspeed_config: DeepSpeed's engine owns the gradients "
+            f"the callback {readers[0]} cannot be used with deepspeed_config: DeepSpeed's engine owns the gradients "
             "and drops them before the callback can read them. Leave the callback out."
         )
 
@@ -408,7 +386,14 @@ def parse_deepspeed_config(
     _refuse_names(parsed)
     _fill_batch_sizes(parsed, batch_size, microbatch_size, world_size)
     _fill_precision(parsed, Precision(precision))
-    _allow_any_optimizer(parsed)
+    if parsed.get("zero_allow_untested_optimizer") is False:
+        warnings.warn(
+            "deepspeed_config['zero_allow_untested_optimizer']=False was set to True: the Trainer's optimizers are "
+            "not among those that DeepSpeed lists as tested. Leave the key out.",
+            UserWarning,
+            stacklevel=2,
+        )
+    parsed["zero_allow_untested_optimizer"] = True  # DeepSpeed accepts the Trainer's optimizer only with this key
     if clip is not None:
         _fill_clipping(parsed, *clip)
     elif parsed.get("gradient_clipping") == _TO_FILL:
@@ -494,18 +479,6 @@ def _fill_precision(config: dict[str, Any], precision: Precision) -> None:
     for section in ("fp16", "bf16"):
         if _PRECISION_SECTIONS[section] is precision:
             config.setdefault(section, {"enabled": True})
-
-
-def _allow_any_optimizer(config: dict[str, Any]) -> None:
-    # The Trainer builds the optimizer, which DeepSpeed accepts only with this key.
-    if config.get("zero_allow_untested_optimizer") is False:
-        warnings.warn(
-            "deepspeed_config['zero_allow_untested_optimizer']=False was set to True: the Trainer's optimizers are "
-            "not among those that DeepSpeed lists as tested. Leave the key out.",
-            UserWarning,
-            stacklevel=3,
-        )
-    config["zero_allow_untested_optimizer"] = True
 
 
 def _fill_clipping(config: dict[str, Any], clipping_type: str, threshold: float) -> None:

@@ -200,7 +200,6 @@ class DeviceNeuron(_TorchDevice):
     dist_backend = "xla"
 
     def __init__(self) -> None:
-        _require_xla(self.name)
         # Set before the device is opened, when the compiler reads them.
         os.environ["NEURON_CC_FLAGS"] = "--auto-cast=none"
         os.environ["PJRT_DEVICE"] = "NEURON"
@@ -277,15 +276,11 @@ def is_hpu_installed() -> bool:
     return importlib.util.find_spec("habana_frameworks") is not None
 
 
-def _require_xla(name: str) -> None:
+def _xla_device(name: str) -> torch.device:
     if not is_xla_installed():
         raise ImportError(
             f"device={name!r} needs the package 'torch_xla', which is not installed. Install it, or pass device='cpu'."
         )
-
-
-def _xla_device(name: str) -> torch.device:
-    _require_xla(name)
     xla_model: Any = importlib.import_module("torch_xla.core.xla_model")
     return xla_model.xla_device()
 
@@ -299,7 +294,9 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     if type(batch) is list:
         return [map_tensors(item, function) for item in batch]
     if isinstance(batch, PackedSequence):
-        return _map_packed(batch, function)
+        indices = (batch.sorted_indices, batch.unsorted_indices)
+        moved = [None if index is None else function(index) for index in indices]
+        return type(batch)(function(batch.data), batch.batch_sizes, *moved)  # torch reads the sizes on the CPU
     if isinstance(batch, Mapping):
         return {key: map_tensors(value, function) for key, value in batch.items()}
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
@@ -312,13 +309,6 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
         except TypeError:  # a sequence whose class takes other arguments becomes a list
             return mapped
     return batch
-
-
-def _map_packed(batch: PackedSequence, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedSequence:
-    """Return the packed sequence with its data moved; torch keeps the batch sizes on the CPU, where it reads them."""
-    indices = (batch.sorted_indices, batch.unsorted_indices)
-    moved = [None if index is None else function(index) for index in indices]
-    return type(batch)(function(batch.data), batch.batch_sizes, *moved)
 
 
 STR_TO_DTYPE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -413,7 +403,10 @@ def get_precision_context(
     """
     precision = Precision(precision)
     if precision is Precision.AMP_FP8:  # before the lookup below, which float8 does not need
-        return _fp8_context(precision_config, fp8_autocast_enabled)
+        engine, recipe = _require_fp8()
+        defaults = {"fp8_format": recipe.Format.HYBRID, "amax_history_len": 16, "amax_compute_algo": "max"}
+        scaling = recipe.DelayedScaling(**(defaults if precision_config is None else precision_config))
+        return engine.fp8_autocast(enabled=fp8_autocast_enabled, fp8_recipe=scaling)
     device_type = device_type or _device_type_in_use()
     if precision is Precision.FP32:  # a disabled autocast costs time, so only inside an active one
         return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING
@@ -450,13 +443,6 @@ def _device_type_in_use() -> str:
         return accelerator.type
     # torch does not count XLA among its accelerators, but a loop on an XLA device has loaded this package.
     return "xla" if "torch_xla" in sys.modules else "cpu"
-
-
-def _fp8_context(config: Mapping[str, Any] | None, enabled: bool) -> AbstractContextManager[Any]:
-    engine, recipe = _require_fp8()
-    defaults = {"fp8_format": recipe.Format.HYBRID, "amax_history_len": 16, "amax_compute_algo": "max"}
-    scaling = recipe.DelayedScaling(**(defaults if config is None else config))
-    return engine.fp8_autocast(enabled=enabled, fp8_recipe=scaling)
 
 
 def _require_fp8() -> tuple[Any, Any]:

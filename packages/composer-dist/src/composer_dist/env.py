@@ -12,7 +12,6 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ def check_environment(environ: Mapping[str, str]) -> None:
 
 def _number(variable: str) -> int:
     """Return a rank variable's value from torch, the environment or other launchers, in this order."""
-    tdist = _torch_distributed()
+    tdist = sys.modules.get("torch.distributed")  # otherwise no process group can exist
     if tdist is not None and not tdist.is_available():
         return int(SINGLE_RANK[variable])
     # A variable that changed after the group was made must not go unnoticed.
@@ -160,11 +159,6 @@ def _number(variable: str) -> int:
             "processes with the `composer` launcher or with torchrun, or set it in every process."
         )
     return int(SINGLE_RANK[variable])
-
-
-def _torch_distributed() -> ModuleType | None:
-    """Return `torch.distributed` if it is loaded; otherwise no process group can exist."""
-    return sys.modules.get("torch.distributed")
 
 
 def _integer(variable: str, text: str) -> int:

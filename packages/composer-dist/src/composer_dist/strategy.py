@@ -222,12 +222,7 @@ class SingleDevice:
         self.device = device
 
     def place(self, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Move the model and the optimizers' states to the device, in place.
-
-        Raises:
-            ValueError: If a weight is on the meta device.
-        """
-        _refuse_meta(model, self.device)  # before the move, whose error would not name the weights
+        """Move the model and the optimizers' states to the device, in place."""
         self.device.module_to_device(model)
         for optimizer in optimizers:
             self.device.optimizer_to_device(optimizer)
@@ -309,17 +304,6 @@ class SingleDevice:
     ) -> None:
         """Load an optimizer's state, in place."""
         optimizer.load_state_dict(dict(state_dict))  # torch requires a dict
-
-
-def _refuse_meta(model: torch.nn.Module, device: Device) -> None:
-    names = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    if names and device.torch_device.type != "meta":
-        # Usually the whole model is on the meta device, so only a few names are shown.
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise ValueError(
-            f"the model's {', '.join(map(repr, names[:3]))}{more} are on the meta device, where they have no values to "
-            "train. Build the model on a real device, or call model.to_empty(device='cpu') and initialize it."
-        )
 
 
 def _unprofiled_step(optimizer: Any) -> Callable[..., Any]:

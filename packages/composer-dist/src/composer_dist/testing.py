@@ -6,7 +6,6 @@ import inspect
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import threading
@@ -30,7 +29,6 @@ _PRELOADED_AFTER = ["torchmetrics"]
 _GOODBYE_S = 5.0  # time for a rank to exit after it has sent its answer
 _PATIENCE = 0.75  # the fraction of the timeout after which a collective raises, so that its error arrives in time
 _STACKS_S = 1.0  # time before the kill at which a rank writes its stack traces
-_TELL = signal.SIGUSR2  # makes a process write its stack traces
 _AFTERMATH_S = 0.3  # time to wait for the other ranks' errors after the first failure
 
 
@@ -164,23 +162,11 @@ def _results(ranks: list[_Rank], answers: dict[int, _Answer], timeout_s: float) 
 
 
 def _stacks(rank: _Rank) -> str:
-    """Return the stack traces of a rank, if it could write them, followed by those of its forked processes."""
-    for forked in _children_of(rank.process.pid):
-        with suppress(OSError):
-            os.kill(forked, _TELL)
-    time.sleep(_AFTERMATH_S)
+    """Return the stack traces of a rank, if it could write them."""
     try:
         return rank.stacks.read_text(errors="replace")
     except OSError:
         return "(it wrote no stack trace)\n"
-
-
-def _children_of(pid: int | None) -> list[int]:
-    listed: list[int] = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            listed += map(int, children.read_text().split())
-    return listed
 
 
 def _answer(rank: _Rank) -> _Answer:
@@ -206,10 +192,9 @@ def _run(task: _Task, writer: Connection) -> None:
     import torch.distributed as tdist
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # Written by a C thread, so a held GIL does not matter. Processes forked by this rank inherit the signal handler.
+    # Written by a C thread, so a held GIL does not matter.
     stacks = task.stacks.open("a")
     faulthandler.dump_traceback_later(max(task.timeout_s - _STACKS_S, task.timeout_s / 2), file=stacks)
-    faulthandler.register(_TELL, file=stacks)
     try:
         torch.set_num_threads(1)
         # Processes that the body starts use Python's default start method, not the one of this rank.

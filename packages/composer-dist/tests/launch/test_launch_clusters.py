@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_dist.launch.cluster import CLUSTERS, expand_nodelist, infer
+from composer_dist.launch.args import CLUSTERS
 from composer_dist.launch.main import main
+from composer_dist.launch.topology import expand_nodelist, infer
 
 SLURM = {
     "SLURM_JOB_ID": "41234",

@@ -1,8 +1,6 @@
-from dataclasses import replace
-
 import pytest
 
-from composer_dist.launch.failures import crash_report, root_cause, witness
+from composer_dist.launch.report import crash_report, root_cause
 from composer_dist.launch.workers import Ending
 
 CHAIN = """\
@@ -82,16 +80,6 @@ def test_only_the_first_of_several_failures_is_the_root_cause(ending):
     said = crash_report([ending("a"), ending("b", rank=2)])
     assert said.count("(root cause)") == 1
     assert said.index("Global rank 1") < said.index("Global rank 2")
-
-
-def test_a_first_rank_that_left_no_traceback_is_explained_by_one_that_failed_with_it(ending):
-    first = replace(ending(rank=0), stderr="")  # it has the console
-    second = ending(CHAIN, rank=2, time=0.5)
-    assert witness([first, second]) is second
-    assert witness([first, ending(CHAIN, rank=2, time=1.5)]) is None
-    said = root_cause(first, [], None, second)
-    assert "rank 0 (PID 42) failed first" in said
-    assert said.endswith(f"composer: rank 2 ended 0.5 s later with:\n{CHAIN}")
 
 
 def test_an_exit_code_is_the_one_of_a_shell(ending):

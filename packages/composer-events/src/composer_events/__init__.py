@@ -3,6 +3,9 @@
 A training loop passes each `Event` to an `Engine`, which runs the matching `Algorithm`s and the listening `Callback`s;
 all of them share one `State`. `DataSpec` and `Evaluator` describe data to the loop, `Logger` and `LoggerDestination`
 handle logged values. Names are imported on first use, and none of them imports torch.
+
+`composer_events.data_position` resumes a run at its next batch, and `seeded_batches` makes batches reproducible. These
+two modules need torch, which the extra `torch` installs.
 """
 
 from importlib import import_module
@@ -86,53 +89,7 @@ _MODULES = {
 }
 _HOME = {name: f"composer_events.{module}" for module, names in _MODULES.items() for name in names}
 
-__all__ = [
-    "Event",
-    "Engine",
-    "Trace",
-    "Traces",
-    "Explanation",
-    "Turn",
-    "AlgorithmPass",
-    "Algorithm",
-    "Callback",
-    "Serializable",
-    "State",
-    "ParallelismType",
-    "DataSpec",
-    "default_split_batch",
-    "ensure_data_spec",
-    "Evaluator",
-    "ensure_evaluator",
-    "create_interval_scheduler",
-    "evaluate_periodically",
-    "Logger",
-    "log_lazily",
-    "LoggerDestination",
-    "format_log_data_value",
-    "format_name_with_dist",
-    "format_name_with_dist_and_time",
-    "partial_format",
-    "extract_hparams",
-    "convert_nested_dict_to_flat_dict",
-    "convert_flat_dict_to_nested_dict",
-    "ProfilerAction",
-    "batch_get",
-    "batch_set",
-    "IteratorFileStream",
-    "ensure_tuple",
-    "iterate_with_callback",
-    "map_collection",
-    "Batch",
-    "BreakEpochException",
-    "JSON",
-    "MemoryFormat",
-    "TrainerMode",
-    "NoEffectWarning",
-    "NotIntendedUseWarning",
-    "VersionedDeprecationWarning",
-    "__version__",
-]
+__all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]  # declared in the block above
 
 __version__: str
 

@@ -6,18 +6,16 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from composer_events.batches import ensure_tuple
+from composer_events.batches import ensure_tuple, innermost_dataloader
 from composer_events.event import Event, ProfilerAction
 from composer_events.logger import Logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from composer_events.callback import Callback
     from composer_events.passes import AlgorithmPass
     from composer_events.state import State
@@ -75,50 +73,43 @@ class Closer:
         self.stand_down()  # first, so that a callback that closes the engine again does not recurse
         _log.debug("Closing the engine.")
         interrupts: list[BaseException] = []
+
+        def attempt(call: Callable[..., object], failure: str, *arguments: object) -> bool:
+            try:
+                call(*arguments)
+            except Exception:
+                _log.exception(failure)
+            except BaseException as interrupt:
+                interrupts.append(interrupt)
+            else:
+                return True
+            return False
+
+        def flush() -> None:
+            if isinstance(self._logger, Logger):  # pyright: ignore[reportUnnecessaryIsInstance]  # others buffer nothing
+                attempt(self._logger.flush, "Error delivering metrics while closing.")
+
         closed: list[Any] = []
         # A copy, because a callback may change the list while it closes.
         for callback in tuple(self._state.callbacks):
             name = type(callback).__name__
             _log.debug("Closing callback %s", name)
             # Before each `close`, because a closed destination cannot receive the metrics that were buffered for it.
-            _flush(self._logger, interrupts)
-            try:
-                callback.close(self._state, self._logger)
-            except Exception:
-                _log.exception("Error running %s.close(). Its post_close() is skipped.", name)
-            except BaseException as interrupt:
-                interrupts.append(interrupt)
-            else:
+            flush()
+            failure = f"Error running {name}.close(). Its post_close() is skipped."
+            if attempt(callback.close, failure, self._state, self._logger):
                 closed.append(callback)
         for callback in closed:
             name = type(callback).__name__
-            _flush(self._logger, interrupts)
+            flush()
             _log.debug("Post-closing callback %s", name)
-            try:
-                callback.post_close()
-            except Exception:
-                _log.exception("Error running %s.post_close().", name)
-            except BaseException as interrupt:
-                interrupts.append(interrupt)
-            else:
+            if attempt(callback.post_close, f"Error running {name}.post_close()."):
                 _OPEN.pop(id(callback), None)  # free for another run
-        _flush(self._logger, interrupts)
+        flush()
         _shut_down_workers(self._state)
         _log.debug("Engine closed.")
         if interrupts:
             raise interrupts[0]
-
-
-def _flush(logger: object, interrupts: list[BaseException]) -> None:
-    """Deliver buffered metrics, including those that a callback logged while it closed."""
-    if not isinstance(logger, Logger):  # other loggers buffer nothing
-        return
-    try:
-        logger.flush()
-    except Exception:
-        _log.exception("Error delivering metrics while closing.")
-    except BaseException as interrupt:
-        interrupts.append(interrupt)
 
 
 def _shut_down_workers(state: State) -> None:
@@ -126,7 +117,7 @@ def _shut_down_workers(state: State) -> None:
     # Any object may be a state, so an attribute may be missing.
     holders: list[Any] = [getattr(state, "train_dataloader", None), getattr(state, "dataloader", None)]
     holders += ensure_tuple(getattr(state, "evaluators", None))
-    for loader in map(_innermost, holders):
+    for loader in map(innermost_dataloader, holders):
         if not getattr(loader, "persistent_workers", False) or getattr(loader, "_iterator", None) is None:
             continue
         # torch has no public way to stop them. Without `_iterator` the dataloader starts new workers on the next use.
@@ -137,26 +128,24 @@ def _shut_down_workers(state: State) -> None:
             _log.debug("The workers of %s were left to end by themselves: %r", type(loader).__name__, error)
 
 
-def _innermost(holder: Any) -> Any:
-    """Return the dataloader inside a `DataSpec` or an `Evaluator`."""
-    for _ in range(2):  # at most Evaluator and DataSpec; an object with every attribute, such as a mock, never ends
-        holder = getattr(holder, "dataloader", holder)
-    return holder
+_METHOD_OF: Final = {"algorithm": "match", "callback": "run_event"}
 
 
-def method_of(kind: str, hook: object, method: str) -> Callable[..., Any]:
-    """Return the method of an algorithm or a callback that the engine calls."""
-    found = getattr(hook, method, None)
-    if found is not None and not isinstance(hook, type):
-        return found
-    hint = f"an object of a class that derives from {kind.capitalize()}"
-    if isinstance(hook, type):
-        hint = f"an object of that class: {hook.__name__}(...)"
-    raise TypeError(f"state.{kind}s holds {hook!r}, not a valid {kind}: it has no {method}(). Put in {hint}.")
+def invalid_hook(kind: str, hook: object) -> TypeError | None:
+    """Return the error for an item of a list of algorithms or callbacks that is not one, else `None`."""
+    method = _METHOD_OF.get(kind)
+    is_class = isinstance(hook, type)
+    if method is None or (hasattr(hook, method) and not is_class):
+        return None
+    hint = f"an object of {'that class' if is_class else f'a class that derives from {kind.capitalize()}'}"
+    hint += f": {hook.__name__}(...)" if is_class else ""
+    return TypeError(f"state.{kind}s holds {hook!r}, not a valid {kind}: it has no {method}(). Put in {hint}.")
 
 
-def add_hook_note(error: Exception, kind: str, hook: object, event: Event, state: State) -> None:
-    """Add a note to an exception that names the hook or pass and the time; the exception keeps its type."""
+def explain_failure(error: Exception, kind: str, hook: object, event: Event, state: State) -> None:
+    """Add a note to the error of a hook or pass that names it and the time, or raise that the hook is not one."""
+    if (invalid := invalid_hook(kind, hook)) is not None:
+        raise invalid from error
     when = ""
     with suppress(Exception):  # a state without a usable timestamp must not hide the error
         when = f" (epoch {int(state.timestamp.epoch)}, batch {int(state.timestamp.batch)})"
@@ -243,7 +232,8 @@ def mark_in_use(callbacks: Sequence[Callback], closer: Closer) -> None:
         RuntimeError: If a callback is already in use. None is marked then.
     """
     for callback in callbacks:
-        method_of("callback", callback, "run_event")
+        if (invalid := invalid_hook("callback", callback)) is not None:
+            raise invalid
         before = _CLOSERS.get(id(callback))
         # An id is reused after its object is deleted, so the object itself is compared too.
         if _OPEN.get(id(callback)) is callback and before is not closer and before is not None and before.is_done():

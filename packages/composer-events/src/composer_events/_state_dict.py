@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import math
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, index
@@ -18,8 +17,8 @@ from composer_events._state_layout import (
     unwrapped,
 )
 from composer_events.algorithm import Algorithm
-from composer_events.arguments import algorithm_modules
-from composer_events.batches import ensure_tuple, length_or_none
+from composer_events.arguments import algorithm_modules, loaded
+from composer_events.batches import ensure_tuple, innermost_dataloader, length_or_none
 from composer_events.event import Event
 from composer_events.hparams import get_composer_env_dict
 from composer_events.parallelism import any_rank, get_world_size
@@ -86,18 +85,6 @@ def _collect_timestamp(state: State) -> dict[str, Any] | None:
     return collected
 
 
-def _collect_train_metrics(state: State) -> dict[str, Any] | None:
-    if not state.save_metrics or state.train_metrics is None:
-        return None
-    return get_metric_states(state.train_metrics)
-
-
-def _collect_eval_metrics(state: State) -> dict[str, Any] | None:
-    if not state.save_metrics:
-        return None
-    return {label: get_metric_states(metrics) for label, metrics in state.eval_metrics.items()}
-
-
 _COLLECTORS: Mapping[str, Callable[[Any], Any]] = {
     "model": lambda state: state.get_model_state_dict(),
     "optimizers": lambda state: state.get_optim_state_dict(),
@@ -106,23 +93,28 @@ _COLLECTORS: Mapping[str, Callable[[Any], Any]] = {
     "callbacks": _collect_by_class("callbacks"),
     "scaler": _collect_by_class("scaler"),
     "timestamp": _collect_timestamp,
-    "train_metrics": _collect_train_metrics,
-    "eval_metrics": _collect_eval_metrics,
+    "train_metrics": lambda state: (
+        get_metric_states(state.train_metrics) if state.save_metrics and state.train_metrics is not None else None
+    ),
+    "eval_metrics": lambda state: (
+        {label: get_metric_states(metrics) for label, metrics in state.eval_metrics.items()}
+        if state.save_metrics
+        else None
+    ),
     "dataset_state": lambda state: state._dataset_state_dict(),
 }
 
 
 def _integrations(state: State) -> dict[str, Any]:
-    model = unwrapped(state.model)
-    # By name: the class belongs to a package that depends on this one.
-    if any(base.__name__ == "HuggingFaceModel" for base in type(model).__mro__):
-        return {"huggingface": model.get_metadata()}
-    return {}
+    model: Any = unwrapped(state.model)
+    # Declared by the class, such as 'huggingface', next to `get_metadata`.
+    name: str | None = getattr(model.__class__, "checkpoint_integration", None)
+    return {} if name is None else {name: model.get_metadata()}
 
 
 def _metadata(state: State) -> dict[str, Any]:
     # If torch is not imported, the state has no weights, and the version is not worth the slow import.
-    torch: Any = sys.modules.get("torch")
+    torch = loaded("torch")
     metadata: dict[str, Any] = {
         "composer_env_info": get_composer_env_dict(),
         "torch_version": None if torch is None else str(torch.__version__),
@@ -244,9 +236,7 @@ def resume_dataset(source: DataSource) -> None:
 
 def dataset_of(dataloader: Any) -> Any:
     """Return the dataset of a dataloader, a `DataSpec` or an `Evaluator`, or `None` if it has none."""
-    while hasattr(dataloader, "dataloader"):
-        dataloader = dataloader.dataloader
-    return getattr(dataloader, "dataset", None)
+    return getattr(innermost_dataloader(dataloader), "dataset", None)
 
 
 def _to_num_batches(given: Any) -> int:
@@ -266,6 +256,7 @@ def _to_num_batches(given: Any) -> int:
     return index(given)
 
 
+_NOT_SAVED = "{} is not in the state_dict. Its state will not be restored."
 # Loaded elsewhere, or meant for readers of the checkpoint.
 _NOT_ATTRIBUTES = frozenset({"model", "integrations", "metadata"})
 
@@ -334,7 +325,7 @@ def load_optimizers(state: State, saved: Mapping[str, Any], strict: bool) -> Non
         # otherwise every rank needs its own.
         is_missing = not any_rank(name in states) if broadcast else any_rank(name not in states)
         if is_missing:
-            _warn_not_saved(name)
+            _warn(_NOT_SAVED.format(name))
             continue
         set_optimizer_state(
             state.model,
@@ -363,7 +354,7 @@ def _load_by_class(attribute: str) -> Callable[[State, Any], None]:
             if name in saved:
                 item.load_state_dict(saved[name])
             else:
-                _warn_not_saved(name)
+                _warn(_NOT_SAVED.format(name))
 
     return load
 
@@ -389,17 +380,12 @@ def _numbered(saved: Sequence[Sequence[Any]]) -> dict[str, Any]:
     return states
 
 
-def _load_eval_metrics(state: State, saved: Mapping[str, Any]) -> None:
-    for label, metrics in state.eval_metrics.items():
-        set_metric_states(metrics, saved.get(label, {}), state.device)
-
-
 def _load_dataset_state(state: State, saved: dict[str, Any] | None) -> None:
     state.dataset_state = saved
     resume_dataset(state)
 
 
-_LOADERS: Mapping[str, Callable[[Any, Any], None]] = {
+_LOADERS: Mapping[str, Callable[[Any, Any], object]] = {
     "optimizers": lambda state, saved: state.load_optim_state({"optimizers": saved}),
     "schedulers": _load_by_class("schedulers"),
     "algorithms": _load_algorithms,
@@ -407,13 +393,11 @@ _LOADERS: Mapping[str, Callable[[Any, Any], None]] = {
     "scaler": _load_by_class("scaler"),
     "timestamp": _load_timestamp,
     "train_metrics": lambda state, saved: set_metric_states(state.train_metrics or {}, saved, state.device),
-    "eval_metrics": _load_eval_metrics,
+    "eval_metrics": lambda state, saved: [
+        set_metric_states(metrics, saved.get(label, {}), state.device) for label, metrics in state.eval_metrics.items()
+    ],
     "dataset_state": _load_dataset_state,
 }
-
-
-def _warn_not_saved(name: str) -> None:
-    warnings.warn(f"{name} is not in the state_dict. Its state will not be restored.", UserWarning, stacklevel=2)
 
 
 # Longer than the repr of any algorithm, and short enough not to exhaust Python's parser.

@@ -139,7 +139,9 @@ def _with_names(saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dic
 
 
 def _with_numbers(model: Any, optimizer: Any, saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
-    saved_state: dict[Any, Any] = {_canonical(key): value for key, value in saved["state"].items()}
+    saved_state: dict[Any, Any] = {
+        canonical_name(key) if isinstance(key, str) else key: value for key, value in saved["state"].items()
+    }
     group_of: dict[str, Mapping[str, Any]] = {
         canonical_name(name): group for group in saved["param_groups"] for name in group["params"]
     }
@@ -170,10 +172,6 @@ def _names_as_saved(model: Any, optimizer: Any, known: Collection[str]) -> list[
         aliases.setdefault(id(parameter), []).append(canonical_name(name))
     chosen = {names[0]: next((name for name in names if name in known), names[0]) for names in aliases.values()}
     return [[chosen.get(name, name) for name in group] for group in _names_of_groups(model, optimizer)]
-
-
-def _canonical(key: Any) -> Any:
-    return canonical_name(key) if isinstance(key, str) else key
 
 
 def _refuse_mismatch(current: Collection[str], saved: Collection[str]) -> None:

@@ -47,10 +47,16 @@ def check_flags(*, may_be_none: bool = False, **flags: Any) -> None:
         Traceback (most recent call last):
         TypeError: overwrite='no' must be True or False.
     """
-    for name, value in flags.items():
-        # Integral, not bool: 0 and 1 are accepted too, also those of NumPy.
-        if not (isinstance(value, Integral) and value in (0, 1)) and not (may_be_none and value is None):
-            raise TypeError(f"{name}={value!r} must be True or False.")
+    # Integral, not bool: 0 and 1 are accepted too, also those of NumPy.
+    _accept(flags, "True or False", lambda flag: isinstance(flag, Integral) and flag in (0, 1), may_be_none)
+
+
+def _accept(
+    values: Mapping[str, Any], accepted: str, is_accepted: Callable[[Any], bool], may_be_none: bool = True
+) -> None:
+    for name, value in values.items():
+        if not is_accepted(value) and not (may_be_none and value is None):
+            raise TypeError(f"{name}={value!r} must be {accepted}.")
 
 
 def check_counts(least: int = 1, **counts: Any) -> None:
@@ -107,9 +113,7 @@ def check_texts(*, may_be_none: bool = False, **texts: Any) -> None:
     Args:
         may_be_none: Whether `None` is accepted.
     """
-    for name, value in texts.items():
-        if not isinstance(value, str) and not (may_be_none and value is None):
-            raise TypeError(f"{name}={value!r} must be a text{', or None' if may_be_none else ''}.")
+    _accept(texts, f"a text{', or None' if may_be_none else ''}", lambda text: isinstance(text, str), may_be_none)
 
 
 def check_places(*, may_be_none: bool = False, **places: Any) -> None:
@@ -118,9 +122,8 @@ def check_places(*, may_be_none: bool = False, **places: Any) -> None:
     Args:
         may_be_none: Whether `None` is accepted.
     """
-    for name, value in places.items():
-        if not isinstance(value, str | os.PathLike) and not (may_be_none and value is None):
-            raise TypeError(f"{name}={value!r} must be a text or a path{', or None' if may_be_none else ''}.")
+    accepted = f"a text or a path{', or None' if may_be_none else ''}"
+    _accept(places, accepted, lambda place: isinstance(place, str | os.PathLike), may_be_none)
 
 
 def check_names(example: str, **names: Any) -> None:
@@ -149,18 +152,16 @@ def check_text_lists(**lists: Any) -> None:
 
 def check_mappings(**mappings: Any) -> None:
     """Check that arguments are dicts with string keys, or `None`."""
-    for name, value in mappings.items():
-        if value is None:
-            continue
-        if not isinstance(value, Mapping) or not is_list_of_texts(list(cast("Mapping[object, object]", value))):
-            raise TypeError(f"{name}={value!r} must be a dict whose keys are texts, or None.")
+
+    def has_text_keys(value: Any) -> bool:
+        return isinstance(value, Mapping) and is_list_of_texts(list(cast("Mapping[Any, Any]", value)))
+
+    _accept(mappings, "a dict whose keys are texts, or None", has_text_keys)
 
 
 def check_functions(**functions: Any) -> None:
     """Check that arguments are callable or `None`."""
-    for name, value in functions.items():
-        if value is not None and not callable(value):
-            raise TypeError(f"{name}={value!r} must be a function, or None.")
+    _accept(functions, "a function, or None", callable)
 
 
 def to_time(name: str, value: Any, unit: TimeUnit | None = None) -> Time[Any]:
@@ -226,6 +227,12 @@ def is_list_of_texts(value: object) -> bool:
     return is_list and all(isinstance(text, str) for text in cast("Iterable[object]", value))
 
 
+# Without its module no object of torch or an optional package exists, and a check for one must not import it, which
+# takes seconds. An alias, because some of these checks run for each value in a step.
+loaded: Callable[[str], Any] = sys.modules.get
+"""Return a module by name if the process has imported it, else `None`."""
+
+
 _STATE_GROUP = "composer_events.state"
 _ALGORITHM_GROUP = "composer_events.algorithms"
 
@@ -237,7 +244,7 @@ def to_device(device: Any) -> Any:
     """
     if not isinstance(device, str) and device is not None:
         return device
-    if device is None and "torch" not in sys.modules:
+    if device is None and loaded("torch") is None:
         return None  # no tensors exist yet, and choosing a device would import torch
     get_device = _provider("device")
     return device if get_device is None else get_device(device)
@@ -251,7 +258,7 @@ def to_precision(precision: Any) -> Any:
     if precision is None:
         precision = "fp32"
         # As in `to_device`: a default must not import torch.
-        if "torch" not in sys.modules:
+        if loaded("torch") is None:
             return precision
     if not isinstance(precision, str):
         return precision

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import io
 import operator
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from operator import attrgetter, itemgetter, setitem
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
+
+from composer_events.arguments import loaded
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -81,7 +82,7 @@ def default_split_batch(batch: Any, microbatch_size: int | float) -> Sequence[An
     if length is None or length == microbatch_size:  # nothing to split, or already one microbatch
         return [_whole(batch)]
     if length < microbatch_size:
-        kind = "tensor" if any(map(_is_tensor, (batch, *ensure_tuple(batch)))) else "list"
+        kind = "tensor" if any(map(is_tensor, (batch, *ensure_tuple(batch)))) else "list"
         warnings.warn(
             f"Cannot split {kind} of length {length} into batches of size {microbatch_size}. As it is smaller, no "
             f"splitting will be done. This may happen on the last batch of a dataset if it is a smaller size than the "
@@ -96,14 +97,9 @@ def default_split_batch(batch: Any, microbatch_size: int | float) -> Sequence[An
 def _level_of_user() -> int:
     """Return the `stacklevel`, for a warning of the caller, of the first frame outside Composer's packages."""
     level, frame = 0, inspect.currentframe()
-    while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
+    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(("composer.", "composer_")):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _is_ours(module: str) -> bool:
-    package = module.partition(".")[0]
-    return package == "composer" or package.startswith("composer_")
 
 
 def split_batch_by_count(batch: Any, num_microbatches: int) -> Sequence[Any]:
@@ -244,7 +240,7 @@ def _cut_item(item: Any, length: int, size: int) -> Sequence[Any]:
 
 
 def _slices(batch: Any, size: int) -> list[Any]:
-    return list(batch.split(size)) if _is_tensor(batch) else split_list(batch, size)
+    return list(batch.split(size)) if is_tensor(batch) else split_list(batch, size)
 
 
 def _cut_mapping(batch: Mapping[Any, Any], length: int, size: int) -> list[Any]:
@@ -261,9 +257,9 @@ def split_list(sequence: Sequence[Any], microbatch_size: int) -> list[Any]:
     return [sequence[start : start + microbatch_size] for start in range(0, len(sequence), microbatch_size)]
 
 
-def _is_tensor(value: Any) -> bool:
-    # Without an import of torch no tensor exists, and this check must not cause the import.
-    torch = sys.modules.get("torch")
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor, without importing torch."""
+    torch = loaded("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
@@ -486,6 +482,13 @@ def ensure_tuple(x: Any) -> tuple[Any, ...]:
     if isinstance(x, Mapping):
         return tuple(cast("Mapping[Any, Any]", x).values())
     return (x,)
+
+
+def innermost_dataloader(holder: Any) -> Any:
+    """Return the dataloader inside a `DataSpec` or an `Evaluator`."""
+    for _ in range(2):  # at most Evaluator and DataSpec; an object with every attribute, such as a mock, never ends
+        holder = getattr(holder, "dataloader", holder)
+    return holder
 
 
 def length_or_none(sized: object) -> int | None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from composer_events.arguments import check_counts, check_functions
+from composer_events.arguments import check_counts, check_functions, loaded
 from composer_events.batches import (
     count_samples,
     default_split_batch,
@@ -87,7 +86,8 @@ class DataSpec:
         self.get_num_samples_in_batch: Callable[[Any], int | float] = get_num_samples_in_batch or count_samples
         self._count_tokens = get_num_tokens_in_batch or self._default_get_num_tokens_in_batch
         self.num_samples = num_samples
-        if _is_torch_dataloader(dataloader):
+        data = loaded("torch.utils.data")  # a DataLoader exists only if this module has been imported
+        if data is not None and isinstance(dataloader, data.DataLoader):
             if cast(Any, dataloader)._iterator is not None:  # set only by a DataLoader with persistent workers
                 raise ValueError(
                     f"The dataloader {dataloader!r} has an active iterator: its persistent workers have already begun "
@@ -186,17 +186,11 @@ def _renamed_transforms(old: Callable[[Any], Any], new: Callable[[Any], Any] | N
     return old
 
 
-def _is_torch_dataloader(dataloader: object) -> bool:
-    # A DataLoader exists only if this module has been imported.
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and isinstance(dataloader, data.DataLoader)
-
-
 def _refuse_undistributed(dataloader: Any) -> None:
     world_size = get_world_size()
     if world_size == 1:
         return
-    data = sys.modules["torch.utils.data"]
+    data = loaded("torch.utils.data")
     # An iterable dataset has no sampler and must shard its samples itself.
     if isinstance(dataloader.dataset, data.IterableDataset):
         return

@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import is_
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -14,11 +13,10 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from composer_events._hooks import (
     Closer,
     Observer,
-    add_hook_note,
     check_requirements,
+    explain_failure,
     is_closing,
     mark_in_use,
-    method_of,
     parse_passes,
 )
 from composer_events._lists import VersionedList
@@ -134,7 +132,8 @@ class Engine:
         self.logger = logger
         self._observer = Observer()
         self._default_passes = list(DEFAULT_PASSES)
-        self._default_order = DefaultOrder()
+        # Positions by event, classes, and which algorithms blend the loss, which is all that the default passes ask.
+        self._orders: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._listeners = Listeners(state)
         self._closer = Closer(state, logger)
         self._has_begun = False
@@ -283,7 +282,7 @@ class Engine:
         if state.dataloader is None or state.max_duration is None:
             check_requirements(event, state)
         is_entrance = event in ENTRANCES
-        if event is Event.INIT:
+        if event is _INIT:
             traces = self._run_init(event, is_observed)
         else:
             if state.algorithms:
@@ -322,13 +321,12 @@ class Engine:
         try:
             # The variables `kind` and `hook` are what the note on an exception names.
             for hook in state.algorithms:
-                if method_of(kind, hook, "match")(event, state):  # every `match` before any algorithm acts
+                if hook.match(event, state):  # every `match` before any algorithm acts
                     matched.append(hook)
             if not matched and is_default:  # a custom pass may add algorithms
                 return traces
             kind = "pass"
-            # The default passes depend on few properties of the algorithms, so their result is cached.
-            for hook in (self._default_order,) if is_default else self.algorithm_passes:
+            for hook in (self._in_default_order,) if is_default else self.algorithm_passes:
                 matched = hook(matched, event)
                 if not isinstance(matched, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]  # of the user
                     raise TypeError(
@@ -337,11 +335,15 @@ class Engine:
                     )
             kind, event_name = "algorithm", str(event)
             for order, hook in enumerate(matched):
-                with self._observer.marker(kind, hook, event, state) if is_observed else _UNOBSERVED:
-                    exit_code = method_of(kind, hook, "apply")(event, state, logger)
+                # Not a `with` on a null context, which takes longer than an algorithm that does nothing.
+                if is_observed:
+                    with self._observer.marker(kind, hook, event, state):
+                        exit_code = hook.apply(event, state, logger)
+                else:
+                    exit_code = hook.apply(event, state, logger)
                 traces[f"{hook}/{event_name}"] = Trace(hook.__class__.__name__, event, exit_code, order, True)
         except Exception as error:
-            add_hook_note(error, kind, hook, event, state)
+            explain_failure(error, kind, hook, event, state)
             raise
         # Loggers of other classes have no `takes`, so they get every trace.
         takes: Callable[[str], bool] = getattr(logger, "takes", bool)
@@ -349,18 +351,36 @@ class Engine:
             logger.log_traces({f"algorithm_traces/{t.name}/{event_name}": int(t.run) for t in traces.values()})
         return traces
 
+    def _in_default_order(self, matched: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+        """Apply the default passes, whose result is cached. They warn of blended losses the first time only."""
+        if len(matched) < 2:
+            return matched
+        key = (
+            event,
+            *[algorithm.__class__ for algorithm in matched],
+            *[bool(getattr(algorithm, "interpolate_loss", False)) for algorithm in matched],
+        )
+        order = self._orders.get(key)
+        if order is None:
+            if len(self._orders) >= _MAX_KEPT:  # algorithms that match at random have many combinations
+                self._orders.clear()
+            order = self._orders[key] = _positions(matched, event)
+        return [matched[position] for position in order]
+
     def _run_callbacks(self, calls: Iterable[Call], event: Event, is_observed: bool = False) -> None:
         state, logger = self.state, self.logger
         callback: Callback | None = None
         try:
             for callback, method in calls:
-                if method is not None and not is_observed:
+                if is_observed:
+                    with self._observer.marker("callback", callback, event, state):
+                        callback.run_event(event, state, logger)
+                elif method is None:
+                    callback.run_event(event, state, logger)
+                else:
                     getattr(callback, method)(state, logger)
-                    continue
-                with self._observer.marker("callback", callback, event, state) if is_observed else _UNOBSERVED:
-                    method_of("callback", callback, "run_event")(event, state, logger)
         except Exception as error:
-            add_hook_note(error, "callback", callback, event, state)
+            explain_failure(error, "callback", callback, event, state)
             raise
 
     def _mark_in_use(self, before: Sequence[Callback]) -> None:
@@ -387,34 +407,6 @@ class Engine:
 _MAX_KEPT: Final = 256
 
 
-class DefaultOrder:
-    """Default passes with a cache of the resulting orders.
-
-    The passes depend only on the event, the classes, and which algorithms blend the loss, so the order is reused for
-    equal combinations. The warning about blended losses is given when a combination is first seen.
-    """
-
-    def __init__(self) -> None:
-        self._orders: dict[tuple[object, ...], tuple[int, ...]] = {}
-
-    def __call__(self, matched: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-        """Return the algorithms in the order in which they act."""
-        if len(matched) < 2:
-            return matched
-        key = (
-            event,
-            *[algorithm.__class__ for algorithm in matched],
-            *[bool(getattr(algorithm, "interpolate_loss", False)) for algorithm in matched],
-        )
-        order = self._orders.get(key)
-        if order is None:
-            order = _positions(matched, event)
-            if len(self._orders) >= _MAX_KEPT:  # algorithms that match at random have many combinations
-                self._orders.clear()
-            self._orders[key] = order
-        return [matched[position] for position in order]
-
-
 def _positions(matched: Sequence[Algorithm], event: Event) -> tuple[int, ...]:
     ordered = matched
     for default_pass in DEFAULT_PASSES:
@@ -426,7 +418,6 @@ def _positions(matched: Sequence[Algorithm], event: Event) -> tuple[int, ...]:
 
 Call: TypeAlias = tuple[Callback, str | None]
 _INIT: Final = Event.INIT  # attribute access on an Enum class runs Python code in Python 3.11
-_UNOBSERVED: Final = nullcontext()
 
 # At these events the table is rebuilt, to find methods that were set on a callback object instead of its class.
 ENTRANCES: Final = frozenset({Event.INIT, Event.FIT_START, Event.EVAL_STANDALONE_START, Event.PREDICT_START})

@@ -156,7 +156,20 @@ def _microbatch_size(size: int | str | float | None, data_spec: DataSpec) -> int
     if size is None:
         return _batch_size(data_spec, may_be_unknown=data_spec.split_batch is not default_split_batch)
     if size == "auto":
-        return _automatic_microbatch_size(data_spec)
+        for holder in (data_spec, data_spec.dataloader):
+            parallel: object = getattr(holder, "seq_parallel_world_size", 1)
+            if parallel != 1:
+                raise ValueError(
+                    f"device_eval_microbatch_size='auto' does not go with seq_parallel_world_size={parallel!r} of the "
+                    f"dataloader, where each sample is spread over ranks. Give the microbatch size as a number."
+                )
+        warnings.warn(
+            "device_eval_microbatch_size='auto' may run into CUDA errors that cannot be distinguished from a lack of "
+            "memory. If evaluation fails with one, give the microbatch size as a number.",
+            UserWarning,
+            stacklevel=3,
+        )
+        return _batch_size(data_spec, may_be_unknown=False)
     # bool is a subclass of int, but True is not a number of samples.
     if isinstance(size, (int, float)) and not isinstance(size, bool) and size > 0:
         return size
@@ -164,24 +177,6 @@ def _microbatch_size(size: int | str | float | None, data_spec: DataSpec) -> int
         f"device_eval_microbatch_size={size!r} is neither a number of samples above 0 nor 'auto'. Leave it out to "
         f"evaluate whole batches."
     )
-
-
-def _automatic_microbatch_size(data_spec: DataSpec) -> int | float | None:
-    for holder in (data_spec, data_spec.dataloader):
-        parallel: object = getattr(holder, "seq_parallel_world_size", 1)
-        if parallel != 1:
-            raise ValueError(
-                f"device_eval_microbatch_size='auto' does not go with seq_parallel_world_size={parallel!r} of the "
-                f"dataloader, where each sample is spread over ranks. Give the microbatch size as a number."
-            )
-    size = _batch_size(data_spec, may_be_unknown=False)
-    warnings.warn(
-        "device_eval_microbatch_size='auto' may run into CUDA errors that cannot be distinguished from a lack of "
-        "memory. If evaluation fails with one, give the microbatch size as a number.",
-        UserWarning,
-        stacklevel=4,
-    )
-    return size
 
 
 def _batch_size(data_spec: DataSpec, *, may_be_unknown: bool) -> int | float | None:

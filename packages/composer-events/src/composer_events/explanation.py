@@ -151,7 +151,7 @@ def explain(state: State, passes: Sequence[AlgorithmPass], asks: bool = True) ->
     events_of: list[tuple[Algorithm, Collection[Event]]] = []
     undeclared: list[str] = []
     for algorithm in state.algorithms:
-        declared = _declared_events(algorithm)
+        declared = declared_events(algorithm)
         if declared is None:
             undeclared.append(names.of(algorithm))
             declared = _asked_events(algorithm, state) if asks else ()
@@ -274,7 +274,7 @@ def _declared_conflicts(algorithms: Sequence[Algorithm], names: _Names) -> Itera
             yield f"{names.of(first)} and {names.of(second)}: {reason}"
 
 
-def _declared_events(algorithm: Algorithm) -> Collection[Event] | None:
+def declared_events(algorithm: Algorithm) -> Collection[Event] | None:
     for owner in algorithm.__class__.__mro__:
         if "acts_on" in vars(owner):
             break

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import platform
-import sys
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
+from composer_events.arguments import loaded
 from composer_events.parallelism import get_local_world_size, get_world_size
 
 __all__ = [
@@ -155,7 +155,12 @@ def get_composer_env_dict() -> dict[str, Any]:
         A dict with the keys `composer_version`, `composer_commit_hash`, `cpu_model`, `cpu_count`, `num_nodes`,
         `gpu_model`, `num_gpus_per_node`, `num_gpus` and `cuda_device_count`.
     """
-    num_devices, gpu_model = _gpus()
+    num_devices, gpu_model = 0, "N/A"
+    if (torch := loaded("torch")) is not None:
+        num_devices = int(torch.cuda.device_count())
+        # Otherwise reading a device's name would create a CUDA context, which takes memory.
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            gpu_model = str(torch.cuda.get_device_name())
     # At least 1, even if the environment has only one of the two sizes.
     num_nodes = max(1, get_world_size() // max(1, get_local_world_size()))
     return {
@@ -169,15 +174,6 @@ def get_composer_env_dict() -> dict[str, Any]:
         "num_gpus": num_devices * num_nodes,
         "cuda_device_count": num_devices,
     }
-
-
-def _gpus() -> tuple[int, str]:
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return 0, "N/A"
-    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
-    # Otherwise reading a device's name would create a CUDA context, which takes memory.
-    return int(torch.cuda.device_count()), str(torch.cuda.get_device_name()) if in_use else "N/A"
 
 
 @functools.cache

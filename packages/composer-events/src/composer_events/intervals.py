@@ -54,8 +54,8 @@ def create_interval_scheduler(
     time_interval = ensure_time(interval, TimeUnit.EPOCH)
     finals = frozenset({Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT} if final_events is None else final_events)
     due_event = _due_event(time_interval.unit, checkpoint_events)
-    is_crossed = _is_part_crossed if time_interval.unit is TimeUnit.DURATION else _is_crossed
-    never = _is_never(time_interval)
+    is_part = time_interval.unit is TimeUnit.DURATION
+    never = (time_interval.value if is_part else int(time_interval)) <= 0
     last_batch: int = -1
     last_event: Event | None = None
 
@@ -68,11 +68,17 @@ def create_interval_scheduler(
         batch = state.timestamp.num_batches
         if batch < last_batch:  # the timestamp was reset
             last_batch = -1
-        if (is_final or batch == last_batch) and _is_over(state):
+        if (is_final or batch == last_batch) and (
+            (duration := state.max_duration) is not None and _count(state.timestamp, duration.unit) >= duration.value
+        ):
             # Several events follow the last batch, and only one of them is due. Repeated calls on it return the same.
             is_now = batch != last_batch or event is last_event
         else:
-            is_now = event is due_event and is_crossed(state, time_interval)
+            is_now = event is due_event and (
+                _is_part_crossed(state, time_interval)
+                if is_part
+                else _crosses(state, time_interval.unit, int(time_interval))
+            )
         if is_now:
             last_batch, last_event = batch, event
         return is_now
@@ -98,10 +104,6 @@ def evaluate_periodically(
     )
 
 
-def _is_never(interval: Time[Any]) -> bool:
-    return interval.value <= 0 if interval.unit is TimeUnit.DURATION else int(interval) <= 0
-
-
 def _due_event(unit: TimeUnit, checkpoint_events: bool) -> Event:
     if unit is TimeUnit.EPOCH:
         return Event.EPOCH_CHECKPOINT if checkpoint_events else Event.EPOCH_END
@@ -110,20 +112,11 @@ def _due_event(unit: TimeUnit, checkpoint_events: bool) -> Event:
     return Event.BATCH_CHECKPOINT if checkpoint_events else Event.BATCH_END
 
 
-def _is_over(state: State) -> bool:
-    duration = state.max_duration
-    return duration is not None and _count(state.timestamp, duration.unit) >= duration.value
-
-
 def _count(now: Timestamp, unit: TimeUnit) -> float:
     """Return the count in one unit, without creating a `Time` for batches and epochs."""
     if unit is _BATCH:
         return now.num_batches
     return now.num_epochs if unit is _EPOCH else now.get(unit).value
-
-
-def _is_crossed(state: State, interval: Time[Any]) -> bool:
-    return _crosses(state, interval.unit, int(interval))
 
 
 def _crosses(state: State, unit: TimeUnit, length: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,6 +10,8 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeGuard, cast
 from weakref import WeakMethod
 
+from composer_events.arguments import loaded
+from composer_events.batches import is_tensor
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def as_of_now(metrics: Mapping[str, Any], copies: bool = True) -> tuple[dict[str
         metrics: By name.
         copies: Whether to copy, as `kept_metrics` does. Otherwise the same dict is returned twice.
     """
-    torch: Any = sys.modules.get("torch")
+    torch = loaded("torch")
     tensor = None if torch is None else torch.Tensor
     kept: dict[str, Any] = {}
     copied: dict[str, Any] = {} if copies else kept
@@ -221,7 +222,7 @@ def restored(value: Any) -> Any:
     if type(value) is not _Scalar:
         return value
     number, dtype = value
-    return sys.modules["torch"].tensor(number, dtype=dtype, device="cpu")
+    return loaded("torch").tensor(number, dtype=dtype, device="cpu")
 
 
 def map_values(change: Callable[[Any], Any], value: Any) -> Any:
@@ -527,14 +528,3 @@ def _format_mapping(data: Mapping[Any, Any]) -> str:
             )
     items = (f'"{key}": {format_log_data_value(value)}, ' for key, value in data.items())
     return f"{{ {''.join(items)}}}"
-
-
-def is_tensor(data: Any) -> bool:
-    """Return whether a value is a tensor, without importing torch.
-
-    Args:
-        data: The value.
-    """
-    # Without an import of torch no tensor exists, and the import would be slow.
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and isinstance(data, torch.Tensor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -22,7 +21,7 @@ from composer_events._state_dict import (
 )
 from composer_events._state_layout import get_model_state, get_optimizer_state
 from composer_events.algorithm import Algorithm
-from composer_events.arguments import to_device, to_precision
+from composer_events.arguments import loaded, to_device, to_precision
 from composer_events.batches import batch_get, batch_set
 from composer_events.callback import Callback
 from composer_events.parallelism import ShardingAnswers, get_global_rank
@@ -85,12 +84,6 @@ class InputsTargetsMixin:
     inputs = BatchPart()
     targets = BatchPart()
 
-    def _begin_without_parts(self) -> None:
-        # The engine counts them, to distinguish assignments of algorithms and callbacks from those of the loop.
-        self.num_running_events = 0
-        self._is_loop_of_pairs = False
-        self._new_parts: frozenset[str] = frozenset()
-
 
 def _take_from_loop(instance: Any, name: str) -> None:
     """Set the batch to the pair of parts, if the loop assigned both and does not set batches otherwise."""
@@ -114,9 +107,10 @@ def _is_paired(instance: Any) -> bool:
 
 
 if TYPE_CHECKING:
+    from composer_events.data_position import DataPosition
     from composer_events.evaluator import Evaluator
-else:  # for typing.get_type_hints; the import would be circular
-    Evaluator = Any
+else:  # for typing.get_type_hints; the imports would be circular, and that of DataPosition would import torch
+    DataPosition = Evaluator = Any
 
 
 class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
@@ -153,9 +147,9 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         save_metrics: Whether metrics go into checkpoints.
         algorithms: One or several.
         callbacks: One or several, loggers included.
-        parallelism_config: An object with the attributes `fsdp`, `fsdp2` and `tp`, or a dict with such keys; each is
-            `None`, an object with the settings as attributes, or a dict of them. In a process group the ranks compare
-            their settings and create `device_mesh` from them, so every rank must call this.
+        parallelism_config: A `ParallelismConfig` of composer-fsdp, or another object with the attributes `fsdp`,
+            `fsdp2` and `tp`. With the former, the ranks of a process group compare their settings and create
+            `device_mesh` from them, so every rank must call this.
         grad_accum: The number of microbatches per batch, for loops that use gradient accumulation.
         deepspeed_config: The settings of DeepSpeed, if it trains the model.
 
@@ -172,6 +166,8 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
     evaluators: StableListAttribute[VersionedList[Evaluator]] = StableListAttribute()
     strategy: Any = None
     """The object that distributes the model over ranks, if any; checkpoints get the whole weights from it."""
+    data_position: DataPosition | None = None
+    """The position in the training data, if the loop attached one; see `composer_events.data_position`."""
 
     def __init__(
         self,
@@ -217,7 +213,8 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         self._precision_config = precision_config
         self.scaler: Any = scaler
         self.deepspeed_config = deepspeed_config
-        self._set_parallelism(parallelism_config, save_metrics)
+        self.save_metrics = save_metrics
+        self._set_parallelism(parallelism_config)
 
         # The descriptors need their lists in `__dict__` before anything can be assigned.
         self.__dict__.update(optimizers=OptimizerList(), schedulers=SteppingList())
@@ -227,9 +224,11 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         self.callbacks = callbacks
         self.evaluators = evaluators
 
-        self._begin_without_parts()
+        # The engine counts them, to distinguish assignments of algorithms and callbacks from those of the loop.
+        self.num_running_events = 0
+        self._is_loop_of_pairs = False
+        self._new_parts: frozenset[str] = frozenset()
         self._begin_at_zero()
-        self.save_metrics = save_metrics
         # A copy per state, because users append attributes of their own.
         self.serialized_attributes: list[str] = list(SERIALIZED_ATTRIBUTES)
 
@@ -246,7 +245,7 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         self.eval_timestamp = Timestamp()
         self.predict_timestamp = Timestamp()
 
-        torch: Any = sys.modules.get("torch")
+        torch = loaded("torch")
         # Placeholders until the first forward pass; torch must not be imported only for them.
         self.batch: Any = None
         self.outputs: Any = None if torch is None else torch.empty(0)

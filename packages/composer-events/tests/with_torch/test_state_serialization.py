@@ -320,6 +320,8 @@ def test_two_optimizers_of_one_class_keep_their_own_state():
 
 def test_a_hugging_face_model_adds_its_metadata():
     class HuggingFaceModel(Model):
+        checkpoint_integration = "huggingface"
+
         def get_metadata(self):
             return {"model": "gpt2"}
 

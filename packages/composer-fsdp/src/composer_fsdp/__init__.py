@@ -34,26 +34,18 @@ if TYPE_CHECKING:
     from composer_fsdp.summon import get_summon_params_fn as get_summon_params_fn
     from composer_fsdp.summon import summon_full_params_fsdp2 as summon_full_params_fsdp2
 
-_HOME = {
-    "FSDPConfig": "config",
-    "FSDP2Config": "config",
-    "TPConfig": "config",
-    "ParallelismConfig": "config",
-    "parse_parallelism": "parse",
-    "ShardingPlan": "plan",
-    "make_plan": "plan",
-    "FSDP": "strategy",
-    "parallelize_model": "sharding",
-    "parallelize_composer_model": "sharding",
-    "apply_ac": "activation",
-    "summon_full_params_fsdp2": "summon",
-    "get_summon_params_fn": "summon",
-    "explain": "estimation",
-    "Explanation": "estimation",
-    "estimate": "estimation",
-    "Estimate": "estimation",
-    "Workload": "fake_run",
+_NAMES = {
+    "config": "FSDPConfig FSDP2Config TPConfig ParallelismConfig",
+    "parse": "parse_parallelism",
+    "plan": "ShardingPlan make_plan",
+    "strategy": "FSDP",
+    "sharding": "parallelize_model parallelize_composer_model",
+    "activation": "apply_ac",
+    "summon": "summon_full_params_fsdp2 get_summon_params_fn",
+    "estimation": "explain Explanation estimate Estimate",
+    "fake_run": "Workload",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]  # declared in the block above
 

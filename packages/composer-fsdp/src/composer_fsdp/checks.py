@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from composer_fsdp.config import FILLS_UP, FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig, check_degree
+from composer_fsdp.config import FILLS_UP, FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig
 
 log = getLogger(__name__)
 
@@ -39,21 +39,18 @@ def check_values(config: FSDPConfig | FSDP2Config) -> None:
         is_flag = isinstance(entry.default, bool) and name not in _MORE_THAN_FLAGS
         if is_flag and value not in (True, False, None):
             raise ValueError(f"{name}={value!r} is neither True nor False. Give one of them, without quotes.")
-        if name in ALLOWED and value not in ALLOWED[name] and not (name == "state_dict_type" and value is None):
-            raise ValueError(_not_allowed(name, value))
-        if name.endswith("_prefetch_limit"):
-            check_limit(name, value)
+        if not (name == "state_dict_type" and value is None):
+            check_value(name, value)
 
 
-def _not_allowed(name: str, value: object) -> str:
-    hint = "fsdp_state_dict_type must be one of" if name == "state_dict_type" else "Use one of"
-    return f"{name}={value!r} is not a valid value. {hint} {', '.join(map(repr, ALLOWED[name]))}."
-
-
-def check_limit(name: str, limit: object) -> None:
-    """Raise a `ValueError` unless a limit is a number of modules."""
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:  # `bool` is a subclass of `int`
-        raise ValueError(f"{name}={limit!r} is not a number of modules: it has to be 1 or more.")
+def check_value(name: str, value: object) -> None:
+    """Raise a `ValueError` for a setting with a closed set of values, or a number of modules, that is not valid."""
+    if name in ALLOWED and value not in ALLOWED[name]:
+        hint = "fsdp_state_dict_type must be one of" if name == "state_dict_type" else "Use one of"
+        raise ValueError(f"{name}={value!r} is not a valid value. {hint} {', '.join(map(repr, ALLOWED[name]))}.")
+    # `bool` is a subclass of `int`.
+    if name.endswith("_limit") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name}={value!r} is not a number of modules: it has to be 1 or more.")
 
 
 def check_fsdp(config: FSDPConfig) -> None:
@@ -77,8 +74,13 @@ def check_fsdp(config: FSDPConfig) -> None:
                     f"{name}={planner!r} must be a {kind.__name__} of torch.distributed.checkpoint. Give one, such as "
                     f"Default{kind.__name__}(), or leave it out."
                 )
-    # Stored back, since this exhausts an iterator.
-    config.ignored_modules = _modules_in(config.ignored_modules or ())
+    ignored: Any = config.ignored_modules or ()
+    if not isinstance(ignored, Iterable) or isinstance(ignored, torch.nn.Module):
+        raise ValueError(f"ignored_modules={ignored!r} is not a list. Give a list of modules of the model.")
+    config.ignored_modules = tuple(ignored)  # stored back, since this exhausts an iterator
+    for module in config.ignored_modules:
+        if not isinstance(module, torch.nn.Module):
+            raise ValueError(f"ignored_modules has {module!r}, which is not a torch.nn.Module of the model.")
     if config.cpu_offload:
         if os.environ.get(_STRICT_VARIABLE) == "1":  # Composer refuses the setting
             raise ValueError(
@@ -86,16 +88,6 @@ def check_fsdp(config: FSDPConfig) -> None:
                 f"settings that Composer does not support. Leave one of them out."
             )
         log.info("cpu_offload=True: weights, gradients and optimizer state stay on the host between uses.")
-
-
-def _modules_in(ignored: Any) -> tuple[torch.nn.Module, ...]:
-    if not isinstance(ignored, Iterable) or isinstance(ignored, torch.nn.Module):
-        raise ValueError(f"ignored_modules={ignored!r} is not a list. Give a list of modules of the model.")
-    modules = tuple(ignored)  # an iterator can be read only once
-    for module in modules:
-        if not isinstance(module, torch.nn.Module):
-            raise ValueError(f"ignored_modules has {module!r}, which is not a torch.nn.Module of the model.")
-    return modules
 
 
 def check_reshard(reshard: Any, shard_degree: int | None) -> None:
@@ -154,11 +146,6 @@ def check_mesh(mesh: Any, world_size: int) -> None:
             f"device_mesh={mesh!r} must be a DeviceMesh with one axis to shard over, or two of which the first "
             f"replicates. Make one with torch.distributed.device_mesh.init_device_mesh, or leave it out for all ranks."
         )
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise ValueError(
-            f"device_mesh={mesh!r} has two axes without names, by which FSDP2 distinguishes them. Give it "
-            f"mesh_dim_names=('data_parallel_replicate', 'data_parallel_shard')."
-        )
     # Several equal meshes may partition the ranks, each rank having its own.
     if world_size % mesh.size():
         raise ValueError(
@@ -177,7 +164,7 @@ def split_settings(config: object) -> tuple[FSDPConfig | FSDP2Config, TPConfig |
 
     Raises:
         ValueError: If there are no settings of sharding, or two.
-        TypeError: If the configuration or a part of it has the wrong type.
+        TypeError: If the configuration has the wrong type.
     """
     if isinstance(config, FSDPConfig | FSDP2Config):
         return config, None
@@ -186,20 +173,12 @@ def split_settings(config: object) -> tuple[FSDPConfig | FSDP2Config, TPConfig |
             f"the settings are {config!r}, a {type(config).__name__}. Give an FSDPConfig, an FSDP2Config or a "
             f"ParallelismConfig; FSDPConfig(**settings) makes one of a dict."
         )
-    for name, kind in (("fsdp", FSDPConfig), ("fsdp2", FSDP2Config), ("tp", TPConfig)):
-        if not isinstance(part := getattr(config, name), kind | None):
-            raise TypeError(
-                f"ParallelismConfig has {name}={part!r}, a {type(part).__name__}. Give a {kind.__name__}; "
-                f"parse_parallelism makes them of dicts."
-            )
     if config.fsdp is not None and config.fsdp2 is not None:
         raise ValueError(
             "ParallelismConfig has settings of sharding under fsdp and under fsdp2, and a model is sharded once. Give "
             "one of them; FSDPConfig has more settings."
         )
     own = config.fsdp2 if config.fsdp2 is not None else config.fsdp
-    if own is None and config.tp is None:
-        raise ValueError("the parallelism configuration is empty. Give FSDP settings: ParallelismConfig(fsdp=...).")
     if own is None:
         raise ValueError(
             f"Tensor parallelism (TP) currently requires FSDP to be enabled. There are tp={config.tp!r} and no FSDP "
@@ -222,7 +201,6 @@ def check_tensor_parallel(tp: TPConfig, own: FSDPConfig | FSDP2Config) -> None:
             f"such as {{'blocks.*.up': ColwiseParallel()}}."
         )
     mesh, degree = tp.device_mesh, tp.tensor_parallel_degree
-    check_degree("tensor_parallel", degree)
     if degree == 1:
         return  # the settings are then dropped
     fits = isinstance(mesh, DeviceMesh) and mesh.ndim == 1 and degree in (mesh.size(), FILLS_UP)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 __all__ = [
     "format_bytes",
@@ -21,10 +21,8 @@ __all__ = [
     "TPConfig",
     "AXES",
     "FILLS_UP",
-    "check_degree",
     "fill_degrees",
     "by_name",
-    "check_keys",
     "explain_key",
     "take_legacy_keys",
 ]
@@ -36,12 +34,27 @@ class _Checked:
     """Rejects unknown keywords with a hint, before the dataclass raises a plain TypeError."""
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
-        check_keys(cls.__name__, settings, _names(cls))
+        known = _names(cls)
+        for key in settings:
+            if key not in known:
+                hint = explain_key(key, known)
+                raise TypeError(f"{cls.__name__} got an unexpected keyword argument {key!r}. {hint}")
         return super().__new__(cls)
 
 
+class _Sharding(_Checked):
+    """Settings that a training state accepts as its `fsdp_config`."""
+
+    fsdp_version: ClassVar[int]
+
+    def configure_state(self, state: Any) -> None:
+        """Validate the settings of a training state that was assigned these; see `ParallelismConfig`."""
+        own: dict[str, Any] = {"fsdp" if self.fsdp_version == 1 else "fsdp2": self}
+        ParallelismConfig(**own, tp=state.tp_config).configure_state(state)
+
+
 @dataclass
-class FSDPConfig(_Checked):
+class FSDPConfig(_Sharding):
     """All settings of FSDP, including those of older releases.
 
     Case does not matter in strings. Instead of `'FULL_SHARD'` and the like, torch's own `ShardingStrategy.FULL_SHARD`
@@ -49,8 +62,8 @@ class FSDPConfig(_Checked):
 
     Args:
         activation_checkpointing: Whether to recompute the activations of the chosen modules in the backward pass
-            instead of keeping them. `'selective'` keeps the results of matrix products, unless they are changed in
-            place. `composer_fsdp.activation` describes the choice of modules.
+            instead of keeping them. `'selective'` keeps the results of matrix products, which the model must not change
+            in place. `composer_fsdp.activation` describes the choice of modules.
         activation_checkpointing_reentrant: Whether to use torch's reentrant implementation; only an explicit `True`
             does. It computes no gradients for a module whose inputs need none.
         activation_cpu_offload: Whether to keep the activations of the chosen modules on the host.
@@ -96,6 +109,7 @@ class FSDPConfig(_Checked):
         'HYBRID_SHARD'
     """
 
+    fsdp_version: ClassVar[int] = 1
     activation_checkpointing: bool | str = False
     activation_checkpointing_reentrant: bool = True
     activation_cpu_offload: bool = False
@@ -190,7 +204,7 @@ def _read_only(name: str, value: Any) -> property:
 
 
 @dataclass
-class FSDP2Config(_Checked):
+class FSDP2Config(_Sharding):
     """Settings of FSDP in the few terms of torch's `fully_shard`.
 
     Args:
@@ -208,6 +222,7 @@ class FSDP2Config(_Checked):
         TypeError: If a setting is unknown; names its replacement, or similar names.
     """
 
+    fsdp_version: ClassVar[int] = 2
     device_mesh: Any = None
     reshard_after_forward: bool | int = True
     activation_checkpointing: bool | str = False
@@ -298,6 +313,21 @@ class ParallelismConfig(_Checked):
     tp: TPConfig | None = None
     fsdp2: FSDP2Config | None = None
 
+    def configure_state(self, state: Any) -> None:
+        """Validate the settings of a training state and set its `tp_config` and `device_mesh`.
+
+        Every rank must call this; `State` does in its constructor.
+
+        Args:
+            state: The training state, which has its model and device.
+
+        Raises:
+            ValueError: On every rank, if the settings are invalid, or if the ranks have different ones.
+        """
+        from composer_fsdp.parse import configure_state  # here, because it imports torch
+
+        configure_state(self, state)
+
 
 def _names(cls: type) -> set[str]:
     return {entry.name for entry in fields(cls) if not entry.name.startswith("_")}  # pyright: ignore[reportArgumentType]  # each caller is a dataclass
@@ -369,15 +399,19 @@ def fill_degrees(config: FSDPConfig | FSDP2Config, tp: TPConfig | None, world_si
         >>> fill_degrees(FSDPConfig(data_parallel_replicate_degree=2), None, world_size=8)
         {'data_parallel_replicate': 2, 'data_parallel_shard': 4}
     """
-    given: dict[str, Any] = {
-        AXES[0]: config.data_parallel_replicate_degree,
-        AXES[1]: config.data_parallel_shard_degree,
-        AXES[2]: None if tp is None else tp.tensor_parallel_degree,
-    }
-    # `None` leaves an axis out, except that of sharding, for which `check_degree` rejects it.
-    degrees = {
-        axis: check_degree(axis, degree) for axis, degree in given.items() if degree is not None or axis == AXES[1]
-    }
+    given: dict[str, Any] = {AXES[0]: config.data_parallel_replicate_degree, AXES[1]: config.data_parallel_shard_degree}
+    if given[AXES[0]] is None:  # leaves the axis out
+        del given[AXES[0]]
+    if tp is not None:
+        given[AXES[2]] = tp.tensor_parallel_degree
+    degrees: dict[str, int] = {}
+    for axis, degree in given.items():
+        if isinstance(degree, bool) or not isinstance(degree, int) or (degree < 1 and degree != FILLS_UP):
+            raise ValueError(
+                f"{axis}_degree={degree!r} is not a number of ranks: it has to be 1 or more, or -1 for all ranks that "
+                f"the other degrees leave."
+            )
+        degrees[axis] = degree
     open_axes = [axis for axis, degree in degrees.items() if degree == FILLS_UP]
     if len(open_axes) > 1:
         raise ValueError(
@@ -402,20 +436,6 @@ def fill_degrees(config: FSDPConfig | FSDP2Config, tp: TPConfig | None, world_si
 
 def _listed(degrees: Mapping[str, int]) -> str:
     return ", ".join(f"{axis}_degree={degree}" for axis, degree in degrees.items())
-
-
-def check_degree(axis: str, degree: object) -> int:
-    """Return a degree if it is valid.
-
-    Raises:
-        ValueError: If it is neither -1 nor 1 or more.
-    """
-    if isinstance(degree, int) and not isinstance(degree, bool) and (degree >= 1 or degree == FILLS_UP):
-        return degree
-    raise ValueError(
-        f"{axis}_degree={degree!r} is not a number of ranks: it has to be 1 or more, or -1 for all ranks that the "
-        f"other degrees leave."
-    )
 
 
 _RENAMED = {
@@ -457,14 +477,6 @@ def explain_key(key: object, known: Iterable[str]) -> str:
     if near:
         return f"Did you mean {' or '.join(repr(name) for name in near)}?"
     return f"The keys are {', '.join(names)}."
-
-
-def check_keys(where: str, keys: Iterable[object], known: Iterable[str]) -> None:
-    """Raise for unknown keys."""
-    known = frozenset(known)
-    for key in keys:
-        if key not in known:
-            raise TypeError(f"{where} got an unexpected keyword argument {key!r}. {explain_key(key, known)}")
 
 
 def take_legacy_keys(settings: Mapping[str, Any], *, stacklevel: int) -> dict[str, Any]:

@@ -92,7 +92,12 @@ class Estimate:
         if not self.fits:
             assert self.gpu_memory is not None
             lines.append(f"does not fit: {format_bytes(self.peak.bytes - self.gpu_memory)} too much")
-            lines += [_suggest(suggestion, self.gpu_memory) for suggestion in self.suggestions]
+            for suggestion in self.suggestions:
+                needed = suggestion.peak_bytes
+                verdict = "fits" if needed is not None and needed <= self.gpu_memory else "still too much"
+                lines.append(
+                    f"  {suggestion.change}" + ("" if needed is None else f": {format_bytes(needed)}, {verdict}")
+                )
         return "\n".join(lines)
 
 
@@ -166,7 +171,8 @@ def _suggestions(model: nn.Module, plan: ShardingPlan, work: Workload, peak: Mom
 def _candidates(model: nn.Module, plan: ShardingPlan, work: Workload) -> Iterator[tuple[str, ShardingPlan, Workload]]:
     if not plan.activation_checkpointing and chosen_for_checkpointing(model):
         yield "activation_checkpointing=True", replace(plan, activation_checkpointing=True), work
-    size = work.batch_size or _batch_size(work.batch)
+    leaves = tree_leaves(work.batch)
+    size = work.batch_size or next(x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.ndim)
     if size > 1:
         half = replace(work, batch_size=size // 2)
         yield f"microbatches of {size // 2} examples in place of {size}", plan, half
@@ -193,20 +199,9 @@ def _candidates(model: nn.Module, plan: ShardingPlan, work: Workload) -> Iterato
         yield "cpu_offload=True", replace(plan, cpu_offload=True), work
 
 
-def _batch_size(batch: Any) -> int:
-    return next(leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim)
-
-
 def _table(moment: Moment) -> list[str]:
     rows = sorted(moment.kinds.items(), key=lambda row: -row[1])
     return [f"  {kind:<16}{format_bytes(size):>12}" for kind, size in rows]
-
-
-def _suggest(suggestion: Suggestion, gpu_memory: int) -> str:
-    if suggestion.peak_bytes is None:
-        return f"  {suggestion.change}"
-    verdict = "fits" if suggestion.peak_bytes <= gpu_memory else "still too much"
-    return f"  {suggestion.change}: {format_bytes(suggestion.peak_bytes)}, {verdict}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,8 +314,8 @@ def explain(
         taken = set(map(id, kept_whole))
         rows: dict[str, UnitSizes] = {}
         for unit in units:
-            inside = (u for u in units if u is not unit and _is_inside(unit.name, u.name))
-            rows[unit.name] = _measure(unit, sum(1 for _ in inside), sharder, taken, checkpointed)
+            depth = sum(unit.name.startswith(f"{u.name}." if u.name else "") for u in units if u is not unit)
+            rows[unit.name] = _measure(unit, depth, sharder, taken, checkpointed)
     whole = sum(p.numel() for p in model.parameters() if p in kept_whole or id(p) not in taken)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return Explanation(
@@ -369,14 +364,9 @@ def _measure(unit: Unit, depth: int, sharder: Sharder, taken: set[int], checkpoi
 
 def _rows_of_rank_zero(parameter: nn.Parameter, shards: int) -> int:
     """Return the number of elements on rank 0 of a tensor sharded along dim 0."""
-    # Rows are never split.
-    rows = parameter.shape[0]
+    rows = parameter.shape[0]  # never split
     # FSDP2 rounds up, so that rank 0 has the largest shard and the last ranks may have less.
     return -(-rows // shards) * (parameter.numel() // rows)
-
-
-def _is_inside(name: str, outer: str) -> bool:
-    return name.startswith(f"{outer}.") or (outer == "" and name != "")
 
 
 def _line(unit: UnitSizes) -> str:

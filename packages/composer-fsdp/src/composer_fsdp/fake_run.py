@@ -147,8 +147,10 @@ class _Step:
             del loss  # frees it before the next microbatch
             gradients = (p.grad for p in self._model.parameters() if p.grad is not None)
             log.mark(gradients, "gradients", on_host=on_host)
-        if self._is_composer:
-            self._average_what_is_whole()
+        whole = [p for p in self._shards if not isinstance(p, DTensor)]
+        if self._is_composer and whole:  # as the strategy does after the last microbatch
+            self._stage.enter("averaging the gradients of unsharded parameters")
+            average_gradients(whole)
         self._stage.enter("the optimizer's step")
         for parameter, shard in self._shards.items():
             shard.grad = None if parameter.grad is None else _local(parameter.grad)
@@ -159,13 +161,6 @@ class _Step:
         states = (leaf for leaf in tree_leaves(list(self._optimizer.state.values())) if isinstance(leaf, torch.Tensor))
         log.mark(states, "optimizer state", on_host=on_host)
         self._stage.enter("between two steps")
-
-    def _average_what_is_whole(self) -> None:
-        """Average the gradients of unsharded parameters, as the strategy does after the last microbatch."""
-        whole = [p for p in self._shards if not isinstance(p, DTensor)]
-        if whole:
-            self._stage.enter("averaging the gradients of unsharded parameters")
-            average_gradients(whole)
 
     def _loss(self) -> torch.Tensor:
         model, batch = self._model, self._batch

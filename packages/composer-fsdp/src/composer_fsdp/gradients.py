@@ -55,7 +55,10 @@ def watch_reductions(model: nn.Module, device: torch.device) -> ReductionWatch |
     # In a model that was sharded without a plan, there may be DTensors that no unit reduces.
     reduced = {each.sharded_param for group in groups.values() for part in group for each in part.fsdp_params}
     sharded = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    if not sharded <= reduced or not all(map(_is_everybodys, sharded)) or any(len(g) > 1 for g in groups.values()):
+    meshes = {(parameter.device_mesh, parameter.placements[0].is_shard()) for parameter in sharded}
+    # Sharded over all ranks, without replicas.
+    over_all = all(m.ndim == 1 and m.size() == dist.get_world_size() and is_shard for m, is_shard in meshes)
+    if not sharded <= reduced or not over_all or any(len(g) > 1 for g in groups.values()):
         return None
     watch = ReductionWatch(device)
     for unit, group in groups.items():
@@ -76,12 +79,6 @@ def _groups_of(unit: FSDPModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11: one mesh per unit
-
-
-def _is_everybodys(parameter: DTensor) -> bool:
-    """Return whether a parameter is sharded over all ranks, without replicas."""
-    mesh = parameter.device_mesh
-    return mesh.ndim == 1 and mesh.size() == dist.get_world_size() and parameter.placements[0].is_shard()
 
 
 class _WatchedReduction:
@@ -130,7 +127,10 @@ def clip_grad_norm(
     Returns:
         The total norm before clipping over all ranks, the same on every rank, as a tensor on the gradients' device.
     """
-    groups = _by_mesh([p for p in parameters if p.requires_grad])
+    groups: dict[Any, list[torch.Tensor]] = {}  # by mesh, None for whole ones
+    for each in parameters:
+        if each.requires_grad:
+            groups.setdefault(each.device_mesh if isinstance(each, DTensor) else None, []).append(each)
     norms: list[torch.Tensor] = []
     for mesh, members in groups.items():
         grads = [p.grad for p in members if p.grad is not None]
@@ -144,13 +144,6 @@ def clip_grad_norm(
     for members in groups.values():
         clip_grads_with_norm_(members, max_norm, total)
     return total
-
-
-def _by_mesh(parameters: Sequence[torch.Tensor]) -> dict[Any, list[torch.Tensor]]:
-    groups: dict[Any, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-    return groups
 
 
 def _norm_of(mesh: Any, grads: Sequence[torch.Tensor], norm_type: float, is_local: bool) -> torch.Tensor:

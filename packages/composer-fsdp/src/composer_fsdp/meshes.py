@@ -45,7 +45,9 @@ class Meshes:
 
     def _data_mesh(self, plan: ShardingPlan) -> DeviceMesh:
         if plan.sharding_strategy == "NO_SHARD":
-            return self._replicating(plan)
+            group = plan.process_group
+            ranks = list(range(dist.get_world_size())) if group is None else self._ranks(self._groups.get(group))
+            return self._from_ranks([[rank] for rank in ranks], "self", group)
         if plan.device_mesh is not None:
             return plan.device_mesh
         if self.whole is None:
@@ -53,11 +55,6 @@ class Meshes:
         if self.whole.mesh_dim_names is None or AXES[1] not in self.whole.mesh_dim_names:
             return self.whole  # a user's mesh with other axis names
         return self.whole[AXES[:2]] if AXES[0] in self.whole.mesh_dim_names else self.whole[AXES[1]]
-
-    def _replicating(self, plan: ShardingPlan) -> DeviceMesh:
-        group = plan.process_group
-        ranks = list(range(dist.get_world_size())) if group is None else self._ranks(self._groups.get(group))
-        return self._from_ranks([[rank] for rank in ranks], "self", group)
 
     def of_strategy(self, strategy: str | None) -> DeviceMesh:
         """Return the mesh of a unit with its own sharding strategy. Every rank must call this."""

@@ -101,7 +101,11 @@ def resolve_dtypes(mixed_precision: object, precision: str | Precision | torch.d
     if isinstance(mixed_precision, Dtypes):
         return mixed_precision
     if isinstance(mixed_precision, MixedPrecision | MixedPrecisionPolicy):
-        return _dtypes_of_torch(mixed_precision)
+        param = mixed_precision.param_dtype or torch.float32
+        if isinstance(mixed_precision, MixedPrecision):  # of FSDP1, whose reduce_dtype defaults to param_dtype
+            reduce, buffer = mixed_precision.reduce_dtype, mixed_precision.buffer_dtype
+            return Dtypes(param, reduce or param, buffer or torch.float32)
+        return Dtypes(param, mixed_precision.reduce_dtype or torch.float32)
     if isinstance(mixed_precision, Mapping):
         for key in mixed_precision:
             if key not in _KEYS:
@@ -123,14 +127,6 @@ def resolve_dtypes(mixed_precision: object, precision: str | Precision | torch.d
         precision = _DTYPES[precision]
     dtype = to_dtype(precision if isinstance(precision, torch.dtype) else Precision(precision).value)
     return Dtypes(dtype, torch.float32 if name == "DEFAULT" else dtype, dtype)
-
-
-def _dtypes_of_torch(policy: MixedPrecision | MixedPrecisionPolicy) -> Dtypes:
-    """Return the dtypes of FSDP1's setting, whose reduce_dtype defaults to param_dtype, or of FSDP2's policy."""
-    param = policy.param_dtype or torch.float32
-    if isinstance(policy, MixedPrecision):
-        return Dtypes(param, policy.reduce_dtype or param, policy.buffer_dtype or torch.float32)
-    return Dtypes(param, policy.reduce_dtype or torch.float32)
 
 
 def has_running_statistics(module: nn.Module) -> bool:
@@ -210,7 +206,7 @@ class Prefetching:
         self._settings = settings
         self._order: list[str] = []
         self._hooks: list[Any] = []
-        if any(_is_explicit(*setting) for setting in settings.values()):
+        if any(kind != "BACKWARD_POST" or limit > 1 or ahead > 0 for kind, limit, ahead in settings.values()):
             self._apply(list(units))
             self._hooks = [
                 module.register_forward_pre_hook(partial(self._record, name)) for name, module in units.items()
@@ -243,7 +239,3 @@ class Prefetching:
 
     def _modules(self, names: Sequence[str]) -> list[FSDPModule]:
         return [module for name in names if isinstance(module := self._units[name], FSDPModule)]
-
-
-def _is_explicit(kind: str, limit: int, forward_limit: int) -> bool:
-    return kind != "BACKWARD_POST" or limit > 1 or forward_limit > 0

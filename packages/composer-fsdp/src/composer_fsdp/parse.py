@@ -2,15 +2,20 @@
 
 import copy
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 
-from composer_dist import Precision
-from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig, check_keys, explain_key
+from composer_dist import Precision, dist
+from composer_fsdp.checks import warn
+from composer_fsdp.config import FSDP2Config, FSDPConfig, ParallelismConfig, TPConfig, explain_key
 from composer_fsdp.mixed_precision import resolve_dtypes
+from composer_fsdp.plan import ShardingPlan, make_plan
+from composer_fsdp.tensor_parallel import agreed
 
 __all__ = ["BACKWARD_PREFETCH_MAP", "SHARDING_MAP", "get_mixed_precision", "parse_parallelism"]
 
@@ -133,14 +138,53 @@ def _instance(part: str, given: Any, cls: Any) -> Any:
     if given is None or isinstance(given, cls):
         return given
     if isinstance(given, Mapping):
-        check_keys(
-            f"parallelism_config[{part!r}]", given, [name for name in cls.__dataclass_fields__ if name[0] != "_"]
-        )
         return cls(**given)
     raise TypeError(
         f"parallelism_config[{part!r}]={given!r} is a {type(given).__name__}. Give a {cls.__name__} or a dict of its "
         f"settings."
     )
+
+
+def configure_state(config: ParallelismConfig, state: Any) -> None:
+    """Validate sharding settings against a training state and each other; see `ParallelismConfig.configure_state`."""
+    if config == ParallelismConfig():
+        return
+    tp = config.tp
+    # Stack levels: this function, `ParallelismConfig.configure_state`, two of the state, the user's line.
+    if tp is not None:
+        warn("Tensor parallelism (TP) is experimental and may change in future versions.", 5, FutureWarning)
+
+    def settle() -> ShardingPlan:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the strategy makes its plan from the same settings, and warns
+            plan = make_plan(config, world_size=dist.get_world_size())
+        if plan.state_dict_type == "sharded" and state.save_metrics:
+            raise ValueError(
+                "save_metrics=True does not go with state_dict_type='sharded', since metrics are not sharded. Use "
+                "save_metrics=False, or state_dict_type='full'."
+            )
+        loads_alone = plan.version == 1 and state.load_monolith_rank0_only and dist.get_global_rank() == 0
+        if loads_alone and any(parameter.is_meta for parameter in getattr(state.model, "parameters", tuple)()):
+            raise ValueError(
+                "load_monolith_rank0_only=True needs real weights on rank 0, where the checkpoint is loaded, and the "
+                "model has parameters on the meta device there. Build it on the CPU on rank 0, and on meta on the "
+                "others only."
+            )
+        return plan
+
+    plan = agreed(settle, lambda plan: {"parallelism_config": plan.facts(), "save_metrics": state.save_metrics})
+    if tp is not None and plan.layer_plan is None:
+        warn(
+            "Received tensor_parallel_degree of 1, which is a no-op. Tensor parallelism will not be used. Give 2 or "
+            "more, or leave tp out.",
+            5,
+        )
+        tp = None
+    mesh = plan.device_mesh
+    if mesh is None and plan.degrees and dist.is_initialized():
+        device = torch.device(getattr(state.device, "torch_device", state.device or "cpu"))
+        mesh = init_device_mesh(device.type, tuple(plan.degrees.values()), mesh_dim_names=tuple(plan.degrees))
+    state.tp_config, state.device_mesh = tp, mesh
 
 
 SHARDING_MAP: dict[str, ShardingStrategy] = dict(ShardingStrategy.__members__)

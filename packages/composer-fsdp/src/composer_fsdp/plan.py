@@ -10,13 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist import Precision, dist
 from composer_fsdp.checks import (
-    ALLOWED,
     HYBRID_STRATEGIES,
     check_fsdp,
-    check_limit,
     check_mesh,
     check_reshard,
     check_tensor_parallel,
+    check_value,
     check_values,
     number_of_parameters,
     split_settings,
@@ -129,6 +128,16 @@ class ShardingPlan:
             else {pattern: type(style).__name__ for pattern, style in self.layer_plan.items()},
         }
         return settings
+
+    def facts(self) -> dict[str, Any]:
+        """Return the settings to compare between ranks, without values that differ between ranks of one run."""
+        facts = self.to_dict()
+        # Ranks may belong to different parts of one mesh or give different lists of ranks, which are compared later.
+        if self.device_mesh is not None:
+            facts["device_mesh"] = (self.device_mesh.mesh_dim_names, tuple(self.device_mesh.shape))
+        if not isinstance(self.process_group, str | None):
+            facts["process_group"] = type(self.process_group).__name__
+        return facts
 
     def describe(self) -> str:
         """Return a text with one line per setting, `FSDP: Using <key>=<value>`."""
@@ -335,6 +344,9 @@ def answer_of(function: WrapFunction | None, name: str, module: nn.Module) -> bo
         return False
     if isinstance(answer, Mapping):
         options = {key: by_name(value) for key, value in answer.items()}
+        for key in ("sharding_strategy", "backward_prefetch"):
+            if isinstance(options.get(key), str):
+                options[key] = options[key].upper()
         if options.get("backward_prefetch", "") is None:  # PyTorch's FSDP1 uses None for no prefetching
             options["backward_prefetch"] = "NONE"
         return options
@@ -374,14 +386,11 @@ def check_options(name: str, options: Mapping[str, Any], plan: ShardingPlan) -> 
 
 
 def _check_unit_values(options: Mapping[str, Any], plan: ShardingPlan) -> None:
-    for key in ("sharding_strategy", "backward_prefetch", "grad_sync", "cpu_offload"):
-        value = options.get(key, ALLOWED[key][0])
-        if (value.upper() if isinstance(value, str) and key != "grad_sync" else value) not in ALLOWED[key]:
-            raise ValueError(f"{key}={value!r} is not a valid value. Use one of {', '.join(map(repr, ALLOWED[key]))}.")
-    check_limit("forward_prefetch_limit", options.get("forward_prefetch_limit", 1))
+    for key, value in options.items():
+        check_value(key, value)
     if not callable(options.get("shard_placement_fn", len)):  # `len` stands for any function
         raise ValueError(f"shard_placement_fn={options['shard_placement_fn']!r} is not a function of a parameter.")
-    strategy = str(options.get("sharding_strategy")).upper()
+    strategy = options.get("sharding_strategy")
     if strategy in ("NO_SHARD", *HYBRID_STRATEGIES) and plan.tensor_parallel_degree > 1:
         raise ValueError(
             f"sharding_strategy={strategy!r} of a single module does not go with tensor parallelism. Use 'FULL_SHARD' "
@@ -400,7 +409,7 @@ def _shard_degree(options: Mapping[str, Any], plan: ShardingPlan) -> int | None:
     """Return the number of ranks that share a unit, as far as known without communication."""
     mesh: DeviceMesh | None = options.get("device_mesh", plan.device_mesh)
     group: Any = options.get("process_group")
-    strategy = str(options.get("sharding_strategy")).upper()
+    strategy = options.get("sharding_strategy")
     if mesh is not None:
         return mesh.shape[-1]
     if group is None and strategy == "NO_SHARD":

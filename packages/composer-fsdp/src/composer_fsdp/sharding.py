@@ -180,11 +180,16 @@ class Sharder:
         """Shard a unit, after its descendants."""
         options = unit.options
         dtypes = self.dtypes_of(unit)
+        # A nested unit with a dtype of its own casts its outputs back, since the next module uses the plan's dtype.
+        is_cast_back = not unit.is_root and dtypes.param != self._plan.dtypes.param
+        offload = OffloadPolicy()
+        if options.get("cpu_offload", self._plan.cpu_offload):
+            offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu")  # pinning needs an accelerator
         settings: dict[str, Any] = {
             "mesh": self.mesh_of(unit),
             "reshard_after_forward": self.reshard_of(unit),
-            "mp_policy": dtypes.policy(output_dtype=self._output_dtype(unit, dtypes)),
-            "offload_policy": self._offload_of(unit),
+            "mp_policy": dtypes.policy(output_dtype=self._plan.dtypes.param if is_cast_back else None),
+            "offload_policy": offload,
         }
         if "shard_placement_fn" in options:
             settings["shard_placement_fn"] = options["shard_placement_fn"]
@@ -212,7 +217,7 @@ class Sharder:
         if mesh is not None:
             return self._noted(mesh)
         if group is None:
-            return self._meshes.of_strategy(_strategy_of(unit))
+            return self._meshes.of_strategy(unit.options.get("sharding_strategy"))
         if is_pair(group):
             return self._noted(self._meshes.of_groups(*group))
         if unit.options.get("grad_sync") == "world":
@@ -230,25 +235,11 @@ class Sharder:
         options = unit.options
         if "reshard_after_forward" in options:
             return options["reshard_after_forward"]
-        if (strategy := _strategy_of(unit)) is not None:
+        if (strategy := options.get("sharding_strategy")) is not None:
             return strategy in ("FULL_SHARD", "HYBRID_SHARD")
         reshard = self._plan.reshard_after_forward
         # The backward pass uses a root's weights at once, so freeing them is a waste; with None torch decides so.
         return None if unit.is_root and reshard is True and self._plan.version == 1 else reshard
-
-    def _offload_of(self, unit: Unit) -> OffloadPolicy:
-        if not unit.options.get("cpu_offload", self._plan.cpu_offload):
-            return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=self._device.type != "cpu")  # pinning needs an accelerator
-
-    def _output_dtype(self, unit: Unit, dtypes: Dtypes) -> torch.dtype | None:
-        # A nested unit with a dtype of its own casts its outputs back, since the next module uses the plan's dtype.
-        return None if unit.is_root or dtypes.param == self._plan.dtypes.param else self._plan.dtypes.param
-
-
-def _strategy_of(unit: Unit) -> str | None:
-    strategy = unit.options.get("sharding_strategy")
-    return None if strategy is None else strategy.upper()
 
 
 def wrap_activations(
@@ -305,13 +296,16 @@ def _move_the_rest(model: nn.Module, device: torch.device) -> None:
 
 def prefetch_ahead(units: Sequence[Unit], plan: ShardingPlan) -> Prefetching:
     """Set up prefetching between sharded units."""
-    return Prefetching({u.name: u.module for u in units}, {u.name: _prefetch_of(u, plan) for u in units})
-
-
-def _prefetch_of(unit: Unit, plan: ShardingPlan) -> tuple[str, int, int]:
-    kind = str(unit.options.get("backward_prefetch", plan.backward_prefetch)).upper()
     ahead = plan.forward_prefetch_limit if plan.forward_prefetch else 0
-    return kind, plan.backward_prefetch_limit, int(unit.options.get("forward_prefetch_limit", ahead))
+    settings = {
+        unit.name: (
+            str(unit.options.get("backward_prefetch", plan.backward_prefetch)),
+            plan.backward_prefetch_limit,
+            int(unit.options.get("forward_prefetch_limit", ahead)),
+        )
+        for unit in units
+    }
+    return Prefetching({unit.name: unit.module for unit in units}, settings)
 
 
 def _register_forward_methods(model: nn.Module) -> None:

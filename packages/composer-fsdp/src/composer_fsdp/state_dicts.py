@@ -56,7 +56,8 @@ def set_model(model: nn.Module, weights: Mapping[str, Any], *, strict: bool) -> 
     with torch.no_grad():
         for name, value in own.items():
             if name in weights:
-                _own_part(value).copy_(_part_of(value, weights[name]))
+                whole = weights[name]
+                _own_part(value).copy_(own_region(value, whole) if isinstance(value, DTensor) else whole)
     return missing, unexpected
 
 
@@ -95,10 +96,6 @@ def _whole(value: Any) -> Any:
 
 def _own_part(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _part_of(sharded: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    return own_region(sharded, whole) if isinstance(sharded, DTensor) else whole
 
 
 def _like(parameter: torch.Tensor | None, value: Any) -> Any:

@@ -116,7 +116,12 @@ class FSDP(SingleDevice):
         for optimizer in optimizers:
             if not self.plan.cpu_offload:  # otherwise the optimizer runs on the host
                 self.device.optimizer_to_device(optimizer)
-        self._tell()
+        if self.plan.verbose and dist.get_global_rank() == 0:
+            text = f"{self._sharded.model}\n{self.plan.describe()}"
+            if self.plan.version == 2:
+                log.info("%s", text)
+            else:
+                sys.stdout.write(text + "\n")
         return model, optimizers
 
     def prepare_batch(self, batch: Any) -> Any:
@@ -250,15 +255,6 @@ class FSDP(SingleDevice):
     def load_optimizer_state_dict(self, model: "Module", optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load a full optimizer state dict in place; each rank takes its part."""
         state_dicts.set_optimizer(optimizer, state_dict)
-
-    def _tell(self) -> None:
-        if not self.plan.verbose or dist.get_global_rank() != 0:
-            return
-        text = f"{self.sharded.model}\n{self.plan.describe()}"
-        if self.plan.version == 2:
-            log.info("%s", text)
-        else:
-            sys.stdout.write(text + "\n")
 
 
 def _sum_without_twins(values: Sequence[TNumber], mesh: DeviceMesh) -> list[TNumber]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from composer_dist.wrapping import canonical_name
@@ -102,30 +101,24 @@ def _refuse_duplicates(model: nn.Module) -> None:
 def _facts(model: nn.Module, plan: ShardingPlan, choice: Choice) -> dict[str, Any]:
     """Return the facts that must be equal on all ranks, as values without addresses in their `repr`."""
     names = {module: canonical_name(name) for name, module in model.named_modules()}
-    settings = plan.to_dict()
-    # Ranks may belong to different parts of one mesh or give different lists of ranks, which are compared later.
-    if plan.device_mesh is not None:
-        settings["device_mesh"] = (plan.device_mesh.mesh_dim_names, tuple(plan.device_mesh.shape))
-    settings["process_group"] = _fact("process_group", plan.process_group, plan)
     return {
-        "settings": settings,
+        "settings": plan.facts(),
         "units": {
             unit.name or "the model": {
                 "sharded with": [names[partner] for partner in unit.partners],
-                **{key: _fact(key, value, plan) for key, value in sorted(unit.options.items())},
+                # Lists of ranks, groups and functions differ between ranks.
+                **{
+                    key: value if isinstance(value, str | int | None) else type(value).__name__
+                    for key, value in sorted(unit.options.items())
+                    if key != "mixed_precision"
+                },
+                "mixed_precision": resolve_dtypes(unit.options.get("mixed_precision", plan.dtypes), plan.precision),
             }
             for unit in choice.units
         },
         "modules computed again": sorted(names[module] for module in choice.recomputed),
         "ignored_modules": sorted(names[module] for module in plan.ignored_modules if module in names),
     }
-
-
-def _fact(key: str, value: Any, plan: ShardingPlan) -> Any:
-    if key == "mixed_precision":
-        return resolve_dtypes(value, plan.precision)
-    # Lists of ranks, groups and functions differ between ranks.
-    return value if isinstance(value, str | int | None) else type(value).__name__
 
 
 def left_whole(model: nn.Module, plan: ShardingPlan) -> set[nn.Parameter]:
@@ -164,17 +157,6 @@ def check_units(model: nn.Module, units: Sequence[Unit], plan: ShardingPlan) -> 
 def _refuse_unshardable(called: str, own: Mapping[nn.Parameter, str], sparse: Mapping[nn.Parameter, nn.Module]) -> None:
     by_format: dict[torch.dtype, str] = {}  # of trainable weights, whose gradients FSDP2 reduces together
     for parameter, name in own.items():
-        if is_lazy(parameter):
-            raise ValueError(
-                f"the parameter {name!r} has no shape yet, so that it cannot be sharded. Run the model on a batch "
-                f"before sharding it, or give its layers their sizes."
-            )
-        if not parameter.is_contiguous():
-            raise ValueError(
-                f"the parameter {name!r} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, and only "
-                f"contiguous tensors can be sharded. Assign a contiguous copy of it before: "
-                f"parameter.data = parameter.data.contiguous()."
-            )
         if parameter.requires_grad:
             by_format.setdefault(parameter.dtype, name)
             if parameter in sparse:

@@ -171,10 +171,14 @@ class _Rules:
         given = answer_of(function, name, module)
         if isinstance(given, Mapping):
             return given
-        if given or self._is_large(module):
-            return True
+        threshold = self._plan.min_params
+        if threshold is not None and not _is_container(module):
+            own = own_parameters(module, self._taken, self._ignored)
+            # Lazy parameters have no size yet.
+            given = given or sum(p.numel() for p in own if not is_lazy(p)) >= threshold
         # Modules with running statistics stay in float32, and a unit cannot mix dtypes.
-        return self._counts_in_low_precision(module)
+        has_counts = has_running_statistics(module) and next(module.parameters(), None) is not None
+        return given or (self._plan.dtypes.param.itemsize < 4 and has_counts)
 
     def _by_attribute(self, module: nn.Module) -> bool | None:
         if not hasattr(module, "_fsdp_wrap"):
@@ -187,18 +191,6 @@ class _Rules:
                 stacklevel=2,
             )
         return bool(module._fsdp_wrap)
-
-    def _is_large(self, module: nn.Module) -> bool:
-        threshold = self._plan.min_params
-        if threshold is None or _is_container(module):
-            return False
-        own = own_parameters(module, self._taken, self._ignored)
-        return sum(p.numel() for p in own if not is_lazy(p)) >= threshold  # lazy parameters have no size yet
-
-    def _counts_in_low_precision(self, module: nn.Module) -> bool:
-        dtypes = self._plan.dtypes
-        is_low = dtypes.param.itemsize < 4
-        return is_low and has_running_statistics(module) and next(module.parameters(), None) is not None
 
     def _add(self, name: str, module: nn.Module, options: Mapping[str, Any], *, is_root: bool = False) -> None:
         check_options(name, options, self._plan)
@@ -304,7 +296,4 @@ class Stage:
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 # The gradient of a unit's output arrives when its backward pass begins.
-                tensor.register_hook(lambda _: self._go_back(name))
-
-    def _go_back(self, name: str) -> None:
-        self._backward = name
+                tensor.register_hook(lambda _: setattr(self, "_backward", name))

@@ -2,11 +2,11 @@
 
 import importlib.util
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from composer_dist.wrapping import canonical_name
+from composer_events.arguments import loaded
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -25,7 +25,7 @@ _BASE_IS_KNOWN: Final = ("gaussian", "eva", "orthogonal", "mica", "pissa", "olor
 
 def is_peft_model(model: Any) -> bool:
     """Return whether a model is wrapped by peft."""
-    peft: Any = sys.modules.get("peft")  # a wrapped model implies that peft is imported; avoid importing it here
+    peft = loaded("peft")  # a wrapped model implies that peft is imported; avoid importing it here
     return peft is not None and isinstance(model, peft.PeftModel)
 
 

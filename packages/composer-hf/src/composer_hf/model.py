@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sized
 from contextlib import nullcontext
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,8 @@ class HuggingFaceModel(ComposerModel):
         >>> model.eval_forward(batch).shape, model.labels
         (torch.Size([1, 4, 16]), tensor([[   2,    3,    4, -100]]))
     """
+
+    checkpoint_integration: ClassVar[str] = "huggingface"  # the entry of checkpoints with the result of `get_metadata`
 
     def __init__(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from composer_dist.wrapping import unwrap_model
-from composer_events.arguments import check_flags, check_text_lists, to_time
+from composer_events.arguments import check_flags, check_text_lists, loaded, to_time
 from composer_events.callback import Callback
 from composer_time import Time, TimeUnit
 
@@ -104,7 +103,7 @@ class ActivationMonitor(Callback):
             return
         self._stop_watching()  # remove hooks left by a failed forward pass
         self._is_watching = True
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and `set_stance` would import the compiler
+        if loaded("torch._dynamo") is not None:  # else nothing is compiled, and `set_stance` would import the compiler
             self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
         for name, module in unwrap_model(state.model).named_modules():  # the same names with and without DDP
             if not any(part in name for part in self.ignore_module_types):

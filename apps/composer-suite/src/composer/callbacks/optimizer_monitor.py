@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class OptimizerMonitor(Callback):
     Example:
         >>> monitor = OptimizerMonitor(batch_log_interval=10)
     """
+
+    reads_gradients: ClassVar[bool] = True  # which DeepSpeed's engine drops before; `check_deepspeed_fits` asks for it
 
     def __init__(self, log_optimizer_metrics: bool = True, batch_log_interval: int = 10) -> None:
         check_flags(log_optimizer_metrics=log_optimizer_metrics)

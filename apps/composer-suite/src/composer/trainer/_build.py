@@ -74,13 +74,13 @@ from composer.trainer._strategies import (
 )
 from composer.trainer.divergence import OnDivergence, to_policy
 from composer.trainer.loop import FitEvaluation, Loop
-from composer_checkpoint.data_position import DataPosition
 from composer_dist import Precision, dist, get_world_size, reproducibility, seed_context
 from composer_dist.devices import Device, get_device
 from composer_dist.env import check_environment
 from composer_events.algorithm import Algorithm
 from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback
+from composer_events.data_position import DataPosition
 from composer_events.engine import Engine
 from composer_events.evaluator import Evaluator
 from composer_events.event import Event

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from composer.trainer._arguments import user_stacklevel
 from composer.utils import checkpoint
 from composer_checkpoint.ignore_keys import check_ignore_keys
-from composer_events.arguments import to_interval
+from composer_events.arguments import loaded, to_interval
 
 if TYPE_CHECKING:
     from composer.trainer._arguments import TrainerArguments
@@ -83,7 +82,7 @@ def _warn_of_no_effect(given: str, missing: str) -> None:
 
 def find_saver(callbacks: Iterable[Callback]) -> CheckpointSaver | None:
     """Return the first saver among the callbacks."""
-    module: Any = sys.modules.get("composer_checkpoint.saver")  # an instance exists only after this import
+    module = loaded("composer_checkpoint.saver")  # an instance exists only after this import
     if module is None:
         return None
     saver: Any = next((callback for callback in callbacks if isinstance(callback, module.CheckpointSaver)), None)

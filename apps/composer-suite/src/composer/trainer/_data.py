@@ -12,9 +12,9 @@ from composer.trainer import _error_context as error_context
 from composer.trainer._arguments import user_stacklevel
 from composer.trainer._rank_sync import Ranks, next_batch
 from composer.trainer._step import transform
-from composer_checkpoint.data_position import DataPosition, dataset_counts_samples, keeps_own_state
 from composer_dist import get_global_rank, get_local_rank, get_world_size
 from composer_dist.stale_memory import tidy_shared_memory
+from composer_events.data_position import DataPosition, dataset_counts_samples, keeps_own_state
 from composer_events.data_spec import DataSpec
 from composer_events.engine import Engine
 from composer_events.event import Event

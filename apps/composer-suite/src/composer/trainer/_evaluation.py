@@ -24,19 +24,19 @@ from composer.trainer._oom import Attempts, Stage, halve, release_memory
 from composer.trainer._rank_sync import Ranks, next_batch
 from composer.trainer._restore import MetricsUndo
 from composer.trainer._step import Autocast, cut, transform
-from composer_checkpoint.data_position import set_epoch
-from composer_checkpoint.seeded_batches import SeededBatches, can_be_seeded, derive_seed, seeded
 from composer_dist import dist, get_global_rank, get_world_size
 from composer_dist.ddp import share_buffers
 from composer_dist.devices import Device
 from composer_dist.strategy import Strategy
 from composer_events.batches import ensure_tuple
+from composer_events.data_position import set_epoch
 from composer_events.data_spec import DataSpec
 from composer_events.engine import Engine
 from composer_events.evaluator import Evaluator, ensure_evaluator
 from composer_events.event import Event
 from composer_events.logger import Logger
 from composer_events.metric_entries import by_entry
+from composer_events.seeded_batches import SeededBatches, can_be_seeded, derive_seed, seeded
 from composer_events.state import State
 from composer_models import ComposerModel, model_eval_mode
 from composer_time import Time, Timestamp

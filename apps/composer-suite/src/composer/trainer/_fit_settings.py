@@ -28,7 +28,7 @@ from composer_time import Time, Timestamp, TimeUnit, ensure_time
 if TYPE_CHECKING:
     from composer.trainer._microbatching import Microbatching
     from composer.trainer._rank_sync import Ranks
-    from composer_checkpoint.data_position import DataPosition
+    from composer_events.data_position import DataPosition
     from composer_events.data_spec import DataSpec
     from composer_events.engine import Engine
 

@@ -16,9 +16,9 @@ from composer.trainer._data import Clock
 from composer.trainer._evaluation import Padding, restore_dataloader, without_last
 from composer.trainer._rank_sync import Ranks, next_batch
 from composer.trainer._step import split, transform
-from composer_checkpoint.data_position import set_epoch
 from composer_dist.devices import DeviceCPU
 from composer_events.arguments import check_flags
+from composer_events.data_position import set_epoch
 from composer_events.data_spec import DataSpec, ensure_data_spec
 from composer_events.event import Event
 from composer_models import model_eval_mode

@@ -2,7 +2,6 @@
 
 import copy
 import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from composer_events.arguments import loaded
 from composer_events.state import State
 
 
@@ -132,7 +132,7 @@ def _random_states(device: torch.device) -> Iterable[tuple[Callable[[Any], objec
     ]
     if device.type == "cuda":
         states.append((lambda state: torch.cuda.set_rng_state(state, device), torch.cuda.get_rng_state(device)))
-    numpy: Any = sys.modules.get("numpy")  # without an import, its generator was never used
+    numpy = loaded("numpy")  # without an import, its generator was never used
     if numpy is not None:
         states.append((numpy.random.set_state, numpy.random.get_state()))
     return states

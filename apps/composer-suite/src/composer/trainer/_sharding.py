@@ -80,15 +80,7 @@ def as_fsdp(strategy: Strategy) -> FSDP | None:
 def facts_of(strategy: Strategy) -> dict[str, Any] | None:
     """Return the sharding settings that must agree on all ranks."""
     fsdp = as_fsdp(strategy)
-    if fsdp is None:
-        return None
-    plan, facts = fsdp.plan, fsdp.plan.to_dict()
-    # Ranks may belong to different parts of a mesh. Their lists of ranks differ then, and are compared later.
-    if plan.device_mesh is not None:
-        facts["device_mesh"] = (plan.device_mesh.mesh_dim_names, tuple(plan.device_mesh.shape))
-    if not isinstance(plan.process_group, str | None):
-        facts["process_group"] = type(plan.process_group).__name__
-    return facts
+    return None if fsdp is None else fsdp.plan.facts()
 
 
 def share_mesh(strategy: Strategy, state: State) -> None:

@@ -7,6 +7,7 @@ from importlib.metadata import distributions
 from types import TracebackType
 from typing import Any, TextIO
 
+from composer_events.arguments import loaded
 from composer_events.hparams import get_composer_env_dict
 
 __all__ = [
@@ -97,7 +98,7 @@ class _ReportingHook:
 
 def _ipython() -> Any:
     """Return the running shell of IPython, or `None`."""
-    ipython: Any = sys.modules.get("IPython")  # not imported, so not running
+    ipython = loaded("IPython")  # not imported, so not running
     return None if ipython is None else ipython.get_ipython()
 
 

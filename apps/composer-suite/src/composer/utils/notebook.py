@@ -1,7 +1,6 @@
 """Detection of notebooks."""
 
-import sys
-from typing import Any
+from composer_events.arguments import loaded
 
 __all__ = ["is_notebook"]
 
@@ -11,6 +10,6 @@ def is_notebook() -> bool:
 
     IPython in a terminal does not count.
     """
-    ipython: Any = sys.modules.get("IPython")  # not imported here: a kernel has already imported it
+    ipython = loaded("IPython")  # not imported here: a kernel has already imported it
     shell = None if ipython is None else ipython.get_ipython()
     return getattr(shell, "kernel", None) is not None

@@ -13,6 +13,7 @@ from composer_algorithms.ema import EMA
 from composer_algorithms.selective_backprop import SelectiveBackprop
 from composer_events.algorithm import Algorithm
 from composer_events.event import Event
+from composer_events.explanation import declared_events
 from composer_events.state import State
 
 _BETWEEN = frozenset({Event.AFTER_FORWARD, Event.BEFORE_LOSS})
@@ -47,7 +48,7 @@ def events_of(algorithm: Algorithm, state: State | None = None) -> Collection[Ev
     if isinstance(algorithm, EMA):
         # Its other events only decide which weights the model holds; any event around an evaluation serves for that.
         return (Event.INIT, algorithm._update_event)
-    declared = _declared(algorithm)
+    declared = declared_events(algorithm)
     if declared is not None:
         return declared
     code = getattr(type(algorithm).match, "__code__", None)
@@ -134,13 +135,3 @@ def check_algorithms(algorithms: Any) -> list[Algorithm]:
             hint = f"{algorithm.__name__}(...)" if isinstance(algorithm, type) else "such as MixUp(alpha=0.2)"
             raise TypeError(f"algorithms holds {algorithm!r}, which is not an Algorithm: pass objects, {hint}.")
     return listed
-
-
-def _declared(algorithm: Algorithm) -> Collection[Event] | None:
-    for owner in type(algorithm).__mro__:
-        if "acts_on" in vars(owner):
-            break
-        if "match" in vars(owner):  # an overridden `match` invalidates the declaration of a base
-            return None
-    declared: Collection[Event] | Callable[..., Any] | None = getattr(algorithm, "acts_on", None)
-    return declared if isinstance(declared, Collection) else None

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from composer_algorithms.bridges._loop_events import needs_closure
 from composer_algorithms.bridges.loop import AlgorithmLoop, LoopBatch
-from composer_algorithms.module_surgery import is_sharded_by_fsdp
 from composer_events.algorithm import Algorithm
 from composer_events.callback import Callback
+from composer_events.parallelism import is_sharded
 from composer_time import Time
 
 try:
@@ -84,7 +84,7 @@ class AcceleratedLoop(AlgorithmLoop):
         callbacks: Callback | Sequence[Callback] | None = None,
     ) -> None:
         kind = accelerator.distributed_type.name
-        if kind not in _PLAIN or is_sharded_by_fsdp(model):
+        if kind not in _PLAIN or is_sharded(model):
             raise ValueError(
                 f"the Accelerator trains with {kind}, which shards or replaces weights and optimizers: this "
                 f"loop supports one device or DistributedDataParallel. For sharded models use the Trainer of "

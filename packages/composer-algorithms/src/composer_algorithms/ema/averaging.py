@@ -19,11 +19,11 @@ from composer_algorithms.module_surgery import (
     get_model_context_manager,
     has_flat_parameters,
     is_dtensor,
-    is_sharded_by_fsdp,
     place_like,
     write_parameters,
 )
 from composer_dist.wrapping import canonical_name, is_model_deepspeed, unwrap_model
+from composer_events.parallelism import is_sharded
 from composer_time import Time, TimeUnit
 
 __all__ = ["compute_ema", "EMAParameters"]
@@ -212,7 +212,7 @@ class EMAParameters:
         """
         tensors = (*self.named_parameters_dict.values(), *self.named_buffers_dict.values(), *model.buffers())
         self._plan = (None, None)
-        if not (is_sharded_by_fsdp(model) or is_model_deepspeed(model) or any(map(is_expanded, tensors))):
+        if not (is_sharded(model) or is_model_deepspeed(model) or any(map(is_expanded, tensors))):
             self._plan = (plan, Fingerprint(model, self.named_parameters_dict, self.named_buffers_dict))
             # The plan and the fingerprint reference the model's parameters, so they must not outlive the model.
             weakref.finalize(model, _forget_plan, weakref.ref(self)).atexit = False  # do not run at exit

@@ -1,6 +1,5 @@
 """Collect the state of models and optimizers by names without wrappers, and transfer it between ranks."""
 
-import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from composer_checkpoint._tree import map_tree
 from composer_dist.collectives import cpu_group
 from composer_dist.devices import STR_TO_DTYPE
 from composer_dist.wrapping import canonical_name, unwrap_model
+from composer_events.arguments import loaded
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def is_sharded(model: nn.Module) -> bool:
 def refuse_fsdp1(model: nn.Module) -> None:
     """Raise if the model is wrapped in FSDP1, whose weights this package cannot read."""
     # Looked up instead of imported, since the import is slow.
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    fsdp = loaded("torch.distributed.fsdp")
     if fsdp is None:  # never imported, so no model is wrapped
         return
     if any(isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules()):
@@ -90,7 +90,7 @@ def refuse_fsdp1(model: nn.Module) -> None:
 
 def _reshard(model: nn.Module) -> None:
     """Free full parameters that a forward pass, as in evaluation, has left in place of the shards."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    fsdp = loaded("torch.distributed.fsdp")
     if fsdp is None:
         return
     modules: list[Any] = list(model.modules())

@@ -1,7 +1,6 @@
 """State dicts of a model, an optimizer and a run."""
 
 import platform
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from composer_dist.devices import get_device
 from composer_dist.env import get_global_rank
 from composer_dist.reproducibility import get_rng_state
 from composer_dist.wrapping import unwrap_model
+from composer_events.arguments import loaded
 from composer_events.hparams import get_composer_env_dict
 
 if TYPE_CHECKING:
@@ -150,9 +150,9 @@ def get_metadata_state_dict(
     if model is not None:
         innermost: Any = unwrap_model(model)
         metadata["model_name"] = _class_name(innermost)
-        # By name, since this package must not depend on the package of the class.
-        if any(base.__name__ == "HuggingFaceModel" for base in type(innermost).__mro__):
-            metadata["huggingface"] = innermost.get_metadata()
+        integration: str | None = getattr(type(innermost), "checkpoint_integration", None)  # such as 'huggingface'
+        if integration is not None:
+            metadata[integration] = innermost.get_metadata()
     if is_initialized():
         metadata["dist_backend"] = tdist.get_backend()
     elif device is not None:
@@ -216,7 +216,7 @@ def select_keys(weights: Mapping[str, Any], include_keys: Patterns, ignore_keys:
 
 def _class_name(model: nn.Module) -> str:
     """Return the name of the model's class, not of the `FSDP` class that `fully_shard` derives from it."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    fsdp = loaded("torch.distributed.fsdp")
     if fsdp is not None and isinstance(model, fsdp.FSDPModule):
         return next(base for base in type(model).__mro__[1:] if not issubclass(base, fsdp.FSDPModule)).__name__
     return type(model).__name__

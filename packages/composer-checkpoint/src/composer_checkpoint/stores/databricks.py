@@ -2,7 +2,6 @@
 
 import os
 import posixpath
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +10,7 @@ from fsspec.callbacks import Callback
 
 from composer_checkpoint.stores.base import Fault, ObjectStore, classify
 from composer_checkpoint.stores.fsspec import VerifiedObjectStore
+from composer_events.arguments import loaded
 
 __all__ = ["EXPERIMENT_PLACEHOLDER", "MLFLOW_PREFIX", "RUN_PLACEHOLDER", "MLFlowObjectStore", "UCObjectStore"]
 
@@ -142,7 +142,7 @@ class MLFlowObjectStore(VerifiedObjectStore):
 
     def _create_run(self) -> None:
         # Not imported, since no run can be active if mlflow was never imported.
-        find_active: Any = getattr(sys.modules.get("mlflow"), "active_run", lambda: None)
+        find_active: Any = getattr(loaded("mlflow"), "active_run", lambda: None)
         active = find_active()
         if active is not None and self.experiment_id in (EXPERIMENT_PLACEHOLDER, active.info.experiment_id):
             self.experiment_id, self.run_id = active.info.experiment_id, active.info.run_id

@@ -6,10 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-from composer_dist.launch.cluster import CLUSTERS
 
 FAILURE_TIMEOUT_S = 8.0
 """Seconds for ranks to end after one has failed; with the other steps, the launcher ends within 10 s."""
@@ -17,6 +14,8 @@ SIGNAL_TIMEOUT_S = 30.0
 """Seconds for ranks to end after a signal, long enough for a last checkpoint."""
 RUNS = "runs"
 """The default folder for the run folders."""
+CLUSTERS = ("training-operator", "kubernetes", "slurm", "openmpi", "pmi")
+"""The supported systems. Slurm comes before MPI, whose processes it may start."""
 PLACEHOLDERS = ("rank", "local_rank", "world_size", "local_world_size", "node_rank")
 """Placeholders in the names of output files."""
 
@@ -29,43 +28,12 @@ signal s; 128 + s also if the launcher itself received signal s; 2 for an invali
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The parsed command line; `None` for an option that was not given."""
+class CannotStartError(ValueError):
+    """The ranks cannot be started as requested."""
 
-    nproc: int | None
-    stdout: str | None
-    stderr: str | None
-    verbose: bool
-    module_mode: bool
-    command_mode: bool
-    world_size: int | None
-    base_rank: int | None
-    node_rank: int | None
-    master_addr: str | None
-    master_port: int | None
-    tee: bool
-    log_dir: str | None
-    log_filter: str | None
-    runs: str | None
-    no_runs: bool
-    max_restarts: int
-    nnodes: str | None
-    rdzv_backend: str
-    rdzv_endpoint: str | None
-    rdzv_id: str | None
-    rdzv_conf: str
-    elastic_batch: str | None
-    monitor_interval: float
-    shutdown_timeout: float | None
-    stopped_timeout: float
-    signals_to_handle: str
-    numa_binding: str | None
-    cluster: str
-    dry_run: bool
-    python: str
-    training_script: str
-    training_script_args: list[str]
+
+class Options(argparse.Namespace):
+    """The parsed command line; `None` for an option that was not given."""
 
     @property
     def is_elastic(self) -> bool:
@@ -80,12 +48,11 @@ def parse_options(arguments: Sequence[str]) -> Options:
         ValueError: If options contradict each other or have invalid values.
         SystemExit: If an option is unknown or its value has the wrong type; and after `--help` and `--version`.
     """
-    values = vars(_make_parser().parse_args(arguments))
-    script, rest = values["training_script"], values["training_script_args"]
+    options = _make_parser().parse_args(arguments, Options())
+    rest = options.training_script_args
     # argparse consumes a `--` that directly follows the script.
-    if [script, "--", *rest] == list(arguments[len(arguments) - len(rest) - 2 :]):
-        values["training_script_args"] = ["--", *rest]
-    options = Options(**values)
+    if [options.training_script, "--", *rest] == list(arguments[len(arguments) - len(rest) - 2 :]):
+        options.training_script_args = ["--", *rest]
     _check_values(options)
     _check_file_names(options)
     _check_rendezvous(options)

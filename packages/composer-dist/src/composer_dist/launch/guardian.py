@@ -151,7 +151,11 @@ def _members(groups: set[int], launch_id: str | None) -> Iterator[int]:
         fields = _stat(pid)
         if pid == os.getpid() or not fields or fields[0] in "ZX":  # zombie or dead: ended, but not reaped yet
             continue
-        if int(fields[2]) in groups or (launch_id is not None and marker in _environment(entry)):
+        found = int(fields[2]) in groups
+        if not found and launch_id is not None:
+            with contextlib.suppress(OSError):  # ended, or owned by another user
+                found = marker in (entry / "environ").read_bytes().split(b"\0")
+        if found:
             yield pid
 
 
@@ -167,13 +171,6 @@ def _stat(pid: int) -> list[str]:
 def _start_time(pid: int) -> str:
     fields = _stat(pid)
     return fields[19] if fields else ""  # field 22 in proc(5), without the PID and the name
-
-
-def _environment(entry: Path) -> list[bytes]:
-    try:
-        return (entry / "environ").read_bytes().split(b"\0")
-    except OSError:  # ended, or owned by another user
-        return []
 
 
 def _main(launch_id: str, launcher: str) -> None:

@@ -1,25 +1,24 @@
-"""The `composer` command."""
+"""The `composer` command, and the checks before any process starts."""
 
+import errno
 import json
 import logging
 import os
+import shutil
+import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
-from composer_dist.launch.args import Options, parse_options
-from composer_dist.launch.console import open_console, release_console, say
-from composer_dist.launch.preflight import (
-    CannotStartError,
-    Rendezvous,
-    check_command,
-    check_meeting_point,
-    check_rendezvous,
-    resolve_rendezvous,
-)
+from composer_dist.launch.args import CannotStartError, Options, parse_options
+from composer_dist.launch.report import open_console, release_console, say
 from composer_dist.launch.topology import (
+    FREE_PORT,
+    Rendezvous,
     Topology,
     child_command,
     child_environments,
@@ -27,11 +26,13 @@ from composer_dist.launch.topology import (
     named_file,
     resolve,
     resolve_nproc,
+    resolve_rendezvous,
 )
 from composer_dist.stale_memory import tidy_shared_memory
 
 __all__ = ["GROUP", "find_command", "explain", "main"]
 
+_log = logging.getLogger("composer_dist.launch")
 _USAGE_ERROR = 2
 
 
@@ -103,6 +104,94 @@ def _count_accelerators() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
+_RESOLVE_TIMEOUT_S = 10.0  # a cluster may register rank 0's host a little after its nodes start
+
+
+def check_command(options: Options) -> None:
+    """Raise if the command of the ranks does not exist."""
+    script = options.training_script
+    if options.command_mode:
+        if shutil.which(script) is None:
+            raise ValueError(f"the command {script!r} does not exist or is not executable. Give a path or install it.")
+        return
+    if shutil.which(options.python) is None:
+        raise ValueError(f"--python={options.python!r} does not exist or is not executable. Give an interpreter.")
+    if not options.module_mode and not Path(script).exists():
+        raise ValueError(
+            f"the training script {script!r} does not exist in {os.getcwd()!r}. Give its path; for a module give "
+            "-m as well, for a command -c."
+        )
+
+
+def check_meeting_point(topology: Topology) -> None:
+    """Raise if the ranks cannot meet at the address and port of rank 0."""
+    addr, source = topology.master_addr, topology.sources["master_addr"]
+    _wait_for_address(f"master_addr={addr!r} (from {source})", addr, topology.is_multi_node)
+    if topology.base_rank != 0:
+        return
+    if not _is_here(addr, topology.master_port):
+        message = (
+            f"master_addr={addr!r} (from {source}) is not an address of this machine, where rank 0 runs. Give one of "
+            "its addresses"
+        )
+        if not topology.is_multi_node:
+            raise ValueError(f"{message}, or omit it for 127.0.0.1.")
+        _log.warning("%s, unless connections to that one are forwarded to this machine.", message)
+    port, source = topology.master_port, topology.sources["master_port"]
+    if source == FREE_PORT:  # chosen again at the start
+        return
+    # Rank 0 listens on all addresses, as torch does.
+    for family, everywhere in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+        if _bind_error(family, everywhere, port) == errno.EADDRINUSE:
+            raise ValueError(
+                f"master_port={port} (from {source}) is taken by another process of this machine. Give another "
+                f"--master_port, {'the same on every node' if topology.is_multi_node else 'or none for a free one'}."
+            )
+
+
+def check_rendezvous(rendezvous: Rendezvous) -> None:
+    """Raise if the nodes cannot meet at the rendezvous."""
+    if rendezvous.backend not in ("c10d", "static") or rendezvous.config.get("store_type") == "file":
+        return  # the endpoint need not be a host
+    host, _, _ = rendezvous.endpoint.rpartition(":") if ":" in rendezvous.endpoint else (rendezvous.endpoint, "", "")
+    host = host.strip("[]")  # an IPv6 address
+    if host:
+        _wait_for_address(f"--rdzv_endpoint={rendezvous.endpoint!r}", host, rendezvous.max_nodes > 1)
+
+
+def _wait_for_address(what: str, host: str, is_multi_node: bool) -> None:
+    """Raise if a host has no address; with several nodes, only after some time."""
+    deadline = time.monotonic() + (_RESOLVE_TIMEOUT_S if is_multi_node else 0)
+    while True:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise ValueError(
+                    f"{what} cannot be resolved: {error}. Give a host name or address that every node knows."
+                ) from error
+            _log.info("%s cannot be resolved yet: %s", what, error)
+        time.sleep(0.5)
+
+
+def _is_here(addr: str, port: int) -> bool:
+    found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
+    # Only an address of this machine can be bound.
+    return any(_bind_error(family, str(address[0]), 0) != errno.EADDRNOTAVAIL for family, *_, address in found)
+
+
+def _bind_error(family: int, addr: str, port: int) -> int | None:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does
+            listener.bind((addr, port))
+            listener.listen(1)
+    except OSError as error:
+        return error.errno
+    return None
+
+
 GROUP = "composer.commands"
 
 
@@ -135,7 +224,6 @@ def explain(
             return plan | {"env": common, "argv": child_command(options, environ)}
     assert topology is not None
     envs = child_environments(topology, options, environ)
-    sources = _sources(options, topology, environ)
     if rendezvous is not None:
         for env in envs.values():
             env |= {
@@ -145,15 +233,11 @@ def explain(
                 "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
                 "TORCHELASTIC_RUN_ID": rendezvous.run_id,
             }
-            del env["MASTER_ADDR"], env["MASTER_PORT"]
-        later = dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), "torch, when the rendezvous is complete")
-    else:
-        later = {}
+            del env["MASTER_ADDR"], env["MASTER_PORT"]  # known when the rendezvous is complete
     return plan | {
         "topology": {
             name: {"value": getattr(topology, name), "source": source} for name, source in topology.sources.items()
         },
-        "env_sources": {name: sources.get(name, "the launcher") for name in next(iter(envs.values()))} | later,
         "ranks": [
             {
                 "rank": int(env["RANK"]),
@@ -166,24 +250,6 @@ def explain(
             for local_rank, env in envs.items()
         ],
     }
-
-
-def _sources(options: Options, topology: Topology, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the sources of a rank's variables other than the launcher itself."""
-    of_topology = {
-        "RANK": f"base_rank + LOCAL_RANK; base_rank from {topology.sources['base_rank']}",
-        "LOCAL_RANK": "the number of the process on this node",
-        "LOCAL_WORLD_SIZE": topology.sources["nproc"],
-        **{name.upper(): topology.sources[name] for name in ("world_size", "node_rank", "master_addr", "master_port")},
-    }
-    others = {
-        "OMP_NUM_THREADS": "usable processor cores / nproc",
-        "COMPOSER_ELASTIC_BATCH": "--elastic_batch",
-        "COMPOSER_RUNS": "--no_runs" if options.no_runs else "--runs" if options.runs else "the default of --runs",
-        "TORCHELASTIC_MAX_RESTARTS": "--max_restarts",
-    }
-    own = {name: name for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING",) if environ.get(name)}
-    return of_topology | others | own
 
 
 def _destination(stream: str, options: Options, env: Mapping[str, str], environ: Mapping[str, str]) -> str:

@@ -21,8 +21,7 @@ from typing import TextIO
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
-from composer_dist.launch.args import Options
-from composer_dist.launch.preflight import CannotStartError
+from composer_dist.launch.args import CannotStartError, Options
 from composer_dist.launch.topology import named_file
 
 _CONSOLE = ""  # torch's value for an inherited stream
@@ -46,13 +45,24 @@ class _Copy:
 class Logs(LogsSpecs):
     """The log files of a run in one folder, and the copies of their lines."""
 
-    def __init__(self, options: Options, run_id: str, environ: Mapping[str, str]) -> None:
+    def __init__(self, options: Options, environ: Mapping[str, str]) -> None:
         super().__init__()
         self._options = options
         self._environ = environ
         self._keep = options.log_dir is not None
         self._is_cut = False
-        self.folder = _make_folder(options, run_id)
+        try:
+            if options.log_dir is None:
+                self.folder = Path(tempfile.mkdtemp(prefix="composer_"))
+            else:
+                name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+                self.folder = Path(options.log_dir).absolute() / name
+                self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            place = "a temporary folder" if options.log_dir is None else f"--log_dir={options.log_dir!r}"
+            raise CannotStartError(
+                f"{place} for the logs cannot be made: {error}. Give a --log_dir in which files can be written."
+            ) from error
         self._copies: list[_Copy] = []
         self._targets: dict[Path, TextIO] = {}
 
@@ -61,16 +71,12 @@ class Logs(LogsSpecs):
         """The folder of the run."""
         return str(self.folder)
 
-    def rank_folder(self, attempt: str, rank: str) -> Path:
-        """Return the folder of one rank's files in one attempt."""
-        return self.folder / f"attempt_{attempt}" / rank
-
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Create the folders, set each rank's error file, and return the destinations of all streams."""
         files: dict[str, dict[int, str]] = {stream: {} for stream in _STREAMS}
         errors: dict[int, str] = {}
         for local_rank, env in envs.items():
-            folder = self.rank_folder(env.get("TORCHELASTIC_RESTART_COUNT", "0"), env["RANK"])
+            folder = self.folder / f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}" / env["RANK"]
             folder.mkdir(parents=True, exist_ok=True)
             errors[local_rank] = env["COMPOSER_ERROR_FILE"] = env["TORCHELASTIC_ERROR_FILE"] = str(
                 folder / "error.json"
@@ -170,22 +176,3 @@ class Logs(LogsSpecs):
 
         tail = TailLog("rank", files, target, prefixes, _TAIL_INTERVAL_S, matches)
         self._copies.append(_Copy(tail.start(), is_cut, list(files.values())))
-
-
-def _make_folder(options: Options, run_id: str) -> Path:
-    try:
-        if options.log_dir is None:
-            return Path(tempfile.mkdtemp(prefix="composer_"))
-        folder = Path(options.log_dir).absolute() / run_id
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        name = "a temporary folder" if options.log_dir is None else f"--log_dir={options.log_dir!r}"
-        raise CannotStartError(
-            f"{name} for the logs cannot be made: {error}. Give a --log_dir in which files can be written."
-        ) from error
-    return folder
-
-
-def new_run_id() -> str:
-    """Return a name for the folder of a run, from the time and the PID."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

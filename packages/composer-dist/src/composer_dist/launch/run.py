@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -21,14 +20,13 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from composer_dist.launch.args import FAILURE_TIMEOUT_S, SIGNAL_TIMEOUT_S, Options
-from composer_dist.launch.console import say
-from composer_dist.launch.failures import WITNESS_S, brief, crash_report, is_on_console, root_cause, witness
+from composer_dist.launch.args import FAILURE_TIMEOUT_S, SIGNAL_TIMEOUT_S, CannotStartError, Options
 from composer_dist.launch.guardian import LAUNCH_ID, Guardian, new_launch_id
-from composer_dist.launch.output import Logs, new_run_id
-from composer_dist.launch.preflight import CannotStartError, Rendezvous
+from composer_dist.launch.output import Logs
+from composer_dist.launch.report import brief, crash_report, is_on_console, root_cause, say
 from composer_dist.launch.topology import (
     FREE_PORT,
+    Rendezvous,
     Topology,
     child_command,
     child_environments,
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
 def run(options: Options, topology: Topology) -> int:
     """Start the ranks of a node whose place is known, and return the exit status after all have ended."""
     topology, store = _serve_store(topology)
-    with Launch(options, new_run_id()) as launch:
+    with Launch(options) as launch:
         try:
             launch.start(child_environments(topology, options, os.environ))
             launch.wait()
@@ -85,14 +83,14 @@ class Launch:
     Leaving the context kills the remaining processes, reports failures, and sets `status`.
     """
 
-    def __init__(self, options: Options, run_id: str) -> None:
+    def __init__(self, options: Options) -> None:
         self.status = 1
         self._options = options
         self._failed = False
         self._has_failed_before = False
         self._leftovers: list[int] = []
         self._workers: Workers | None = None
-        self._logs = Logs(options, run_id, os.environ)
+        self._logs = Logs(options, os.environ)
         self._signals = Signals(options.signals_to_handle)
         self._guardian = Guardian(new_launch_id())
 
@@ -155,8 +153,8 @@ class Launch:
             self._signals.followed = signum
             return
         with self._signals.while_ending(signum):
-            failures = self._first_failures(workers) if signum is None else []
-            is_told = bool(failures) and is_on_console(failures[0]) and witness(failures) is None
+            failures = workers.failures() if signum is None else []
+            is_told = bool(failures) and is_on_console(failures[0])
             if is_told:  # one line, so that the rank's own output stays in view
                 say(brief(failures[0], self._logs.root_log_dir))
             for ending in () if is_told else failures:
@@ -178,19 +176,8 @@ class Launch:
         if failures:
             self._has_failed_before = True
             others = sorted(set(self._workers.ranks) - {ending.rank for ending in failures})
-            said = root_cause(failures[0], others, self._logs.root_log_dir, witness(failures))
+            said = root_cause(failures[0], others, self._logs.root_log_dir)
             say(said.removesuffix("\n"), "stderr")
-
-    def _first_failures(self, workers: Workers) -> Sequence[Ending]:
-        """Return the failures so far; if the first one has no traceback, wait briefly for one that has."""
-        failures = workers.failures()
-        deadline = time.monotonic() + WITNESS_S
-        while failures and is_on_console(failures[0]) and witness(failures) is None and not workers.are_done:
-            if time.monotonic() > deadline:
-                break
-            workers.look(min(self._options.monitor_interval, 0.1))
-            failures = workers.failures()
-        return failures
 
     def _ask_to_end(self, workers: Workers, signum: signal.Signals | None, tell: Callable[[str], None]) -> None:
         timeout_s = self._options.shutdown_timeout
@@ -236,12 +223,11 @@ class Launch:
     def _report(self, failures: Sequence[Ending], folder: str | None) -> None:
         """Report the failed ranks, with the root cause's traceback last."""
         assert self._workers is not None  # some have failed
-        other = witness(failures)
-        if is_on_console(failures[0]) and other is None:
+        if is_on_console(failures[0]):
             return  # reported in one line already; more would hide the rank's output
         others = sorted(set(self._workers.ranks) - {ending.rank for ending in failures})
         say(crash_report(failures))
-        say(root_cause(failures[0], others, folder, other).removesuffix("\n"), "stderr")
+        say(root_cause(failures[0], others, folder).removesuffix("\n"), "stderr")
 
 
 _log = logging.getLogger("composer_dist.launch")
@@ -251,7 +237,7 @@ _AGENT_INTERVAL_S = 0.001  # the waiting is done in `Launch.has_failed`
 
 def run_elastic(options: Options, rendezvous: Rendezvous) -> int:
     """Run this node's ranks with restarts, and return the exit status of the last attempt."""
-    with Launch(options, new_run_id()) as launch:
+    with Launch(options) as launch:
         try:
             spec = _make_spec(options, rendezvous)
             _Agent(spec, launch, options).run()

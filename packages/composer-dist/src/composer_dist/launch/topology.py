@@ -1,19 +1,207 @@
-"""Ranks of this node and the rendezvous of all ranks, from options and environment."""
+"""Ranks of this node and the rendezvous of all ranks, from options, environment, and the variables of a cluster.
+
+Each cluster is expected to start one launcher per node, which starts the ranks.
+"""
 
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from composer_dist.env import get_free_tcp_port
-from composer_dist.launch.args import PLACEHOLDERS, RUNS, Options
-from composer_dist.launch.cluster import ClusterHints, Found, infer
+from composer_dist.launch.args import CLUSTERS, PLACEHOLDERS, RUNS, Options
 from composer_dist.launch.guardian import LAUNCH_ID, is_within
 
 _log = logging.getLogger("composer_dist.launch")
+
+Environment = Mapping[str, str]
+T = TypeVar("T", int, str)
+
+_RANGES = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
+_HOSTS = rf"(?:[^\[\],\s]|{_RANGES})+"
+_NODELIST = re.compile(rf"{_HOSTS}(?:,{_HOSTS})*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Generic[T]):
+    """A value and its source."""
+
+    value: T
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _System:
+    """The variables of a cluster's system, empty for a value that it does not provide."""
+
+    num_nodes: str
+    node_rank: str
+    nproc: str = ""
+    master_addr: str = ""
+    master_port: str = ""
+    local_rank: str = ""
+    """A variable that is above 0 in a second launcher on a node."""
+    command: str = ""
+    """A command that starts one launcher on each node."""
+
+
+# In the order of `CLUSTERS`. MPI has no variable for the first node's address.
+_SYSTEMS = {
+    "training-operator": _System(
+        num_nodes="PET_NNODES",
+        node_rank="PET_NODE_RANK",
+        nproc="PET_NPROC_PER_NODE",  # 'auto', 'gpu': one process per accelerator
+        master_addr="PET_MASTER_ADDR",
+        master_port="PET_MASTER_PORT",
+    ),
+    # An indexed Job or JobSet, in which the user sets the number of nodes and the first one's name.
+    "kubernetes": _System(
+        num_nodes="COMPOSER_NUM_NODES", node_rank="JOB_COMPLETION_INDEX", master_addr="COMPOSER_MASTER_ADDR"
+    ),
+    "slurm": _System(
+        num_nodes="SLURM_NNODES",
+        node_rank="SLURM_NODEID",
+        nproc="SLURM_GPUS_ON_NODE",
+        local_rank="SLURM_LOCALID",
+        command="srun --ntasks-per-node=1 composer ...",
+    ),
+    "openmpi": _System(
+        num_nodes="OMPI_COMM_WORLD_SIZE",
+        node_rank="OMPI_COMM_WORLD_RANK",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        command="mpirun --map-by ppr:1:node composer ...",
+    ),
+    "pmi": _System(  # MPICH and Intel MPI
+        num_nodes="PMI_SIZE", node_rank="PMI_RANK", local_rank="MPI_LOCALRANKID", command="mpiexec -ppn 1 composer ..."
+    ),
+}
+
+
+class ClusterHints:
+    """The values of a cluster, whose variables are read and validated only when a value is needed."""
+
+    def __init__(self, cluster: str, environ: Environment) -> None:
+        self._cluster, self._system, self._environ = cluster, _SYSTEMS[cluster], environ
+        # Each launcher of a node would start all of its ranks.
+        local_rank = environ.get(self._system.local_rank, "0")
+        if local_rank not in ("", "0"):
+            raise ValueError(
+                f"{self._system.local_rank}={local_rank!r}: several launchers were started on this node, and each "
+                f"would start all of its ranks. Start one on each node, `{self._system.command}`, or give --cluster "
+                "none."
+            )
+
+    def num_nodes(self) -> Found[int]:
+        """Return the number of nodes."""
+        # A step of Slurm (`srun`) may have fewer nodes than the job.
+        in_step = self._cluster == "slurm" and self._environ.get("SLURM_STEP_NUM_NODES")
+        return self._integer("SLURM_STEP_NUM_NODES" if in_step else self._system.num_nodes)
+
+    def node_rank(self) -> Found[int]:
+        """Return the rank of this node."""
+        return self._integer(self._system.node_rank)
+
+    def nproc(self) -> Found[int] | None:
+        """Return the number of processes on this node, if it is given as a number."""
+        text = self._environ.get(self._system.nproc, "")
+        return Found(int(text), self._system.nproc) if text.isdecimal() else None
+
+    def master_addr(self) -> Found[str] | None:
+        """Return the host of rank 0."""
+        if self._cluster != "slurm":
+            host = self._environ.get(self._system.master_addr)
+            return Found(host, self._system.master_addr) if host else None
+        in_step = self._environ.get("SLURM_STEP_NUM_NODES") and self._environ.get("SLURM_STEP_NODELIST")
+        variable = "SLURM_STEP_NODELIST" if in_step else "SLURM_JOB_NODELIST"
+        nodelist = self._environ.get(variable)
+        return Found(expand_nodelist(nodelist)[0], f"first host of {variable}={nodelist!r}") if nodelist else None
+
+    def master_port(self) -> Found[int] | None:
+        """Return the port of rank 0, the same on every node."""
+        job = self._environ.get("SLURM_JOB_ID", "")
+        if self._cluster == "slurm" and job.isdecimal():
+            # Computed from the job, so that concurrent jobs on a host rarely collide.
+            return Found(20000 + int(job) % 20000, f"20000 + SLURM_JOB_ID={job!r} mod 20000")
+        if self._cluster == "kubernetes":
+            return Found(29500, "the default of --cluster kubernetes")  # torchrun's default
+        return self._integer(self._system.master_port) if self._environ.get(self._system.master_port) else None
+
+    def _integer(self, variable: str) -> Found[int]:
+        text = self._environ[variable]
+        if not text.isdecimal():
+            raise ValueError(
+                f"the environment variable {variable}={text!r} is not an integer of 0 or more. Set it to one, or give "
+                "--cluster none and give this node's place as options."
+            )
+        return Found(int(text), variable)
+
+
+def infer(cluster: str, environ: Environment) -> ClusterHints | None:
+    """Return the values of a cluster, or `None` outside of one.
+
+    Args:
+        cluster: One of `CLUSTERS`; `'auto'` for the first whose variables are set; `'none'`.
+        environ: The environment.
+
+    Raises:
+        ValueError: If the named cluster's variables are missing, or if several launchers were started on this node.
+    """
+    if cluster == "none":
+        return None
+    missing = {
+        name: [variable for variable in (system.num_nodes, system.node_rank) if not environ.get(variable)]
+        for name, system in _SYSTEMS.items()
+    }
+    if cluster == "auto":
+        found = next((name for name in CLUSTERS if not missing[name]), None)
+        return None if found is None else ClusterHints(found, environ)
+    if missing[cluster]:
+        system = _SYSTEMS[cluster]
+        raise ValueError(
+            f"--cluster={cluster!r} needs the environment variables {system.num_nodes}, {system.node_rank}, of which "
+            f"{', '.join(missing[cluster])} is not set. Set it, or give --node_rank, --world_size, --master_addr and "
+            "--master_port."
+        )
+    return ClusterHints(cluster, environ)
+
+
+def expand_nodelist(nodelist: str) -> list[str]:
+    """Return the hosts in Slurm's compressed node list: names with numbers and ranges in brackets.
+
+    Raises:
+        ValueError: If brackets do not match or contain anything else.
+
+    Example:
+        >>> expand_nodelist("n[01-03,7],login")
+        ['n01', 'n02', 'n03', 'n7', 'login']
+    """
+    if not _NODELIST.fullmatch(nodelist):
+        raise ValueError(
+            f"the list of nodes {nodelist!r} is not one that Slurm writes, such as 'n[01-03,7],login'. Give "
+            "--master_addr instead."
+        )
+    entries = re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", nodelist)
+    return [host for entry in entries for host in _expand_entry(entry)]
+
+
+def _expand_entry(entry: str) -> Iterator[str]:
+    before, opening, rest = entry.partition("[")
+    if not opening:
+        yield entry
+        return
+    inside, _, after = rest.partition("]")
+    # Each number is combined with every expansion of the rest.
+    tails = list(_expand_entry(after))
+    for part in inside.split(","):
+        low, _, high = part.partition("-")
+        for number in range(int(low), int(high or low) + 1):
+            for tail in tails:
+                yield f"{before}{number:0{len(low)}d}{tail}"  # leading zeros belong to the name
+
 
 FREE_PORT = "a free port"
 """The source of a port that was chosen by this launcher."""
@@ -318,3 +506,75 @@ def _hosted_prefix(environ: Mapping[str, str]) -> str | None:
     if not is_hosted or folder.lower() in _UNSET or prefix.lower() in _UNSET:
         return None
     return os.path.join(folder, prefix)
+
+
+_RUN_NAMES = ("COMPOSER_RUN_NAME", "RUN_NAME", "SLURM_JOB_ID")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Settings of torch's rendezvous."""
+
+    nproc: int
+    min_nodes: int
+    max_nodes: int
+    backend: str
+    endpoint: str
+    run_id: str
+    config: Mapping[str, str]
+
+
+def resolve_rendezvous(
+    options: Options, nproc: int, topology: Topology | None, environ: Mapping[str, str]
+) -> Rendezvous:
+    """Return the settings of the rendezvous from options, topology and environment.
+
+    Raises:
+        ValueError: If the number of nodes is unknown, or a setting is not a pair.
+    """
+    nnodes = options.nnodes  # N or MIN:MAX
+    if nnodes is None:
+        assert topology is not None
+        if topology.world_size % topology.nproc:  # the nodes are not alike
+            raise ValueError(
+                f"--max_restarts needs the number of nodes, which world_size={topology.world_size} and nproc="
+                f"{topology.nproc} do not determine. Give --nnodes and --rdzv_endpoint instead of --world_size."
+            )
+        nnodes = str(topology.world_size // topology.nproc)
+    low, _, high = nnodes.partition(":")
+    min_nodes, max_nodes = int(low), int(high or low)
+    config = _parse_config(options.rdzv_conf)
+    endpoint = options.rdzv_endpoint
+    if endpoint is None and topology is not None and topology.has_meeting_point:
+        endpoint = f"{topology.master_addr}:{topology.master_port}"
+        # Node 0 serves the store, unless --rdzv_conf decides otherwise.
+        config = {"is_host": str(topology.node_rank == 0).lower()} | config
+    if endpoint is None and max_nodes > 1:
+        raise ValueError(
+            f"--nnodes={options.nnodes!r} nodes must know where they meet. Give --rdzv_endpoint HOST:PORT, the same on "
+            "every node, where HOST is one of them."
+        )
+    return Rendezvous(
+        nproc=nproc,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        backend=options.rdzv_backend,
+        endpoint=endpoint or "localhost:0",
+        run_id=options.rdzv_id or _default_run_id(environ, max_nodes),
+        config=config,
+    )
+
+
+def _default_run_id(environ: Mapping[str, str], max_nodes: int) -> str:
+    named = next((environ[name] for name in _RUN_NAMES if environ.get(name)), None)
+    return named or ("composer" if max_nodes > 1 else uuid.uuid4().hex)
+
+
+def _parse_config(text: str) -> dict[str, str]:
+    config: dict[str, str] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = pair.partition("=")
+        if not (key and equals):
+            raise ValueError(f"--rdzv_conf={text!r}: {pair!r} is not KEY=VALUE. Separate several with commas.")
+        config[key.strip()] = value.strip()
+    return config

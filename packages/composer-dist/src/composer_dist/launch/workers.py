@@ -16,10 +16,9 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext, start_processes
 
-from composer_dist.launch.args import SIGNAL_TIMEOUT_S, Options
+from composer_dist.launch.args import SIGNAL_TIMEOUT_S, CannotStartError, Options
 from composer_dist.launch.guardian import Guardian, process_state
 from composer_dist.launch.output import Logs
-from composer_dist.launch.preflight import CannotStartError
 
 _NEWS_S = 2.0  # delay after which the launcher may notice a kill that the rank's peers noticed at once
 _LINGER_S = 4.0  # time for a rank that has raised to run its exit handlers
@@ -54,15 +53,6 @@ class Ending:
     def status(self) -> int:
         """The exit code as in a shell: 128 + s if the process was killed by signal s."""
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code
-
-
-def _when_it_began(ending: Ending) -> float:
-    """Return the time by which failures are ordered.
-
-    On a busy machine, the peers of a killed rank record their lost connection before the launcher sees it end.
-    """
-    was_killed = ending.exit_code == -signal.SIGKILL and ending.has_exited
-    return ending.time - _NEWS_S if was_killed else ending.time
 
 
 class Workers:
@@ -185,7 +175,13 @@ class Workers:
             return []
         failed = self._exits.keys() | self._stopped.too_long.keys() | {lr for lr in self._envs if self._own_error(lr)}
         endings = (self._ending(local_rank) for local_rank in failed)
-        return sorted((ending for ending in endings if ending.by_itself), key=_when_it_began)
+
+        def began(ending: Ending) -> float:
+            # On a busy machine, the peers of a killed rank record their lost connection before its end is seen here.
+            was_killed = ending.exit_code == -signal.SIGKILL and ending.has_exited
+            return ending.time - _NEWS_S if was_killed else ending.time
+
+        return sorted((ending for ending in endings if ending.by_itself), key=began)
 
     def close(self) -> None:
         """Release files and threads after all ranks have ended."""

@@ -1,15 +1,64 @@
-"""Report of a failed run: the output of every failed rank, and the root cause's traceback last."""
+"""What the launcher prints: lines on the console, whose failures must not fail the run, and the report of a failed run.
 
+The report has the output of every failed rank, and the root cause's traceback last.
+"""
+
+import os
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from composer_dist.launch.workers import Ending
 
-WITNESS_S = 1.0
-"""Seconds after the first failure within which another failure is taken for a consequence of the same cause."""
+_FILE_NUMBERS = {"stdout": 1, "stderr": 2}
+
+
+def open_console() -> None:
+    """Make stdout and stderr writable, even if they were closed.
+
+    A closed stream (`>&-`) is connected to the null device, for the ranks as well. Characters outside the console's
+    encoding are written as escapes.
+    """
+    for name, number in _FILE_NUMBERS.items():
+        if getattr(sys, name) is None:
+            _lead_nowhere(number)
+            setattr(sys, name, os.fdopen(number, "w", closefd=False, errors="backslashreplace"))
+        elif hasattr(getattr(sys, name), "reconfigure"):  # missing if a program replaced the stream
+            getattr(sys, name).reconfigure(errors="backslashreplace")
+
+
+def release_console() -> None:
+    """Discard unwritable output, which Python would otherwise write again at exit, with exit code 120."""
+    for name, number in _FILE_NUMBERS.items():
+        try:
+            getattr(sys, name).flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                if getattr(sys, name).fileno() == number:
+                    _lead_nowhere(number)
+
+
+def say(text: str, stream: str = "stdout") -> None:
+    """Write a line and flush it."""
+    with suppress(OSError, ValueError):  # the console may be closed
+        getattr(sys, stream).write(f"{text}\n")
+        getattr(sys, stream).flush()
+
+
+def _lead_nowhere(number: int) -> None:
+    """Connect a descriptor to the null device, for this process and its children."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    if nowhere == number:  # the descriptor was closed, and open() reused its number
+        os.set_inheritable(number, True)
+    else:
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+
+
 _MAX_LINES = 200
 _MAX_BYTES = 64 * 1024
 _TRACEBACK = "Traceback (most recent call last):"
@@ -22,14 +71,13 @@ def crash_report(failures: Sequence["Ending"]) -> str:
     return "".join(_block(ending, is_root=number == 0) for number, ending in enumerate(failures))
 
 
-def root_cause(ending: "Ending", others: Sequence[int], folder: str | None, witness: "Ending | None" = None) -> str:
+def root_cause(ending: "Ending", others: Sequence[int], folder: str | None) -> str:
     """Return a sentence about the first failure, hints, and last its traceback.
 
     Args:
         ending: The first failure.
         others: The ranks of this node that had not failed and were stopped.
         folder: The folder of the log files.
-        witness: An ending with a traceback, shown if the first one's is unknown.
     """
     when = time.strftime("%H:%M:%S", time.localtime(ending.time))
     lines = ["", f"composer: error: rank {ending.rank} (PID {ending.pid}) failed first: it {ending.what} at {when}."]
@@ -39,10 +87,6 @@ def root_cause(ending: "Ending", others: Sequence[int], folder: str | None, witn
     words = _last_words(ending)
     if words:
         lines.append(f"composer: rank {ending.rank} ended{_during(ending)} with:")
-    elif witness is not None:
-        lines.append(f"composer: the output of rank {ending.rank} is above: the first rank of a node has the console.")
-        words, after_s = _last_words(witness), witness.time - ending.time
-        lines.append(f"composer: rank {witness.rank} ended {after_s:.1f} s later{_during(witness)} with:")
     return "\n".join(lines) + "\n" + words  # last, where a terminal keeps it in view
 
 
@@ -54,12 +98,6 @@ def is_on_console(ending: "Ending") -> bool:
 def brief(ending: "Ending", folder: str) -> str:
     """Return a one-line summary, to follow the rank's own output on the console."""
     return f"Global rank {ending.rank} (PID {ending.pid}) {ending.what} (root cause). The logs are in {folder}"
-
-
-def witness(failures: Sequence["Ending"]) -> "Ending | None":
-    """Return a rank with a traceback that failed at the time of the first one, probably for the same reason."""
-    soon = [ending for ending in failures[1:] if ending.time - failures[0].time <= WITNESS_S]
-    return next((ending for ending in soon if _TRACEBACK in _last_words(ending)), None)
 
 
 def _last_words(ending: "Ending") -> str:

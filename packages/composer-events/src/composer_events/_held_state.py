@@ -1,3 +1,4 @@
+# pyright: basic
 """State inside a dataloader that changes from epoch to epoch, or as it is read.
 
 The parts of a dataloader are all objects that can be reached from it through attributes, items, arguments, closures and
@@ -15,7 +16,7 @@ import sys
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -24,9 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
-
-from composer_checkpoint._tree import encode
-from composer_checkpoint.formats.pt import refuse_unsafe_objects
 
 __all__ = ["HeldState", "holds_generators", "holds_state", "set_epoch_everywhere"]
 
@@ -83,8 +81,12 @@ class HeldState:
             if isinstance(part.value, _KINDS):
                 found["generators"][part.name] = _generator_state(part.value)
             elif not self._only_generators and part.value is not self.loader and _has_own_state(part.value):
-                state = self._ask(part)
-                if state is not _MISSING:
+                try:
+                    # Copied, since the object may continue to change the containers that it returns.
+                    state = copy.deepcopy(part.value.state_dict())
+                except Exception as error:
+                    self._warn_of_state(part.name, error)
+                else:
                     found["objects"][part.name] = {"state": state, "unset": _unset(part.value)}
         settings = self.settings() if self._listened else {}
         found["listened"] = {name: settings[name] for name in self._listened if name in settings}
@@ -207,22 +209,29 @@ class HeldState:
         others = [part.value for part in parts if part.role != "loads"]
         return any(id(inner) in loading for value in others for _, inner in _inside(value))
 
-    def _ask(self, part: _Part) -> Any:
-        try:
-            # Copied, since the object may continue to change the containers that it returns.
-            state = copy.deepcopy(part.value.state_dict())
-            refuse_unsafe_objects(encode(state)[0], part.name)
-        except Exception as error:
-            if part.name not in self._warned:
-                self._warned.add(part.name)
-                warnings.warn(
-                    f"The state of train_dataloader.{part.name}, a {type(part.value).__name__}, is not in the "
-                    f"checkpoints, so a resumed run may read other samples: {type(error).__name__}: {error} Its "
-                    "state_dict() must return numbers, strings, tensors, and lists and dicts of these, at any time.",
-                    stacklevel=2,
-                )
-            return _MISSING
-        return state
+    def savable(self, captured: Mapping[str, Any], check: Callable[[Any, str], object]) -> dict[str, Any]:
+        """Return a captured state without the objects whose state `check(state, name)` rejects by raising."""
+        kept = dict(captured)
+        for name, entry in kept.pop("objects", {}).items():
+            try:
+                check(entry["state"], name)
+            except Exception as error:  # pickling the state may raise anything
+                self._warn_of_state(name, error)
+            else:
+                kept.setdefault("objects", {})[name] = entry
+        return kept
+
+    def _warn_of_state(self, name: str, error: Exception) -> None:
+        if name in self._warned:
+            return
+        self._warned.add(name)
+        kind = next((type(part.value).__name__ for part in _parts(self.loader) if part.name == name), "part")
+        warnings.warn(
+            f"The state of train_dataloader.{name}, a {kind}, is not in the checkpoints, so a resumed run may read "
+            f"other samples: {type(error).__name__}: {error} Its state_dict() must return numbers, strings, tensors, "
+            "and lists and dicts of these, at any time.",
+            stacklevel=2,
+        )
 
 
 def set_epoch_everywhere(holder: Any, epoch: int, done: Iterable[object] = ()) -> list[object]:
