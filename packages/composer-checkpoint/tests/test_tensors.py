@@ -229,16 +229,16 @@ def test_files_of_two_saves_are_not_mixed(state, tmp_path):
 
 REPLACE_AND_DIE = """
 import os, sys, torch
-from composer_checkpoint.formats import per_rank_tensors
+from composer_checkpoint.formats import per_rank
 from composer_checkpoint.tensors import as_stored
 
-renames, rename = [], per_rank_tensors.put_in_place
+renames, rename = [], per_rank.put_in_place
 def rename_or_die(*args, **kwargs):
     if len(renames) == 1:
         os._exit(9)
     renames.append(rename(*args, **kwargs))
-per_rank_tensors.put_in_place = rename_or_die
-per_rank_tensors.stream_local({"w": as_stored(torch.ones(4))}, sys.argv[1], world_size=2, overwrite=True)
+per_rank.put_in_place = rename_or_die
+per_rank.stream_local({"w": as_stored(torch.ones(4))}, sys.argv[1], world_size=2, overwrite=True)
 """
 
 

@@ -1,9 +1,7 @@
 """Comparison of a checkpoint with a model and its optimizers, before any weight is changed."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,13 +10,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_checkpoint._ranks import Ranks
+from composer_checkpoint._spread import group_names, names_in_model, parameters_by_name
 from composer_checkpoint.errors import (
     IncompatibleCheckpointError,
     UnfittingOptimizerError,
     UnfittingWeightsError,
     shown,
 )
-from composer_checkpoint.modular._spread import group_names, names_in_model, parameters_by_name
 from composer_dist import dist
 from composer_dist.wrapping import canonical_name, unwrap_model
 from composer_events.batches import ensure_tuple
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
     from composer_events import State
 
 __all__ = [
-    "hint_for_file",
-    "refuse_hugging_face_folder",
     "refuse_another_model",
     "shared_check",
     "named_optimizers",
@@ -63,104 +59,44 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
     # Algorithms of the checkpoint may change the model before the weights are loaded, so it cannot be compared yet.
     if saved.get("algorithms") or not isinstance(state.model, nn.Module):
         return
-    own, theirs = _own_weights(state.model), {_as_loaded(str(name), saved, state): name for name in weights}
-    apart, model = _loading_in_their_own_way(state.model), type(unwrap_model(state.model)).__name__
-    # First, since without any common name the lists of missing and unexpected weights would hide the cause.
-    _refuse_other_names(own, theirs, path, model, compares_prefix="" not in apart)
-    fit = _compare(own, {plain: (str(name), weights[name]) for plain, name in theirs.items()}, apart)
-    if fit.differing and leaves_out:
-        left_out = {theirs[name] for name in fit.differing}
-        saved["model"] = {name: value for name, value in weights.items() if name not in left_out}
-        words = len(left_out), path, _listed(fit.differing.values())
-        log.warning("%d weights of %s have another shape in the model and are left out: %s", *words)
-    elif fit.differing or (strict and fit.has_other_names):
-        raise UnfittingWeightsError(fit.describe(path, model))
-
-
-def _own_weights(model: nn.Module) -> dict[str, Any]:
-    values = unwrap_model(model).state_dict()
-    return {name: values[name_here] for name, name_here in names_in_model(model).items()}
-
-
-def _refuse_other_names(
-    own: Mapping[str, Any], theirs: Mapping[str, Any], path: str, model: str, *, compares_prefix: bool
-) -> None:
-    """Refuse weights if none of them is in the model."""
-    if compares_prefix:
-        _refuse_another_prefix(own, theirs, path, model)
-    if own and {*map(_without_prefix, own)}.isdisjoint(map(_without_prefix, theirs)):
+    values, apart = unwrap_model(state.model).state_dict(), _loading_in_their_own_way(state.model)
+    own = {name: values[name_here] for name, name_here in names_in_model(state.model).items()}
+    names = {_as_loaded(str(name), saved, state): name for name in weights}
+    error = f"Error(s) in loading state_dict for {type(unwrap_model(state.model)).__name__}: {path} is of another model"
+    # First, since without any common name the lists of missing and unexpected weights would hide the cause. A model
+    # that loads weights in its own way may add or remove the prefix.
+    plain = _without_prefix if "" in apart else str
+    if own and {*map(plain, own)}.isdisjoint(map(plain, names)):
         raise UnfittingWeightsError(
-            f"Error(s) in loading state_dict for {model}: {path} is of another model: not one of its {len(theirs)} "
-            f"weights ({', '.join(sorted(map(str, theirs.values()))[:5])}, ...) is among the {len(own)} of this model "
-            f"({', '.join(sorted(own)[:5])}, ...). Load it into the model that it was saved from."
-            f"{hint_for_file(path, theirs, own)}"
+            f"{error}: not one of its {len(names)} weights ({', '.join(sorted(map(str, names.values()))[:5])}, ...) is "
+            f"among the {len(own)} of this model ({', '.join(sorted(own)[:5])}, ...). Load it into the model that it "
+            f"was saved from."
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Fit:
-    missing: list[str]
-    unexpected: list[str]
-    differing: Mapping[str, str]
-
-    @property
-    def has_other_names(self) -> bool:
-        return bool(self.missing or self.unexpected)
-
-    def describe(self, path: str, model: str) -> str:
-        lists = (
-            ("not in the checkpoint", self.missing),
-            ("not in the model", self.unexpected),
-            ("of another shape or kind", self.differing.values()),
-        )
-        words = "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in lists if names)
-        return (
-            f"Error(s) in loading state_dict for {model}: {path} is of another model. Weights {words}. Nothing was "
-            f"changed. Load it into the model that it was saved from, or load what fits with load_weights_only=True "
-            f"and load_strict_model_weights=False."
-        )
-
-
-def _refuse_another_prefix(own: Iterable[str], theirs: Mapping[str, Any], path: str, model: str) -> None:
-    """Refuse names that differ from the model's only by the prefix `module.`."""
-    own = {*own}
-    if not own.isdisjoint(theirs):
-        return
-    lacking = [name for name in theirs if _PREFIX + name in own]
-    surplus = [name for name in theirs if name.startswith(_PREFIX) and _without_prefix(name) in own]
-    if lacking:
-        name = lacking[0]
-        raise UnfittingWeightsError(
-            f"Error(s) in loading state_dict for {model}: {len(lacking)} of the {len(theirs)} weights in {path} are "
-            f"those of this model without the prefix {_PREFIX!r}: {theirs[name]!r} is {_PREFIX + name!r} here. They "
-            f"were saved from the network inside it. Nothing was changed. Load the file into that network, with "
-            f"model.module.load_state_dict(load_file({path!r})['state']['model']), or save it from the {model}."
-        )
-    if surplus:
-        name = surplus[0]
-        raise UnfittingWeightsError(
-            f"Error(s) in loading state_dict for {model}: {len(surplus)} of the {len(theirs)} weights in {path} are "
-            f"those of this model with the prefix {_PREFIX!r}: {theirs[name]!r} is {_without_prefix(name)!r} here. "
-            f"They were saved from a model that has this one as its `module`, such as a ComposerClassifier or "
-            f"DistributedDataParallel. Nothing was changed. Load the file into such a model, or take the prefix off: "
-            f"composer-ckpt convert OLD.pt NEW.pt --strip-prefix {_PREFIX}"
-        )
-
-
-def _compare(own: Mapping[str, Any], theirs: Mapping[str, tuple[str, Any]], apart: tuple[str, ...]) -> _Fit:
-    """Compare weights by name, except those with a prefix in `apart`. `theirs` has the name in the checkpoint too."""
     own = {name: value for name, value in own.items() if not name.startswith(apart)}
-    theirs = {name: value for name, value in theirs.items() if not name.startswith(apart)}
-    return _Fit(
-        # Torch before 0.4.1 did not save `num_batches_tracked`, and current torch does not require it.
-        missing=[name for name in own if name not in theirs and not name.endswith("num_batches_tracked")],
-        unexpected=[name_there for name, (name_there, _) in theirs.items() if name not in own],
-        differing={
-            name: f"{name_there} ({difference})"
-            for name, (name_there, value) in theirs.items()
-            if name in own and (difference := _difference(value, own[name])) is not None
-        },
-    )
+    theirs = {name: saved_name for name, saved_name in names.items() if not name.startswith(apart)}
+    # Torch before 0.4.1 did not save `num_batches_tracked`, and current torch does not require it.
+    missing = [name for name in own if name not in theirs and not name.endswith("num_batches_tracked")]
+    unexpected = [str(saved_name) for name, saved_name in theirs.items() if name not in own]
+    differing = {
+        saved_name: f"{saved_name} ({difference})"
+        for name, saved_name in theirs.items()
+        if name in own and (difference := _difference(weights[saved_name], own[name])) is not None
+    }
+    if differing and leaves_out:
+        saved["model"] = {name: value for name, value in weights.items() if name not in differing}
+        words = len(differing), path, _listed(differing.values())
+        log.warning("%d weights of %s have another shape in the model and are left out: %s", *words)
+    elif differing or (strict and (missing or unexpected)):
+        lists = (
+            ("not in the checkpoint", missing),
+            ("not in the model", unexpected),
+            ("of another shape or kind", differing.values()),
+        )
+        raise UnfittingWeightsError(
+            f"{error}. Weights {'; '.join(f'{len(names)} {what}: {_listed(names)}' for what, names in lists if names)}."
+            f" Nothing was changed. Load it into the model that it was saved from, or load what fits with "
+            f"load_weights_only=True and load_strict_model_weights=False."
+        )
 
 
 def _difference(theirs: Any, own: Any) -> str | None:
@@ -213,48 +149,6 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
 
 
-_CONFIG = "config.json"
-_WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-_ENDS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-_HUGGING_FACE_PREFIX = "model."  # put before the names of the model inside a HuggingFaceModel
-
-
-def refuse_hugging_face_folder(path: str) -> None:
-    """Raise if a path is the folder of a Hugging Face model instead of a sharded checkpoint."""
-    names = set(os.listdir(path)) if os.path.isdir(path) else set[str]()
-    if _CONFIG in names and not names.isdisjoint(_WEIGHT_FILES) and ".metadata" not in names:
-        raise IncompatibleCheckpointError(
-            f"{path} is the folder of a Hugging Face model, with {_CONFIG} and weights, not a training checkpoint. "
-            f"{_remedy(path)}"
-        )
-
-
-def hint_for_file(path: str, names: Iterable[str] = (), own: Iterable[str] = ()) -> str:
-    """Return advice, with a leading space, if a file seems to hold the weights of a Hugging Face model, else "".
-
-    Args:
-        path: The file.
-        names: The names of its weights.
-        own: The names of the weights in the model.
-    """
-    if not path.endswith(_ENDS):
-        return ""
-    folder = os.path.dirname(path)
-    has_config = os.path.isfile(os.path.join(folder, _CONFIG))
-    if not has_config and {_HUGGING_FACE_PREFIX + name for name in names}.isdisjoint(own):
-        return ""
-    return " It seems to hold a Hugging Face model. " + _remedy(folder if has_config else "HF_DIR")
-
-
-def _remedy(folder: str) -> str:
-    return f"Convert it with composer-ckpt convert {folder or '.'} x.pt, and load x.pt with load_weights_only=True."
-
-
 T = TypeVar("T")
 
 
@@ -296,9 +190,6 @@ def shared_check(check: Callable[[str], T]) -> Iterator[Callable[[str], list[T]]
     yield ask
 
 
-_DICTS = ("optimizers", "timestamp", "dataset_state")
-
-
 def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) -> None:
     """Refuse a training state with parts that would fail to load after the weights were already changed.
 
@@ -307,13 +198,27 @@ def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) 
         saved: The checkpoint's `state`.
         path: The checkpoint, for the message.
     """
-    for name in _DICTS:
+    for name in ("optimizers", "timestamp", "dataset_state"):
         if saved.get(name) and not isinstance(saved[name], Mapping):
             raise _misshapen(path, f"state/{name}", saved[name], "a dict")
     algorithms: Any = saved.get("algorithms") or []
-    if not isinstance(algorithms, Mapping) and not _is_list(algorithms, _is_pair):
+    if not isinstance(algorithms, Mapping) and not _is_list(
+        algorithms, lambda pair: _is_list(pair) and len(pair) == 2 and isinstance(pair[0], str)
+    ):
         raise _misshapen(path, "state/algorithms", algorithms, "a list of names with their states")
-    _refuse_impossible_time(saved.get("timestamp") or {}, path)
+    timestamps: Any = saved.get("timestamp") or {}
+    if "Timestamp" in timestamps:
+        timestamp = Timestamp()  # loaded for its checks only
+        try:
+            timestamp.load_state_dict(dict(timestamps["Timestamp"]))
+            counts = {name: value for name, value in timestamp.state_dict().items() if isinstance(value, int)}
+            if negative := {name: value for name, value in counts.items() if value < 0}:
+                raise ValueError(f"{negative} is before the beginning")
+        except (KeyError, TypeError, ValueError) as error:
+            raise IncompatibleCheckpointError(
+                f"{path} has no valid time in training: its state/timestamp/Timestamp is invalid: {error} "
+                f"Nothing was changed. Load another checkpoint, or its weights with load_weights_only=True."
+            ) from error
     # DeepSpeed compares its own optimizer state, and algorithms that are applied first may change the parameter groups.
     if state.deepspeed_enabled or algorithms or not isinstance(state.model, nn.Module):
         return
@@ -321,24 +226,6 @@ def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) 
     for name, optimizer in named_optimizers(ensure_tuple(state.optimizers)):
         if optimizers.get(name) is not None and isinstance(optimizer, torch.optim.Optimizer):
             _refuse_another_optimizer(state.model, optimizer, name, optimizers[name], path)
-
-
-def _refuse_impossible_time(timestamps: Mapping[str, Any], path: str) -> None:
-    if "Timestamp" not in timestamps:
-        return  # the loader warns about that
-    timestamp = Timestamp()  # loaded for its checks only
-    try:
-        timestamp.load_state_dict(dict(timestamps["Timestamp"]))
-        negative = {
-            name: value for name, value in timestamp.state_dict().items() if isinstance(value, int) and value < 0
-        }
-        if negative:
-            raise ValueError(f"{negative} is before the beginning")
-    except (KeyError, TypeError, ValueError) as error:
-        raise IncompatibleCheckpointError(
-            f"{path} has no valid time in training: its state/timestamp/Timestamp is invalid: {error} "
-            f"Nothing was changed. Load another checkpoint, or its weights with load_weights_only=True."
-        ) from error
 
 
 def _refuse_another_optimizer(
@@ -356,25 +243,23 @@ def _refuse_another_optimizer(
         saved_names, lambda parameter: isinstance(of_parameters.get(parameter, {}), Mapping)
     ):
         raise _misshapen(path, f"{where}/state", of_parameters, "a dict with a dict for each parameter")
-    _compare_parameters(model, optimizer, name, groups, saved_names, path)
-
-
-def _compare_parameters(
-    model: nn.Module, optimizer: torch.optim.Optimizer, name: str, groups: Any, saved_names: list[Any], path: str
-) -> None:
+    words = ""
     # Old checkpoints number the parameters, so only the sizes of the groups can be compared.
     if any(isinstance(parameter, int) for parameter in saved_names):
         sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (optimizer.param_groups, groups))
-        if sizes != saved_sizes:
-            raise _of_other_parameters(path, name, f"has groups of {saved_sizes} parameters, and now of {sizes}")
+        words = f"has groups of {saved_sizes} parameters, and now of {sizes}" if sizes != saved_sizes else ""
     # Torch has its own rules for loading sharded parameters.
     elif not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        _compare_names(model, optimizer, name, {canonical_name(str(saved_name)) for saved_name in saved_names}, path)
+        words = _different_names(model, optimizer, {canonical_name(str(saved_name)) for saved_name in saved_names})
+    if words:
+        raise UnfittingOptimizerError(
+            f"{path} was saved with an optimizer of other parameters: its {name} {words}. Nothing was changed. Restore "
+            f"the model and the optimizer that it was saved with, or load the weights alone with "
+            f"load_weights_only=True."
+        )
 
 
-def _compare_names(
-    model: nn.Module, optimizer: torch.optim.Optimizer, name: str, saved_names: set[str], path: str
-) -> None:
+def _different_names(model: nn.Module, optimizer: torch.optim.Optimizer, saved_names: set[str]) -> str:
     # A tied weight may be saved under any of its names.
     aliases: dict[int, set[str]] = {}
     for alias, parameter in parameters_by_name(model).items():
@@ -389,18 +274,10 @@ def _compare_names(
     missing = sorted(first_name for first_name, names in own.items() if names.isdisjoint(saved_names))
     unexpected = sorted(saved_names.difference(*own.values()))
     if missing:
-        words = f"has no state of {missing[0]!r} ({len(missing)} such parameters in all), which is optimized now"
-        raise _of_other_parameters(path, name, words)
+        return f"has no state of {missing[0]!r} ({len(missing)} such parameters in all), which is optimized now"
     if unexpected:
-        words = f"has the parameter {shown(unexpected[0])} ({len(unexpected)} in all), which is not optimized now"
-        raise _of_other_parameters(path, name, words)
-
-
-def _of_other_parameters(path: str, name: str, words: str) -> UnfittingOptimizerError:
-    return UnfittingOptimizerError(
-        f"{path} was saved with an optimizer of other parameters: its {name} {words}. Nothing was changed. Restore the "
-        f"model and the optimizer that it was saved with, or load the weights alone with load_weights_only=True."
-    )
+        return f"has the parameter {shown(unexpected[0])} ({len(unexpected)} in all), which is not optimized now"
+    return ""
 
 
 def _misshapen(path: str, where: str, value: object, expected: str) -> IncompatibleCheckpointError:
@@ -421,7 +298,3 @@ def named_optimizers(optimizers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 def _is_list(value: Any, is_item: Callable[[Any], bool] = lambda _: True) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(map(is_item, value))
-
-
-def _is_pair(value: Any) -> bool:
-    return _is_list(value) and len(value) == 2 and isinstance(value[0], str)

@@ -1,7 +1,7 @@
-"""Search for NaN and infinite weights by their exponent bits."""
+"""Comparison of bytes with their hashes, and search for NaN and infinite weights by their exponent bits."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from composer_checkpoint._tree import named_leaves
-from composer_checkpoint.file_io import num_threads, tensor_bytes
+from composer_checkpoint.errors import CorruptCheckpointError
+from composer_checkpoint.file_io import FileReader, MappedFile, hash_ranges, num_threads, tensor_bytes
 
-__all__ = ["PassingWeights", "non_finite_weights", "weight_names"]
+__all__ = ["non_finite_weights", "verify_ranges", "weight_names"]
 
+_MAX_NAMES = 10
 _WEIGHTS = re.compile("(state/)?model/")
 
 # The integer types of each dtype's size, and the smallest bit pattern that is NaN or infinite: all exponent bits set,
@@ -47,32 +49,55 @@ def weight_names(names: Iterable[str]) -> list[str]:
     return [name for name in names if _WEIGHTS.match(name)] or names
 
 
-class PassingWeights:
-    """Check weights for NaN and infinities while their bytes are read for hashing, to avoid a second read.
+def verify_ranges(
+    file: FileReader,
+    ranges: Mapping[str, tuple[int, int]],
+    manifest_hashes: Mapping[str, str],
+    hash_name: str,
+    weights: Mapping[str, tuple[str, str]],
+    mapped: MappedFile | None,
+    describe: Callable[[str], str] = str,
+) -> set[str]:
+    """Compare ranges of a file with their hashes, and search for NaN and infinities while the bytes are at hand.
 
     Args:
-        weights: For each weight, the index of its byte range and the name of its dtype.
+        file: The file.
+        ranges: Offset and size of each range.
+        manifest_hashes: Hash of each range.
+        hash_name: Name of the hash.
+        weights: For each weight, the name of its range, and that of its dtype.
+        mapped: The same file, to hash it without copying.
+        describe: Function that returns the name of a range for messages.
+
+    Returns:
+        The names of the weights in which no NaN and no infinity was found.
+
+    Raises:
+        CorruptCheckpointError: If a hash differs.
     """
+    indices = {name: index for index, name in enumerate(ranges)}
+    # A storage of two weights with different dtypes is checked as one of these only.
+    dtypes = {indices[name]: dtype for name, dtype in weights.values() if dtype in _BITS}
+    not_finite: set[int] = set()
 
-    def __init__(self, weights: Mapping[str, tuple[int, str]]) -> None:
-        self._weights = {name: (index, dtype) for name, (index, dtype) in weights.items() if dtype in _BITS}
-        self._dtypes = dict(self._weights.values())
-        self._not_finite: set[int] = set()
+    def look(index: int, elements: memoryview) -> None:  # called from several threads
+        dtype = dtypes.get(index)
+        if dtype is not None and index not in not_finite and not _are_finite(elements, dtype):
+            not_finite.add(index)
 
-    def look(self, index: int, elements: memoryview) -> None:
-        """Check a piece of a byte range. May be called from several threads."""
-        dtype = self._dtypes.get(index)
-        if dtype is not None and index not in self._not_finite and not _are_finite(elements, dtype):
-            self._not_finite.add(index)
-
-    def finite(self) -> set[str]:
-        """Return the names of the weights in which no NaN and no infinity was found."""
-        # A storage of two weights with different dtypes was checked as one of these only.
-        return {
-            name
-            for name, (index, dtype) in self._weights.items()
-            if index not in self._not_finite and self._dtypes[index] == dtype
-        }
+    hashes = hash_ranges(file, [*ranges.values()], hash_name, mapped=mapped, look=look)
+    wrong = [name for name, found in zip(ranges, hashes, strict=True) if found != manifest_hashes[name]]
+    if wrong:
+        raise CorruptCheckpointError(
+            f"the bytes of {', '.join(map(describe, wrong[:_MAX_NAMES]))} are not those that were written "
+            f"({len(wrong)} of {len(hashes)} hashes differ; the first is at byte {ranges[wrong[0]][0]}). Load another "
+            f"checkpoint."
+        )
+    return {
+        name
+        for name, (of_range, dtype) in weights.items()
+        if indices[of_range] not in not_finite and dtypes.get(indices[of_range]) == dtype
+    }
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from composer_checkpoint._compatibility import named_optimizers
+from composer_checkpoint._spread import group_names
 from composer_checkpoint._tree import map_tree
-from composer_checkpoint.modular._spread import group_names
 from composer_checkpoint.state import name_of_optimizer, owner_of
 from composer_dist import dist
 from composer_dist.wrapping import canonical_name

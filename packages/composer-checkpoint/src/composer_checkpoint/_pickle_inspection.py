@@ -5,33 +5,28 @@ the tensors, and refuses anything that must not reach torch's own loader.
 """
 
 import io
-import math
 import mmap as mapping
 import os
 import struct
-from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from composer_checkpoint._tree import map_tree, named_leaves, unique_name
+from composer_checkpoint._tree import named_leaves, unique_name
 from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError, shown
 from composer_checkpoint.file_io import FileReader
 from composer_checkpoint.pickles import (
     PLAIN_GLOBALS,
-    Call,
-    PickledCounter,
-    PickledOrderedDict,
-    PickledSlice,
+    Budget,
     PickledText,
     RestrictedUnpickler,
-    Unchangeable,
+    any_state,
     check_geometry,
     refuse_global,
     run_restricted,
@@ -41,13 +36,11 @@ from composer_checkpoint.pickles import (
 __all__ = [
     "LEGACY_MAGIC",
     "SPARSE_PARTS",
-    "AnyTensorSpec",
     "PickleInspection",
     "SparseSpec",
     "StorageSpec",
     "TensorSpec",
     "inspect_pickle",
-    "plain_value",
     "read_legacy_pt",
     "safe_unpickle",
 ]
@@ -90,17 +83,16 @@ _NOT_OF_TORCH = frozenset(
 )
 
 
-# No slots for the next two: a frozen dataclass with slots defines __setstate__, which a pickle could call.
-@dataclass(frozen=True)
-class Dtype(Unchangeable):
+@dataclass(frozen=True, slots=True)
+class Dtype:
     """Name of a dtype, and the bytes of one element."""
 
     name: str
     item_bytes: int
 
 
-@dataclass(frozen=True)
-class StorageSpec(Unchangeable):
+@dataclass(frozen=True, slots=True)
+class StorageSpec:
     """Range of bytes in the file, and the list that collects the tensors that use it."""
 
     key: str
@@ -114,14 +106,8 @@ class StorageSpec(Unchangeable):
         return self.numel * self.dtype.item_bytes
 
 
-class AnyTensorSpec(Unchangeable):
-    """Base class of the descriptions of dense and sparse tensors."""
-
-    __slots__ = ()
-
-
 @dataclass(slots=True, eq=False)
-class TensorSpec(AnyTensorSpec):
+class TensorSpec:
     """Description of a tensor: its geometry, and the location of its bytes.
 
     `is_conj` and `is_neg` mean that the elements must be conjugated or negated after reading.
@@ -154,7 +140,7 @@ class TensorSpec(AnyTensorSpec):
 
 
 @dataclass(slots=True, eq=False)
-class SparseSpec(AnyTensorSpec):
+class SparseSpec:
     """Description of a sparse tensor: its layout, shape, and dense components by name.
 
     `is_coalesced` is `None` where the file does not record it.
@@ -210,11 +196,8 @@ def inspect_pickle(
     inspection = PickleInspection()
     table = {**_stand_ins(), **_WITHOUT_ATTRIBUTES} if drop_attributes else _stand_ins()
     inspection.tree = run_restricted(_InspectingUnpickler(data, table, inspection, record_unknown))
-    for name, spec in named_leaves(inspection.tree, AnyTensorSpec):
-        if isinstance(spec, TensorSpec):
-            inspection.tensors[name] = spec
-        elif isinstance(spec, SparseSpec):
-            inspection.sparse[name] = spec
+    for name, spec in named_leaves(inspection.tree, cast("type[Any]", TensorSpec | SparseSpec)):
+        (inspection.tensors if isinstance(spec, TensorSpec) else inspection.sparse)[name] = spec
     # Components get unique names, since a dict may have a tensor under the name of one.
     taken = dict.fromkeys(inspection.tensors, 0)
     for name, spec in inspection.sparse.items():
@@ -229,13 +212,42 @@ def inspect_pickle(
     return inspection
 
 
+class Unknown:
+    """Base class of inert objects, one for each class not on the allowlist; they accept all calls and do nothing."""
+
+    name = ""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Unknown":
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "Unknown":
+        return self
+
+    def __setstate__(self, state: Any) -> None: ...
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def append(self, value: Any) -> None:
+        """Do nothing."""
+
+    def extend(self, values: Any) -> None:
+        """Do nothing."""
+
+    def add(self, value: Any) -> None:
+        """Do nothing."""
+
+
 class _InspectingUnpickler(RestrictedUnpickler):
     """Unpickler that builds descriptions in place of tensors."""
+
+    with_items = (dict, Unknown)
 
     def __init__(
         self, data: bytes | memoryview, table: Mapping[str, Any], inspection: PickleInspection, record_unknown: bool
     ) -> None:
-        super().__init__(data, table)
+        super().__init__(data, table, {**_ARRAY_STATES, Unknown: any_state})
         self.inspection = inspection
         self.record_unknown = record_unknown
         self.unknown: dict[str, type[Unknown]] = {}
@@ -272,33 +284,6 @@ class _InspectingUnpickler(RestrictedUnpickler):
                 f"{storage.numel} of {storage.dtype.name}. Load another checkpoint."
             )
         return storage
-
-
-class Unknown:
-    """Base class of inert objects, one for each class not on the allowlist; they accept all calls and do nothing."""
-
-    name = ""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "Unknown":
-        return super().__new__(cls)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def __call__(self, *args: Any, **kwargs: Any) -> "Unknown":
-        return self
-
-    def __setstate__(self, state: Any) -> None: ...
-
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-
-    def append(self, value: Any) -> None:
-        """Do nothing."""
-
-    def extend(self, values: Any) -> None:
-        """Do nothing."""
-
-    def add(self, value: Any) -> None:
-        """Do nothing."""
 
 
 def _tensor(
@@ -356,10 +341,6 @@ def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> str:
     return f"meta {shown(tuple(size))}"
 
 
-def _device(*names: Any) -> str:
-    return ":".join(map(shown, names))
-
-
 def _layout(name: Any) -> str:
     return name.removeprefix("torch.") if type(name) is str else shown(name)
 
@@ -386,7 +367,7 @@ def _stand_ins() -> Mapping[str, Any]:
         **{f"torch.{name}": name for name, value in vars(torch).items() if isinstance(value, torch.qscheme)},
         "torch.storage.UntypedStorage": Dtype("uint8", 1),
         "torch.Size": tuple,
-        "torch.device": _device,
+        "torch.device": torch.device,
         "torch.serialization._get_layout": _layout,
         "torch.torch_version.TorchVersion": PickledText,
     }
@@ -485,67 +466,26 @@ class PickledDtype:
         self.dtype = self.dtype.newbyteorder(order)
 
 
-class _PickledArray(np.ndarray[Any, Any]):
-    """Array that checks its state before accepting it; `_reconstruct` creates it empty."""
-
-    pickled_dtype: np.dtype[Any] = np.dtype(np.int8)
-
-    def __setstate__(self, state: Any, /) -> None:
-        _, shape, dtype, is_fortran, data = state
-        if not isinstance(dtype, PickledDtype) or type(data) is not bytes or type(shape) is not tuple:
-            raise ValueError("the state of an array is a shape, a dtype and bytes")
-        if len(shape) > _MAX_DIMS or any(type(size) is not int or not 0 <= size < 1 << 63 for size in shape):
-            raise ValueError(f"a shape has up to {_MAX_DIMS} whole numbers from 0")
-        if math.prod(shape) * dtype.dtype.itemsize != len(data):
-            raise ValueError(f"shape {shape} of {dtype.dtype} does not fill {len(data)} bytes")
-        native = dtype.dtype.newbyteorder("=")  # NumPy copies arrays of other byte orders, even each time one is named
-        super().__setstate__((1, shape, native, bool(is_fortran), data))  # pyright: ignore[reportArgumentType]  # NumPy wants a plain bool
-        self.pickled_dtype = dtype.dtype  # applied by `plain_value`, since NumPy 2.5 deprecates setting `dtype`
+def _array_state(state: Any, budget: Budget) -> Any:
+    _, shape, dtype, is_fortran, data = state
+    if not isinstance(dtype, PickledDtype) or type(data) is not bytes or type(shape) is not tuple:
+        raise ValueError("the state of an array is a shape, a dtype and bytes")
+    if len(shape) > _MAX_DIMS or any(type(size) is not int or not 0 <= size < 1 << 63 for size in shape):
+        raise ValueError(f"a shape has up to {_MAX_DIMS} whole numbers from 0")
+    if prod(shape) * dtype.dtype.itemsize != len(data):
+        raise ValueError(f"shape {shape} of {dtype.dtype} does not fill {len(data)} bytes")
+    budget.charge(len(data))  # NumPy copies arrays of the other byte order
+    return 1, shape, dtype.dtype, bool(is_fortran), data  # NumPy wants a plain bool
 
 
-class _PickledTensor(Unchangeable, torch.Tensor):
-    """Tensor whose geometry and hooks cannot be changed by a pickle."""
-
-
-class _PickledStorage(Unchangeable):
-    """Storage whose bytes cannot be replaced by a pickle."""
-
-    __slots__ = ("storage",)
-
-    def __init__(self, storage: torch.storage.TypedStorage) -> None:
-        self.storage = storage
-
-
-def plain_value(value: Any) -> Any:
-    """Return the real object in place of one that was built with checks, and any other value unchanged."""
-    match value:
-        case _PickledArray():
-            array = value.view(np.ndarray)
-            return array if array.dtype == value.pickled_dtype else array.view(value.pickled_dtype)
-        case _PickledTensor():
-            return value.as_subclass(torch.Tensor)
-        case PickledSlice():
-            return slice(*value.parts)
-        case _PickledStorage():
-            return value.storage
-        case PickledOrderedDict():
-            ordered = OrderedDict(value)
-            vars(ordered).update(vars(value))  # such as the `_metadata` of a module's state dict
-            return ordered
-        case PickledCounter():
-            return Counter(value)
-        case deque():
-            # Deques inside are left as they are: there may be any number of them inside each other, or one in itself.
-            return deque((item if isinstance(item, deque) else plain_value(item) for item in value), value.maxlen)
-        case _:
-            return Call.itself(value)
+_ARRAY_STATES = {np.ndarray: _array_state, PickledDtype: any_state}
 
 
 def _reconstruct(subtype: Any, shape: Any, typecode: Any) -> np.ndarray[Any, Any]:
     # NumPy always writes this shape. Any other would allocate as much memory as the file asks for.
     if subtype is not _ARRAY_CLASS or shape != (0,):
         raise ValueError("only empty arrays are reconstructed")
-    return _PickledArray((0,), np.int8)
+    return np.empty(0, np.int8)
 
 
 def _frombuffer(buffer: Any, dtype: Any, shape: Any, order: Any, axis_order: Any = None) -> np.ndarray[Any, Any]:
@@ -570,18 +510,16 @@ def _load_storage(data: Any) -> Any:
     if type(data) is not bytes:
         raise ValueError("a storage is bytes")
     read_legacy_pt(data)  # torch.load() runs only after this check
-    return _PickledStorage(torch.load(io.BytesIO(data), weights_only=True))
+    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
-    if not isinstance(storage, _PickledStorage) or not isinstance(storage.storage, torch.storage.TypedStorage):
+    if not isinstance(storage, torch.storage.TypedStorage):
         raise ValueError("a tensor has a storage")
-    storage = storage.storage
     untyped = storage._untyped_storage  # pyright: ignore[reportPrivateUsage]  # the public way is deprecated and warns
     item_bytes = storage.dtype.itemsize
     check_geometry("a tensor", size, stride, offset, untyped.nbytes() // item_bytes, item_bytes)
-    tensor = torch.empty(0, dtype=storage.dtype).set_(untyped, offset, size, stride)
-    return tensor.as_subclass(_PickledTensor)
+    return torch.empty(0, dtype=storage.dtype).set_(untyped, offset, size, stride)
 
 
 def safe_unpickle(source: Any, allow: Mapping[str, Any] | None = None) -> Any:
@@ -614,20 +552,17 @@ def safe_unpickle(source: Any, allow: Mapping[str, Any] | None = None) -> Any:
         source = source.read()
     data: bytes | memoryview = memoryview(source)
     scan(data)
-    table = {**PLAIN_GLOBALS, **array_globals(), **(allow or {})}
-    deques: dict[int, deque[Any]] = {}  # each is copied once, however often it is referred to
-
-    def plain(_: str, value: Any) -> Any:
-        if not isinstance(value, deque):
-            return plain_value(value)
-        return deques.get(id(value)) or deques.setdefault(id(value), plain_value(value))
-
-    return map_tree(run_restricted(RestrictedUnpickler(data, table)), plain, shared=True)
+    allow = allow or {}
+    states = {**_ARRAY_STATES, **{kind: any_state for kind in allow.values() if isinstance(kind, type)}}
+    found = run_restricted(RestrictedUnpickler(data, {**PLAIN_GLOBALS, **array_globals(), **allow}, states))
+    for _ in named_leaves(found, torch.Tensor):  # raises if it is nested too deeply for readers
+        pass
+    return found
 
 
-def _tensor_without_attributes(function: Any, kind: Any, args: Any, state: Any) -> AnyTensorSpec:
+def _tensor_without_attributes(function: Any, kind: Any, args: Any, state: Any) -> TensorSpec | SparseSpec:
     tensor = function(*args)
-    if not isinstance(tensor, AnyTensorSpec):
+    if not isinstance(tensor, TensorSpec | SparseSpec):
         raise ValueError("only a tensor is rebuilt from its type")
     return tensor
 

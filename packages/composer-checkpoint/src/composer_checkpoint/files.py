@@ -1,16 +1,13 @@
 """Saving and loading of single files, in the format that the name implies."""
 
-import json
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -21,9 +18,7 @@ from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import (
     CheckpointError,
     CorruptCheckpointError,
-    NoCheckpointError,
     StorageError,
-    UnsafeCheckpointError,
 )
 from composer_checkpoint.file_io import HASH_NAME, FileReader, check_hash_name, hash_file
 from composer_checkpoint.formats.archives import (
@@ -41,14 +36,21 @@ from composer_checkpoint.formats.archives import (
 )
 from composer_checkpoint.formats.pt import load_checked, load_pt, open_pt, save_pt, verify_pt
 from composer_checkpoint.formats.safetensors import (
+    ShardIndex,
     by_text_names,
+    checked_shards,
     load_safetensors,
+    open_shard,
+    plan_files,
+    read_index,
     read_safetensors,
+    refuse_in_two_shards,
     save_safetensors,
     tied_weights,
     verify_safetensors,
+    write_index,
 )
-from composer_checkpoint.manifest import Manifest, TensorEntry, parse_json
+from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.names import is_tar
 from composer_events.arguments import loaded
 
@@ -237,26 +239,20 @@ def safe_torch_load(
         verify: As for `load_file`.
         trusted: As for `load_file`.
     """
-    from composer_dist import dist  # here, since a single process does not need it
+    from composer_checkpoint._ranks import Ranks  # here, since a single process does not need it
+
+    whole: list[Any] = []
 
     def load() -> Any:
-        return load_file(composer_states_filepath, map_location=map_location, verify=verify, trusted=trusted)
+        whole.append(load_file(composer_states_filepath, map_location=map_location, verify=verify, trusted=trusted))
+        obj = whole[0]
+        if not isinstance(obj, dict) or not isinstance(obj.get("state"), dict):
+            return obj
+        # The weights are left out of what is sent to the other ranks, which would pickle them.
+        return {**obj, "state": {**obj["state"], "model": None, "optimizers": None}}
 
-    if not load_monolith_rank0_only or dist.get_world_size() == 1:
-        return load()
-    obj: Any = None
-    failure: Exception | None = None
-    if dist.get_global_rank() == 0:
-        try:
-            obj = load()
-        except Exception as error:  # any error must reach the other ranks, or they would block in the broadcast
-            failure = error
-    # The weights are left out of the broadcast, which would pickle them.
-    rest = [failure, _without_weights(obj)]
-    dist.broadcast_object_list(rest, src=0)
-    if rest[0] is not None:
-        raise rest[0]
-    return obj if dist.get_global_rank() == 0 else rest[1]
+    rest = Ranks().from_first(load) if load_monolith_rank0_only else load()
+    return whole[0] if whole else rest
 
 
 def read_manifest(path: _PathLike) -> Manifest | None:
@@ -357,26 +353,6 @@ def refuse_what_is_elsewhere(obj: Any) -> None:
         )
 
 
-def _without_weights(obj: Any) -> Any:
-    if not isinstance(obj, dict) or not isinstance(obj.get("state"), dict):
-        return obj
-    return {**obj, "state": {**obj["state"], "model": None, "optimizers": None}}
-
-
-_SUFFIX = ".safetensors"
-_MANIFEST_KEY = "composer_manifest"
-_MAX_INDEX_BYTES = 1 << 29  # an index is read into memory
-
-
-@dataclass(frozen=True, slots=True)
-class ShardIndex:
-    """Content of an index: its path, the names of the tensors in each file, and our manifest, if any."""
-
-    path: Path
-    shards: Mapping[str, frozenset[str]]
-    manifest: Manifest | None
-
-
 def save_weights_in_shards(
     weights: "Mapping[str, Tensor]",
     folder: str | os.PathLike[str],
@@ -433,62 +409,6 @@ def save_weights_in_shards(
     return Path(folder) / (name + INDEX_SUFFIX if len(shards) > 1 else next(iter(shards)))
 
 
-def plan_files(
-    parts: Iterable[tuple[Mapping[str, _Item], int]], max_shard_bytes: int, name: str
-) -> dict[str, dict[str, _Item]]:
-    """Assign parts to files in order, as many as fit in each, and return the content of each file by its name.
-
-    Args:
-        parts: Tensors that stay together, by name, and their size.
-        max_shard_bytes: Maximum size of the parts in one file. A larger part gets a file of its own.
-        name: Prefix of the files' names.
-    """
-    if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes!r} must be 1 or more, such as 5_000_000_000.")
-    groups: list[dict[str, _Item]] = [{}]
-    filled = 0
-    for part, size_bytes in parts:
-        if groups[-1] and filled + size_bytes > max_shard_bytes:
-            groups.append({})
-            filled = 0
-        groups[-1].update(part)
-        filled += size_bytes
-    # Hugging Face's names, which include the number of files, so files are named after all parts are assigned.
-    if len(groups) == 1:
-        return {name + _SUFFIX: groups[0]}
-    return {f"{name}-{number:05d}-of-{len(groups):05d}{_SUFFIX}": group for number, group in enumerate(groups, 1)}
-
-
-def read_index(path: str | os.PathLike[str]) -> ShardIndex:
-    """Read an index, but not the files that it names.
-
-    Raises:
-        NoCheckpointError: If the index does not exist.
-        CorruptCheckpointError: If it is not an index, or lists a tensor twice.
-        UnsafeCheckpointError: If it names a file outside its own folder.
-    """
-    index = Path(path)
-    try:
-        with FileReader(os.fspath(path)) as reader:
-            if reader.size_bytes > _MAX_INDEX_BYTES:
-                _refuse(index, f"it has {reader.size_bytes} bytes, more than the {_MAX_INDEX_BYTES} of any index")
-            data = reader.read(0, reader.size_bytes)
-    except FileNotFoundError as error:
-        raise NoCheckpointError(f"there is no index at {os.fspath(path)!r}. Check the path.") from error
-    try:
-        raw: Any = parse_json(data.decode())
-    except (ValueError, RecursionError) as error:
-        _refuse(index, f"it is not JSON: {error!s:.200}")
-    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        _refuse(index, "it has no weight_map from tensors to files")
-    shards: dict[str, set[str]] = {}
-    for tensor, shard in weight_map.items():
-        _check_name(index, tensor, shard)
-        shards.setdefault(shard, set()).add(tensor)
-    return ShardIndex(index, {shard: frozenset(names) for shard, names in shards.items()}, _manifest_of(raw))
-
-
 def load_shards(
     path: str | os.PathLike[str], *, map_location: Any = "cpu", verify: bool = True, require_finite: bool = False
 ) -> "dict[str, Tensor]":
@@ -500,9 +420,9 @@ def load_shards(
     index = read_index(path)
     weights: dict[str, Any] = {}
     # All headers are compared before the first file is loaded.
-    for shard in _checked_shards(index):
+    for shard in checked_shards(index):
         validate_file(index.path.parent / shard)
-        with _opened(index, shard) as reader:
+        with open_shard(index, shard) as reader:
             loaded = _load(
                 reader.path,
                 reader,
@@ -511,7 +431,7 @@ def load_shards(
                 verify=verify,
                 require_finite=require_finite,
             )
-        _refuse_in_two_shards(index, shard, loaded)  # again, now with the aliases of tensors
+        refuse_in_two_shards(index, shard, loaded)  # again, now with the aliases of tensors
         weights.update(loaded)
     return weights
 
@@ -526,103 +446,10 @@ def verify_shards(path: str | os.PathLike[str]) -> Manifest | None:
         CorruptCheckpointError: If anything differs, with the file and the tensor.
     """
     index = read_index(path)
-    for shard in _checked_shards(index):
-        with _opened(index, shard) as reader:
+    for shard in checked_shards(index):
+        with open_shard(index, shard) as reader:
             verify_safetensors(reader)
     return index.manifest
-
-
-def write_index(manifests: Mapping[str, Manifest], folder: Path, name: str) -> None:
-    """Write the index of files that are complete, if there are several."""
-    if len(manifests) < 2:
-        return
-    tensors: dict[str, TensorEntry] = {}
-    for manifest in manifests.values():
-        tensors |= manifest.tensors
-    first = next(iter(manifests.values()))
-    whole = Manifest(hash_name=first.hash_name, tensors=tensors, info=first.info)
-    total = sum(entry.size_bytes for entry in tensors.values())
-    weight_map = {name: shard for shard, manifest in manifests.items() for name in manifest.tensors}
-    metadata = {"total_size": total, _MANIFEST_KEY: whole.to_json()}
-    text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
-    (folder / (name + INDEX_SUFFIX)).write_text(text)
-
-
-def _manifest_of(raw: Mapping[str, Any]) -> Manifest | None:
-    metadata = raw.get("metadata")
-    text = metadata.get(_MANIFEST_KEY) if isinstance(metadata, dict) else None
-    return Manifest.from_json(text) if isinstance(text, str) else None
-
-
-def _check_name(index: Path, tensor: str, shard: object) -> None:
-    if not isinstance(shard, str) or not shard.endswith(_SUFFIX):
-        _refuse(index, f"it says that {tensor!r:.200} is in {shard!r:.200}, which is no {_SUFFIX} file")
-    # A shard must be a plain file name.
-    if "/" in shard or "\\" in shard or "\0" in shard or shard == _SUFFIX:
-        raise UnsafeCheckpointError(
-            f"{index} says that {tensor!r:.200} is in {shard!r:.200}, which is outside its folder; nothing was read. "
-            f"Do not use this checkpoint."
-        )
-
-
-def _checked_shards(index: ShardIndex) -> Iterable[str]:
-    """Return the files of an index, after comparing the headers of all of them with it."""
-    for shard, listed in index.shards.items():
-        if not (index.path.parent / shard).exists():
-            raise CorruptCheckpointError(
-                f"{index.path.parent} lacks the shard {shard}, in which {index.path.name} has {len(listed)} tensors "
-                f"({_first_few(listed)}). Bring the file back, or load another checkpoint."
-            )
-        with _opened(index, shard):
-            pass
-    return index.shards
-
-
-@contextmanager
-def _opened(index: ShardIndex, shard: str) -> Iterator[FileReader]:
-    """Open a file and compare its header with the index, so that the two cannot contradict each other.
-
-    This is repeated on each opening, since the file may have been replaced.
-    """
-    with plain_file(os.fspath(index.path.parent / shard)) as path, FileReader(path) as reader:
-        header, manifest = read_safetensors(reader)
-        listed = index.shards[shard]
-        _refuse_in_two_shards(index, shard, header.tensors)
-        if listed != header.tensors.keys():
-            _refuse(
-                index.path,
-                f"{shard} holds other tensors than it says: {_first_few(listed ^ header.tensors.keys())} is in one of "
-                f"them only",
-            )
-        _compare_manifests(index, shard, manifest)
-        yield reader
-
-
-def _refuse_in_two_shards(index: ShardIndex, shard: str, names: Iterable[str]) -> None:
-    for name in set(names) - index.shards[shard]:
-        if others := [other for other, listed in index.shards.items() if name in listed]:
-            _refuse(index.path, f"the tensor {name!r:.200} is in two shards, {others[0]} and {shard}")
-
-
-def _compare_manifests(index: ShardIndex, shard: str, own: Manifest | None) -> None:
-    """Raise if the files in a folder come from two saves."""
-    if index.manifest is None:
-        return
-    listed = {name: index.manifest.tensors.get(name) for name in index.shards[shard]}
-    if own is None or dict(own.tensors) != listed:
-        raise CorruptCheckpointError(
-            f"{index.path.parent / shard} is not what was written together with {index.path.name}: the hashes of its "
-            f"tensors differ. It is from another save. Load another checkpoint."
-        )
-
-
-def _first_few(names: frozenset[str] | set[str]) -> str:
-    more = ", ..." if len(names) > _MAX_NAMES else ""
-    return ", ".join(sorted(names)[:_MAX_NAMES]) + more
-
-
-def _refuse(index: Path, what: str) -> NoReturn:
-    raise CorruptCheckpointError(f"{index} is not a whole index of safetensors files: {what}. Load another checkpoint.")
 
 
 VALIDATION_VARIABLE = "CHECKPOINT_VALIDATION_FUNCTION"

@@ -2,19 +2,18 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from composer_checkpoint._pickle_inspection import PickleInspection, inspect_pickle, read_legacy_pt
 from composer_checkpoint._tree import text_of
-from composer_checkpoint.file_io import FileReader
-from composer_checkpoint.formats.archives import Format, format_of, plain_file
-from composer_checkpoint.formats.pt import open_pt
-from composer_checkpoint.formats.safetensors import read_safetensors
+from composer_checkpoint.formats.archives import Format, final_name, plain_file
+from composer_checkpoint.formats.pt import open_pt_source
+from composer_checkpoint.formats.safetensors import open_safetensors_source
+from composer_checkpoint.formats.tensor_source import StoredTensor
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.sharded._storage import LocalSource
 from composer_checkpoint.sharded.reader import read_folder_metadata, read_manifest
@@ -60,37 +59,26 @@ def inspect_file(path: str | os.PathLike[str]) -> FileDescription:
     """
     if os.path.isdir(path):
         return describe_folder(path)
-    with plain_file(os.fspath(path)) as plain, FileReader(plain) as reader:
-        kind, size_bytes = format_of(reader), os.path.getsize(path)
-        if kind == "safetensors":
-            header, manifest = read_safetensors(reader)
-            tensors = {
-                name: TensorDescription(slot.dtype, slot.shape, slot.size_bytes)
-                for name, slot in header.tensors.items()
-            }
-            return FileDescription(kind, size_bytes, tuple(tensors), tensors, manifest)
-        if kind == "pt":
-            contents = open_pt(reader, record_unknown=True)
-            return _describe(kind, size_bytes, contents.rehearsal, contents.manifest)
-        if kind == "legacy pt":
-            rehearsal = read_legacy_pt(reader, record_unknown=True)
-        else:
-            rehearsal = inspect_pickle(reader.read(0, reader.size_bytes), record_unknown=True)
-        return _describe(kind, size_bytes, rehearsal, None)
+    place = os.fspath(path)
+    if final_name(place).endswith(".safetensors"):
+        with plain_file(place), open_safetensors_source(place) as source:  # names the file in errors
+            tensors = _describe(source.weights)
+            return FileDescription("safetensors", source.size_bytes, tuple(tensors), tensors, source.manifest)
+    with open_pt_source(place, record_unknown=True) as source:
+        kind, keys, tensors = cast(Format, source.format), _keys(source.tree), _describe(source.tensors)
+        return FileDescription(kind, source.size_bytes, keys, tensors, source.manifest, source.unsafe_globals)
 
 
-def _describe(kind: Format, size_bytes: int, rehearsal: PickleInspection, manifest: Manifest | None) -> FileDescription:
-    # A sparse tensor is listed once, not by its components.
-    parts = {id(part) for sparse in rehearsal.sparse.values() for part in sparse.parts.values()}
-    tensors = {
-        name: TensorDescription(tensor.dtype.name, tensor.shape, tensor.size_bytes)
-        for name, tensor in rehearsal.tensors.items()
-        if id(tensor) not in parts
+def _describe(tensors: Mapping[str, StoredTensor]) -> dict[str, TensorDescription]:
+    return {
+        name: TensorDescription(
+            str(tensor.dtype).removeprefix("torch."),
+            tensor.shape,
+            tensor.size_bytes,
+            "strided" if tensor.sparse is None else str(tensor.sparse.layout).removeprefix("torch."),
+        )
+        for name, tensor in tensors.items()
     }
-    for name, sparse in rehearsal.sparse.items():
-        tensors[name] = TensorDescription(sparse.dtype.name, sparse.shape, sparse.size_bytes, sparse.layout)
-    keys = _keys(rehearsal.tree)
-    return FileDescription(kind, size_bytes, keys, tensors, manifest, tuple(sorted(rehearsal.unknown_globals)))
 
 
 def _keys(tree: Any) -> tuple[str, ...]:
@@ -117,15 +105,8 @@ def describe_folder(folder: str | os.PathLike[str]) -> FileDescription:
             tensors[name] = TensorDescription(
                 str(dtype).removeprefix("torch."), shape, math.prod(shape) * dtype.itemsize
             )
-    paths = metadata.planner_data or {name: (name,) for name in metadata.state_dict_metadata}
-    size_bytes = sum(path.stat().st_size for path in Path(folder).iterdir() if path.is_file())
-    return FileDescription(
-        "sharded", size_bytes, _keys_of_paths(paths.values()), tensors, read_manifest(LocalSource(Path(folder)))
-    )
-
-
-def _keys_of_paths(paths: Iterable[tuple[object, ...]]) -> tuple[str, ...]:
-    """Return the top-level keys and those below `state`, without duplicates."""
-    paths = list(paths)
+    paths = (metadata.planner_data or {name: (name,) for name in metadata.state_dict_metadata}).values()
     below = [f"state/{path[1]}" for path in paths if path[0] == "state" and len(path) > 1]
-    return tuple(dict.fromkeys([*(str(path[0]) for path in paths), *below]))
+    keys = tuple(dict.fromkeys([*(str(path[0]) for path in paths), *below]))
+    size_bytes = sum(path.stat().st_size for path in Path(folder).iterdir() if path.is_file())
+    return FileDescription("sharded", size_bytes, keys, tensors, read_manifest(LocalSource(Path(folder))))

@@ -1,24 +1,18 @@
 """Loading a checkpoint into a training state."""
 
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from logging import getLogger
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from composer_checkpoint._compatibility import (
-    hint_for_file,
-    refuse_another_model,
-    refuse_hugging_face_folder,
-    refuse_unfitting_state,
-)
-from composer_checkpoint._ignored_optimizer_state import KeptOptimizers, leave_out_their_state
+from composer_checkpoint._compatibility import refuse_another_model, refuse_unfitting_state
 from composer_checkpoint._ranks import Ranks, fetch_together, not_here, of_first_rank_of_node
 from composer_checkpoint.commit import read_pointer
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError, shown
@@ -41,7 +35,6 @@ from composer_checkpoint.state import (
     read_sharded,
     to_dtensors,
 )
-from composer_checkpoint.stores.base import is_uri
 from composer_dist import dist
 from composer_dist.reproducibility import load_rng_state
 from composer_dist.wrapping import unwrap_model
@@ -58,6 +51,8 @@ if TYPE_CHECKING:
 __all__ = ["LoadCheckpoint", "load_checkpoint", "load_sharded_checkpoint"]
 
 log = getLogger(__name__)
+
+_ADDRESS = re.compile("[^:]*://|dbfs:")  # as `is_uri`, which would import the stores
 
 
 def load_checkpoint(
@@ -114,8 +109,9 @@ def load_checkpoint(
         UnfittingOptimizerError: If the optimizer and the saved one have different parameters, which is a `KeyError`;
             nothing was changed. An optimizer of another class only causes a warning, and is reinitialized.
     """
-    check_ignore_keys("load_ignore_keys", ignore_keys)
     run_name, path = state.run_name, os.fspath(path)
+    if ignore_keys is not None:
+        check_ignore_keys("load_ignore_keys", ignore_keys)
     with (
         _fetched(path, state, object_store, progress_bar) as local_path,
         # A file holds the whole state, in any layout of this run.
@@ -124,16 +120,18 @@ def load_checkpoint(
         content = _read(local_path, state, load_weights_only, verify=verify, trusted=trusted)
         if not load_weights_only:
             _warn_of_missing_parts(state, content["state"])
-        # Kept, since the parts that `load_ignore_keys` removes are needed below to complete the optimizers.
-        before = content["state"]
-        content = without_keys(content, ignore_keys, "load_ignore_key")
+        kept = None
+        if ignore_keys is not None:
+            before = content["state"]
+            content = without_keys(content, ignore_keys, "load_ignore_key")
+            if not load_weights_only:
+                from composer_checkpoint._ignored_optimizer_state import KeptOptimizers, leave_out_their_state
+
+                kept = KeptOptimizers(state, before, content["state"])
+                # After that, which would otherwise keep the optimizer's own state for the entries removed here.
+                if isinstance(before.get("model"), Mapping):
+                    leave_out_their_state(state, before["model"], content["state"])
         saved: dict[str, Any] = content["state"]
-        leaves_optimizers = ignore_keys is not None and not load_weights_only
-        kept = KeptOptimizers(state, before, saved) if leaves_optimizers else None
-        weights = before.get("model")
-        if isinstance(weights, Mapping) and not load_weights_only:
-            # After `KeptOptimizers`, which would otherwise keep the optimizer's own state for the entries removed here.
-            leave_out_their_state(state, weights, saved)
         # When a whole run is resumed from one file, missing and unexpected weights are only logged.
         strict = strict_model_weights and (load_weights_only or layout_of(state) is not Layout.MONOLITHIC)
         leaves_out = load_weights_only and not strict_model_weights
@@ -146,7 +144,12 @@ def load_checkpoint(
             kept.put_back()
     # Loading the state has set the name of the saved run.
     state.run_name, state.load_path = run_name, path
-    _check_agreement(state)
+    batches = dist.all_gather_object(int(state.timestamp.batch))
+    if len(set(batches)) > 1:
+        raise RuntimeError(
+            f"Timestamp mismatch error: the ranks have loaded checkpoints of different batches, "
+            f"{dict(enumerate(batches))}. load_path must name the same checkpoint on every rank."
+        )
     log.info("Loaded %s.", path)
     if load_weights_only:
         return None
@@ -253,7 +256,7 @@ def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -
     is_local_layout = layout_of(state) is Layout.LOCAL
     own = path_on_this_rank(path, state)
     folder = _remote_folder(own, state) if object_store is None else None
-    if object_store is None and (not is_uri(own) or folder is not None):
+    if object_store is None and (not _ADDRESS.match(own) or folder is not None):
         if is_local_layout:
             # A save that was killed between two renames is completed first: its files would be mixed with older ones.
             saved_to = os.path.dirname(own)
@@ -293,7 +296,7 @@ def check_local_path(path: str, state: "State") -> None:
         state: The training state.
     """
     own = path_on_this_rank(path, state)
-    if not is_uri(own):
+    if not _ADDRESS.match(own):
         _existing(own, path, state)
 
 
@@ -316,7 +319,7 @@ def _remote_folder(path: str, state: "State") -> str | None:
 
     Each rank then fetches its own part. Every rank must call this.
     """
-    if layout_of(state) is not Layout.SHARDED or not is_uri(path):
+    if layout_of(state) is not Layout.SHARDED or not _ADDRESS.match(path):
         return None
     ranks = Ranks()
     return ranks.exchange(
@@ -360,7 +363,7 @@ def _existing(own: str, path: str, state: "State") -> str:
         return own
     if not have_it[0]:
         if dist.get_global_rank() == 0:
-            raise NoCheckpointError(f"Local path {own} does not exist (load_path={path!r}). {_sharded_beside(own)}")
+            raise NoCheckpointError(f"Local path {own} does not exist (load_path={path!r}). Check the path.")
         raise NoCheckpointError(not_here(own, 0, "it has no such file"))
     if layout_of(state) is Layout.LOCAL:
         _refuse_other_number_of_ranks(own)
@@ -368,22 +371,6 @@ def _existing(own: str, path: str, state: "State") -> str:
     raise NoCheckpointError(
         f"{own} exists on rank 0, and not on ranks {missing}: No such file or directory there. Save to a disk that all "
         f"nodes share, or to a store."
-    )
-
-
-def _sharded_beside(path: str) -> str:
-    """Return advice for a missing file, for which there is often the folder of a sharded checkpoint."""
-    folder = Path(path).parent
-    found = {place.parent for pattern in (".metadata", "*/.metadata") for place in folder.glob(pattern)}
-    if not found:
-        return "Look at the folder, or leave the checkpoint out."
-    newest_first = sorted(found, key=lambda place: place.stat().st_mtime, reverse=True)
-    name = Path(path).name
-    # Best match first, such as ep1-ba2 for ep1-ba2-rank0.pt. The sort is stable: among equals the newest stays first.
-    newest_first.sort(key=lambda place: not name.startswith(place.name))
-    return (
-        f"Sharded checkpoints are folders, which are loaded by their names: {', '.join(map(str, newest_first[:3]))}"
-        f"{', ...' if len(found) > 3 else ''}."
     )
 
 
@@ -402,8 +389,7 @@ def _refuse_other_number_of_ranks(own: str) -> None:
 
 def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, trusted: bool) -> dict[str, Any]:
     """Return a checkpoint's content after verifying its hashes, without changing the state."""
-    Ranks().together(lambda: refuse_hugging_face_folder(path))
-    if is_uri(path) or os.path.isdir(path):
+    if _ADDRESS.match(path) or os.path.isdir(path):
         return read_sharded(path, state, load_weights_only, verify=verify)
     read: list[Any] = []
     if state.load_monolith_rank0_only:
@@ -416,25 +402,20 @@ def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, t
     if isinstance(content, dict) and isinstance(content.get("state"), dict):
         if LAYOUT_KEY not in content:
             return content
-        _refuse_own_file_of_a_rank(content, state, path)
+        # Every rank would otherwise load the shards of one rank as its own.
+        if layout_of(state) is not Layout.LOCAL and (state.fsdp_enabled or dist.get_world_size() > 1):
+            raise ValueError(
+                f"load_path={path!r} is one rank's own file of {content[LAYOUT_KEY]['world_size']}, as "
+                f"state_dict_type='local' writes them, and without that type a checkpoint is one whole file or a "
+                f"folder. Load it with state_dict_type='local' and {{rank}} in its name, or put the files together "
+                f"with composer_checkpoint.formats.per_rank.merge_local."
+            )
         return to_dtensors(content, state, path)
     if load_weights_only and isinstance(content, dict) and all(map(torch.is_tensor, content.values())):
         return {"state": {"model": content}}  # a model's own state dict
     raise IncompatibleCheckpointError(
         f"{path} has no 'state', so it is not a checkpoint of a training run. Load weights alone with "
-        f"load_weights_only=True, or name another checkpoint.{hint_for_file(path)}"
-    )
-
-
-def _refuse_own_file_of_a_rank(content: Mapping[str, Any], state: "State", path: str) -> None:
-    """Raise if a file holds the shards of one rank, which every rank would otherwise load as its own."""
-    if layout_of(state) is Layout.LOCAL or not (state.fsdp_enabled or dist.get_world_size() > 1):
-        return
-    raise ValueError(
-        f"load_path={path!r} is one rank's own file of {content[LAYOUT_KEY]['world_size']}, as state_dict_type='local' "
-        f"writes them, and without that type a checkpoint is one whole file or a folder. Load it with "
-        f"state_dict_type='local' and {{rank}} in its name, or put the files together with "
-        f"composer_checkpoint.formats.per_rank.merge_local."
+        f"load_weights_only=True, or name another checkpoint."
     )
 
 
@@ -481,15 +462,6 @@ def _leave_epoch_of_other_batches(state: "State", saved: dict[str, Any]) -> None
             f"{int(state.timestamp.epoch)}. To finish the saved epoch, make batch_size times the ranks {before}.",
             UserWarning,
             stacklevel=3,
-        )
-
-
-def _check_agreement(state: "State") -> None:
-    batches = dist.all_gather_object(int(state.timestamp.batch))
-    if len(set(batches)) > 1:
-        raise RuntimeError(
-            f"Timestamp mismatch error: the ranks have loaded checkpoints of different batches, "
-            f"{dict(enumerate(batches))}. load_path must name the same checkpoint on every rank."
         )
 
 

@@ -5,7 +5,7 @@ A pickle is a program that names functions and calls them. It is loaded with fou
 - `scan` walks its instructions without executing any, and refuses those that no checkpoint needs.
 - Names are looked up in an allowlist and never imported.
 - Keys that would take unbounded time to hash are refused before they are hashed.
-- A pickle can neither change the allowed objects nor make them copy much more than its own size.
+- A pickle can set the state of a few kinds of objects only, and cannot copy much more than its own size.
 """
 
 import io
@@ -19,24 +19,12 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from itertools import islice
 from numbers import Number
-from types import FunctionType
 from typing import Any, ClassVar, NoReturn
 
 from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError, shown
 
-__all__ = [
-    "PLAIN_GLOBALS",
-    "PickledCounter",
-    "PickledOrderedDict",
-    "PickledSlice",
-    "PickledText",
-    "RestrictedUnpickler",
-    "refuse_global",
-    "run_restricted",
-    "scan",
-]
+__all__ = ["PLAIN_GLOBALS", "RestrictedUnpickler", "refuse_global", "run_restricted", "scan"]
 
 # Arguments that a call copies: one element takes at least one byte of the pickle.
 _COPIED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, deque)
@@ -46,11 +34,16 @@ _ALWAYS_ALLOWED = 1 << 16  # a budget for the smallest pickles, which cannot use
 # The hash of a string is cached and depends on a secret of the process, and few floats or integers of up to 64 bits
 # share a hash. The hashes of all other keys are predictable, so many keys can be made to collide. In addition, the hash
 # of a tuple is computed on each use, over everything that it unfolds to: a tuple that contains another one twice, which
-# contains a third one twice, and so on, takes 2**n steps. Therefore the number and size of such keys are limited.
-_HARMLESS_KEYS = frozenset([str, bytes, float, bool, type(None)])
+# contains a third one twice, and so on, takes 2**n steps. Therefore only flat, short tuples are keys, and few of them.
+_PLAIN_KEYS = frozenset([str, bytes, float, bool, type(None)])
 _PREDICTABLE = (Number, tuple, frozenset, timedelta)
 _MOST_KEYS = 1 << 12
-_MOST_ELEMENTS = 1 << 6
+_LONGEST_KEY = 8
+_MOST_NUMBER = 1 << 64
+
+
+def _is_plain_key(key: Any) -> bool:
+    return type(key) in _PLAIN_KEYS or (type(key) is int and -_MOST_NUMBER <= key <= _MOST_NUMBER)
 
 
 class Budget:
@@ -74,74 +67,19 @@ class Budget:
     def charge_keys(self, keys: Iterable[Any]) -> None:
         """Raise, before keys are hashed, if hashing and comparing them could take unbounded time."""
         for key in keys:
-            kind = type(key)
-            if kind in _HARMLESS_KEYS or (kind is int and -_MOST_NUMBER <= key <= _MOST_NUMBER):
+            if _is_plain_key(key) or not isinstance(key, _PREDICTABLE):
                 continue
-            if isinstance(key, _PREDICTABLE):
-                self._keys_left -= 1
-                if self._keys_left < 0 or not _is_small(key):
-                    raise CorruptCheckpointError(
-                        f"a pickle has keys that can be made to take endless time: tuples, sets or long numbers that "
-                        f"unfold to more than {_MOST_ELEMENTS} elements, or more than {_MOST_KEYS} of them. Use text "
-                        f"or short numbers as keys, or load another checkpoint."
-                    )
-
-
-_MOST_NUMBER = 1 << 64
-
-
-def _is_small(key: Any) -> bool:
-    """Return whether a key unfolds to few elements. The walk stops at the limit, since there may be any number."""
-    left, pending = _MOST_ELEMENTS, [key]
-    while pending and left > 0:
-        inner = pending.pop()
-        left -= 1
-        if isinstance(inner, tuple | frozenset):
-            pending.extend(islice(inner, left + 1))
-        elif isinstance(inner, int):
-            left -= inner.bit_length() >> 6  # a long integer counts one element per 64 bits
-    return not pending and left >= 0
-
-
-class Unchangeable:
-    """Base class of objects whose state no instruction of a pickle can set."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: Any) -> NoReturn:
-        raise UnsafeCheckpointError(
-            "a pickle tries to change a function or a type that it names, as no checkpoint does; nothing was changed. "
-            "Load a file that torch.save or this package wrote."
-        )
-
-
-class Call(Unchangeable):
-    """Function or class that a pickle may call, but not change."""
-
-    __slots__ = ("_budget", "_function")
-
-    def __init__(self, function: Callable[..., Any], budget: Budget) -> None:
-        self._function = function
-        self._budget = budget
-
-    def __call__(self, *args: Any) -> Any:
-        """Call the function within the budget of the pickle."""
-        self._budget.charge(sum(len(arg) for arg in args if isinstance(arg, _COPIED)))
-        if isinstance(self._function, type):
-            for arg in args:
-                # Each element of an array would become an object of about a hundred bytes.
-                if hasattr(type(arg), "__iter__") and not isinstance(arg, _COPIED):
-                    raise ValueError(f"a container is made of other containers, and not of a {type(arg).__name__}")
-                if issubclass(self._function, dict | set | frozenset) and isinstance(arg, _COPIED):
-                    self._budget.charge_keys(arg)
-                    # Older pickles create dicts from pairs.
-                    self._budget.charge_keys(item[0] for item in arg if isinstance(item, list | tuple) and item)
-        return self._function(*map(Call.itself, args))  # the argument of a defaultdict is a class
-
-    @staticmethod
-    def itself(value: Any) -> Any:
-        """Return the function behind a call, and any other value unchanged."""
-        return value._function if type(value) is Call else value
+            self._keys_left -= 1
+            if isinstance(key, tuple):
+                is_short = len(key) <= _LONGEST_KEY and all(map(_is_plain_key, key))
+            else:
+                is_short = not isinstance(key, frozenset | int)
+            if self._keys_left < 0 or not is_short:
+                raise CorruptCheckpointError(
+                    f"a pickle has keys that can be made to take endless time: sets, numbers of more than 64 bits, "
+                    f"tuples of more than {_LONGEST_KEY} texts and numbers, or more than {_MOST_KEYS} tuples. Use text "
+                    f"or short numbers as keys, or load another checkpoint."
+                )
 
 
 # Allowed instructions by the kind of their argument. The text instructions of protocol 0, INST, OBJ, PERSID, EXT and
@@ -244,66 +182,49 @@ def _bytearray(value: Any = b"", encoding: Any = None) -> bytearray:
     return bytearray(_bytes_of_latin1(value, encoding))
 
 
-class PickledOrderedDict(OrderedDict[Any, Any]):
-    """Stand-in for `OrderedDict`, on which a pickle could set attributes that hide methods."""
+class PickledText:
+    """Stand-in for `TorchVersion`, a class that pickles instantiate, which becomes a plain string."""
 
-    def __setstate__(self, state: Any) -> None:
-        if type(state) is not dict or len(state) > 1 or set(state) - {"_metadata"}:  # of a module's state_dict
-            raise ValueError("a dict has no attributes")
-        vars(self).update(state)
-
-
-class PickledCounter(Counter[Any]):
-    """Stand-in for `Counter`, on which a pickle could set attributes too."""
-
-    def __setstate__(self, state: Any) -> None:
-        raise ValueError("a dict has no attributes")
-
-
-class PickledSlice(Unchangeable):
-    """Stand-in for `slice`, with which a pickle could insert a list into itself repeatedly."""
-
-    __slots__ = ("parts",)
-
-    def __init__(self, *parts: Any) -> None:
-        self.parts = parts
-
-
-class PickledText(str):
-    """Stand-in for `TorchVersion`, which older files have in their metadata; it becomes a plain string."""
-
-    __slots__ = ()
-
-    def __new__(cls, text: Any = "") -> str:  # pyright: ignore[reportInconsistentConstructor]
+    def __new__(cls, value: Any = "") -> str:  # pyright: ignore[reportInconsistentConstructor]
         """Return the string itself."""
-        if type(text) is not str:  # str() of another object may be unbounded
+        if type(value) is not str:  # str() of another object may be unbounded
             raise ValueError("a version is a text")
-        return text
-
-    def __setstate__(self, state: Any) -> None: ...
+        return value
 
 
 PLAIN_GLOBALS: Mapping[str, Any] = {
     "builtins.complex": complex,
     "builtins.set": set,
     "builtins.frozenset": frozenset,
-    "builtins.slice": PickledSlice,
+    "builtins.slice": slice,
     "builtins.bytes": _bytes,
     "builtins.bytearray": _bytearray,
     "builtins.int": int,  # this and the next three are factories of a defaultdict
     "builtins.float": float,
     "builtins.list": list,
     "builtins.dict": dict,
-    "collections.Counter": PickledCounter,
-    "collections.OrderedDict": PickledOrderedDict,
+    "collections.Counter": Counter,
+    "collections.OrderedDict": OrderedDict,
     "collections.defaultdict": defaultdict,
     "collections.deque": deque,
     "datetime.timedelta": timedelta,
     "_codecs.encode": _bytes_of_latin1,
 }
 
-# Classes whose calls copy their arguments. NEWOBJ creates other classes, and needs the class itself, not a Call.
-_COPYING = frozenset([*PLAIN_GLOBALS.values(), tuple])
+State = Callable[[Any, Budget], Any]
+"""Function of a state in a pickle and the pickle's budget, which returns the state to set, or raises."""
+
+
+def any_state(state: Any, _: Budget) -> Any:
+    """Return the state."""
+    return state
+
+
+def _dict_state(state: Any, _: Budget) -> Any:
+    # Attributes could hide methods. Only a module's state dict has one.
+    if type(state) is not dict or set(state) - {"_metadata"}:
+        raise ValueError("a dict has no attributes")
+    return state
 
 
 # The unpickler written in Python, since the one in C hashes keys before a subclass could inspect them.
@@ -322,35 +243,68 @@ def _guarded(instruction: bytes, guard: Callable[["RestrictedUnpickler"], object
     return {code: run_guarded}
 
 
-def _refuse_calls(*parts: tuple[object, type]) -> None:
-    # The base class also accepts other iterables, such as an array, each element of which would become an object.
-    if not all(isinstance(part, kind) for part, kind in parts):
-        raise ValueError("arguments are a tuple, and objects are made of classes")
-
-
 class RestrictedUnpickler(_PythonUnpickler):
-    """Unpickler for pickles that have passed `scan`, which looks names up in a table."""
+    """Unpickler for pickles that have passed `scan`, which looks names up in a table.
 
+    Args:
+        data: The pickle.
+        table: Objects by name.
+        states: Classes whose instances may be given a state, with the function that checks it.
+    """
+
+    with_items: ClassVar[tuple[type, ...]] = (dict,)
     dispatch: ClassVar[Mapping[int, Callable[[Any], None]]] = {
         **_PythonUnpickler.dispatch,
         # The length of a frame is skipped: the whole pickle is in memory, so reading ahead has no use.
         pickle.FRAME[0]: lambda self: self.read(8),
-        **_guarded(pickle.SETITEM, lambda self: self.budget.charge_keys(self.stack[-2:-1])),
+        **_guarded(pickle.SETITEM, lambda self: self.charge_items(self.stack[-3], self.stack[-2:-1])),
         # For these four, the stack has only the objects pushed since the last mark.
-        **_guarded(pickle.SETITEMS, lambda self: self.budget.charge_keys(self.stack[::2])),
+        **_guarded(pickle.SETITEMS, lambda self: self.charge_items(self.metastack[-1][-1], self.stack[::2])),
         **_guarded(pickle.DICT, lambda self: self.budget.charge_keys(self.stack[::2])),
         **_guarded(pickle.ADDITEMS, lambda self: self.budget.charge_keys(self.stack)),
         **_guarded(pickle.FROZENSET, lambda self: self.budget.charge_keys(self.stack)),
-        **_guarded(pickle.REDUCE, lambda self: _refuse_calls((self.stack[-1], tuple))),
-        **_guarded(pickle.NEWOBJ, lambda self: _refuse_calls((self.stack[-1], tuple), (self.stack[-2], type))),
-        **_guarded(pickle.NEWOBJ_EX, lambda self: _refuse_calls((self.stack[-2], tuple), (self.stack[-3], type))),
+        **_guarded(pickle.REDUCE, lambda self: self.charge_call(object, *self.stack[-2:])),
+        **_guarded(pickle.NEWOBJ, lambda self: self.charge_call(type, *self.stack[-2:])),
+        **_guarded(pickle.NEWOBJ_EX, lambda self: self.charge_call(type, *self.stack[-3:-1])),
+        **_guarded(pickle.BUILD, lambda self: self.replace_state()),
     }
 
-    def __init__(self, data: bytes | memoryview, table: Mapping[str, Any]) -> None:
+    def __init__(self, data: bytes | memoryview, table: Mapping[str, Any], states: Mapping[type, State]) -> None:
         self._file = io.BytesIO(data)
         super().__init__(self._file)
-        self.table = table
+        self.table, self.states = table, {OrderedDict: _dict_state, **states}
         self.budget = Budget(len(data))
+
+    def charge_items(self, target: Any, keys: list[Any]) -> None:
+        """Charge the keys of items that are set; a slice as key could insert a list into itself repeatedly."""
+        if not isinstance(target, self.with_items):
+            raise ValueError(f"items are set in dicts, and not in a {type(target).__name__}")
+        self.budget.charge_keys(keys)
+
+    def charge_call(self, kind: type, function: Any, args: Any) -> None:
+        """Charge a call of a function, or of a class, for the arguments that it copies."""
+        # The base class also accepts other iterables, such as an array, each element of which would become an object.
+        if not isinstance(args, tuple) or not isinstance(function, kind):
+            raise ValueError("arguments are a tuple, and objects are made of classes")
+        self.budget.charge(sum(len(arg) for arg in args if isinstance(arg, _COPIED)))
+        for arg in args if isinstance(function, type) else ():
+            # Each element of an array would become an object of about a hundred bytes.
+            if hasattr(type(arg), "__iter__") and not isinstance(arg, _COPIED):
+                raise ValueError(f"a container is made of other containers, and not of a {type(arg).__name__}")
+            if issubclass(function, dict | set | frozenset) and isinstance(arg, _COPIED):
+                self.budget.charge_keys(arg)
+                # Older pickles create dicts from pairs.
+                self.budget.charge_keys(item[0] for item in arg if isinstance(item, list | tuple) and item)
+
+    def replace_state(self) -> None:
+        """Replace a state on the stack by a checked one, or raise if the object may not be given any."""
+        check = next((check for kind, check in self.states.items() if isinstance(self.stack[-2], kind)), None)
+        if check is None:
+            raise UnsafeCheckpointError(
+                "a pickle tries to change an object, a function or a type that has no state in any checkpoint; nothing "
+                "was changed. Load a file that torch.save or this package wrote."
+            )
+        self.stack[-1] = check(self.stack[-1], self.budget)
 
     def load(self) -> Any:
         """Return the object. Unlike the base class, read directly from the file and ignore frames."""
@@ -369,11 +323,7 @@ class RestrictedUnpickler(_PythonUnpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Return the object that the table has for a name."""
         name = canonical_name(module_name, global_name)
-        if name not in self.table:
-            return self.find_unknown(name)
-        found = self.table[name]
-        is_copying = isinstance(found, type) and found in _COPYING
-        return Call(found, self.budget) if is_copying or isinstance(found, FunctionType) else found
+        return self.table[name] if name in self.table else self.find_unknown(name)
 
     def find_unknown(self, name: str) -> Any:
         """Refuse a name that is missing from the table."""

@@ -9,23 +9,25 @@
 
 import json
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
+from composer_checkpoint._tree import refuse_doubled
 from composer_checkpoint.commit import read_pointer
-from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError, UnsafeCheckpointError
-from composer_checkpoint.formats._unsupported import Target, refuse_doubled_names, refuse_quantized, refuse_unfit
+from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from composer_checkpoint.formats.archives import INDEX_SUFFIX, plain_file
 from composer_checkpoint.formats.deepspeed import Weights, find_zero_folder, open_zero_source
-from composer_checkpoint.formats.per_rank_tensors import layout_of, open_local_source, stream_local
-from composer_checkpoint.formats.pt_tensors import open_pt_source, stream_pt
-from composer_checkpoint.formats.safetensors_tensors import (
+from composer_checkpoint.formats.per_rank import LAYOUT_NAME, check_local, layout_of, open_local_source, stream_local
+from composer_checkpoint.formats.pt import open_pt_source, stream_pt, tensors_to_write
+from composer_checkpoint.formats.safetensors import (
+    check_fit,
     merge_files,
-    open_index_source,
     open_safetensors_source,
     plan_shards,
+    read_index,
     stream_safetensors,
     stream_shards,
 )
@@ -34,10 +36,12 @@ from composer_checkpoint.formats.tensor_source import (
     TensorSource,
     aliases_of,
     as_stored,
+    refuse_quantized,
     refuse_sparse,
     tensors_in,
 )
-from composer_checkpoint.sharded.tensors import open_sharded_source, stream_sharded
+from composer_checkpoint.sharded.load import refuse_unfit_entries
+from composer_checkpoint.sharded.tensors import check_tree, open_sharded_source, stream_sharded
 
 __all__ = [
     "open_checkpoint",
@@ -65,6 +69,9 @@ __all__ = [
 Kind = Literal["composer", "pt", "safetensors", "dcp", "local", "deepspeed", "hf", "modular"]
 """Kinds of checkpoints: `'composer'` is a `.pt` file with the key `state`, `'pt'` any other one, and `'modular'` the
 folder with `model/`, `optim/` and `composer_metadata.json`."""
+
+Target = Literal["pt", "safetensors", "dcp", "local"]
+"""Target format: a `.pt` or a `.safetensors` file, a sharded folder, or per-rank files."""
 
 _SYMLINK = ".symlink"
 _MOST_LINKS = 8
@@ -109,7 +116,7 @@ def open_checkpoint(
             source = _open_modular(Path(place))
         case _:
             source = _open_file(place, record_unknown)
-    if source.format == "pt":
+    if source.format in ("pt", "legacy pt"):
         source.format = "composer" if isinstance(source.tree, dict) and "state" in source.tree else "pt"
     source.path = os.fspath(place)
     return source
@@ -173,7 +180,7 @@ def _is_small_file(place: str) -> bool:
 
 def _open_file(place: str, record_unknown: bool) -> TensorSource:
     if place.endswith(INDEX_SUFFIX):
-        return open_index_source(place)
+        return merge_files(read_index(place), open_safetensors_source)
     if place.endswith(".safetensors"):
         with plain_file(place):  # names the file in errors
             return open_safetensors_source(place)
@@ -190,31 +197,14 @@ def _open_folder(folder: Path) -> TensorSource:
         if not path.exists():
             continue
         if name == _BIN_INDEX:
-            source = _open_bin_shards(path)
-        elif name.endswith(".bin"):
-            source = _open_file(os.fspath(path), False)
+            source = merge_files(read_index(path, ".bin"), open_pt_source)
         else:
-            source = (
-                open_index_source(os.fspath(path)) if name.endswith(".json") else _open_file(os.fspath(path), False)
-            )
+            source = _open_file(os.fspath(path), False)
         source.format = "hf"
         if not source.files:
             source.files = {name: path.stat().st_size}
         return source
     raise NoCheckpointError(f"{folder} has none of {', '.join((*_WEIGHTS, *_ADAPTERS))}. Name a Hugging Face folder.")
-
-
-def _open_bin_shards(index: Path) -> TensorSource:
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        listed = {str(name): str(shard) for name, shard in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{index} is not an index with a weight_map: {error!s:.200}.") from error
-    # The index is not trusted, so a name must not lead to a file outside the folder.
-    for shard in listed.values():
-        if not re.fullmatch(r"[^/\\\0]+\.bin", shard):
-            raise UnsafeCheckpointError(f"{index} names {shard!r:.200}, outside its folder; nothing was read.")
-    return merge_files(index, listed, open_pt_source)
 
 
 def _modular_model(folder: Path) -> Path | None:
@@ -247,3 +237,54 @@ def _open_modular(folder: Path) -> TensorSource:
     whole = TensorSource("modular", {"state": state}, sum(files.values()), source.manifest, files=files)
     whole.on_close(source)  # its tensors are read from the model's source
     return whole
+
+
+def refuse_unfit(
+    tree: Any, target: Target, path: str | os.PathLike[str], *, what: str | None = None, aliases: Iterable[str] = ()
+) -> None:
+    """Refuse a tree that cannot be written, as far as that is known without reading a tensor.
+
+    Args:
+        tree: Dicts, lists and tuples of `StoredTensor`s, tensors and plain data; for `'safetensors'`, tensors by name.
+        target: The format.
+        path: Path of the output, for messages.
+        what: Name of the format in messages.
+        aliases: Further names of tensors, for `'safetensors'`.
+
+    Raises:
+        IncompatibleCheckpointError: If the format does not support a sparse or quantized tensor, or a name.
+        TypeError: If the format does not support a tensor's dtype.
+        UnsafeCheckpointError: If the tree has anything other than data.
+
+    Example:
+        >>> refuse_unfit({"w": as_stored(torch.ones(2, dtype=torch.complex128))}, "safetensors", "out.safetensors")
+        Traceback (most recent call last):
+        TypeError: w is torch.complex128, which safetensors has no form for. Write a .pt file, or leave it out.
+    """
+    called = {} if what is None else {"called": what}
+    match target:
+        case "safetensors":
+            check_fit(tree, aliases, **called)
+        case "dcp":
+            check_tree(tree, path, **called)
+        case "local":
+            check_local(tree, path, **called)
+        case "pt":
+            tensors_to_write(tree, path, **called)
+
+
+def refuse_doubled_names(tree: Any, target: Literal["dcp", "local"]) -> None:
+    """Refuse two items that get the same name once the keys of their paths are joined as the format joins them.
+
+    Args:
+        tree: Dicts and lists of `StoredTensor`s, tensors and plain data.
+        target: `'dcp'` for sharded folders, which join keys by dots, or `'local'` for per-rank files, which join them
+            by slashes.
+
+    Raises:
+        IncompatibleCheckpointError: With the paths of both items, or of one that is too long for a folder.
+    """
+    if target == "dcp":
+        refuse_unfit_entries(tree, (StoredTensor, torch.Tensor))
+    else:
+        refuse_doubled(tree, (StoredTensor, torch.Tensor), "/", LAYOUT_NAME)

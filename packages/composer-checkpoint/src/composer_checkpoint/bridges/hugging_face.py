@@ -7,7 +7,6 @@ because the run was killed, or damaged.
 import json
 import os
 import re
-import zipfile
 from collections.abc import Mapping
 from logging import getLogger
 from pathlib import Path
@@ -20,8 +19,12 @@ from composer_checkpoint.errors import (
     NoCheckpointError,
     UnsafeCheckpointError,
 )
-from composer_checkpoint.file_io import hash_file
+from composer_checkpoint.file_io import FileReader, hash_file
 from composer_checkpoint.files import verify_file
+from composer_checkpoint.formats._zip import LOCAL_MAGIC, check_checksums
+from composer_checkpoint.formats.archives import INDEX_SUFFIX, plain_file
+from composer_checkpoint.formats.pt import open_pt_source
+from composer_checkpoint.formats.safetensors import merge_files, read_index
 from composer_checkpoint.inspection import inspect_file
 from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, first_difference
 
@@ -42,8 +45,6 @@ _OPTIMIZERS = ("optimizer*", "global_step*")
 _ARGUMENTS_NAME = "training_args.bin"
 _PICKLED = (".pt", ".pth", ".bin")
 _BIN_INDEX_SUFFIX = ".bin.index.json"
-_SAFETENSORS_INDEX_SUFFIX = ".safetensors.index.json"
-_ZIP_START = b"PK\x03\x04"
 _MAX_NAMES = 10
 
 
@@ -61,7 +62,7 @@ def latest_valid(output_dir: str | os.PathLike[str]) -> str | None:
         trainer.train(resume_from_checkpoint=latest_valid(args.output_dir))
     """
     folder = Path(output_dir)
-    found = [(int(match[1]), path) for path in _entries(folder) if (match := _CHECKPOINT.fullmatch(path.name))]
+    found = [(int(match[1]), path) for path in folder.glob("*/") if (match := _CHECKPOINT.fullmatch(path.name))]
     for _, path in sorted(found, reverse=True):
         try:
             manifest = verify_folder(path)
@@ -177,63 +178,27 @@ def _check_unsealed(root: Path) -> None:
 
 def _check_by_format(path: Path) -> None:
     """Compare a file with the checksums and the structure of its own format."""
-    if path.name.endswith((".safetensors", _SAFETENSORS_INDEX_SUFFIX)):
+    if path.name.endswith((".safetensors", INDEX_SUFFIX)):
         verify_file(path)
     elif path.name.endswith(_BIN_INDEX_SUFFIX):
-        _check_bin_index(path)
+        with merge_files(read_index(path, ".bin"), open_pt_source) as source:
+            if source.missing:
+                raise CorruptCheckpointError(
+                    f"the files of {path} lack {source.missing[0]!r:.200}: they are of another save. Resume from "
+                    f"another checkpoint."
+                )
     elif path.suffix == ".json":
-        _read_json(path)
-    elif path.suffix in (*_PICKLED, ".distcp"):
-        _check_zip(path)
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path} is not JSON: {error}. Resume from another checkpoint.") from error
-
-
-def _check_bin_index(path: Path) -> None:
-    """Compare an index of `.bin` files with the files' tensors."""
-    raw = _read_json(path)
-    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CorruptCheckpointError(f"{path} has no weight_map from tensors to files. Resume from another checkpoint.")
-    for name in sorted(set(weight_map.values())):
-        shard = path.with_name(os.path.basename(name))
-        if shard.name != name or not shard.is_file():
-            raise CorruptCheckpointError(
-                f"{path.parent} lacks the shard {name!r:.200}, which {path.name} lists. Resume from another checkpoint."
-            )
-        listed = {tensor for tensor, file in weight_map.items() if file == name}
-        if lacking := sorted(listed - inspect_file(shard).tensors.keys()):
-            raise CorruptCheckpointError(
-                f"{shard} lacks {lacking[0]!r:.200}, which {path.name} says it has: it is of another save. Resume from "
-                f"another checkpoint."
-            )
-
-
-def _check_zip(path: Path) -> None:
-    with path.open("rb") as file:
-        start = file.read(len(_ZIP_START))
-        if start != _ZIP_START:
-            raise CorruptCheckpointError(
-                f"{path} begins with {start!r} and not as torch.save's files do. Resume from another checkpoint."
-            )
-        if path.suffix == ".distcp":  # several archives in a row, which are not one zip file
-            return
         try:
-            with zipfile.ZipFile(file) as members:
-                damaged = members.testzip()
-        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError) as error:
-            raise CorruptCheckpointError(f"{path} is cut short or damaged: {error}. Resume from another.") from error
-    if damaged is not None:
-        raise CorruptCheckpointError(f"{path} is damaged in its member {damaged}. Resume from another checkpoint.")
-
-
-def _entries(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+            json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{path} is not JSON: {error}. Resume from another checkpoint.") from error
+    elif path.suffix in _PICKLED:
+        with plain_file(os.fspath(path)) as plain, FileReader(plain) as reader:
+            check_checksums(reader)
+    elif path.suffix == ".distcp":  # several archives in a row
+        with plain_file(os.fspath(path)) as plain, FileReader(plain) as reader:
+            if not reader.read(0, min(reader.size_bytes, 4)) == LOCAL_MAGIC:
+                raise CorruptCheckpointError("it does not begin as torch.save's files do. Resume from another.")
 
 
 def _file_names(root: Path) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError, UnsafeCheckpointError
-from composer_checkpoint.formats.pt_tensors import open_pt_source
+from composer_checkpoint.formats.pt import open_pt_source
 from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource
 
 __all__ = ["find_zero_folder", "open_zero_source"]

@@ -1,11 +1,14 @@
-"""Per-rank files: one file for each rank, with its shards as they are in memory."""
+"""Per-rank files: one file for each rank, with its shards as they are in memory.
+
+They are also read and written tensor by tensor, by one process.
+"""
 
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,9 +23,11 @@ from torch.optim import Optimizer
 
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint._tree import Names, map_tree, noted_names, refuse_doubled
-from composer_checkpoint.commit import put_in_place, record_set, write_beside
-from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
+from composer_checkpoint.commit import put_in_place, record_set, refuse_existing, write_beside
+from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError
 from composer_checkpoint.files import load_file, save_file, verify_file
+from composer_checkpoint.formats.pt import open_pt_source, stream_pt, tensors_to_write
+from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource, refuse_sparse
 from composer_checkpoint.lock import complete_interrupted_sets, discard
 from composer_checkpoint.manifest import LAYOUT_KEY, SAVE_ID_KEY, Manifest, layout_in, refuse_mixed_saves
 from composer_checkpoint.names import sibling_name
@@ -42,12 +47,15 @@ __all__ = [
     "save_local",
     "write_together",
     "load_local_state",
+    "open_local_source",
     "save_local_state",
+    "stream_local",
 ]
 
 ELASTIC_VARIABLE = "COMPOSER_LOCAL_ELASTIC"
 
 _RANK = "{rank}"
+LAYOUT_NAME = "the layout of per-rank files"  # in messages
 _MAX_LISTED = 10
 
 
@@ -112,13 +120,16 @@ def local_content(
     """Return the content of this rank's file and of its manifest. Every rank must call this."""
 
     def propose() -> str:
-        refuse_doubled(state_dict, (DTensor,), "/", "the layout of per-rank files")  # the layout lists only DTensors
+        refuse_doubled(state_dict, (DTensor,), "/", LAYOUT_NAME)  # the layout lists only DTensors
         return uuid.uuid4().hex
 
     # All ranks take rank 0's id, by which loading recognizes files of different saves.
     save_id = ranks.exchange(propose, lambda proposed: proposed[:1] * len(proposed))
     layout = {**_layout(state_dict, ranks), SAVE_ID_KEY: save_id}
-    return {**_to_local(state_dict), LAYOUT_KEY: layout}, {**(info or {}), SAVE_ID_KEY: save_id}
+    local = _map_leaves(
+        dict(state_dict), lambda _, leaf: _own_part(leaf).detach() if isinstance(leaf, torch.Tensor) else leaf
+    )
+    return {**local, LAYOUT_KEY: layout}, {**(info or {}), SAVE_ID_KEY: save_id}
 
 
 def own_path(path: str | os.PathLike[str], ranks: Ranks) -> Path:
@@ -213,10 +224,6 @@ def merge_local(path: str | os.PathLike[str], *, verify: bool = True) -> dict[st
         NoCheckpointError: If a file is missing.
         CheckpointError: If a file is damaged or unsafe, or the files are not of one save.
     """
-    # Here, since few loads need them.
-    from composer_checkpoint.formats.per_rank_tensors import open_local_source
-    from composer_checkpoint.formats.tensor_source import StoredTensor
-
     with open_local_source(path) as source:
         if verify:
             for rank in range(len(source.files)):
@@ -228,8 +235,11 @@ def _read(state_dict: Mapping[str, Any], path: str | os.PathLike[str], ranks: Ra
     """Return this rank's values, after comparing their names and shapes with the state dict."""
     own = _path_of(path, ranks.rank, ranks.world_size)
     # A rank beyond the number of saving ranks has no file; rank 0's file has that number.
-    content = _load(path, ranks.rank if own.exists() else 0, verify)
-    saved = content[LAYOUT_KEY]["world_size"]
+    file = own if own.exists() else _path_of(path, 0, ranks.world_size)
+    if not file.exists():
+        raise NoCheckpointError(f"{file} does not exist. Local files are complete with one file of each rank.")
+    content = load_file(file, verify=verify)
+    saved = layout_in(content, file)["world_size"]
     if saved != ranks.world_size:
         if os.environ.get(ELASTIC_VARIABLE) != "1":
             raise ValueError(
@@ -271,21 +281,6 @@ def _compare(state_dict: Mapping[str, Any], values: Mapping[str, Any], path: Pat
             f"{len(differing)} different: {', '.join(differing[:_MAX_LISTED])}. Load it into the model and optimizer "
             f"that it was saved from, spread in the same way."
         )
-
-
-def _load(path: str | os.PathLike[str], rank: int, verify: bool) -> dict[str, Any]:
-    file = Path(os.fspath(path).replace(_RANK, str(rank)))
-    if not file.exists():
-        raise NoCheckpointError(f"{file} does not exist. Local files are complete with one file of each rank.")
-    content = load_file(file, verify=verify)
-    layout_in(content, file)
-    return cast("dict[str, Any]", content)
-
-
-def _to_local(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    return _map_leaves(
-        dict(state_dict), lambda _, leaf: _own_part(leaf).detach() if isinstance(leaf, torch.Tensor) else leaf
-    )
 
 
 def _layout(state_dict: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
@@ -391,7 +386,8 @@ def save_local_state(
         >>> manifest = save_local_state(path, model, torch.optim.SGD(model.parameters(), lr=0.1))
         >>> load_local_state(path, model)
     """
-    return save_local(_collect(model, _named(optimizers)), path, info=info, timeout_s=timeout_s)
+    content, _ = _collect(model, optimizers)
+    return save_local(content, path, info=info, timeout_s=timeout_s)
 
 
 def load_local_state(
@@ -414,22 +410,17 @@ def load_local_state(
         NoCheckpointError: If the files do not exist.
         CheckpointError: On all ranks, if the file of any is damaged, unsafe or of another model. Nothing was changed.
     """
-    named = _named(optimizers)
-    content = _collect(model, named)
+    content, named = _collect(model, optimizers)
     load_local(content, path, verify=verify)
     set_model_state_dict(model, content["state"]["model"])
     for name, optimizer in named.items():
         set_optimizer_state_dict(model, optimizer, content["state"]["optimizers"][name])
 
 
-def _collect(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
-    if optimizers:
-        state["optimizers"] = {name: get_optimizer_state_dict(model, each) for name, each in optimizers.items()}
-    return {"state": state}
-
-
-def _named(optimizers: Optimizer | Sequence[Optimizer]) -> dict[str, Optimizer]:
+def _collect(
+    model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
+) -> tuple[dict[str, Any], dict[str, Optimizer]]:
+    """Return the content of a file, and the optimizers by name."""
     listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     named = {type(optimizer).__qualname__: optimizer for optimizer in listed}
     if len(named) < len(listed):
@@ -437,4 +428,199 @@ def _named(optimizers: Optimizer | Sequence[Optimizer]) -> dict[str, Optimizer]:
             f"optimizers={[type(optimizer).__qualname__ for optimizer in listed]}: they are identified by their "
             f"class, and two have the same. Save each to a file of its own."
         )
-    return named
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if named:
+        state["optimizers"] = {name: get_optimizer_state_dict(model, each) for name, each in named.items()}
+    return {"state": state}, named
+
+
+def stream_local(
+    tree: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    world_size: int,
+    info: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int], object] | None = None,
+) -> None:
+    """Write a tree as the per-rank files that `world_size` ranks with FSDP2 would have saved.
+
+    Args:
+        tree: Dicts and lists of `StoredTensor`s and plain data. `rng`, if it is a list, has an entry for each rank.
+        path: Path with `{rank}` in it. No file gets its final name before all are on the disk.
+        world_size: Number of ranks.
+        info: Entries of the manifests about the run.
+        overwrite: Whether to replace existing files of these names.
+        progress: Called with the number of bytes after each piece.
+
+    Raises:
+        ValueError: If there is no `{rank}` in the path, or `world_size` is less than 1.
+        CheckpointConflictError: If a file exists and `overwrite` is false.
+        IncompatibleCheckpointError: If a tensor is sparse or quantized, or if two items have one name once the keys of
+            their paths are joined by slashes.
+        UnsafeCheckpointError: If the tree has anything other than data.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from composer_checkpoint.tensors import as_stored, open_checkpoint
+        >>> path = tempfile.mkdtemp() + "/ba2_rank{rank}.pt"
+        >>> stream_local({"state": {"model": {"w": as_stored(torch.arange(3))}}}, path, world_size=2)
+        >>> with open_checkpoint(path) as source:
+        ...     source.weights["w"].read()
+        tensor([0, 1, 2])
+    """
+    template = os.path.abspath(path)
+    if world_size < 1 or _RANK not in template:
+        raise ValueError(
+            f"path={os.fspath(path)!r}, world_size={world_size!r}: give 1 rank or more, and a path with {_RANK} in it."
+        )
+    check_local(tree, path)
+    finals = [Path(template.replace(_RANK, str(rank))) for rank in range(world_size)]
+    for final in finals:
+        refuse_existing(final, overwrite)
+    temporaries = [sibling_name(final) for final in finals]
+    save_id = uuid.uuid4().hex
+    notes = {**(info or {}), SAVE_ID_KEY: save_id}
+    with ExitStack() as undo:
+        for rank, (temporary, final) in enumerate(zip(temporaries, finals, strict=True)):
+            undo.callback(discard, temporary)
+            part = {**_part(tree, rank, world_size, save_id)}
+            write_beside(
+                temporary,
+                final,
+                lambda place, part=part: stream_pt(part, place, info=notes, progress=progress),
+                overwrite=overwrite,
+            )
+        # Renamed only now, so that a failed write leaves the earlier set as it was. From the record on, what completes
+        # a set after a kill needs the temporary files.
+        record = record_set(list(zip(finals, temporaries, strict=True)))[0]
+        if record is not None:
+            undo.pop_all()
+        for temporary, final in zip(temporaries, finals, strict=True):
+            put_in_place(temporary, final, overwrite=overwrite)
+        if record is not None:
+            discard(record)
+
+
+def check_local(tree: Mapping[str, Any], path: str | os.PathLike[str], called: str = "a set of per-rank files") -> None:
+    """Raise if per-rank files have no form for a tree, before anything is written."""
+    refuse_sparse(tensors_to_write(tree, path, called), called)
+    refuse_doubled(tree, (StoredTensor, torch.Tensor), "/", LAYOUT_NAME)
+
+
+def _part(tree: Mapping[str, Any], rank: int, world_size: int, save_id: str) -> dict[str, Any]:
+    """Return the content of a rank's file."""
+    tensors: dict[str, Any] = {}
+
+    def change(name: str, value: Any) -> Any:
+        # Scalars and RNG states are replicated, as under FSDP2.
+        if not isinstance(value, StoredTensor) or not value.shape or name.startswith("rng"):
+            return value
+        part, start = _rows(value, rank, world_size)
+        tensors[name] = {
+            "placements": ["S(0)"],
+            "global_shape": list(value.shape),
+            "offsets": [start, *(0 for _ in value.shape[1:])],
+        }
+        return part
+
+    part: dict[str, Any] = map_tree(dict(tree), change)
+    if isinstance(part.get("rng"), list):
+        part["rng"] = part["rng"][rank : rank + 1]
+    layout = {"world_size": world_size, "rank": rank, "mesh_shape": [world_size], "mesh_names": []}
+    return {**part, LAYOUT_KEY: {**layout, "tensors": tensors, SAVE_ID_KEY: save_id}}
+
+
+def _rows(tensor: StoredTensor, rank: int, world_size: int) -> tuple[StoredTensor, int]:
+    """Return a rank's rows of a tensor, and the index of the first."""
+    # Rounded up, as `Shard(0)` splits a dimension: the last ranks may have fewer rows or none.
+    rows = -(-tensor.shape[0] // world_size)
+    start = min(rank * rows, tensor.shape[0])
+    count = min(rows, tensor.shape[0] - start)
+    return tensor.rows(start, count), start
+
+
+def open_local_source(path: str | os.PathLike[str]) -> TensorSource:
+    """Open the files that `save_local` wrote. Plain data is rank 0's, except for `rng`, which has the states of all.
+
+    Args:
+        path: Path with `{rank}` in it.
+    """
+    template = os.fspath(path)
+    with ExitStack() as opened:
+        first = open_pt_source(template.replace(_RANK, "0"))
+        sources = [opened.enter_context(first)]
+        world_size = layout_in(first.tree, template)["world_size"]
+        paths = [template.replace(_RANK, str(rank)) for rank in range(world_size)]
+        if missing := [file for file in paths if not os.path.exists(file)]:
+            raise NoCheckpointError(
+                f"{len(missing)} of the files of {world_size} ranks are missing: {', '.join(missing[:8])}. Bring them "
+                f"together in one folder."
+            )
+        sources += [opened.enter_context(open_pt_source(file)) for file in paths[1:]]
+        layouts = [layout_in(source.tree, template) for source in sources]
+        refuse_mixed_saves([layout.get(SAVE_ID_KEY) for layout in layouts], template)
+        for rank, layout in enumerate(layouts):
+            if (layout["world_size"], layout["rank"]) != (world_size, rank):
+                raise CorruptCheckpointError(
+                    f"{paths[rank]} is of rank {layout['rank']} of {layout['world_size']}, and it should be of rank "
+                    f"{rank} of {world_size}. Bring together the files of one save."
+                )
+        files = {Path(file).name: source.size_bytes for file, source in zip(paths, sources, strict=True)}
+        merged = TensorSource("local", _merged(sources, layouts), sum(files.values()), first.manifest, files=files)
+        merged.on_close(opened.pop_all())
+    return merged
+
+
+def layout_of(tree: Any) -> Mapping[str, Any] | None:
+    """Return how the tensors of a per-rank file are sharded; `None` for other files."""
+    layout = tree.get(LAYOUT_KEY) if isinstance(tree, dict) else None
+    return layout if isinstance(layout, dict) else None
+
+
+def _merged(sources: Sequence[TensorSource], layouts: Sequence[Mapping[str, Any]]) -> Any:
+    spread = layouts[0]["tensors"]
+
+    def change(name: str, value: Any) -> Any:
+        is_spread = isinstance(value, StoredTensor) and name in spread
+        return _whole(name, sources, layouts) if is_spread else value
+
+    tree = map_tree(sources[0].tree, change)
+    rng = [source.tree.get("rng") for source in sources]
+    if all(isinstance(states, list) for states in rng):
+        tree["rng"] = [state for states in rng for state in states]
+    return {key: value for key, value in tree.items() if key != LAYOUT_KEY}
+
+
+def _whole(name: str, sources: Sequence[TensorSource], layouts: Sequence[Mapping[str, Any]]) -> StoredTensor:
+    parts: dict[tuple[int, ...], StoredTensor] = {}
+    shape = tuple(layouts[0]["tensors"][name]["global_shape"])
+    for source, layout in zip(sources, layouts, strict=True):
+        part = source.tensors.get(name)
+        # The files are not trusted to fit together.
+        if part is None or part.sparse is not None or name not in layout["tensors"]:
+            raise CorruptCheckpointError(f"a rank's file lacks {name!r:.200}. Bring together the files of one save.")
+        if part.numel:
+            # The first of several replicas suffices; an empty shard may have the offsets of another.
+            parts.setdefault(tuple(layout["tensors"][name]["offsets"]), part)
+    covered = sum(part.numel for part in parts.values())
+    dtype = sources[0].tensors[name].dtype
+
+    def fetch() -> torch.Tensor:
+        whole = torch.empty(shape, dtype=dtype)
+        for offsets, part in parts.items():
+            region = whole
+            for dim, (start, length) in enumerate(zip(offsets, part.shape, strict=True)):
+                region = region.narrow(dim, start, length)
+            region.copy_(part.read())
+        return whole
+
+    # Two names are one tensor if all of their parts are.
+    same = tuple(part.storage for part in parts.values())
+    merged = StoredTensor(dtype, shape, fetch, None if None in same else same)
+    if covered != merged.numel:
+        raise CorruptCheckpointError(
+            f"the files hold {covered} of the {merged.numel} elements of {name!r:.200}. Bring together the files of "
+            f"one save."
+        )
+    return merged

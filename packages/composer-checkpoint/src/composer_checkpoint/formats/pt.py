@@ -1,12 +1,17 @@
-"""`.pt` files: archives of `torch.save` with a manifest and a seal, checked before `torch.load` reads them."""
+"""`.pt` files: archives of `torch.save` with a manifest and a seal, checked before `torch.load` reads them.
+
+They are also read and written tensor by tensor. Nothing of their pickles is ever run.
+"""
 
 import io
 import os
 import pickle
+import sys
 import threading
 import zipfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
@@ -15,15 +20,53 @@ from typing import IO, Any, cast
 
 import numpy as np
 import torch
+from torch._utils import (
+    _rebuild_sparse_tensor,  # pyright: ignore[reportPrivateUsage]
+    _rebuild_tensor_v2,  # pyright: ignore[reportPrivateUsage]
+    _rebuild_tensor_v3,  # pyright: ignore[reportPrivateUsage]
+)
+from torch.serialization import _open_zipfile_writer_buffer  # pyright: ignore[reportPrivateUsage]
 from torch.torch_version import TorchVersion
 
-from composer_checkpoint._finite import PassingWeights, weight_names
-from composer_checkpoint._pickle_inspection import PickleInspection, inspect_pickle
-from composer_checkpoint._tree import decode, encode, named_leaves, noted_in, notes_of
-from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
-from composer_checkpoint.file_io import FileReader, HashingFile, MappedFile, hash_ranges, hash_tensor
-from composer_checkpoint.formats._zip import ZipLayout, read_zip_layout
-from composer_checkpoint.formats.archives import final_name
+from composer_checkpoint._finite import verify_ranges, weight_names
+from composer_checkpoint._pickle_inspection import (
+    STORAGE_DTYPES,
+    Dtype,
+    PickleInspection,
+    SparseSpec,
+    TensorSpec,
+    inspect_pickle,
+    read_legacy_pt,
+    safe_unpickle,
+)
+from composer_checkpoint._tree import Names, decode, encode, map_tree, named_leaves, noted_in, notes_of
+from composer_checkpoint.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    UnsafeCheckpointError,
+)
+from composer_checkpoint.file_io import (
+    HASH_NAME,
+    FileReader,
+    HashingFile,
+    MappedFile,
+    hash_ranges,
+    hash_tensor,
+    tensor_bytes,
+)
+from composer_checkpoint.formats._zip import Readable, ZipLayout, read_zip_layout
+from composer_checkpoint.formats.archives import final_name, format_of, plain_file
+from composer_checkpoint.formats.tensor_source import (
+    Bytes,
+    SparseParts,
+    StoredTensor,
+    TensorSource,
+    as_stored,
+    in_file,
+    refuse_quantized,
+    sparse_stored,
+)
 from composer_checkpoint.manifest import (
     EMPTY_SEAL,
     MANIFEST_NAME,
@@ -35,7 +78,7 @@ from composer_checkpoint.manifest import (
     seal,
 )
 
-__all__ = ["PtContents", "load_checked", "load_pt", "open_pt", "save_pt", "verify_pt"]
+__all__ = ["PtContents", "load_checked", "load_pt", "open_pt", "open_pt_source", "save_pt", "stream_pt", "verify_pt"]
 
 log = getLogger(__name__)
 _MAX_NAME_CHARS = 500
@@ -89,7 +132,7 @@ def verify_pt(reader: FileReader) -> Manifest | None:
     return contents.manifest
 
 
-def open_pt(reader: FileReader, *, record_unknown: bool = False) -> PtContents:
+def open_pt(reader: Readable, *, record_unknown: bool = False, drop_attributes: bool = False) -> PtContents:
     """Read and check everything but the tensors' elements."""
     layout = read_zip_layout(reader)
     manifest = check_seal(reader, layout)
@@ -103,7 +146,8 @@ def open_pt(reader: FileReader, *, record_unknown: bool = False) -> PtContents:
             f"the file is a zip, but not one of torch.save's: it lacks data.pkl and has "
             f"{sorted(layout.members)[:_MAX_NAMES]}. Load another checkpoint."
         )
-    rehearsal = inspect_pickle(reader.read(pickled.offset, pickled.size_bytes), record_unknown=record_unknown)
+    data = reader.read(pickled.offset, pickled.size_bytes)
+    rehearsal = inspect_pickle(data, record_unknown=record_unknown, drop_attributes=drop_attributes)
     for key, storage in rehearsal.storages.items():
         member = layout.members.get(f"{PAYLOAD_FOLDER}{key}")
         found = "none" if member is None else member.size_bytes
@@ -123,26 +167,15 @@ def _verify_payload(reader: FileReader, contents: PtContents, mapped: MappedFile
     storages = {name: member for name, member in layout.members.items() if name.startswith(PAYLOAD_FOLDER)}
     if storages.keys() != manifest.files.keys():
         raise CorruptCheckpointError("the manifest lists other storages than the file has. Load another checkpoint.")
-    ranges = [(member.offset, member.size_bytes) for member in storages.values()]
-    passing = _passing_weights(contents.rehearsal, list(storages))
-    hashes = hash_ranges(reader, ranges, manifest.hash_name, mapped=mapped, look=passing.look)
-    wrong = [name for name, found in zip(storages, hashes, strict=True) if found != manifest.files[name].hash]
-    if wrong:
-        names = ", ".join(
-            _tensors_of(contents.rehearsal, name.removeprefix(PAYLOAD_FOLDER)) for name in wrong[:_MAX_NAMES]
-        )
-        raise CorruptCheckpointError(
-            f"the bytes of {names} are not those that were written ({len(wrong)} of {len(storages)} hashes differ; the "
-            f"first is at byte {storages[wrong[0]].offset}). Load another checkpoint."
-        )
-    return passing.finite()
-
-
-def _passing_weights(rehearsal: PickleInspection, storages: Sequence[str]) -> PassingWeights:
-    indices = {name: index for index, name in enumerate(storages)}
-    weights = {name: rehearsal.tensors[name] for name in weight_names(rehearsal.tensors)}
-    return PassingWeights(
-        {name: (indices[f"{PAYLOAD_FOLDER}{spec.storage.key}"], spec.dtype.name) for name, spec in weights.items()}
+    specs = contents.rehearsal.tensors
+    return verify_ranges(
+        reader,
+        {name: (member.offset, member.size_bytes) for name, member in storages.items()},
+        {name: entry.hash for name, entry in manifest.files.items()},
+        manifest.hash_name,
+        {name: (f"{PAYLOAD_FOLDER}{specs[name].storage.key}", specs[name].dtype.name) for name in weight_names(specs)},
+        mapped,
+        lambda name: _tensors_of(contents.rehearsal, name.removeprefix(PAYLOAD_FOLDER)),
     )
 
 
@@ -308,3 +341,255 @@ def _make_manifest(
     }
     entries = {name: FileEntry(part[1], known[part]) for name, part in files.items()}
     return Manifest(hash_name=hash_name, tensors=tensors, files=entries, info=info)
+
+
+def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: bool = False) -> TensorSource:
+    """Open a file of any version of `torch.save`, or a plain pickle of arrays.
+
+    Args:
+        path: Path of the file, which may be a tar archive or compressed.
+        record_unknown: Whether to open a file with more than data too, with inert objects in place of the unknown
+            ones; `unsafe_globals` lists them.
+        drop_attributes: Whether to read tensors with Python attributes, without the attributes.
+    """
+    with ExitStack() as opened:  # an archive is unpacked once, and its content deleted when the source is closed
+        reader = opened.enter_context(FileReader(opened.enter_context(plain_file(path))))
+        manifest: Manifest | None = None
+        match kind := format_of(reader):
+            case "pt":
+                contents = open_pt(reader, record_unknown=record_unknown, drop_attributes=drop_attributes)
+                tree, manifest, inspection = read_tree(reader, contents), contents.manifest, contents.rehearsal
+            case "legacy pt":
+                inspection = read_legacy_pt(reader, record_unknown=record_unknown)
+                offsets = inspection.offsets
+                tree = _plain(inspection.tree, lambda spec: _stored(reader, offsets[spec.storage.key], spec))
+            case _:
+                data = reader.read(0, reader.size_bytes)  # all of it, since its arrays are inside the pickle
+                inspection = inspect_pickle(data, record_unknown=True) if record_unknown else PickleInspection()
+                tree = None if inspection.unknown_globals else safe_unpickle(data)
+                tree = map_tree(tree, lambda _, leaf: as_stored(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+        source = TensorSource(kind, tree, os.path.getsize(path), manifest)
+        source.unsafe_globals = tuple(sorted(inspection.unknown_globals))
+        source.on_close(opened.pop_all())
+        return source
+
+
+def read_tree(file: Bytes, contents: PtContents) -> Any:
+    """Return the content of an archive, with a `StoredTensor` in place of each tensor."""
+    members, order = contents.layout.members, contents.layout.members.get("byteorder")
+    written = sys.byteorder.encode() if order is None else file.read(order.offset, order.size_bytes)
+    if written != sys.byteorder.encode():
+        raise IncompatibleCheckpointError(
+            f"the file was written on a machine with {written.decode(errors='replace')!r:.20}-endian numbers, and this "
+            f"one has {sys.byteorder}. Load it with torch.load and save it again."
+        )
+    kinds, names = noted_in(contents.manifest)
+    tree = _plain(
+        contents.rehearsal.tree,
+        lambda spec: _stored(file, members[f"{PAYLOAD_FOLDER}{spec.storage.key}"].offset, spec),
+    )
+    return decode(_arrays_back(tree, kinds, names), kinds, names)
+
+
+def _arrays_back(tree: Any, kinds: Mapping[str, Any], names: Callable[[], Names]) -> Any:
+    """Read the tensors that stand for NumPy arrays, which are small, and convert them back."""
+    if "ndarray" not in kinds.values():
+        return tree
+
+    def change(name: str, value: Any) -> Any:
+        is_array = isinstance(value, StoredTensor) and kinds.get(name) == "ndarray"
+        return value.read() if is_array else value
+
+    return map_tree(tree, change, shared=True, names=names())
+
+
+def _stored(file: Bytes, offset: int, spec: TensorSpec) -> StoredTensor:
+    dtype = getattr(torch, spec.dtype.name)
+    # With the path, since storages are numbered from 0 in every file, and per-rank files are merged.
+    key = (file.path, spec.storage.key, spec.offset, spec.stride, spec.is_conj, spec.is_neg)
+    if spec.dtype.name.startswith("q"):
+
+        def refuse(*_: int) -> torch.Tensor:
+            raise IncompatibleCheckpointError(
+                f"a tensor is {spec.dtype.name}, and quantized tensors cannot be read singly. Load the file with "
+                f"load_file() and dequantize it."
+            )
+
+        return StoredTensor(dtype, spec.shape, refuse, key, refuse)
+    if spec.byte_range is not None:
+        stored = in_file(file, offset + spec.byte_range[0], dtype, spec.shape, key)
+    else:
+        # Not contiguous: read the range that the strides span, and gather from it.
+        last = sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
+        around = in_file(file, offset + spec.offset * spec.dtype.item_bytes, dtype, (last + 1,), key)
+        stored = StoredTensor(
+            dtype, spec.shape, lambda: around.read().as_strided(spec.shape, spec.stride).contiguous(), key
+        )
+
+    def resolved(elements: torch.Tensor) -> torch.Tensor:
+        conjugated = elements.conj_physical() if spec.is_conj else elements
+        return -conjugated if spec.is_neg else conjugated
+
+    if spec.is_conj or spec.is_neg:  # lazily, when it was saved
+        plain = stored
+        return StoredTensor(
+            dtype, spec.shape, lambda: resolved(plain.read()), key, lambda *place: resolved(plain.read_range(*place))
+        )
+    return stored
+
+
+def _plain(tree: Any, stored: Callable[[TensorSpec], StoredTensor]) -> Any:
+    """Return the tree with real objects in place of the descriptions that the inspection made."""
+
+    def change(_: str, value: Any) -> Any:
+        match value:
+            case TensorSpec():
+                return stored(value)
+            case SparseSpec():
+                parts = {name: stored(part) for name, part in value.parts.items()}
+                layout = getattr(torch, value.layout)
+                return sparse_stored(value.shape, SparseParts(layout, parts, value.is_coalesced))
+            case Dtype():
+                return getattr(torch, value.name)
+            case _:
+                return value
+
+    return map_tree(tree, change, shared=True)
+
+
+def tensors_to_write(tree: Any, path: str | os.PathLike[str], called: str = "a .pt file") -> dict[str, StoredTensor]:
+    """Return the tensors of a tree by name, and raise if it has quantized ones, or anything other than data."""
+    tensors: dict[str, StoredTensor] = {}
+    for name, leaf in named_leaves(tree):
+        if isinstance(leaf, StoredTensor | torch.Tensor):
+            tensors[name] = as_stored(leaf) if isinstance(leaf, torch.Tensor) else leaf
+    refuse_quantized(tensors, called)
+    # Tensors are known to be data, so they are left out of the search for other objects.
+    plain, _ = encode(map_tree(tree, lambda _, value: None if isinstance(value, StoredTensor) else value))
+    refuse_unsafe_objects(plain, os.fspath(path))
+    return tensors
+
+
+# Classes that name a storage's dtype in a pickle. Newer dtypes have none, and are named next to untyped bytes.
+_STORAGES: Mapping[torch.dtype, type] = {
+    getattr(torch, dtype): getattr(torch, kind)
+    for kind, (dtype, _) in STORAGE_DTYPES.items()
+    if not dtype.startswith("q")
+}
+
+
+def stream_pt(
+    tree: Any,
+    path: str | os.PathLike[str],
+    *,
+    info: Mapping[str, Any] | None = None,
+    hash_name: str = HASH_NAME,
+    progress: Callable[[int], object] | None = None,
+) -> Manifest:
+    """Write a tree to one file for `torch.load` and `load_file`, reading each tensor only when it is written.
+
+    The file has a manifest and a seal, like those of `save_file`. Tensors that are one storage are written once, and
+    stay one. The file is written in place, as by `save_file`.
+
+    Args:
+        tree: Dicts, lists and tuples of `StoredTensor`s, tensors, numbers, strings and `None`.
+        path: Path of the file.
+        info: Further entries of the manifest.
+        hash_name: As for `save_file`.
+        progress: Called with the number of bytes after each tensor.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        IncompatibleCheckpointError: If a tensor is quantized.
+        UnsafeCheckpointError: If the tree has anything other than data.
+
+    Example:
+        >>> import tempfile
+        >>> from composer_checkpoint.tensors import as_stored
+        >>> path = tempfile.mkdtemp() + "/ep1.pt"
+        >>> manifest = stream_pt({"state": {"model": {"w": as_stored(torch.ones(2))}}}, path)
+        >>> torch.load(path, weights_only=True)["state"]["model"]["w"]
+        tensor([1., 1.])
+    """
+    tensors_to_write(tree, path)
+    plain, kinds = encode(tree)
+    notes = {"torch_version": str(torch.__version__), **(info or {}), **notes_of(kinds)}
+    pickled, storages = _pickle(plain)
+    rehearsal = inspect_pickle(pickled, record_unknown=True)
+    if rehearsal.unknown_globals:
+        raise unsafe_objects(os.fspath(path), f"objects of {', '.join(sorted(rehearsal.unknown_globals)[:10])}")
+    with HashingFile(os.fspath(path), hash_name) as file:
+        # The writer behind `torch.save`, which itself would need all tensors in memory.
+        with _open_zipfile_writer_buffer(cast("IO[bytes]", file)) as archive:
+            writer = cast("Any", archive)
+            writer.write_record("data.pkl", pickled, len(pickled))
+            writer.write_record("byteorder", sys.byteorder, len(sys.byteorder))
+            for key, tensor in storages.items():
+                data = tensor_bytes(tensor.read())
+                # frombuffer() refuses empty buffers.
+                elements = torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else torch.empty(0)
+                writer.write_record(f"{PAYLOAD_FOLDER}{key}", elements.untyped_storage(), tensor.size_bytes)
+                if progress is not None:
+                    progress(tensor.size_bytes)
+        file.raise_failure()
+        return append_manifest(file, os.fspath(path), notes, hash_name)[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Storage:
+    """Placeholder in a pickle for the bytes of a tensor."""
+
+    key: str
+    kind: type
+    numel: int
+
+
+class _Pickler(pickle.Pickler):
+    """Pickler that writes descriptions of tensors as `torch.save` writes tensors."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)  # as torch.save
+        self.storages: dict[str, StoredTensor] = {}
+        self._known: dict[Hashable, _Storage] = {}
+
+    def persistent_id(self, obj: Any, /) -> Any:
+        return ("storage", obj.kind, obj.key, "cpu", obj.numel) if isinstance(obj, _Storage) else None
+
+    def reducer_override(self, obj: Any, /) -> Any:
+        if isinstance(obj, torch.Tensor):
+            obj = as_stored(obj)
+        if not isinstance(obj, StoredTensor):
+            return NotImplemented
+        if obj.sparse is not None:
+            coalesced = (obj.sparse.is_coalesced,) if obj.sparse.layout == torch.sparse_coo else ()
+            data = (*obj.sparse.parts.values(), torch.Size(obj.shape), *coalesced)
+            return _rebuild_sparse_tensor, (obj.sparse.layout, data)
+        # Contiguous strides, without allocating memory.
+        stride = tuple(torch.empty(obj.shape, device="meta").stride())
+        place = (self._storage(obj), 0, obj.shape, stride, False, OrderedDict())
+        if obj.dtype in _STORAGES:
+            return _rebuild_tensor_v2, place
+        return _rebuild_tensor_v3, (*place, obj.dtype)
+
+    def _storage(self, tensor: StoredTensor) -> _Storage:
+        # Names of one tensor share a storage. Empty tensors may have equal keys without being one tensor.
+        own = tensor if tensor.storage is None or not tensor.numel else (tensor.storage, tensor.dtype, tensor.shape)
+        if own not in self._known:
+            key = str(len(self.storages))
+            kind = _STORAGES.get(tensor.dtype)
+            numel = tensor.numel if kind is not None else tensor.size_bytes  # an untyped storage counts bytes
+            self._known[own] = _Storage(key, cast("type", kind or torch.UntypedStorage), numel)
+            self.storages[key] = tensor
+        return self._known[own]
+
+
+def _pickle(tree: Any) -> tuple[bytes, dict[str, StoredTensor]]:
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(tree)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise unsafe_objects("the file", f"what cannot be saved ({error!s:.200})") from error
+    return file.getvalue(), pickler.storages

@@ -1,4 +1,4 @@
-"""`.safetensors` files: weights only, readable by all tools for that format, with a manifest in the header."""
+"""`.safetensors` files and their indices: weights only, readable by all tools, with a manifest in the header."""
 
 import json
 import math
@@ -6,27 +6,37 @@ import os
 import re
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from logging import getLogger
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from blake3 import blake3
 
-from composer_checkpoint._finite import PassingWeights
+from composer_checkpoint._finite import verify_ranges
 from composer_checkpoint._tree import doubled, path_text
-from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UnsafeCheckpointError
 from composer_checkpoint.file_io import (
+    HASH_NAME,
     NUM_DIGITS,
     FileReader,
     FlushedFile,
     MappedFile,
-    hash_ranges,
     new_hasher,
     tensor_bytes,
 )
 from composer_checkpoint.formats._zip import Readable
+from composer_checkpoint.formats.archives import INDEX_SUFFIX, plain_file
+from composer_checkpoint.formats.tensor_source import (
+    StoredTensor,
+    TensorSource,
+    in_file,
+    refuse_quantized,
+    refuse_sparse,
+)
 from composer_checkpoint.manifest import Manifest, TensorEntry, parse_json
 
 __all__ = [
@@ -141,6 +151,8 @@ def _refuse(what: str) -> NoReturn:
 log = getLogger(__name__)
 
 T = TypeVar("T")
+
+_Item = TypeVar("_Item")
 
 _MANIFEST_KEY = "composer_manifest"
 _SEAL_KEY = "composer_seal"
@@ -301,6 +313,18 @@ def by_text_names(weights: Mapping[Any, T]) -> dict[str, T]:
     return {name: weights[key] for name, key in keys.items()}
 
 
+def check_fit(tensors: Mapping[str, StoredTensor], aliases: Iterable[str] = (), called: str = "safetensors") -> None:
+    """Raise if the format has no form for a tensor or a name, before anything is written."""
+    refuse_quantized(tensors, called)
+    refuse_sparse(tensors, called)
+    check_names([*tensors, *aliases])
+    for name, tensor in tensors.items():
+        if str(tensor.dtype).removeprefix("torch.") not in FORMAT_NAMES:
+            raise TypeError(
+                f"{name} is {tensor.dtype}, which safetensors has no form for. Write a .pt file, or leave it out."
+            )
+
+
 def check_names(names: Collection[str]) -> None:
     """Refuse the one name that the format reserves, and names that its own reader cannot decode."""
     if METADATA_KEY in names:
@@ -347,14 +371,307 @@ def _verify_payload(
     """Compare all tensors with their hashes; return the names of those that were seen to be finite."""
     if manifest is None:
         return ()
-    ranges = [(slot.offset, slot.size_bytes) for slot in header.tensors.values()]
-    passing = PassingWeights({name: (index, slot.dtype) for index, (name, slot) in enumerate(header.tensors.items())})
-    hashes = hash_ranges(reader, ranges, manifest.hash_name, mapped=mapped, look=passing.look)
-    wrong = [name for name, found in zip(header.tensors, hashes, strict=True) if found != manifest.tensors[name].hash]
-    if wrong:
-        raise CorruptCheckpointError(
-            f"the bytes of {', '.join(wrong[:_MAX_NAMES])} are not those that were written ({len(wrong)} of "
-            f"{len(hashes)} hashes differ; the first is at byte {header.tensors[wrong[0]].offset}). "
-            f"Load another checkpoint."
+    return verify_ranges(
+        reader,
+        {name: (slot.offset, slot.size_bytes) for name, slot in header.tensors.items()},
+        {name: entry.hash for name, entry in manifest.tensors.items()},
+        manifest.hash_name,
+        {name: (name, slot.dtype) for name, slot in header.tensors.items()},
+        mapped,
+    )
+
+
+Progress = Callable[[int], object]
+
+
+def stream_safetensors(
+    tensors: Mapping[str, StoredTensor],
+    path: str | os.PathLike[str],
+    *,
+    info: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    hash_name: str = HASH_NAME,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Write tensors to one file, reading each only when it is written, and flush the file to the disk.
+
+    The file equals that of `save_file`, manifest included. It is written in place, as by `save_file`.
+
+    Args:
+        tensors: Tensors by name.
+        path: Path of the file.
+        info: Further entries of the manifest.
+        aliases: Further names of tensors, which `load_file` returns as well.
+        hash_name: As for `save_file`.
+        progress: Called with the number of bytes after each tensor.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        IncompatibleCheckpointError: If a tensor is sparse or quantized, or its name does not fit the format.
+        TypeError: If safetensors does not support a dtype.
+
+    Example:
+        >>> import tempfile
+        >>> from composer_checkpoint import load_file
+        >>> from composer_checkpoint.tensors import as_stored
+        >>> path = tempfile.mkdtemp() + "/model.safetensors"
+        >>> manifest = stream_safetensors({"w": as_stored(torch.ones(2))}, path)
+        >>> load_file(path)["w"]
+        tensor([1., 1.])
+    """
+    check_fit(tensors, aliases or ())
+    notes: dict[str, Any] = {"torch_version": str(torch.__version__), **(info or {})}
+    if aliases:
+        notes["aliases"] = dict(aliases)
+    return write_safetensors(tensors, path, notes, hash_name, StoredTensor.read, progress)
+
+
+def plan_shards(
+    tensors: Mapping[str, StoredTensor], max_shard_bytes: int, name: str = "model"
+) -> dict[str, dict[str, StoredTensor]]:
+    """Assign tensors to files in order, as many as fit in each. A tensor larger than a file gets one of its own.
+
+    Raises:
+        ValueError: If `max_shard_bytes` is less than 1.
+
+    Example:
+        >>> from composer_checkpoint.tensors import as_stored
+        >>> plan_shards({"a": as_stored(torch.ones(4)), "b": as_stored(torch.ones(4))}, 16).keys()
+        dict_keys(['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors'])
+    """
+    return plan_files((({key: tensor}, tensor.size_bytes) for key, tensor in tensors.items()), max_shard_bytes, name)
+
+
+def stream_shards(
+    shards: Mapping[str, Mapping[str, StoredTensor]],
+    folder: str | os.PathLike[str],
+    *,
+    name: str = "model",
+    info: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write the planned files, and their index if there are several, to an existing folder.
+
+    Args:
+        shards: Result of `plan_shards`.
+        folder: Path of the folder; see `write_atomically(folder=True)`.
+        name: Prefix of the index's name.
+        info: Further entries of the manifests.
+        aliases: Further names of tensors, which `load_file` returns as well.
+        progress: Called with the number of bytes after each tensor.
+    """
+    manifests = {
+        shard: stream_safetensors(
+            tensors,
+            Path(folder, shard),
+            info=info,
+            aliases={alias: kept for alias, kept in (aliases or {}).items() if kept in tensors},
+            progress=progress,
         )
-    return passing.finite()
+        for shard, tensors in shards.items()
+    }
+    write_index(manifests, Path(folder), name)
+
+
+def open_safetensors_source(path: str) -> TensorSource:
+    """Open one `.safetensors` file."""
+    with ExitStack() as opened:
+        reader = opened.enter_context(FileReader(path))
+        header, manifest = read_safetensors(reader)
+        tensors = {
+            name: in_file(reader, slot.offset, getattr(torch, slot.dtype), slot.shape, (reader.path, name))
+            for name, slot in header.tensors.items()
+        }
+        tensors |= {alias: tensors[name] for alias, name in aliases_in(manifest, tensors).items()}
+        info = {} if manifest is None else manifest.info
+        tree: Any = {"state": {"model": OrderedDict(tensors)}} if info.get("layout") == "composer" else tensors
+        source = TensorSource("safetensors", tree, reader.size_bytes, manifest)
+        source.on_close(opened.pop_all())
+    return source
+
+
+def plan_files(
+    parts: Iterable[tuple[Mapping[str, _Item], int]], max_shard_bytes: int, name: str
+) -> dict[str, dict[str, _Item]]:
+    """Assign parts to files in order, as many as fit in each, and return the content of each file by its name.
+
+    Args:
+        parts: Tensors that stay together, by name, and their size.
+        max_shard_bytes: Maximum size of the parts in one file. A larger part gets a file of its own.
+        name: Prefix of the files' names.
+    """
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes!r} must be 1 or more, such as 5_000_000_000.")
+    groups: list[dict[str, _Item]] = [{}]
+    filled = 0
+    for part, size_bytes in parts:
+        if groups[-1] and filled + size_bytes > max_shard_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1].update(part)
+        filled += size_bytes
+    # Hugging Face's names, which include the number of files, so files are named after all parts are assigned.
+    if len(groups) == 1:
+        return {name + SUFFIX: groups[0]}
+    return {f"{name}-{number:05d}-of-{len(groups):05d}{SUFFIX}": group for number, group in enumerate(groups, 1)}
+
+
+SUFFIX = ".safetensors"
+_MAX_INDEX_BYTES = 1 << 29  # an index is read into memory
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """Content of an index: its path, the names of the tensors in each file, and our manifest, if any."""
+
+    path: Path
+    shards: Mapping[str, frozenset[str]]
+    manifest: Manifest | None
+
+
+def read_index(path: str | os.PathLike[str], suffix: str = SUFFIX) -> ShardIndex:
+    """Read an index, but not the files that it names.
+
+    Args:
+        path: Path of the index.
+        suffix: Suffix of the files that it may name.
+
+    Raises:
+        NoCheckpointError: If the index does not exist.
+        CorruptCheckpointError: If it is not an index, or lists a tensor twice.
+        UnsafeCheckpointError: If it names a file outside its own folder.
+    """
+    index = Path(path)
+    with FileReader(index) as reader:
+        if reader.size_bytes > _MAX_INDEX_BYTES:
+            _refuse_index(index, f"it has {reader.size_bytes} bytes, more than the {_MAX_INDEX_BYTES} of any index")
+        data = reader.read(0, reader.size_bytes)
+    try:
+        raw: Any = parse_json(data.decode())
+    except (ValueError, RecursionError) as error:
+        _refuse_index(index, f"it is not JSON: {error!s:.200}")
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        _refuse_index(index, "it has no weight_map from tensors to files")
+    shards: dict[str, set[str]] = {}
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard.endswith(suffix):
+            _refuse_index(index, f"it says that {tensor!r:.200} is in {shard!r:.200}, which is no {suffix} file")
+        # A shard must be a plain file name.
+        if "/" in shard or "\\" in shard or "\0" in shard or shard == suffix:
+            raise UnsafeCheckpointError(
+                f"{index} says that {tensor!r:.200} is in {shard!r:.200}, which is outside its folder; nothing was "
+                f"read. Do not use this checkpoint."
+            )
+        shards.setdefault(shard, set()).add(tensor)
+    metadata = raw.get("metadata")
+    text = metadata.get(_MANIFEST_KEY) if isinstance(metadata, dict) else None
+    manifest = Manifest.from_json(text) if isinstance(text, str) else None
+    return ShardIndex(index, {shard: frozenset(names) for shard, names in shards.items()}, manifest)
+
+
+def write_index(manifests: Mapping[str, Manifest], folder: Path, name: str) -> None:
+    """Write the index of files that are complete, if there are several."""
+    if len(manifests) < 2:
+        return
+    tensors: dict[str, TensorEntry] = {}
+    for manifest in manifests.values():
+        tensors |= manifest.tensors
+    first = next(iter(manifests.values()))
+    whole = Manifest(hash_name=first.hash_name, tensors=tensors, info=first.info)
+    total = sum(entry.size_bytes for entry in tensors.values())
+    weight_map = {name: shard for shard, manifest in manifests.items() for name in manifest.tensors}
+    metadata = {"total_size": total, _MANIFEST_KEY: whole.to_json()}
+    text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
+    (folder / (name + INDEX_SUFFIX)).write_text(text)
+
+
+def checked_shards(index: ShardIndex) -> Iterable[str]:
+    """Return the files of an index, after comparing the headers of all of them with it."""
+    for shard, listed in index.shards.items():
+        path_of_shard(index, shard, listed)
+        with open_shard(index, shard):
+            pass
+    return index.shards
+
+
+def path_of_shard(index: ShardIndex, shard: str, listed: Collection[str]) -> Path:
+    """Return the path of a file of an index, which must exist."""
+    path = index.path.parent / shard
+    if not path.exists():
+        raise CorruptCheckpointError(
+            f"{index.path.parent} lacks the shard {shard}, in which {index.path.name} has {len(listed)} tensors "
+            f"({_first_few(listed)}). Bring the file back, or load another checkpoint."
+        )
+    return path
+
+
+@contextmanager
+def open_shard(index: ShardIndex, shard: str) -> Iterator[FileReader]:
+    """Open a file and compare its header with the index, so that the two cannot contradict each other.
+
+    This is repeated on each opening, since the file may have been replaced.
+    """
+    with plain_file(os.fspath(index.path.parent / shard)) as path, FileReader(path) as reader:
+        header, manifest = read_safetensors(reader)
+        listed = index.shards[shard]
+        refuse_in_two_shards(index, shard, header.tensors)
+        if differing := listed ^ header.tensors.keys():
+            _refuse_index(
+                index.path, f"{shard} holds other tensors than it says: {_first_few(differing)} is in one of them only"
+            )
+        if index.manifest is not None:
+            entries = {name: index.manifest.tensors.get(name) for name in listed}
+            if manifest is None or dict(manifest.tensors) != entries:
+                raise CorruptCheckpointError(
+                    f"{reader.path} is not what was written together with {index.path.name}: the hashes of its tensors "
+                    f"differ. It is from another save. Load another checkpoint."
+                )
+        yield reader
+
+
+def refuse_in_two_shards(index: ShardIndex, shard: str, names: Iterable[str]) -> None:
+    """Raise if a file has a tensor that the index assigns to another one."""
+    for name in set(names) - index.shards[shard]:
+        if others := [other for other, listed in index.shards.items() if name in listed]:
+            _refuse_index(index.path, f"the tensor {name!r:.200} is in two shards, {others[0]} and {shard}")
+
+
+def _first_few(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
+
+
+def _refuse_index(index: Path, what: str) -> NoReturn:
+    raise CorruptCheckpointError(f"{index} is not a whole index of weights: {what}. Load another checkpoint.")
+
+
+def merge_files(index: ShardIndex, open_file: Callable[[str], TensorSource]) -> TensorSource:
+    """Open the files of an index as one source. Tensors that the index lists and no file has are reported as missing.
+
+    Args:
+        index: The index.
+        open_file: Function that opens a file.
+    """
+    home = {name: shard for shard, names in index.shards.items() for name in names}
+    tensors: dict[str, StoredTensor] = {}
+    files: dict[str, int] = {}
+    with ExitStack() as opened:
+        for shard, listed in index.shards.items():
+            source = opened.enter_context(open_file(os.fspath(path_of_shard(index, shard, listed))))
+            for name in source.tensors:
+                if name in tensors and name not in home:
+                    raise CorruptCheckpointError(
+                        f"{index.path} names {shard}, which has a tensor {name!r:.200} that a file before it has, too, "
+                        f"and does not say which of them is meant. Add it to the weight_map, or use another checkpoint."
+                    )
+            # Except those that the index assigns to another file.
+            tensors |= {name: tensor for name, tensor in source.tensors.items() if home.get(name, shard) == shard}
+            files[shard] = source.size_bytes
+        missing = tuple(sorted(home.keys() - tensors.keys()))
+        whole = TensorSource("safetensors", tensors, sum(files.values()), index.manifest, missing=missing, files=files)
+        whole.on_close(opened.pop_all())
+    return whole

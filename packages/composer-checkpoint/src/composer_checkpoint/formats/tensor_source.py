@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -82,6 +82,24 @@ def refuse_sparse(tensors: "Mapping[str, StoredTensor]", what: str) -> None:
             )
 
 
+def refuse_quantized(tensors: "Mapping[str, StoredTensor]", what: str) -> None:
+    """Refuse quantized tensors, since their scale is not stored, without which the elements have no meaning.
+
+    Args:
+        tensors: Tensors by name.
+        what: Name of the format in the message.
+
+    Raises:
+        IncompatibleCheckpointError: If a tensor is quantized.
+    """
+    for name, tensor in tensors.items():
+        if tensor.is_quantized:
+            raise IncompatibleCheckpointError(
+                f"{name} is quantized, as {tensor.dtype}, and {what} takes plain tensors only. Leave it out, or load "
+                f"the file with load_file() and make it plain with dequantize()."
+            )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor:
     """Tensor that is not in memory.
@@ -151,6 +169,18 @@ class StoredTensor:
             return self.fetch_range(start, count)
         # Without a way to read a part, read everything.
         return self.fetch().reshape(-1)[start : start + count]
+
+    def rows(self, start: int, count: int) -> "StoredTensor":
+        """Return `count` items of the first dimension, beginning at `start`."""
+        shape = (count, *self.shape[1:])
+        row = math.prod(self.shape[1:])
+        return StoredTensor(
+            self.dtype,
+            shape,
+            lambda: self.read_range(start * row, count * row).reshape(shape),
+            None if self.storage is None else (self.storage, start, count),
+            lambda first, number: self.read_range(start * row + first, number),
+        )
 
     def to(self, dtype: torch.dtype) -> "StoredTensor":
         """Return the same tensor in another dtype, rounded once, from the stored one."""
@@ -289,6 +319,34 @@ class TensorSource:
             if isinstance(tree.get(key), dict) and next(iter(tensors_in(tree[key])), None) is not None:
                 return tree[key]
         return {} if isinstance(state, dict) else tree
+
+
+class Bytes(Protocol):
+    """Bytes that are read by position, of a file with a name."""
+
+    path: str
+    size_bytes: int
+
+    def read(self, offset: int, size_bytes: int) -> bytes:
+        """Return exactly that many bytes."""
+        ...
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill the buffer from an offset."""
+        ...
+
+
+def in_file(file: Bytes, offset: int, dtype: torch.dtype, shape: tuple[int, ...], key: Hashable) -> StoredTensor:
+    """Return a tensor whose elements lie in row-major order in an open file."""
+
+    def fetch_range(start: int, count: int) -> torch.Tensor:
+        # Read directly into the tensor's memory.
+        buffer = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
+        if buffer.numel():
+            file.read_into(memoryview(cast(Any, buffer.numpy())), offset + start * dtype.itemsize)
+        return buffer.view(dtype)
+
+    return StoredTensor(dtype, shape, lambda: fetch_range(0, math.prod(shape)).reshape(shape), key, fetch_range)
 
 
 def tensors_in(tree: Any) -> dict[str, StoredTensor]:

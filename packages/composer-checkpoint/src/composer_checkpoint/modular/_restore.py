@@ -17,10 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from composer_checkpoint._ranks import Ranks
-from composer_checkpoint._tree import unflatten
-from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
-from composer_checkpoint.files import INDEX_SUFFIX, load_file, read_index
-from composer_checkpoint.modular._spread import (
+from composer_checkpoint._spread import (
     Slot,
     TensorSender,
     as_dtype,
@@ -33,6 +30,9 @@ from composer_checkpoint.modular._spread import (
     parameters_by_name,
     weights_of,
 )
+from composer_checkpoint._tree import unflatten
+from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
+from composer_checkpoint.files import INDEX_SUFFIX, load_file, read_index
 from composer_checkpoint.modular.options import CheckpointLoadOptions
 from composer_checkpoint.modular.state_dict import select_keys
 from composer_checkpoint.remote.fetch import get_file

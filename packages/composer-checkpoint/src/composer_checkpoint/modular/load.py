@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from composer_checkpoint._ranks import Ranks
+from composer_checkpoint._spread import is_sharded, parameters_by_name
 from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.modular._restore import (
     Source,
@@ -20,7 +21,6 @@ from composer_checkpoint.modular._restore import (
     read_on_rank_zero,
     shard_model,
 )
-from composer_checkpoint.modular._spread import is_sharded, parameters_by_name
 from composer_checkpoint.modular.options import CheckpointLoadOptions
 from composer_checkpoint.modular.state_dict import numbered
 from composer_dist.reproducibility import load_rng_state

@@ -10,7 +10,7 @@ import torch.distributed as tdist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_checkpoint.modular._spread import (
+from composer_checkpoint._spread import (
     as_dtype,
     cast_state,
     fill,

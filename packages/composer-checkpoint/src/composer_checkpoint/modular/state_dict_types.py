@@ -19,8 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_checkpoint._ranks import Ranks
-from composer_checkpoint.modular._restore import receive_state
-from composer_checkpoint.modular._spread import (
+from composer_checkpoint._spread import (
     Slot,
     TensorSender,
     map_slots,
@@ -28,6 +27,7 @@ from composer_checkpoint.modular._spread import (
     parameters_by_name,
     refuse_fsdp1,
 )
+from composer_checkpoint.modular._restore import receive_state
 from composer_checkpoint.modular.state_dict import check_type, of_type, own_part, room_for
 from composer_dist.wrapping import canonical_name, unwrap_model
 

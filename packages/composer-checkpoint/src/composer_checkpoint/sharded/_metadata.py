@@ -8,9 +8,9 @@ that the files have the bytes they should have.
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from operator import lt
 from typing import Any, NoReturn, TypeGuard
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import (
     # torch's own reader understands only these entries, so no public way exists to write a readable file.
@@ -310,9 +310,8 @@ def _is_step(step: object, limit: int) -> bool:
     return _is_name(step) or (type(step) is int and 0 <= step < limit)
 
 
-# The limit of comparisons per chunk. In a grid, as meshes produce it, a chunk is compared with those of its row; in
-# an arrangement made to be slow, it would be compared with all.
-_MOST_NEIGHBOURS = 128
+# The limit of cells per chunk of the grid that all edges of chunks span together. Meshes of devices produce about one.
+_MOST_CELLS = 128
 
 
 def covers_exactly(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
@@ -323,46 +322,24 @@ def covers_exactly(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) 
         'is covered by its parts in 3 of 4 elements'
     """
     filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    boxes = [
+        list(zip(chunk.offsets, map(sum, zip(chunk.offsets, chunk.sizes, strict=True)), strict=True))
+        for chunk in filled
+    ]
     for chunk in chunks:
         if any(start + length > whole for start, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)):
             return f"has a part at {tuple(chunk.offsets)} of sizes {tuple(chunk.sizes)} that leaves it"
-    try:
-        pair = _overlap(filled)
-    except _TooManyNeighboursError:
+    # Where the edges lie, by the index of each in its dim.
+    edges = [
+        {edge: index for index, edge in enumerate(sorted({0, whole, *(edge for box in boxes for edge in box[dim])}))}
+        for dim, whole in enumerate(size)
+    ]
+    if math.prod(len(of_dim) for of_dim in edges) > _MOST_CELLS * (len(filled) + _MOST_CELLS):
         return f"has {len(filled)} parts in no order, such as no mesh of devices makes"
-    if pair:
-        first, second = (f"{tuple(chunk.offsets)} of sizes {tuple(chunk.sizes)}" for chunk in pair)
-        return f"has overlapping parts, at {first} and at {second}"
-    # Chunks inside the tensor that do not overlap cover it exactly if their sizes add up.
+    cells = np.zeros([max(len(of_dim) - 1, 0) for of_dim in edges], np.int64)
+    for box in boxes:
+        cells[tuple(slice(of_dim[start], of_dim[end]) for of_dim, (start, end) in zip(edges, box, strict=True))] += 1
+    if cells.size and cells.max() > 1:
+        return "has overlapping parts"
     covered, whole = sum(math.prod(chunk.sizes) for chunk in filled), math.prod(size)
     return None if covered == whole else f"is covered by its parts in {covered} of {whole} elements"
-
-
-class _TooManyNeighboursError(Exception):
-    """Raised when comparing all neighboring chunks would take too long."""
-
-
-def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> tuple[ChunkStorageMetadata, ChunkStorageMetadata] | None:
-    """Return two chunks that share an element, found by a sweep along the dim that separates most of them."""
-    if len(chunks) < 2:
-        return None
-    # As plain tuples, whose items are faster to access than those of torch.Size.
-    boxes = [
-        (tuple(chunk.offsets), tuple(map(sum, zip(chunk.offsets, chunk.sizes, strict=True))), chunk) for chunk in chunks
-    ]
-    num_dims = len(chunks[0].sizes)
-    if num_dims == 0:  # chunks of a scalar are the same element
-        return chunks[0], chunks[1]
-    dim = max(range(num_dims), key=lambda d: len({starts[d] for starts, _, _ in boxes}))
-    active: list[tuple[tuple[int, ...], tuple[int, ...], ChunkStorageMetadata]] = []
-    comparisons_left = _MOST_NEIGHBOURS * len(chunks)
-    for starts, ends, chunk in sorted(boxes, key=lambda box: box[0][dim]):
-        active = [box for box in active if box[1][dim] > starts[dim]]
-        comparisons_left -= len(active)
-        if comparisons_left < 0:
-            raise _TooManyNeighboursError
-        for other_starts, other_ends, other in active:
-            if all(map(lt, starts, other_ends)) and all(map(lt, other_starts, ends)):
-                return other, chunk
-        active.append((starts, ends, chunk))
-    return None

@@ -8,6 +8,7 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3  # the planner of torch needs it, too
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -187,13 +188,19 @@ class ComparingLoadPlanner(DefaultLoadPlanner):
         """
         assert self.metadata is not None  # set_up_planner comes first
         saved = self.metadata.state_dict_metadata
-        old_names, old_paths = flatten_as_torch_2_3(self.original_state_dict)
+        old: dict[Path, Any] = {}
+        traverse_state_dict_v_2_3(self.original_state_dict, old.__setitem__)
+        old_names = {".".join(map(str, path)): path for path in old}
         # Names that only the old flattening produces mean that torch 2.3 or earlier wrote the checkpoint.
         if (set(saved) - set(self.state_dict)) & set(old_names):
-            self.state_dict, self.mappings = old_names, old_paths
+            self.state_dict, self.mappings = {name: old[path] for name, path in old_names.items()}, old_names
         asked = self.state_dict
         missing = [name for name in asked if name not in saved and not self._need_not_be_there(name)]
-        differing = _differing(asked, saved, self._strict)
+        differing = {
+            name: how
+            for name, value in asked.items()
+            if name in saved and (how := _difference(value, saved[name], self._strict)) is not None
+        }
         self._judge(missing, _unexpected(asked, self.mappings, self.metadata), differing, len(asked))
         fitting = {name: asked[name] for name in asked if name in saved and name not in differing}
         return create_default_local_load_plan(fitting, self.metadata)
@@ -260,12 +267,6 @@ def _listed(what: str, names: Sequence[str]) -> str:
         return ""
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return f"{len(names)} {what}: {', '.join(names[:_MAX_LISTED])}{more}"
-
-
-def _differing(asked: Mapping[str, Any], saved: Mapping[str, Any], strict: bool) -> dict[str, str]:
-    """Return how the entries that both sides have differ."""
-    differences = {name: _difference(value, saved[name], strict) for name, value in asked.items() if name in saved}
-    return {name: how for name, how in differences.items() if how is not None}
 
 
 def _difference(value: object, entry: object, strict: bool) -> str | None:
@@ -387,43 +388,4 @@ def _entries(value: Any, tensor_kinds: tuple[type, ...], path: tuple[Any, ...] =
 def _is_taken_apart(value: Any, tensor_kinds: tuple[type, ...]) -> bool:
     return isinstance(value, list) and any(
         isinstance(item, (Mapping, *tensor_kinds)) or _is_taken_apart(item, tensor_kinds) for item in value
-    )
-
-
-def flatten_as_torch_2_3(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Return the entries by name and their paths, flattened as torch 2.3 and earlier did.
-
-    torch 2.4 and later flatten every dict. Earlier releases kept a dict without tensors or nested containers of
-    tensors as one entry, such as the groups of an optimizer.
-
-    Example:
-        >>> flat, paths = flatten_as_torch_2_3({"optim": {"groups": [{"lr": 0.1}]}, "w": torch.ones(1)})
-        >>> sorted(flat)
-        ['optim', 'w']
-    """
-    flat: dict[str, Any] = {}
-    paths: dict[str, Path] = {}
-    # Reversed, since the last item is popped first.
-    pending: list[tuple[Path, Any]] = [((str(key),), value) for key, value in reversed([*state_dict.items()])]
-    while pending:
-        path, value = pending.pop()
-        if _is_entry(value):
-            name = ".".join(map(str, path))
-            flat[name], paths[name] = value, path
-        elif isinstance(value, Mapping):
-            pending.extend(((*path, str(key)), item) for key, item in reversed([*value.items()]))
-        else:
-            pending.extend(((*path, i), item) for i, item in reversed(list(enumerate(value))))
-    return flat, paths
-
-
-def _is_entry(value: object) -> bool:
-    if isinstance(value, Mapping):
-        items = list(value.values())
-    elif isinstance(value, list):
-        items = value
-    else:
-        return True
-    return not any(
-        isinstance(item, torch.Tensor) or (isinstance(item, Mapping | list) and not _is_entry(item)) for item in items
     )

@@ -3,13 +3,11 @@
 import io
 import math
 import os
-import sys
 import threading
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from logging import getLogger
 from typing import Any, TypeVar, cast
 
@@ -19,12 +17,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from composer_checkpoint._pickle_inspection import TensorSpec, inspect_pickle
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
 from composer_checkpoint.file_io import FileReader, hash_bytes, hash_file, hash_ranges
 from composer_checkpoint.files import Specs, chosen_validation, validate_file
-from composer_checkpoint.formats._zip import read_zip_layout
-from composer_checkpoint.formats.pt import load_checked, open_pt
+from composer_checkpoint.formats._zip import check_checksums
+from composer_checkpoint.formats.pt import load_checked, open_pt, read_tree
+from composer_checkpoint.formats.tensor_source import StoredTensor
 from composer_checkpoint.manifest import MANIFEST_NAME, Manifest, check_sharded_seal
 from composer_checkpoint.sharded._metadata import parse_metadata, part_name
 from composer_checkpoint.sharded._storage import METADATA_NAME, Source, open_source
@@ -39,6 +37,7 @@ class FileSlice:
     file: FileReader
     offset: int
     size_bytes: int
+    path: str = ""
 
     def read(self, offset: int, size_bytes: int) -> bytes:
         """Return exactly `size_bytes` bytes."""
@@ -49,84 +48,50 @@ class FileSlice:
             )
         return self.file.read(self.offset + offset, size_bytes)
 
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill the buffer from an offset."""
+        self.file.read_into(buffer, self.offset + offset)
+
 
 # Large enough to make the cost of a system call negligible, small enough to stay in a core's cache.
 BLOCK_BYTES = 1 << 22
 
 
-@dataclass(frozen=True, slots=True)
-class StoredElements:
-    """Tensor whose elements lie in row-major order in an open file."""
-
-    file: FileReader
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def copy_region(
-    stored: StoredElements, start: Sequence[int], lengths: Sequence[int], target: torch.Tensor, block: bytearray
+def copy_box(
+    stored: StoredTensor, shape: Sequence[int], first: int, start: Sequence[int], target: torch.Tensor
 ) -> None:
-    """Copy the box of sizes `lengths` that begins at `start` into `target`.
+    """Copy a box of a tensor, in blocks of limited size.
 
     Args:
-        stored: Location of the elements.
-        start: First index of the box in each dim of the stored tensor.
-        lengths: Sizes of the box.
-        target: Tensor of shape `lengths`, on any device.
-        block: Buffer for reads, at least one element long.
+        stored: The tensor.
+        shape: Shape of the tensor, or of one of its rows.
+        first: Index of its first element in row-major order.
+        start: First index of the box in each dim.
+        target: Tensor of the sizes of the box, on any device.
     """
-    if not math.prod(lengths):
+    if not target.numel():
         return
-    if not stored.shape:  # a scalar is treated as a tensor of one element
-        one = replace(stored, shape=(1,))
-        copy_region(one, (0,), (1,), target.reshape(1), block)
+    row_shape = shape[1:]
+    row = math.prod(row_shape)
+    rows_at_once = BLOCK_BYTES // (row * stored.dtype.itemsize) if shape else 0
+    if not shape or stored.fetch_range is None or (not rows_at_once and not row_shape):
+        # A scalar, or a tensor that is not stored in row-major order.
+        source = stored.read()
+        for dim, begin in enumerate(start):
+            source = source.narrow(dim, begin, target.shape[dim])
+        target.copy_(source)
         return
-    row_shape = stored.shape[1:]
-    row_bytes = math.prod(row_shape) * stored.dtype.itemsize
-    first = stored.offset + start[0] * row_bytes
-    # A row that does not fit into the buffer is copied as a tensor with one dim less.
-    if row_bytes > len(block):
-        for i in range(lengths[0]):
-            row = replace(stored, offset=first + i * row_bytes, shape=row_shape)
-            copy_region(row, start[1:], lengths[1:], target[i], block)
-        return
-    rows_at_once = len(block) // row_bytes
-    for i in range(0, lengths[0], rows_at_once):
-        rows = min(rows_at_once, lengths[0] - i)
-        stored.file.read_into(memoryview(block)[: rows * row_bytes], first + i * row_bytes)
-        source = torch.frombuffer(block, dtype=stored.dtype, count=rows * math.prod(row_shape))
-        source = source.view(rows, *row_shape)
+    first += start[0] * row
+    for i in range(0, target.shape[0], rows_at_once or 1):
+        if not rows_at_once:  # a row that exceeds a block is copied as a tensor with one dim less
+            copy_box(stored, row_shape, first + i * row, start[1:], target[i])
+            continue
+        rows = min(rows_at_once, target.shape[0] - i)
+        source = stored.read_range(first + i * row, rows * row).view(rows, *row_shape)
         # Whole rows are read and then narrowed, which takes fewer system calls than reading each run of elements.
-        for dim, (begin, length) in enumerate(zip(start[1:], lengths[1:], strict=True), 1):
-            source = source.narrow(dim, begin, length)
+        for dim, begin in enumerate(start[1:], 1):
+            source = source.narrow(dim, begin, target.shape[dim])
         target[i : i + rows].copy_(source)
-
-
-def find_elements(archive: FileSlice, dtype: torch.dtype, shape: torch.Size) -> int | None:
-    """Return the offset of a tensor's elements in an archive, if they are contiguous and in row-major order.
-
-    Returns:
-        The offset, or `None` if the archive has anything else, such as a transposed or a sparse tensor, or another
-        dtype or shape.
-    """
-    members = read_zip_layout(archive).members
-    if "data.pkl" not in members:
-        raise CorruptCheckpointError("it lacks data.pkl. Load another checkpoint.")
-    pickled, byteorder = members["data.pkl"], members.get("byteorder")
-    spec = inspect_pickle(archive.read(pickled.offset, pickled.size_bytes)).tree
-    if not isinstance(spec, TensorSpec) or spec.byte_range is None:
-        return None
-    # Contradictions with `.metadata` are reported by the slower path that loads the tensor.
-    if f"torch.{spec.dtype.name}" != str(dtype) or spec.shape != tuple(shape):
-        return None
-    elements = members.get(f"data/{spec.storage.key}")
-    if elements is None or elements.size_bytes != spec.storage.size_bytes:
-        return None
-    # torch.load swaps the bytes of the other byte order; a plain copy would not.
-    if byteorder and archive.read(byteorder.offset, byteorder.size_bytes) != sys.byteorder.encode():
-        return None
-    return elements.offset + spec.byte_range[0]
 
 
 _NUM_THREADS = min(4, os.cpu_count() or 1)
@@ -145,21 +110,6 @@ class Part:
     length: int
     dtype: torch.dtype | None
     shape: torch.Size
-
-
-def _check_checksums(archive: FileSlice) -> None:
-    for member in read_zip_layout(archive).members.values():
-        if member.crc32 == 0:  # torch has an option to leave checksums out
-            continue
-        found = 0
-        for start in range(0, member.size_bytes, BLOCK_BYTES):
-            piece = archive.read(member.offset + start, min(BLOCK_BYTES, member.size_bytes - start))
-            found = zlib.crc32(piece, found)
-        if found != member.crc32:
-            raise CorruptCheckpointError(
-                f"the bytes of {member.name!r} do not have their checksum: the shard was damaged. Load another "
-                f"checkpoint."
-            )
 
 
 def list_parts(metadata: Metadata) -> dict[MetadataIndex, Part]:
@@ -185,7 +135,6 @@ class OpenShards:
         self._source = source
         self._files: dict[str, FileReader] = {}
         self._lock = threading.Lock()
-        self._blocks = threading.local()  # one buffer for each thread
 
     def __enter__(self) -> "OpenShards":
         return self
@@ -203,86 +152,61 @@ class OpenShards:
             manifest: The manifest whose hashes are compared, if any.
             checksums: Whether to compare the checksums in the archives, for folders without hashes.
         """
+        file = self._slice(part)
         if manifest is not None:
-            self._check_bytes(part, manifest)
+            entry = manifest.tensors.get(part.name)
+            if entry is None:
+                raise CorruptCheckpointError(
+                    f"{file.path}: the manifest does not list {part.name!r}, so the manifest is of another save. Load "
+                    f"another checkpoint."
+                )
+            (found,) = hash_ranges(file.file, [(part.offset, part.length)], manifest.hash_name)
+            if found != entry.hash:
+                raise CorruptCheckpointError(
+                    f"{file.path}: the bytes of {part.name!r} at offset {part.offset} are not those that were written: "
+                    f"their hash is {found[:16]}... and the manifest has {entry.hash[:16]}.... The shard was damaged "
+                    f"or is of another save. Load another checkpoint."
+                )
         try:
             if checksums:
-                _check_checksums(self._slice(part))
+                check_checksums(file)
             if part.dtype is None:
-                return decode_object(self._slice(part).read(0, part.length))
-            if self._elements(part) is None:
-                self._load_unusual(part)
+                return decode_object(file.read(0, part.length))
+            self._stored(part)
         except CheckpointError as error:
-            raise type(error)(f"{self._path(part)}: {part.name!r} at offset {part.offset}: {error}") from error
+            raise type(error)(f"{file.path}: {part.name!r} at offset {part.offset}: {error}") from error
         return None
 
-    def read(self, part: Part, start: Sequence[int], lengths: Sequence[int], target: torch.Tensor) -> None:
+    def read(self, part: Part, start: Sequence[int], target: torch.Tensor) -> None:
         """Copy a box of a checked tensor into a tensor of the box's shape."""
-        elements = self._elements(part)
-        if elements is not None:
-            copy_region(elements, start, lengths, target, self._block())
-            return
-        whole = self._load_unusual(part)
-        for dim, (begin, length) in enumerate(zip(start, lengths, strict=True)):
-            whole = whole.narrow(dim, begin, length)
-        target.copy_(whole)
+        copy_box(self._stored(part), part.shape, 0, start, target)
 
     def for_each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Call a function for each item in several threads, and return the results in order."""
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="shards") as pool:
             return list(pool.map(work, items))  # `map` raises errors only when its results are read
 
-    def _check_bytes(self, part: Part, manifest: Manifest) -> None:
-        entry = manifest.tensors.get(part.name)
-        if entry is None:
-            raise CorruptCheckpointError(
-                f"{self._path(part)}: the manifest does not list {part.name!r}, so the manifest is of another save. "
-                f"Load another checkpoint."
-            )
-        (found,) = hash_ranges(self._file(part), [(part.offset, part.length)], manifest.hash_name)
-        if found != entry.hash:
-            raise CorruptCheckpointError(
-                f"{self._path(part)}: the bytes of {part.name!r} at offset {part.offset} are not those that were "
-                f"written: their hash is {found[:16]}... and the manifest has {entry.hash[:16]}.... The shard was "
-                f"damaged or is of another save. Load another checkpoint."
-            )
-
-    def _elements(self, part: Part) -> StoredElements | None:
-        assert part.dtype is not None
-        begin = find_elements(self._slice(part), part.dtype, part.shape)
-        if begin is None:
-            return None
-        return StoredElements(self._file(part), part.offset + begin, part.dtype, part.shape)
-
-    def _load_unusual(self, part: Part) -> torch.Tensor:
-        """Load a part whose elements are not contiguous, such as a transposed tensor."""
-        tensor = decode_object(self._slice(part).read(0, part.length))
-        if not isinstance(tensor, torch.Tensor) or tensor.shape != part.shape or tensor.dtype != part.dtype:
-            found = (
-                f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else "no tensor"
-            )
+    def _stored(self, part: Part) -> StoredTensor:
+        file = self._slice(part)
+        stored = read_tree(file, open_pt(file))
+        if not isinstance(stored, StoredTensor) or (stored.dtype, stored.shape) != (part.dtype, tuple(part.shape)):
+            is_tensor = isinstance(stored, StoredTensor)
+            found = f"{stored.dtype} of shape {tuple(stored.shape)}" if is_tensor else "no tensor"
             raise CorruptCheckpointError(
                 f"the shard has {found} there, and `.metadata` says {part.dtype} of shape {tuple(part.shape)}. The "
                 f"shard is of another save. Load another checkpoint."
             )
-        return tensor
+        return stored
 
     def _slice(self, part: Part) -> FileSlice:
-        return FileSlice(self._file(part), part.offset, part.length)
-
-    def _path(self, part: Part) -> str:
-        return os.path.join(self._source.folder, part.file)
+        path = os.path.join(self._source.folder, part.file)
+        return FileSlice(self._file(part), part.offset, part.length, path)
 
     def _file(self, part: Part) -> FileReader:
         with self._lock:  # threads share the files
             if part.file not in self._files:
                 self._files[part.file] = FileReader(self._source.local_path(part.file))
             return self._files[part.file]
-
-    def _block(self) -> bytearray:
-        if not hasattr(self._blocks, "block"):
-            self._blocks.block = bytearray(BLOCK_BYTES)
-        return self._blocks.block
 
 
 log = getLogger(__name__)
@@ -449,10 +373,7 @@ class VerifyingReader(StorageReader):
                 reads.append((item, planner.resolve_tensor(item).detach()))
         with OpenShards(self.source) as shards:
             shards.for_each(
-                lambda read: shards.read(
-                    self._parts[read[0].storage_index], read[0].storage_offsets, read[0].lengths, read[1]
-                ),
-                reads,
+                lambda read: shards.read(self._parts[read[0].storage_index], read[0].storage_offsets, read[1]), reads
             )
         for item, target in reads:
             planner.commit_tensor(item, target)
@@ -544,7 +465,7 @@ def read_manifest(source: Source) -> Manifest | None:
 
 def decode_object(data: bytes) -> Any:
     """Return the object that `torch.save` wrote as these bytes, which must be plain data."""
-    open_pt(cast("FileReader", _InMemory(data)))  # it uses only `size_bytes` and `read`
+    open_pt(_InMemory(data))
     return load_checked(cast(str, io.BytesIO(data)), map_location="cpu", mmap=False)  # torch.load takes files too
 
 

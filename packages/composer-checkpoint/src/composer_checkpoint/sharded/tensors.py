@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from composer_checkpoint._tree import map_tree
 from composer_checkpoint.errors import CorruptCheckpointError
-from composer_checkpoint.formats._unsupported import refuse_unfit
-from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource, as_stored
+from composer_checkpoint.formats.pt import tensors_to_write
+from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource, as_stored, refuse_sparse
 from composer_checkpoint.manifest import Manifest
-from composer_checkpoint.sharded.load import WholeSavePlanner
+from composer_checkpoint.sharded.load import WholeSavePlanner, refuse_bits, refuse_unfit_entries
 from composer_checkpoint.sharded.reader import OpenShards, Part, VerifyingReader, list_parts
 from composer_checkpoint.sharded.writer import VerifiedWriter
 
@@ -73,7 +73,7 @@ def stream_sharded(
     """
     if num_files < 1:
         raise ValueError(f"num_files={num_files!r} must be 1 or more.")
-    refuse_unfit(tree, "dcp", folder)
+    check_tree(tree, folder)
     planner = _StreamingPlanner(progress)
     writer = VerifiedWriter(folder, info=info, overwrite=overwrite)
     # torch plans the save from tensors on the meta device, which occupy no memory.
@@ -87,6 +87,15 @@ def stream_sharded(
         writer.finish(metadata, results)
     assert writer.manifest is not None  # finish() made it
     return writer.manifest
+
+
+def check_tree(tree: Any, folder: str | os.PathLike[str], called: str = "a sharded checkpoint") -> None:
+    """Raise if a sharded checkpoint has no form for a tree, before anything is written."""
+    tensors = tensors_to_write(tree, folder, called)
+    refuse_sparse(tensors, called)
+    for name, tensor in tensors.items():
+        refuse_bits(name, tensor.dtype)
+    refuse_unfit_entries(tree, (StoredTensor, torch.Tensor))
 
 
 class _StreamingPlanner(WholeSavePlanner):
@@ -223,7 +232,7 @@ def _stored(
                 region = region.narrow(dim, start, length)
             # Checked only now: opening the source has read nothing but the metadata.
             shards.check(part, None)
-            shards.read(part, (0,) * len(chunk.sizes), tuple(chunk.sizes), region)
+            shards.read(part, (0,) * len(chunk.sizes), region)
         return whole
 
     return StoredTensor(dtype, shape, fetch)

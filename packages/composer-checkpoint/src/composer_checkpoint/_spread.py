@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_checkpoint._ranks import Ranks
-from composer_checkpoint._staging import storage_key
 from composer_checkpoint._tree import map_tree
 from composer_dist.collectives import cpu_group
 from composer_dist.devices import STR_TO_DTYPE
@@ -238,5 +237,7 @@ def map_tensors(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 def _identity(tensor: torch.Tensor) -> Hashable:
     if isinstance(tensor, DTensor):
         return tensor.placements, tensor.shape, _identity(tensor.to_local())
+    from composer_checkpoint._staging import storage_key  # here, since few loads need it
+
     # Empty tensors may all have the same address, so they are distinguished by object identity.
     return (tensor.dtype, storage_key(tensor)) if tensor.numel() else id(tensor)
