@@ -305,7 +305,14 @@ def replace_pointer(link: str | os.PathLike[str], target: str | os.PathLike[str]
     try:
         make_folders(link.parent)
         # Made under another name and renamed, since a link cannot be changed in place.
-        _write(temporary, os.path.relpath(os.path.abspath(target), link.parent))
+        text = os.path.relpath(os.path.abspath(target), link.parent)
+        try:
+            os.symlink(text, temporary)
+        except OSError as error:
+            if error.errno not in _NO_SYMLINKS:
+                raise
+            temporary.write_text(text)  # raises if writing is not permitted either
+            sync_path(temporary)
         os.replace(temporary, link)
         sync_path(link.parent)
     except OSError as error:
@@ -359,16 +366,6 @@ def read_pointer_text(content: bytes, name: str) -> str:
             f"with a path is expected. Name the checkpoint itself."
         )
     return text
-
-
-def _write(temporary: Path, text: str) -> None:
-    try:
-        os.symlink(text, temporary)
-    except OSError as error:
-        if error.errno not in _NO_SYMLINKS:
-            raise
-        temporary.write_text(text)  # raises if writing is not permitted either
-        sync_path(temporary)
 
 
 def record_set(files: list[tuple[Path, Path]]) -> list[Path | None]:

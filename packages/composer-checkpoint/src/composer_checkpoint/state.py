@@ -364,7 +364,12 @@ def _empty_content(path: str | os.PathLike[str], state: "State", weights_only: b
         leaf: Any = None
         # DCP loads into the tensors that it gets, so that they determine the sharding.
         if isinstance(described, TensorStorageMetadata):
-            leaf = _empty(described, _parameter_of(keys, parameters))
+            like, dtype, size = _parameter_of(keys, parameters), described.properties.dtype, described.size
+            # Sharded like the parameter, so that each rank reads only its part.
+            if like is not None and like.shape == size:
+                leaf = torch.empty_like(like, dtype=dtype)
+            else:
+                leaf = torch.empty(size, dtype=dtype)
         leaves.append((keys, leaf))
     return unflatten(leaves)
 
@@ -419,13 +424,6 @@ def _parameter_of(keys: tuple[Any, ...], parameters: Mapping[str, DTensor]) -> D
             return None
 
 
-def _empty(described: TensorStorageMetadata, like: DTensor | None) -> torch.Tensor:
-    dtype = described.properties.dtype
-    if like is not None and like.shape == described.size:
-        return torch.empty_like(like, dtype=dtype)  # sharded in the same way, so each rank reads only its part
-    return torch.empty(described.size, dtype=dtype)
-
-
 def unchanged_until_step(state: "State") -> list[torch.Tensor]:
     """Return the tensors that stay unchanged until the optimizer's next step; none if there are algorithms."""
     if state.algorithms:  # they may change weights at any event
@@ -463,9 +461,11 @@ def collect_parts(state: "State", strategy: Strategy, *, weights_only: bool) -> 
     """
     parts: dict[str, Any] = {"model": strategy.model_state_dict(state.model)}
     if not weights_only:
+        # Step counts, which ZeRO shares between parameters, are copied: once loaded, each parameter must have its own.
         parts["optimizers"] = {
             name_of_optimizer(state, optimizer): map_tree(
-                strategy.optimizer_state_dict(state.model, optimizer), _own_count
+                strategy.optimizer_state_dict(state.model, optimizer),
+                lambda _, value: value.clone() if isinstance(value, torch.Tensor) and value.numel() == 1 else value,
             )
             for optimizer in state.optimizers
         }
@@ -486,11 +486,6 @@ def load_parts(state: "State", strategy: Strategy, saved: Mapping[str, Any], *, 
             warnings.warn(
                 f"{name} is not in the state_dict. Its state will not be restored.", UserWarning, stacklevel=2
             )
-
-
-def _own_count(_: str, value: Any) -> Any:
-    """Copy a step count, which ZeRO shares between parameters: after loading, each parameter must have its own."""
-    return value.clone() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def name_of_optimizer(state: "State", optimizer: Any) -> str:
