@@ -20,8 +20,9 @@ from composer_checkpoint._ranks import Ranks
 from composer_checkpoint._staging import Snapshot, StagingArea, storage_key
 from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.commit import refuse_existing, write_on_rank_zero
-from composer_checkpoint.files import refuse_what_is_elsewhere, save_file
+from composer_checkpoint.files import save_file
 from composer_checkpoint.formats.per_rank import local_content, own_path, write_together
+from composer_checkpoint.formats.pt import refuse_what_is_elsewhere
 from composer_checkpoint.sharded._metadata import part_name
 from composer_checkpoint.sharded._storage import is_remote
 from composer_checkpoint.sharded.save import plan_save, write_planned

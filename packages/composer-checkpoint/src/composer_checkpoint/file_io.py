@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = [
     "HASH_NAME",
     "NUM_DIGITS",
-    "check_hash_name",
     "hash_bytes",
     "hash_file",
     "hash_tensor",
@@ -50,15 +49,10 @@ _PIECE_BYTES = 1 << 20
 _Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 
-def check_hash_name(hash_name: str) -> None:
-    """Raise a `ValueError` if a hash is unknown."""
-    if hash_name not in _HASHERS:
-        raise ValueError(f"hash_name={hash_name!r} is not a hash of manifests. Pass one of {', '.join(_HASHERS)}.")
-
-
 def new_hasher(hash_name: str = HASH_NAME) -> Any:
     """Return a new hasher, whose `update` releases the interpreter's lock."""
-    check_hash_name(hash_name)
+    if hash_name not in _HASHERS:
+        raise ValueError(f"hash_name={hash_name!r} is not a hash of manifests. Pass one of {', '.join(_HASHERS)}.")
     return _HASHERS[hash_name]()
 
 

@@ -261,8 +261,12 @@ def _fetch(
             reason = Ranks().from_first(partial(_abandoned, candidate, path, store, layout))
             problems[0] = None if reason is None else (False, True, reason)
         if not any(problems):
-            if is_here:
-                _refuse_unseen(own_file(path) if layout is Layout.LOCAL else path)
+            sees = not is_here or os.path.exists(own_file(path) if layout is Layout.LOCAL else path)
+            if missing := [rank for rank, found in enumerate(dist.all_gather_object(sees)) if not found]:
+                raise RuntimeError(
+                    f"autoresume found {path} on rank 0, and ranks {missing} do not see it. Save to a disk that all "
+                    f"nodes share, or to a store."
+                )
             fetched.push(attempt.pop_all())  # keeps the download until the caller has loaded it
             return path
     # Logged on all ranks, since each has its own log.
@@ -274,15 +278,6 @@ def _fetch(
                 unusable.append(f"{name} ({reason})")
             break
     return None
-
-
-def _refuse_unseen(path: str) -> None:
-    """Raise on all ranks if any of them does not have a file of the folder."""
-    if missing := [rank for rank, sees in enumerate(dist.all_gather_object(os.path.exists(path))) if not sees]:
-        raise RuntimeError(
-            f"autoresume found {path} on rank 0, and ranks {missing} do not see it. Save to a disk that all nodes "
-            f"share, or to a store."
-        )
 
 
 def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> str | None:
@@ -354,8 +349,11 @@ def _fetch_and_check(store: Any, name: str, path: str) -> Manifest | None:
     try:
         if store is not None:
             get_file(own_file(name), here, store, overwrite=True, progress_bar=False)
-        elif not os.path.exists(here):
-            _refuse_fewer_ranks(path.replace("{rank}", "0"))
+        elif not os.path.exists(here) and os.path.exists(of_first := path.replace("{rank}", "0")):
+            manifest = read_manifest(of_first)
+            saved_by = dist.get_world_size() if manifest is None else manifest.info.get("world_size")
+            if isinstance(saved_by, int) and saved_by < dist.get_world_size():  # this rank's file was never written
+                raise IncompatibleCheckpointError(str(other_number_of_ranks(of_first, saved_by)))
     except FileNotFoundError as error:
         if "{rank}" not in name:
             raise
@@ -364,14 +362,6 @@ def _fetch_and_check(store: Any, name: str, path: str) -> Manifest | None:
     manifest = verify(here)
     _refuse_partial(manifest, here, name)
     return manifest
-
-
-def _refuse_fewer_ranks(of_first: str) -> None:
-    """Raise if fewer ranks have saved, so that this rank's file was never written."""
-    manifest = read_manifest(of_first) if os.path.exists(of_first) else None
-    saved_by = None if manifest is None else manifest.info.get("world_size")
-    if isinstance(saved_by, int) and saved_by < dist.get_world_size():
-        raise IncompatibleCheckpointError(str(other_number_of_ranks(of_first, saved_by)))
 
 
 def _refuse_partial(manifest: Manifest | None, path: str, name: str) -> None:

@@ -303,7 +303,7 @@ def numbers_in_name(name: str, filename: str) -> dict[str, int]:
         >>> numbers_in_name("ep3-ba0030.pt", "ep{epoch}-ba{batch:04d}.pt")
         {'epoch': 3, 'batch': 30}
     """
-    found = _match(name, filename)
+    found = re.fullmatch(_as_pattern(filename.lstrip("/")), name, re.DOTALL)
     return {} if found is None else {unit: int(text) for unit, text in found.groupdict().items()}
 
 
@@ -314,11 +314,7 @@ def is_name_of(name: str, filename: str) -> bool:
         >>> is_name_of("ep3-ba30.pt", "ep{epoch}-ba{batch}.pt"), is_name_of("notes.txt", "ep{epoch}-ba{batch}.pt")
         (True, False)
     """
-    return _match(name, filename) is not None
-
-
-def _match(name: str, filename: str) -> re.Match[str] | None:
-    return re.fullmatch(_as_pattern(filename.lstrip("/")), name, re.DOTALL)
+    return re.fullmatch(_as_pattern(filename.lstrip("/")), name, re.DOTALL) is not None
 
 
 def ensure_folder_has_no_conflicting_files(
@@ -339,27 +335,6 @@ def ensure_folder_has_no_conflicting_files(
     """
     folder = Path(folder_name)
     _refuse(str(folder), find_conflicts(_names_below(folder), filename, timestamp), timestamp)
-
-
-def _refuse_later(folder: str, template: str, link: str | None, timestamp: "Timestamp") -> None:
-    ensure_folder_has_no_conflicting_files(folder, template, timestamp)
-    # Names under another template do not match, so a run over the checkpoints of another is found by the link.
-    target = None if link is None else read_pointer(link)
-    if target is None or not target.exists():
-        return
-    counts = dict(zip(_COUNTERS, _candidate(target).counters or (), strict=False))
-    if any(counts.get(unit, 0) > int(getattr(timestamp, unit)) for unit in ("batch", "epoch")):
-        where, name = os.path.split(str(link))
-        _refuse(where, [f"{target}, to which {name} leads"], timestamp)
-
-
-def _refuse_later_in_store(store: "ObjectStore", filename: str, timestamp: "Timestamp") -> None:
-    # If the store or the credentials do not allow listing, nothing is found here, and each upload checks its own name.
-    objects = list_if_allowed(store, literal_prefix(filename))
-    # Only complete folders count, not those that a killed writer has left.
-    folders = {posixpath.dirname(name) for name in objects if posixpath.basename(name) in _MAKES_WHOLE}
-    conflicts = find_conflicts(sorted(folders.union(objects)), filename.lstrip("/"), timestamp)
-    _refuse(store.get_uri(posixpath.dirname(literal_prefix(filename))), conflicts, timestamp)
 
 
 def literal_prefix(template: str) -> str:
@@ -419,6 +394,11 @@ def _as_pattern(template: str) -> str:
     return "".join(parts)
 
 
+def _is_later(path: Path, timestamp: "Timestamp") -> bool:
+    counts = dict(zip(_COUNTERS, _candidate(path).counters or (), strict=False)) if path.exists() else {}
+    return any(counts.get(unit, 0) > int(getattr(timestamp, unit)) for unit in ("batch", "epoch"))
+
+
 def _names_below(folder: Path) -> Iterator[str]:
     for root, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not is_unfinished(name)]  # in place, so that `walk` skips the others
@@ -466,12 +446,23 @@ class HeldFolder:
             try:
                 # After locking, since another process could still be writing what looks like leftovers.
                 remove_leftovers(folder, locked=True)
-                if link is not None:
-                    refuse_folder(link.format(state))
+                pointer = None if link is None else Path(link.format(state))
+                if pointer is not None:
+                    refuse_folder(pointer)
                 if template is not None:
-                    _refuse_later(folder, template, None if link is None else link.format(state), state.timestamp)
+                    ensure_folder_has_no_conflicting_files(folder, template, state.timestamp)
+                    # Names under another template do not match, so a run over another one's is found by the link.
+                    target = None if pointer is None else read_pointer(pointer)
+                    if pointer is not None and target is not None and _is_later(target, state.timestamp):
+                        _refuse(str(pointer.parent), [f"{target}, to which {pointer.name} leads"], state.timestamp)
                 if store is not None and remote_template is not None:
-                    _refuse_later_in_store(store, remote_template, state.timestamp)
+                    prefix = literal_prefix(remote_template)
+                    # If listing is not allowed, nothing is found here, and each upload checks its own name.
+                    objects = list_if_allowed(store, prefix)
+                    # Only complete folders count, not those that a killed writer has left.
+                    names = {posixpath.dirname(name) for name in objects if posixpath.basename(name) in _MAKES_WHOLE}
+                    conflicts = find_conflicts(sorted(names.union(objects)), remote_template, state.timestamp)
+                    _refuse(store.get_uri(posixpath.dirname(prefix)), conflicts, state.timestamp)
             except BaseException:  # also an interrupt must not leave the folder locked
                 self.give_back()
                 raise

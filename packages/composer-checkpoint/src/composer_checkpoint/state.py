@@ -154,8 +154,9 @@ def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKe
     # Other attributes are left out before collecting, so that nothing is gathered in vain.
     with as_sharded(state), _set_for_now(state, "serialized_attributes", attributes):
         content: dict[str, Any] = {"state": state.state_dict()}
+    # Parts such as averages of algorithms; the strategy has gathered the model and the optimizers as the layout needs.
     prepared = _open if layout_of(state) is Layout.SHARDED else _whole
-    content["state"] = {name: part if name in PARTS else prepared(part) for name, part in content["state"].items()}
+    content["state"] |= prepared({name: part for name, part in content["state"].items() if name not in PARTS})
     if strategy is not None:
         content["state"].update(collect_parts(state, strategy, weights_only=weights_only))
     if not weights_only:
@@ -185,10 +186,15 @@ def _open(part: Any) -> Any:
     return map_tree(part, lambda name, value: list(value) if name in around and type(value) is tuple else value)
 
 
+@cache
+def _version() -> str:
+    return version("composer-checkpoint")  # parses a file
+
+
 def describe(state: "State", *, weights_only: bool = False) -> dict[str, Any]:
     """Return the information about a checkpoint for its manifest."""
     return {
-        "composer_checkpoint_version": version("composer-checkpoint"),
+        "composer_checkpoint_version": _version(),
         "run_name": state.run_name,
         "timestamp": {name: int(getattr(state.timestamp, name)) for name in _COUNTERS},
         "world_size": dist.get_world_size(),
