@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path, PurePath
@@ -115,6 +116,26 @@ def _read(record: Path) -> dict[str, str]:
     except (FileNotFoundError, ValueError, AttributeError, TypeError):
         return {}
     return names
+
+
+def discard(path: Path) -> bool:
+    """Delete a file or folder, and return whether it existed and is gone. Failures are logged."""
+    try:
+        if is_folder(path):
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        log.warning("%s could not be removed: %s", path, error)
+        return False
+    return True
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a path is a folder, not a link to one."""
+    return path.is_dir() and not path.is_symlink()
 
 
 _AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 from composer_checkpoint._durability import (
     describe_set,
+    discard,
     exchange,
+    is_folder,
     make_folders,
     rename_without_replacing,
     sync_path,
@@ -27,9 +29,7 @@ from composer_checkpoint.errors import (
 )
 from composer_checkpoint.lock import (
     complete_earlier_sets,
-    discard,
     find_leftovers,
-    is_folder,
     remove_leftovers,
     remove_leftovers_of,
 )

@@ -26,10 +26,9 @@ from composer_checkpoint.errors import (
 )
 from composer_checkpoint.files import read_manifest
 from composer_checkpoint.formats.archives import STATES_NAME, unpack
-from composer_checkpoint.formats.per_rank import SAVE_ID_KEY, refuse_mixed_saves
 from composer_checkpoint.inspection import inspect_file
 from composer_checkpoint.lock import complete_interrupted_sets
-from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
+from composer_checkpoint.manifest import MANIFEST_NAME, SAVE_ID_KEY, Manifest, refuse_mixed_saves
 from composer_checkpoint.names import format_name_with_dist, is_tar, partial_format
 from composer_checkpoint.remote.fetch import extract_path_from_symlink, get_file
 from composer_checkpoint.remote.publish import SYMLINK_SUFFIX

@@ -14,8 +14,8 @@ from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from composer_checkpoint._durability import discard
 from composer_checkpoint.errors import CheckpointError, shown
-from composer_checkpoint.lock import discard
 from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
 from composer_checkpoint.remote.publish import has_object
 from composer_checkpoint.remote.upload import RemoteUploader

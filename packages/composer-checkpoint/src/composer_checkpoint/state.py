@@ -28,14 +28,8 @@ from composer_checkpoint.data_position import (
     keeps_own_state,
 )
 from composer_checkpoint.files import save_file
-from composer_checkpoint.formats.per_rank import (
-    ELASTIC_VARIABLE,
-    LAYOUT_KEY,
-    SAVE_ID_KEY,
-    refuse_mixed_saves,
-    save_local,
-)
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
+from composer_checkpoint.manifest import LAYOUT_KEY, SAVE_ID_KEY, refuse_mixed_saves
 from composer_checkpoint.names import OF_SAVE, PartialFilePath, sharded_folder
 from composer_dist import dist
 from composer_dist.reproducibility import get_rng_state
@@ -164,7 +158,7 @@ def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKe
         _add_loader_state(state, content["state"])
         if "metadata" in content["state"] and (data := describe_train_data(state)):
             content["state"]["metadata"][TRAIN_DATA_KEY] = data
-    return without_keys(content, ignore_keys, "save_ignore_keys")
+    return content if ignore_keys is None else without_keys(content, ignore_keys, "save_ignore_keys")
 
 
 def _whole(part: Any) -> Any:
@@ -236,7 +230,8 @@ def save_checkpoint(
         >>> path.rpartition("/")[2]
         'ep0-ba0.pt'
     """
-    check_ignore_keys("ignore_keys", ignore_keys)
+    if ignore_keys is not None:
+        check_ignore_keys("ignore_keys", ignore_keys)
     check_flags(weights_only=weights_only)
     check_placeholders(OF_SAVE, filename=filename)
     path = path_of(state, filename)
@@ -275,6 +270,8 @@ def write(
             save_sharded(content, path, info=info, overwrite=True, timeout_s=timeout_s, planner=planner)
             return path
         case Layout.LOCAL:
+            from composer_checkpoint.formats.per_rank import save_local
+
             save_local(content, path, info=info, timeout_s=timeout_s)
             return own_file(path)
         case Layout.MONOLITHIC:
@@ -406,7 +403,7 @@ def other_number_of_ranks(path: str, saved_by: int) -> ValueError:
     return ValueError(
         f"{path} is one of the files of {saved_by} ranks, and {dist.get_world_size()} load them: per-rank files are "
         f"not elastic. Start {saved_by} ranks, or put the files together with "
-        f"composer_checkpoint.formats.per_rank.merge_local (see {ELASTIC_VARIABLE})."
+        f"composer_checkpoint.formats.per_rank.merge_local (see COMPOSER_LOCAL_ELASTIC)."
     )
 
 

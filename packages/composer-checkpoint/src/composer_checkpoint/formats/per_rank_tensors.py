@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from composer_checkpoint._durability import discard
 from composer_checkpoint._tree import map_tree
 from composer_checkpoint.commit import put_in_place, record_set, refuse_existing, write_beside
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from composer_checkpoint.formats._unsupported import refuse_unfit
 from composer_checkpoint.formats.pt_tensors import open_pt_source, stream_pt
 from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource
-from composer_checkpoint.lock import discard
 from composer_checkpoint.manifest import LAYOUT_KEY, SAVE_ID_KEY, layout_in, refuse_mixed_saves
 from composer_checkpoint.names import sibling_name
 

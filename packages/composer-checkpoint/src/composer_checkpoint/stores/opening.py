@@ -69,21 +69,26 @@ def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
         ImportError: If the required package is not installed, with the command that installs it.
         ValueError: If the address is malformed, or credentials are missing.
     """
+    return _open(uri, None)
+
+
+def _open(uri: str, backend_kwargs: Mapping[str, Any] | None) -> ObjectStore | None:
     parsed = parse_uri(uri)
     backend, netloc = ("sftp" if parsed.backend == "ssh" else parsed.backend), urlsplit(uri).netloc
     if not backend:
         return None
-    if backend in _BACKENDS and not netloc:
+    if backend in _BACKENDS and not netloc and not backend_kwargs:
         raise ValueError(f"{uri!r} names no bucket or host. Write one such as '{parsed.backend}://bucket/folder'.")
     if backend == "dbfs" and not parsed.path.startswith(MLFLOW_PREFIX):
         UCObjectStore.validate_path(parsed.path)  # a malformed path is rejected before a slow import
-    if backend in {*_BACKENDS, "dbfs"} - {"libcloud"}:
+    # An address of libcloud is incomplete without arguments.
+    if backend in {*_BACKENDS, "dbfs"} and (backend != "libcloud" or backend_kwargs is not None):
         namespace = {"bucket": netloc} if backend == "oci" and "@" in netloc else {}
-        return build_remote_backend(backend, {**arguments_of(uri), **namespace})
+        return build_remote_backend(backend, {**arguments_of(uri), **namespace, **(backend_kwargs or {})})
     check_scheme(uri)
     address = f"{backend}://{netloc}{'' if netloc else '/'}"
     # With a time limit, since some client libraries fetch credentials when the store is created.
-    return _first_answer(address, lambda: FsspecObjectStore(address))
+    return _first_answer(address, lambda: FsspecObjectStore(address, **(backend_kwargs or {})))
 
 
 def check_scheme(uri: str) -> None:
@@ -114,12 +119,7 @@ def open_store(uri: str, backend_kwargs: Mapping[str, Any] | None = None) -> Obj
         ImportError: If the required package is not installed, with the command that installs it.
         ValueError: If it is a local path or malformed, or credentials are missing.
     """
-    parsed = parse_uri(uri)
-    if parsed.backend in (*_BACKENDS, "dbfs") and (backend_kwargs or parsed.backend == "libcloud"):
-        return build_remote_backend(parsed.backend, {**arguments_of(uri), **(backend_kwargs or {})})
-    store = maybe_create_object_store_from_uri(uri)
-    if isinstance(store, FsspecObjectStore) and backend_kwargs:
-        return FsspecObjectStore(store.uri, **backend_kwargs)
+    store = _open(uri, backend_kwargs or {})
     if store is None:
         raise ValueError(f"{uri!r} is a local path. Give an address such as 's3://bucket/folder'.")
     return store
