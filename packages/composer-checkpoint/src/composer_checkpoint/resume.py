@@ -376,12 +376,12 @@ def _fetch_folder(store: Any, name: str, state: "State", attempt: ExitStack) -> 
         return "", NotImplementedError(f"{type(store).__name__} has no folders.")
     address = attempt.enter_context(fetch_once_per_node(store, name))
 
-    def check() -> None:
+    def read() -> None:
         # Each step fails on all ranks or on none, so that all ranks take part in the next one.
         Ranks().together(lambda: _refuse_partial(read_sharded_manifest(open_source(address, {})), address, name))
         check_spread(address, state)
 
-    return address, fault_of(name, check)
+    return address, fault_of(name, read)
 
 
 def download_checkpoint(

@@ -215,13 +215,9 @@ def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy
         raise ValueError(
             f"save_num_checkpoints_to_keep={num_checkpoints_to_keep!r} must be a whole number from 0, or -1 for all."
         )
-    if isinstance(keep, Mapping):
-        keep = {rule: value for rule, value in keep.items() if rule != "remote"}  # for the store, see `remote_policy`
-    try:
-        policy = RetentionPolicy.from_setting(keep)
-    except (TypeError, ValueError) as error:
-        # Of the same class, with the argument named.
-        raise type(error)(f"save_keep={keep!r} cannot be used: {error}") from error
+    # The rules under `remote` are for the store, see `remote_policy`.
+    local = {rule: value for rule, value in keep.items() if rule != "remote"} if isinstance(keep, Mapping) else keep
+    policy = _named_policy(f"save_keep={keep!r} cannot be used", local)
     if num_checkpoints_to_keep == -1:
         return policy
     if policy.last is not None:
@@ -229,7 +225,14 @@ def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy
             f"save_num_checkpoints_to_keep={num_checkpoints_to_keep!r} and save_keep={keep!r} both say how many of the "
             f"newest checkpoints to keep. Leave one of them out."
         )
-    return RetentionPolicy(num_checkpoints_to_keep, policy.every, policy.metric, policy.mode, policy.num_best)
+    return replace(policy, last=num_checkpoints_to_keep)
+
+
+def _named_policy(told: str, setting: Any) -> RetentionPolicy:
+    try:
+        return RetentionPolicy.from_setting(setting)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{told}: {error}") from error  # of the same class, with the argument named
 
 
 class _Kept:
@@ -357,10 +360,8 @@ def remote_policy(num_to_keep: int, keep: Any, local: RetentionPolicy) -> tuple[
             f"store. Leave one of them out."
         )
     said = f"save_keep={keep!r}" if setting is not None else f"remote_num_checkpoints_to_keep={num_to_keep!r}"
-    try:
-        policy = local if setting is True else RetentionPolicy.from_setting(num_to_keep if setting is None else setting)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{said} cannot be used for the store: {error}") from error
+    rules = local if setting is True else num_to_keep if setting is None else setting
+    policy = _named_policy(f"{said} cannot be used for the store", rules)
     if setting is True and policy.keeps_all:
         raise ValueError(f"{said} has no rules besides. Add some, such as {{'last': 3, 'remote': True}}.")
     if policy.keeps_none:
