@@ -2,6 +2,7 @@
 
 import os
 import re
+import stat
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ from composer_checkpoint import (
 )
 from composer_checkpoint import async_save as async_save_module
 from composer_checkpoint.stores import FsspecObjectStore
-from composer_events import Callback, Event, LoggerDestination
+from composer_events import Callback, Event, LoggerDestination, State
 
 
 def names(folder):
@@ -542,3 +543,21 @@ def test_names_of_a_saver_that_was_made_can_be_set_as_text(loop, tmp_path):
     assert saver.saved_checkpoints == ["earlier.pt", *(str(tmp_path / "new" / name) for name in ("ba1.pt", "ba2.pt"))]
     assert list(saver.all_saved_checkpoints_to_timestamp) == saver.saved_checkpoints[1:]
     assert saver.filename.format(None, keep_placeholders=True) == str(tmp_path / "new" / "ba{batch}.pt")
+
+
+def test_a_save_flushes_the_file_before_its_name_and_the_folder_after_it_once_each(tmp_path, monkeypatch):
+    """A small model took twice as long to save: the disk was waited for four times."""
+    seen, flush, rename = [], os.fsync, os.replace
+
+    def note_flush(descriptor):
+        seen.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        flush(descriptor)
+
+    def note_rename(source, target):
+        seen.append("name")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_flush)
+    monkeypatch.setattr(os, "replace", note_rename)
+    save_checkpoint(State(torch.nn.Linear(2, 1), 1, "plum", "cpu"), f"{tmp_path}/ba{{batch}}.pt")
+    assert seen == ["file", "name", "folder"]

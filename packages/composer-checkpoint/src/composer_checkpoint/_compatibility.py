@@ -1,7 +1,6 @@
 """Comparison of a checkpoint with a model and its optimizers, before any weight is changed."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_checkpoint._ranks import Ranks
 from composer_checkpoint._spread import group_names, names_in_model, parameters_by_name
 from composer_checkpoint.errors import (
     IncompatibleCheckpointError,
@@ -17,7 +15,6 @@ from composer_checkpoint.errors import (
     UnfittingWeightsError,
     shown,
 )
-from composer_dist import dist
 from composer_dist.wrapping import canonical_name, unwrap_model
 from composer_events.batches import ensure_tuple
 from composer_time import Timestamp
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "refuse_another_model",
-    "shared_check",
     "named_optimizers",
     "refuse_unfitting_state",
 ]
@@ -152,42 +148,7 @@ def _listed(names: Iterable[str]) -> str:
 T = TypeVar("T")
 
 
-@contextmanager
-def shared_check(check: Callable[[str], T]) -> Iterator[Callable[[str], list[T]]]:
-    """Provide rank 0 with a function that makes all ranks check a path; the other ranks serve its calls on entry.
-
-    Every rank must call this.
-
-    Args:
-        check: Called on each rank with the path.
-
-    Yields:
-        A function to call on rank 0 only. It returns the results of all ranks, and raises the error of the first rank
-        that failed. On other ranks the context is entered after rank 0 has left it, so there they must not call it.
-    """
-    ranks = Ranks()
-
-    def answer(path: str) -> list[T]:
-        return ranks.exchange(lambda: check(path), lambda found: [found] * len(found))
-
-    def ask(path: str) -> list[T]:
-        dist.broadcast_object_list([path], src=0)
-        return answer(path)
-
-    if ranks.rank == 0:
-        try:
-            yield ask
-        finally:
-            # `None` ends the loop of the other ranks, also after an exception on rank 0.
-            dist.broadcast_object_list([None], src=0)
-        return
-    asked: list[Any] = [None]
-    dist.broadcast_object_list(asked, src=0)
-    while asked[0] is not None:
-        with suppress(Exception):  # rank 0 raises it too, and handles it
-            answer(asked[0])
-        dist.broadcast_object_list(asked, src=0)
-    yield ask
+_DICTS = ("optimizers", "timestamp", "dataset_state")
 
 
 def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) -> None:

@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path, PurePath
@@ -106,18 +107,35 @@ def complete_set(record: Path) -> None:
 def _read(record: Path) -> dict[str, str]:
     """Return the entries of a record, or an empty dict if any would rename other files than temporaries below it."""
     try:
-        names: Any = json.loads(record.read_bytes())
-        sound = all(_is_sound(name, temporary) for name, temporary in names.items())
+        names: dict[str, str] = json.loads(record.read_bytes())
+        for name, temporary in names.items():
+            path, found = PurePath(name), UNFINISHED.fullmatch(temporary)
+            leads_out = path.is_absolute() or ".." in path.parts
+            if leads_out or found is None or found["kind"] != "tmp" or not path.name.startswith(found["name"]):
+                return {}
     except (FileNotFoundError, ValueError, AttributeError, TypeError):
         return {}
-    return names if sound else {}
+    return names
 
 
-def _is_sound(name: str, temporary: str) -> bool:
-    path = PurePath(name)
-    leads_out = path.is_absolute() or ".." in path.parts
-    found = UNFINISHED.fullmatch(temporary)
-    return not leads_out and found is not None and found["kind"] == "tmp" and path.name.startswith(found["name"])
+def discard(path: Path) -> bool:
+    """Delete a file or folder, and return whether it existed and is gone. Failures are logged."""
+    try:
+        if is_folder(path):
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        log.warning("%s could not be removed: %s", path, error)
+        return False
+    return True
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a path is a folder, not a link to one."""
+    return path.is_dir() and not path.is_symlink()
 
 
 _AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2

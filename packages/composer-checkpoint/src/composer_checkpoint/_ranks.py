@@ -25,57 +25,11 @@ if TYPE_CHECKING:
 
 A = TypeVar("A")
 
-PATIENCE = 3
-"""Factor on one rank's timeout for the wait of the others: a rank may start late, and rank 0 works after it."""
-
+_PATIENCE = 3  # times the timeout of one rank: others may start late, and rank 0 works after them
 _SOON_S = 5.0  # for an answer of the store
 
 # Number of meetings of each group, which makes their keys unique. All ranks count alike: they meet in the same order.
 _meetings: "defaultdict[str, int]" = defaultdict(int)
-
-
-def work_within(work: Callable[[], A], timeout_s: float, rank: int) -> A:
-    """Return the result of a function, or raise if it takes too long.
-
-    A call that hangs stays in its daemon thread until the process ends, since a blocked write cannot be canceled.
-    """
-
-    def overdue() -> str:
-        return (
-            f"rank {rank} (on {socket.gethostname()}) has not done its part of the checkpoint within "
-            f"save_timeout_in_seconds={timeout_s!r}: its disk or store hangs, or is too slow. The previous checkpoint "
-            f"is unchanged. Check the disk, or raise the timeout."
-        )
-
-    return in_thread(work, timeout_s, overdue)
-
-
-def gather_with_timeout(talk: Callable[[], A], group: "ProcessGroup", timeout_s: float, rank: int) -> A:
-    """Return the result of a collective, or raise on the ranks that arrived if others do not.
-
-    Every rank must call this.
-
-    A dead rank makes the collective fail at once. A rank that hangs does not, so each rank sets a key in the group's
-    store when it arrives. The store's process may hang too, so the wait for it is short.
-    """
-    store = group.get_group_store()
-    number = _meetings[group.group_name] = _meetings[group.group_name] + 1
-    name = f"composer-save-{number}"
-
-    def come() -> A:
-        store.set(f"{name}-{rank}", "here")
-        # A late rank must not start a collective that the others have abandoned.
-        if store.check([f"{name}-over"]):
-            raise StorageError(
-                f"rank {rank} came to save a checkpoint when others had waited for it for {timeout_s!r} s, and had "
-                f"stopped waiting. Look for the reason of the delay in the log."
-            )
-        reply = talk()
-        with suppress(RuntimeError):  # all have arrived, and the process of the store may have exited
-            store.delete_key(f"{name}-{rank}")
-        return reply
-
-    return in_thread(come, timeout_s, lambda: _who_is_missing(store, name, timeout_s, group.size()))
 
 
 def in_thread(work: Callable[[], A], timeout_s: float, overdue: Callable[[], str]) -> A:
@@ -117,7 +71,7 @@ def _who_is_missing(store: Any, name: str, timeout_s: float, world_size: int) ->
         return f"{silence}: {error}"
     return (
         f"ranks {missing} of {world_size} have not come to save a checkpoint, while others waited for {timeout_s!r} s, "
-        f"{PATIENCE} times save_timeout_in_seconds: they hang. The previous checkpoint is unchanged. Check their logs."
+        f"{_PATIENCE} times save_timeout_in_seconds: they hang. The previous checkpoint is unchanged. Check their logs."
     )
 
 
@@ -172,9 +126,12 @@ class Ranks:
             return reply[0]
 
         reply = self._meet(talk)
-        if isinstance(reply, _Failure):
-            raise self._as_raised(reply, mine)
-        return reply
+        if not isinstance(reply, _Failure):
+            return reply
+        if isinstance(mine, _Failure) and mine.rank == reply.rank:
+            raise mine.error  # the original, with its traceback and cause
+        reply.error.add_note(f"(raised on rank {reply.rank})")
+        raise reply.error
 
     def together(self, work: Callable[[], A]) -> A:
         """Call `work` on each rank, and return this rank's result when all are done. Every rank must call this."""
@@ -200,30 +157,51 @@ class Ranks:
         tdist.all_reduce(numbers, op=tdist.ReduceOp.MIN, group=self._group)
         return int(numbers.item())
 
-    def _meet(self, talk: Callable[[], Any]) -> Any:
+    def _meet(self, talk: Callable[[], A]) -> A:
+        """Return the result of a collective, or raise on the ranks that arrived if others do not.
+
+        A dead rank makes the collective fail at once. A rank that hangs does not, so each rank sets a key in the
+        group's store when it arrives. The store's process may hang too, so the wait for it is short.
+        """
         if self._timeout_s is None:
             return talk()
-        group = self._group or tdist.group.WORLD
+        group, rank, timeout_s = self._group or tdist.group.WORLD, self.rank, _PATIENCE * self._timeout_s
         assert group is not None  # since there are several ranks
-        return gather_with_timeout(talk, group, PATIENCE * self._timeout_s, self.rank)
+        store = group.get_group_store()
+        number = _meetings[group.group_name] = _meetings[group.group_name] + 1
+        name = f"composer-save-{number}"
+
+        def come() -> A:
+            store.set(f"{name}-{rank}", "here")
+            # A late rank must not start a collective that the others have abandoned.
+            if store.check([f"{name}-over"]):
+                raise StorageError(
+                    f"rank {rank} came to save a checkpoint when others had waited for it for {timeout_s!r} s, and had "
+                    f"stopped waiting. Look for the reason of the delay in the log."
+                )
+            reply = talk()
+            with suppress(RuntimeError):  # all have arrived, and the process of the store may have exited
+                store.delete_key(f"{name}-{rank}")
+            return reply
+
+        return in_thread(come, timeout_s, lambda: _who_is_missing(store, name, timeout_s, self.world_size))
 
     def _within_time(self, work: Callable[[], A]) -> A:
-        return work() if self._timeout_s is None else work_within(work, self._timeout_s, self.rank)
+        # A call that hangs stays in its daemon thread until the process ends: a blocked write cannot be canceled.
+        return work() if self._timeout_s is None else in_thread(work, self._timeout_s, self._overdue)
+
+    def _overdue(self) -> str:
+        return (
+            f"rank {self.rank} (on {socket.gethostname()}) has not done its part of the checkpoint within "
+            f"save_timeout_in_seconds={self._timeout_s!r}: its disk or store hangs, or is too slow. The previous "
+            f"checkpoint is unchanged. Check the disk, or raise the timeout."
+        )
 
     def _combine(self, gathered: list[Any], combine: Callable[[list[Any]], Sequence[object]]) -> list[object]:
-        failures: list[object] = [outcome for outcome in gathered if isinstance(outcome, _Failure)]
-        if not failures:
-            outcome = _attempt(lambda: self._within_time(lambda: list(combine(gathered))), self.rank)
-            if not isinstance(outcome, _Failure):
-                return outcome
-            failures = [outcome]
-        return failures[:1] * self.world_size  # so that every rank raises the same error
-
-    def _as_raised(self, failure: "_Failure", mine: object) -> Exception:
-        if isinstance(mine, _Failure) and mine.rank == failure.rank:
-            return mine.error  # the original, with its traceback and cause
-        failure.error.add_note(f"(raised on rank {failure.rank})")
-        return failure.error
+        failure = next((outcome for outcome in gathered if isinstance(outcome, _Failure)), None)
+        outcome = failure or _attempt(lambda: self._within_time(lambda: list(combine(gathered))), self.rank)
+        # Every rank raises the same error.
+        return [outcome] * self.world_size if isinstance(outcome, _Failure) else outcome
 
 
 @dataclass(frozen=True, slots=True)

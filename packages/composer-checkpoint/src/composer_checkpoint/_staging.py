@@ -27,20 +27,20 @@ class StagingArea:
 
     def snapshot(self, sources: Mapping[str, torch.Tensor], may_wait: Callable[[torch.Tensor], bool]) -> "Snapshot":
         """Begin a snapshot. The previous one must no longer be in use."""
-        self._buffers = {name: self._buffer(name, tensor) for name, tensor in sources.items()}
+        buffers: dict[str, torch.Tensor] = {}
+        for name, tensor in sources.items():
+            known = self._buffers.get(name)
+            if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:
+                with torch.inference_mode(False):  # another thread, not in that mode, copies into it
+                    known = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            buffers[name] = known
+        self._buffers = buffers
         return Snapshot(sources, self._buffers, may_wait, self._pool, self._streams)
 
     def close(self) -> None:
         """Free the memory."""
         self._pool.shutdown()
         self._buffers = {}
-
-    def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        known = self._buffers.get(name)
-        if known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype:
-            return known
-        with torch.inference_mode(False):  # another thread, not in that mode, copies into it
-            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 class Snapshot:

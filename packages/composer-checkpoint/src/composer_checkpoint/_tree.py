@@ -363,7 +363,7 @@ _FACTORY_KINDS = {factory: kind for kind, factory in _FACTORIES.items()}
 def encode(obj: Any, unknown: list[Any] | None = None) -> tuple[Any, dict[str, str]]:
     """Return the object for saving, and the kinds of values that loading must convert back. `obj` is not changed.
 
-    Leaves that may be more than data are appended to `unknown`.
+    Leaves that may be more than data, and tensors that may not be in this process's memory, are appended to `unknown`.
     """
     kinds: dict[str, str] = {}
 
@@ -373,13 +373,14 @@ def encode(obj: Any, unknown: list[Any] | None = None) -> tuple[Any, dict[str, s
         kind, plain = _plain_form(value)
         if kind is not None:
             kinds[name] = kind
-        elif unknown is not None and not isinstance(plain, torch.Tensor | dict | list | tuple):
-            unknown.append(plain)
+        elif unknown is not None and not isinstance(plain, dict | list | tuple):
+            unknown.extend([] if type(plain) in _TENSORS and not plain.is_meta else [plain])
         return plain
 
     return map_tree(obj, change, shared=True, skip_numbers=True, names=noted_names()), kinds
 
 
+_TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
 _AS_THEY_ARE = frozenset([int, float, bool, str, bytes, type(None), dict, list, tuple])
 
 

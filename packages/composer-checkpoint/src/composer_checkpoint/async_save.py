@@ -20,8 +20,9 @@ from composer_checkpoint._ranks import Ranks
 from composer_checkpoint._staging import Snapshot, StagingArea, storage_key
 from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.commit import refuse_existing, write_on_rank_zero
-from composer_checkpoint.files import refuse_what_is_elsewhere, save_file
+from composer_checkpoint.files import save_file
 from composer_checkpoint.formats.per_rank import local_content, own_path, write_together
+from composer_checkpoint.formats.pt import refuse_what_is_elsewhere
 from composer_checkpoint.sharded._metadata import part_name
 from composer_checkpoint.sharded._storage import is_remote
 from composer_checkpoint.sharded.save import plan_save, write_planned
@@ -151,7 +152,7 @@ class AsyncSaver:
                 log.warning("%s is skipped: the previous checkpoint is still being written.", path)
                 return False
             self.wait()
-        stable = {storage_key(_local(tensor)) for tensor in stable_until_step}
+        stable = {storage_key(t.to_local() if isinstance(t, DTensor) else t) for t in stable_until_step}
 
         def may_wait(tensor: torch.Tensor) -> bool:
             return storage_key(tensor) in stable
@@ -161,7 +162,19 @@ class AsyncSaver:
             write = self._prepare_sharded(state_dict, writer, planner, may_wait)
         else:
             write = self._prepare_file(state_dict, path, info, overwrite, may_wait, is_local=local)
-        self._writing = self._thread.submit(_write, write, self._snapshot, then)
+        snapshot = self._snapshot
+
+        def write_and_then() -> None:
+            try:
+                write()
+            finally:
+                # After an error before the copies were made, `wait_for_staging` would block forever.
+                if snapshot is not None:
+                    snapshot.release()
+            if then is not None:
+                then()
+
+        self._writing = self._thread.submit(write_and_then)
         return True
 
     def wait_for_staging(self) -> None:
@@ -327,24 +340,9 @@ class _SnapshotPlanner(DefaultSavePlanner):
         return self._pickled[name] if name in self._pickled else self._snapshot.copies[name]
 
 
-def _write(write: Job, snapshot: Snapshot | None, then: Job | None) -> None:
-    try:
-        write()
-    finally:
-        # After an error before the copies were made, `wait_for_staging` would block forever.
-        if snapshot is not None:
-            snapshot.release()
-    if then is not None:
-        then()
-
-
 def _name(item: WriteItem) -> str:
     described = item.tensor_data
     return item.index.fqn if described is None else part_name(item.index.fqn, described.chunk, described.size)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _two_groups(group: "ProcessGroup | None") -> tuple["ProcessGroup", ...]:

@@ -4,7 +4,6 @@ import os
 import posixpath
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +85,13 @@ class CheckpointUploads:
             return None
         path, name = own_file(job.path), own_file(job.remote_name)
         try:
-            upload = self._send(path, name, job.remote_pointer, logger)
+            upload, pointer = None, job.remote_pointer
+            if self._uploader is None:
+                self._hand_to_loggers(path, name, pointer, logger)
+            elif not is_uri(path):
+                upload = self._uploader.publish_async(path, name, pointer=pointer, overwrite=self.overwrite)
+            elif pointer is not None:  # the ranks have written the checkpoint there already
+                write_pointer(self._uploader.remote_backend, pointer + SYMLINK_SUFFIX, name)
         except Exception as error:  # raised later, on all ranks at once
             self._failures.append(error)
             return None
@@ -156,20 +161,13 @@ class CheckpointUploads:
                 f"upload_timeout_in_seconds={self._timeout_s!r}. Check the connection, or raise the timeout."
             )
 
-    def _send(self, path: str, name: str, pointer: str | None, logger: "Logger") -> Future[None] | None:
-        if self._uploader is None:
-            self._hand_to_loggers(path, name, pointer, logger)
-        elif not is_uri(path):
-            return self._uploader.publish_async(path, name, pointer=pointer, overwrite=self.overwrite)
-        elif pointer is not None:  # the ranks have written the checkpoint there already
-            write_pointer(self._uploader.remote_backend, pointer + SYMLINK_SUFFIX, name)
-        return None
-
     def _hand_to_loggers(self, path: str, name: str, pointer: str | None, logger: "Logger") -> None:
         destinations = getattr(logger, "destinations", ())
         if not any(destination.can_upload_files() for destination in destinations):
             return
-        for file, remote_name in _files(path, name):
+        found = Path(path).rglob("*") if os.path.isdir(path) else [Path(path)]
+        for file in sorted(file for file in found if file.is_file()):
+            remote_name = posixpath.normpath(posixpath.join(name, file.relative_to(path).as_posix()))
             logger.upload_file(remote_name, file, overwrite=self.overwrite)
         if pointer is None:
             return
@@ -178,12 +176,3 @@ class CheckpointUploads:
             link = os.path.join(folder, "latest" + SYMLINK_SUFFIX)
             create_symlink_file(name, link)
             logger.upload_file(pointer + SYMLINK_SUFFIX, link, overwrite=True)
-
-
-def _files(path: str, name: str) -> Iterator[tuple[Path, str]]:
-    if not os.path.isdir(path):
-        yield Path(path), name
-        return
-    for file in sorted(Path(path).rglob("*")):
-        if file.is_file():
-            yield file, posixpath.join(name, file.relative_to(path).as_posix())

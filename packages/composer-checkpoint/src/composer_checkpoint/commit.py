@@ -6,12 +6,15 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from composer_checkpoint._durability import (
     describe_set,
+    discard,
     exchange,
+    is_folder,
     make_folders,
     rename_without_replacing,
     sync_path,
@@ -22,13 +25,11 @@ from composer_checkpoint.errors import (
     CorruptCheckpointError,
     StorageError,
     as_storage_error,
-    require_space,
+    free_bytes,
 )
 from composer_checkpoint.lock import (
     complete_earlier_sets,
-    discard,
     find_leftovers,
-    is_folder,
     remove_leftovers,
     remove_leftovers_of,
 )
@@ -94,18 +95,21 @@ def write_atomically(
     """
     final = Path(os.path.abspath(path))  # the body may change the current folder
     refuse_existing(final, overwrite, folder=folder)
-    if need_bytes is not None:
-        # Before anything is written, so that a full disk keeps the old checkpoint and no temporary file.
-        require_space(final, need_bytes)
     temporary = sibling_name(final)
     with _whole_or_nothing(temporary, final, need_bytes):
+        # Before anything is written, so that a full disk keeps the old checkpoint and no temporary file.
+        free = free_bytes(final) if need_bytes is not None else None
+        if need_bytes is not None and free is not None and free < need_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         make_folders(final.parent)
         if folder:
             temporary.mkdir()
         yield temporary
         if keep_others and is_folder(final):
             _keep_others(final, temporary)
-        _flush(temporary, final)
+        if not os.path.lexists(temporary):
+            raise RuntimeError(f"Nothing was written to {temporary}, which was to become {final}. Write to that path.")
+        sync_tree(temporary)
         _put_in_place(temporary, final, overwrite)
 
 
@@ -119,14 +123,24 @@ def is_of_checkpoint(name: str) -> bool:
     return _OF_CHECKPOINT.fullmatch(name) is not None
 
 
-def write_beside(temporary: Path, final: Path, write: Callable[[Path], object], *, overwrite: bool) -> None:
-    """Write a file under a temporary name and flush it, for `put_in_place` to rename. An exception deletes it."""
+def write_beside(
+    temporary: Path, final: Path, write: Callable[[Path], object], *, overwrite: bool, is_in_set: bool = True
+) -> None:
+    """Write a file under a temporary name, for `put_in_place` to rename. An exception deletes it.
+
+    Args:
+        temporary: The temporary name.
+        final: The final name.
+        write: Writes the file and flushes it to the disk, as `save_file` does: a second flush takes as long.
+        overwrite: Whether a file of the final name may be replaced.
+        is_in_set: Whether a record will name the temporary file.
+    """
     refuse_existing(final, overwrite)
     with _whole_or_nothing(temporary, final):
         make_folders(final.parent)
         write(temporary)
-        _flush(temporary, final)
-        sync_path(final.parent)  # so that a record that names the temporary file never outlasts it
+        if is_in_set:
+            sync_path(final.parent)  # so that the record never outlasts the file
 
 
 def put_in_place(temporary: Path, final: Path, *, overwrite: bool) -> None:
@@ -185,12 +199,6 @@ def _link_or_copy(source: str | os.PathLike[str], place: str | os.PathLike[str])
         os.link(source, place, follow_symlinks=False)
     except OSError:  # the file system has no hard links
         shutil.copy2(source, place, follow_symlinks=False)
-
-
-def _flush(temporary: Path, final: Path) -> None:
-    if not os.path.lexists(temporary):
-        raise RuntimeError(f"Nothing was written to {temporary}, which was to become {final}. Write to that path.")
-    sync_tree(temporary)
 
 
 def _put_in_place(temporary: Path, final: Path, overwrite: bool) -> None:
@@ -265,9 +273,8 @@ def write_on_rank_zero(
         if ranks.rank == 0:
             undo.callback(discard, temporary)
         # Renamed in a separate step, so that a write that has timed out never becomes a checkpoint.
-        ranks.exchange(
-            lambda: write_beside(temporary, final, write, overwrite=overwrite) if ranks.rank == 0 else None, commit
-        )
+        begin = partial(write_beside, temporary, final, write, overwrite=overwrite, is_in_set=False)
+        ranks.exchange(begin if ranks.rank == 0 else lambda: None, commit)
 
 
 _LONGEST_TEXT_BYTES = 4096
@@ -305,7 +312,14 @@ def replace_pointer(link: str | os.PathLike[str], target: str | os.PathLike[str]
     try:
         make_folders(link.parent)
         # Made under another name and renamed, since a link cannot be changed in place.
-        _write(temporary, os.path.relpath(os.path.abspath(target), link.parent))
+        text = os.path.relpath(os.path.abspath(target), link.parent)
+        try:
+            os.symlink(text, temporary)
+        except OSError as error:
+            if error.errno not in _NO_SYMLINKS:
+                raise
+            temporary.write_text(text)  # raises if writing is not permitted either
+            sync_path(temporary)
         os.replace(temporary, link)
         sync_path(link.parent)
     except OSError as error:
@@ -359,16 +373,6 @@ def read_pointer_text(content: bytes, name: str) -> str:
             f"with a path is expected. Name the checkpoint itself."
         )
     return text
-
-
-def _write(temporary: Path, text: str) -> None:
-    try:
-        os.symlink(text, temporary)
-    except OSError as error:
-        if error.errno not in _NO_SYMLINKS:
-            raise
-        temporary.write_text(text)  # raises if writing is not permitted either
-        sync_path(temporary)
 
 
 def record_set(files: list[tuple[Path, Path]]) -> list[Path | None]:

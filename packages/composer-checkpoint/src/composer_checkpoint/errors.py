@@ -140,15 +140,6 @@ def as_storage_error(error: BaseException, path: Path, need_bytes: int | None = 
     return StorageError(code, message) if code else StorageError(message)
 
 
-def require_space(path: Path, need_bytes: int) -> None:
-    """Raise before anything is written if it cannot fit on the disk."""
-    free = free_bytes(path)
-    if free is not None and free < need_bytes:
-        error = as_storage_error(OSError(errno.ENOSPC, "no space"), path, need_bytes)
-        assert error is not None
-        raise error
-
-
 def free_bytes(path: Path) -> int | None:
     """Return the bytes that this user may still write at a path, which need not exist; `None` if unknown."""
     for folder in (path, *path.parents):  # the nearest folder that exists

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from blake3 import blake3
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 __all__ = [
     "HASH_NAME",
     "NUM_DIGITS",
-    "Hasher",
-    "check_hash_name",
     "hash_bytes",
     "hash_file",
     "hash_tensor",
@@ -45,33 +43,16 @@ HASH_NAME = "xxh3_128"
 
 NUM_DIGITS: Mapping[str, int] = {"xxh3_128": 32, "blake3": 64}
 
-_HASHERS: Mapping[str, Callable[[], "Hasher"]] = {"xxh3_128": xxh3_128, "blake3": blake3}
+_HASHERS: Mapping[str, Callable[[], Any]] = {"xxh3_128": xxh3_128, "blake3": blake3}
 _PIECE_BYTES = 1 << 20
 
 _Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 
-class Hasher(Protocol):
-    """Incremental hash, whose `update` releases the interpreter's lock."""
-
-    def update(self, data: Any, /) -> Any:
-        """Add bytes."""
-        ...
-
-    def hexdigest(self) -> str:
-        """Return the hash of all bytes so far."""
-        ...
-
-
-def check_hash_name(hash_name: str) -> None:
-    """Raise a `ValueError` if a hash is unknown."""
+def new_hasher(hash_name: str = HASH_NAME) -> Any:
+    """Return a new hasher, whose `update` releases the interpreter's lock."""
     if hash_name not in _HASHERS:
         raise ValueError(f"hash_name={hash_name!r} is not a hash of manifests. Pass one of {', '.join(_HASHERS)}.")
-
-
-def new_hasher(hash_name: str = HASH_NAME) -> Hasher:
-    """Return a new hasher."""
-    check_hash_name(hash_name)
     return _HASHERS[hash_name]()
 
 
@@ -148,7 +129,7 @@ class FlushedFile:
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="hash")
         self.position = 0
 
-    def write(self, data: memoryview, hasher: Hasher | None = None) -> None:
+    def write(self, data: memoryview, hasher: Any = None) -> None:
         """Append all of the data, while hashing it in another thread."""
         hashing: Future[Any] | None = None
         if hasher is not None and len(data) >= _THREAD_BYTES:
@@ -156,20 +137,22 @@ class FlushedFile:
         elif hasher is not None:
             hasher.update(data)
         try:
-            self._append(data)
+            for start in range(0, len(data), _FLUSH_BYTES):
+                self._append(data[start : start + _FLUSH_BYTES])
         finally:  # the caller may free the data after this returns
             if hashing is not None:
                 hashing.result()
 
-    def _append(self, data: memoryview) -> None:
-        for start in range(0, len(data), _FLUSH_BYTES):
-            piece = data[start : start + _FLUSH_BYTES]
-            self.position += len(piece)
-            while piece:
-                piece = piece[self._file.write(piece) :]
-            if self.position - self._begun >= _FLUSH_BYTES:
-                _begin_flush(self._file.fileno(), self._begun, self.position)
-                self._begun = self.position
+    def _append(self, piece: memoryview) -> None:
+        self.position += len(piece)
+        while piece:
+            piece = piece[self._file.write(piece) :]
+        # A hint only: fsync reports failed writes. POSIX_FADV_DONTNEED, which Python offers, starts writing too, but
+        # then waits for all processors to flush their lists of new pages, which costs more than it gains.
+        sync_file_range, length = _find_sync_file_range(), self.position - self._begun
+        if length >= _FLUSH_BYTES and sync_file_range is not None:
+            sync_file_range(self._file.fileno(), self._begun, length, _SYNC_FILE_RANGE_WRITE)
+            self._begun = self.position
 
     def rewrite(self, data: memoryview, position: int) -> None:
         """Overwrite existing bytes."""
@@ -229,14 +212,6 @@ class HashingFile:
         self.raw.close()
         if kind is not None:
             self.raise_failure()
-
-
-def _begin_flush(descriptor: int, start: int, end: int) -> None:
-    # A hint only: fsync reports failed writes. POSIX_FADV_DONTNEED, which Python offers, starts writing too, but then
-    # waits for all processors to flush their lists of new pages, which costs more than it gains.
-    call = _find_sync_file_range()
-    if call is not None:
-        call(descriptor, start, end - start, _SYNC_FILE_RANGE_WRITE)
 
 
 @cache

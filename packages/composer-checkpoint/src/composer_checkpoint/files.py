@@ -13,14 +13,13 @@ import torch
 
 from composer_checkpoint._finite import non_finite_weights
 from composer_checkpoint._pickle_inspection import read_legacy_pt, safe_unpickle
-from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import (
     CheckpointError,
     CorruptCheckpointError,
     StorageError,
 )
-from composer_checkpoint.file_io import HASH_NAME, FileReader, check_hash_name, hash_file
+from composer_checkpoint.file_io import HASH_NAME, FileReader, hash_file, new_hasher
 from composer_checkpoint.formats.archives import (
     INDEX_SUFFIX,
     STATES_NAME,
@@ -34,7 +33,7 @@ from composer_checkpoint.formats.archives import (
     pack_tar,
     plain_file,
 )
-from composer_checkpoint.formats.pt import load_checked, load_pt, open_pt, save_pt, verify_pt
+from composer_checkpoint.formats.pt import load_checked, load_pt, open_pt, refuse_what_is_elsewhere, save_pt, verify_pt
 from composer_checkpoint.formats.safetensors import (
     ShardIndex,
     by_text_names,
@@ -52,7 +51,6 @@ from composer_checkpoint.formats.safetensors import (
 )
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.names import is_tar
-from composer_events.arguments import loaded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,15 +128,15 @@ def save_file(
         >>> load_file(path)["state"]["model"]["weight"].sum()
         tensor(6.)
     """
-    # All of these checks come before the first byte is written.
-    refuse_what_is_elsewhere(obj)
+    # All checks come before the first byte is written.
     target = os.fspath(path)
     name = final_name(target)
     check_compressor(name)
-    check_hash_name(hash_name)
+    new_hasher(hash_name)  # raises if it is unknown
     notes = {"torch_version": str(torch.__version__), **(info or {})}
     try:
         if name.endswith(".safetensors"):
+            refuse_what_is_elsewhere(obj)
             return save_safetensors(obj, target, notes, hash_name)
         if not is_packed(name):
             return save_pt(obj, target, notes, hash_name, allow_untrusted=allow_untrusted)
@@ -333,24 +331,6 @@ def _load(
             raise CorruptCheckpointError(f"{message}. Load an earlier checkpoint, or load without require_finite.")
         log.warning("%s: %s", source, message)
     return obj
-
-
-def refuse_what_is_elsewhere(obj: Any) -> None:
-    """Raise if a tensor has its elements, or some of them, outside the memory of this process."""
-    tensors = dict(named_leaves(obj, torch.Tensor))
-    module = loaded("torch.distributed.tensor")  # slow to import, and loaded if there is any DTensor
-    parts = [name for name, leaf in tensors.items() if module is not None and isinstance(leaf, module.DTensor)]
-    if parts:
-        raise TypeError(
-            f"{len(parts)} tensors are DTensors ({', '.join(parts[:_MAX_NAMES])}), of which this rank has a part, and "
-            f"one file holds whole tensors. Save them with save_sharded(), or gather them on all ranks before, as "
-            f"get_model_state_dict() and state_dict_type='full' do."
-        )
-    if empty := [name for name, leaf in tensors.items() if leaf.is_meta]:
-        raise TypeError(
-            f"{len(empty)} tensors are on the meta device ({', '.join(empty[:_MAX_NAMES])}), where they have no "
-            f"elements to save. Give the model memory and weights first, as to_empty() and load_state_dict() do."
-        )
 
 
 def save_weights_in_shards(

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import socket
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 from composer_checkpoint._durability import (
     complete_set,
+    discard,
     finals_of,
     make_folders,
     rename_without_replacing,
@@ -337,26 +337,6 @@ def complete_earlier_sets(folder: Path, finals: Set[Path]) -> None:
         # Also those of unknown writers on other machines: left alone, their record could later replace newer files.
         if found["writer"] == this_writer() or not is_alive(found["writer"]):
             complete_set(path)
-
-
-def discard(path: Path) -> bool:
-    """Delete a file or folder, and return whether it existed and is gone. Failures are logged."""
-    try:
-        if is_folder(path):
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        log.warning("%s could not be removed: %s", path, error)
-        return False
-    return True
-
-
-def is_folder(path: Path) -> bool:
-    """Return whether a path is a folder, not a link to one."""
-    return path.is_dir() and not path.is_symlink()
 
 
 def _unfinished_in(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, re.Match[str]]]:

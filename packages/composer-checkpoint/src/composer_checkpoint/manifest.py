@@ -100,11 +100,7 @@ class Manifest:
             raw = parse_json(text)
         except (ValueError, RecursionError) as error:  # ValueError includes the errors of the JSON and UTF-8 decoders
             raise CorruptCheckpointError(f"the manifest is not JSON: {error}. Load another checkpoint.") from error
-        if not isinstance(raw, dict):
-            raise CorruptCheckpointError(
-                f"the manifest is a JSON {type(raw).__name__}, not an object. Load another checkpoint."
-            )
-        version = raw.get("format_version")
+        version = raw.get("format_version") if isinstance(raw, dict) else None
         if not _is_count(version) or version < 1:
             raise CorruptCheckpointError(
                 f"the manifest's format_version is {version!r:.80}, not a whole number from 1. Load another checkpoint."

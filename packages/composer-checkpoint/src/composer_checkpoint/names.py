@@ -45,6 +45,7 @@ __all__ = [
 _GROWS: Final = {"batch", "sample", "token", "total_wct"}
 _GROWS_WITH_EPOCHS: Final = {"epoch", "iteration"}
 _GROWS_INSIDE_EPOCHS: Final = {"batch_in_epoch", "sample_in_epoch", "token_in_epoch", "epoch_wct"}
+_DIGITS: Final = re.compile(r"\d{1,4}")
 _WIDEST: Final = 99  # far more digits than any count has, and few enough for a file name
 
 _OF_MLFLOW: Final = frozenset({"mlflow_experiment_id", "mlflow_run_id"})
@@ -166,9 +167,20 @@ def check_filename(
         )
     names: set[str] = set()
     for _, name, spec, _ in _parse(argument, template):
-        if name is not None:
-            _check_placeholder(argument, template, name, spec or "")
-            names.add(name)
+        if name is None:
+            continue
+        names.add(name)
+        if not name.isidentifier():
+            # Such as `{}` or `{epoch.real}`, which `str.format` allows and no placeholder of this package needs.
+            raise ValueError(
+                f"{argument}={template!r} has the placeholder {{{name}}}, which is not a name. Use names such as "
+                f"{{epoch}} and {{batch}}, or double the braces to have them in the file name."
+            )
+        if "{" in (spec or "") or any(int(width) > _WIDEST for width in _DIGITS.findall(spec or "")):
+            raise ValueError(
+                f"{argument}={template!r} has the format {spec!r}, which is too wide for a file name. Use one such as "
+                f"{{{name}:06d}}."
+            )
     check_placeholders(OF_SAVE, **{argument: template})
     if not overwrite and not _tells_apart(names, interval):
         raise ValueError(
@@ -189,21 +201,6 @@ def _tells_apart(names: set[str], interval: "Time[Any] | str | int | None") -> b
     if every.unit in (TimeUnit.EPOCH, TimeUnit.ITERATION):
         return bool(names & _GROWS_WITH_EPOCHS)
     return "epoch" in names and bool(names & _GROWS_INSIDE_EPOCHS)
-
-
-def _check_placeholder(argument: str, template: str, name: str, spec: str) -> None:
-    if not name.isidentifier():
-        # Such as `{}` or `{epoch.real}`, which `str.format` allows and no placeholder of this package needs.
-        raise ValueError(
-            f"{argument}={template!r} has the placeholder {{{name}}}, which is not a name. Use names such as {{epoch}} "
-            f"and {{batch}}, or double the braces to have them in the file name."
-        )
-    widths = "".join(character if character.isdecimal() else " " for character in spec).split()
-    if "{" in spec or any(len(width) > 4 or int(width) > _WIDEST for width in widths):
-        raise ValueError(
-            f"{argument}={template!r} has the format {spec!r}, which is too wide for a file name. Use one such as "
-            f"{{{name}:06d}}."
-        )
 
 
 def _parse(argument: str, template: str) -> "Iterator[tuple[str, str | None, str | None, str | None]]":
@@ -227,7 +224,7 @@ def this_writer() -> str:
         >>> is_alive(this_writer())
         True
     """
-    return f"{_machine()}-{os.getpid()}-{_start_time(os.getpid()) or 0}"
+    return _writer(os.getpid())
 
 
 def is_alive(writer: str) -> bool | None:
@@ -248,6 +245,11 @@ def is_alive(writer: str) -> bool | None:
     now = _start_time(int(pid))
     # Without a start time the process is gone or a zombie, unless the system has no /proc.
     return now == int(started) if now is not None else not Path("/proc/self/stat").exists()
+
+
+@cache  # by process, since forks have another ID
+def _writer(pid: int) -> str:
+    return f"{_machine()}-{pid}-{_start_time(pid) or 0}"
 
 
 @cache

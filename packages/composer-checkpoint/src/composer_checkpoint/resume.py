@@ -4,7 +4,7 @@ import glob
 import os
 import posixpath
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,6 @@ from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from composer_checkpoint._compatibility import shared_check
 from composer_checkpoint._ranks import Ranks, fetch_together, of_first_rank_of_node
 from composer_checkpoint.checkpoint_uploads import within_folder
 from composer_checkpoint.commit import read_pointer
@@ -22,30 +21,29 @@ from composer_checkpoint.errors import (
     CheckpointError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
-    NewerCheckpointError,
     NoCheckpointError,
     StorageError,
 )
 from composer_checkpoint.files import read_manifest
 from composer_checkpoint.formats.archives import STATES_NAME, unpack
-from composer_checkpoint.formats.per_rank import SAVE_ID_KEY, refuse_mixed_saves
 from composer_checkpoint.inspection import inspect_file
 from composer_checkpoint.lock import complete_interrupted_sets
-from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
+from composer_checkpoint.manifest import MANIFEST_NAME, SAVE_ID_KEY, Manifest, refuse_mixed_saves
 from composer_checkpoint.names import format_name_with_dist, is_tar, partial_format
 from composer_checkpoint.remote.fetch import extract_path_from_symlink, get_file
 from composer_checkpoint.remote.publish import SYMLINK_SUFFIX
 from composer_checkpoint.save_folder import (
+    LINEAGE_KEY,
     WITHOUT_MANIFEST,
-    is_of_other_lineage,
+    candidates_in,
+    fault_of,
     literal_prefix,
-    look_through,
+    manifest_of,
     numbers_in_name,
-    told_abandoned,
 )
 from composer_checkpoint.sharded._storage import fetch_once_per_node, open_source
 from composer_checkpoint.sharded.reader import read_manifest as read_sharded_manifest
-from composer_checkpoint.state import Layout, check_spread, layout_of, own_file
+from composer_checkpoint.state import Layout, check_spread, layout_of, other_number_of_ranks, own_file
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.stores.opening import list_if_allowed
 from composer_checkpoint.verify import verify
@@ -65,42 +63,56 @@ _ORDER = ("batch", "sample", "token", "epoch")
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A possible checkpoint: the index of its store, and its name there, with `{rank}` for per-rank files.
+    """A possible checkpoint: its path or its name in a store, with `{rank}` for per-rank files.
 
-    `latest` is the target of the store's pointer if this checkpoint is later than the target.
+    `latest` is the target of the pointer if this checkpoint is later than the target.
     """
 
-    store: int
     name: str
     latest: str | None = None
 
 
 @contextmanager
-def fetched_from_stores(
-    saver: "CheckpointSaver", state: "State", logger: "Logger", layout: Layout, unusable: Sequence[str] = ()
-) -> Iterator[str | None]:
-    """Yield the path of the newest complete checkpoint in the loggers' or saver's stores. Every rank must call this.
+def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logger") -> Iterator[str | None]:
+    """Yield the path of the newest complete checkpoint of a saver, or `None`.
 
-    Each rank downloads what it needs of a candidate, once per node, and verifies its hashes. If they do not match on
-    any rank, all ranks log the reason and try the next candidate. One that is later than the target of the pointer is
-    skipped if it is of another lineage.
+    The saver's folder is searched first, then the loggers that keep files, then the saver's store. The link to the
+    latest checkpoint is not followed blindly, since its target may be damaged or outdated. However, later checkpoints
+    of an abandoned run, from which a user went back to the target of the link, are skipped. Skipped checkpoints are
+    logged with the reason. Every rank must call this.
+
+    Args:
+        saver: The saver of the resumed run. Its names define the search, and its `resumes` is set.
+        state: The training state, not changed.
+        logger: Has the destinations that keep files.
+
+    Yields:
+        The path for `load_checkpoint`. For a sharded checkpoint in a store it is the address; each rank has downloaded
+        what it needs. Downloads are deleted on exit.
+
+    Raises:
+        RuntimeError: If rank 0 has found a checkpoint that other ranks cannot see.
+        CheckpointConflictError: If there are checkpoints and none can be used: a run that starts from scratch would
+            replace them.
+        NewerCheckpointError: If the newest is of a newer format.
+        StorageError: If a disk or store fails or denies access.
     """
-    stores = _stores(saver, logger)
-    candidates = Ranks().from_first(lambda: list(_candidates(stores, saver, state, layout)))
-    unusable = list(unusable)
-    for candidate in candidates:
-        store = stores[candidate.store]
-        with ExitStack() as fetched:
-            path = _fetch(store, candidate.name, state, layout, fetched, unusable)
-            if path is None:
-                continue
-            reason = Ranks().from_first(partial(_abandoned, candidate, path, store, layout))
-            if reason is not None:
-                log.warning("Skipped %s: %s", candidate.name, reason)
-                continue
-            log.info("Resuming from %s, which was downloaded.", candidate.name)
-            yield path
-            return
+    layout, ranks, unusable = layout_of(state), Ranks(), list[str]()
+    saver.resumes = False
+    for store in (None, *_stores(saver, logger)):  # the folder first
+        search = partial(_in_folder, saver, state, layout) if store is None else partial(_in_store, store, saver, state)
+        # The ranks might see different files, so all of them use the result of rank 0.
+        candidates, skipped = ranks.from_first(search)
+        unusable += skipped
+        for candidate in candidates:
+            with ExitStack() as fetched:
+                path = _fetch(store, candidate, state, layout, fetched, unusable)
+                if path is None:
+                    continue
+                saver.resumes = True
+                log.info("Resuming from %s%s.", candidate.name, "" if store is None else ", which was downloaded")
+                yield path
+                return
     # Starting from scratch would replace the run's checkpoints, so the user must decide.
     if unusable:
         raise CheckpointConflictError(
@@ -111,67 +123,98 @@ def fetched_from_stores(
     yield None
 
 
-def refuse_what_does_not_resume(manifest: Manifest | None, path: str, name: str) -> None:
-    """Raise if a complete checkpoint cannot be resumed from."""
-    if manifest is not None and manifest.info.get("weights_only"):
-        raise IncompatibleCheckpointError(f"{name} holds the weights only, from which a run cannot resume.")
-    if manifest is None and os.path.isfile(path) and "state" not in inspect_file(path).keys:
-        raise IncompatibleCheckpointError(f"{name} has no 'state', so it is not a checkpoint of a training run.")
-
-
-def shared_name(name: str, template: str, run_name: str | None) -> str:
-    """Return the name that per-rank files share, with `{rank}` in it, from the name of any of them."""
-    numbers = numbers_in_name(name, template)
-    numbers.pop("rank", None)
-    return partial_format(template, run_name=run_name, **numbers)
-
-
 def _stores(saver: "CheckpointSaver", logger: "Logger") -> list[Any]:
     """Return the possible stores of the run's files: `ObjectStore`s, and logger destinations that can download."""
     if saver.latest_remote_file_name is None:
         return []
     keepers = [place for place in getattr(logger, "destinations", ()) if place.can_upload_files()]
     # The store itself where names agree, since unlike a logger destination it can be listed.
-    keepers = [place if _store_of(place) is None else _store_of(place) for place in keepers]
+    keepers = [_store_of(place) or place for place in keepers]
     return keepers if saver.remote_uploader is None else [*keepers, saver.remote_uploader.remote_backend]
 
 
 def _store_of(place: Any) -> ObjectStore | None:
-    if not getattr(place, "keeps_names", True):
-        return None
-    backend = getattr(place, "remote_backend", None)
+    backend = getattr(place, "remote_backend", None) if getattr(place, "keeps_names", True) else None
     return backend if isinstance(backend, ObjectStore) else None
 
 
-def _remote_template(saver: "CheckpointSaver", state: "State", layout: Layout) -> str | None:
+def _in_folder(saver: "CheckpointSaver", state: "State", layout: Layout) -> tuple[list[_Candidate], list[str]]:
+    """Return the candidates in the saver's folder, newest first, and those that cannot be used, with the reason."""
+    folder = format_name_with_dist(saver.folder, state.run_name)
+    try:
+        os.listdir(folder)  # `glob` does not raise, so an unreadable folder would look empty
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise StorageError(
+            error.errno,
+            f"save_folder={folder!r} cannot be looked through for checkpoints: {error.strerror or error}. Check the "
+            f"disk and the permissions, or choose another folder",
+        ) from error
+    if layout is Layout.LOCAL and os.path.isdir(folder):
+        # A save that was killed while renaming would look like files of several saves.
+        complete_interrupted_sets(folder)
+    pattern = os.path.join(glob.escape(folder), _as_glob(within_folder(state, saver.filename.filename), state))
+    target = None if saver.latest_filename is None else read_pointer(saver.latest_filename.format(state))
+    pointed = [] if target is None or not target.exists() else candidates_in(glob.escape(os.fspath(target)))[0]
+    found, skipped = candidates_in(pattern)
+    # The link may lead to a checkpoint that was saved under another `save_filename`.
+    found += [candidate for candidate in pointed if candidate.path not in [one.path for one in found]]
+    template = os.path.abspath(saver.filename.format(state, keep_placeholders=True))
+
+    def name_of(path: Path) -> str:
+        if layout is not Layout.LOCAL:
+            return os.fspath(path)
+        return "/" + _shared_name(os.path.abspath(path).lstrip("/"), template.lstrip("/"), state.run_name)
+
+    later = [one.path for one in found if pointed and one.sorting_key()[:2] > pointed[0].sorting_key()[:2]]
+    names = [_Candidate(name_of(one.path), str(target) if one.path in later else None) for one in found]
+    # Without dangling links, which are no checkpoints.
+    return names, [f"{skip.path} ({skip.reason})" for skip in skipped if skip.path.exists()]
+
+
+def _as_glob(template: str, state: "State") -> str:
+    parts: list[str] = []
+    for literal, name, _, _ in Formatter().parse(template):
+        parts.append(glob.escape(literal))
+        if name is None:
+            continue
+        known = partial_format(f"{{{name}}}", run_name=state.run_name, rank=0, local_rank=0, node_rank=0)
+        # Numbers of the time stay open; the rank is 0, so that per-rank files match once.
+        parts.append("*" if known.startswith("{") else glob.escape(known))
+    return "".join(parts)
+
+
+def _shared_name(name: str, template: str, run_name: str | None) -> str:
+    """Return the name that per-rank files share, with `{rank}` in it, from the name of any of them."""
+    numbers = numbers_in_name(name, template)
+    numbers.pop("rank", None)
+    return partial_format(template, run_name=run_name, **numbers)
+
+
+def _in_store(store: Any, saver: "CheckpointSaver", state: "State") -> tuple[list[_Candidate], list[str]]:
+    """Return the candidates in a store, newest first; one that only a pointer names comes last."""
+    assert saver.latest_remote_file_name is not None
+    layout, pointer = layout_of(state), saver.latest_remote_file_name.format(state)
+    pointed = _pointed_to(store, pointer)
     if saver.remote_file_name is None:
-        return None
+        return [_Candidate(pointed or pointer)], []
     template = within_folder(state, saver.remote_file_name.filename).lstrip("/")
     template = partial_format(template, run_name=state.run_name)
-    return partial_format(template, rank=0, local_rank=0, node_rank=0) if layout is Layout.MONOLITHIC else template
-
-
-def _candidates(stores: list[Any], saver: "CheckpointSaver", state: "State", layout: Layout) -> Iterator[_Candidate]:
-    """Yield the candidates of each store, newest first; one that only a pointer names comes last."""
-    assert saver.latest_remote_file_name is not None
-    pointer, template = saver.latest_remote_file_name.format(state), _remote_template(saver, state, layout)
-    for index, store in enumerate(stores):
-        pointed = _pointed_to(store, pointer)
-        if template is None:
-            yield _Candidate(index, pointed or pointer)
-            continue
-        times = _times_in(store, template, pointed, layout)
-        names = sorted(times, key=times.__getitem__, reverse=True)
-        num_later = sum(times[name] > times[pointed] for name in names) if pointed in times else 0
-        # The pointer's target must come right after the later names, which are compared with it.
-        names = [*names[:num_later], *[str(pointed)] * bool(num_later), *names[num_later:]]
-        if layout is Layout.LOCAL:
-            names = [shared_name(name, template, state.run_name) for name in names]
-        elif pointed is not None or layout is Layout.MONOLITHIC:
-            names.append(pointed or pointer)
-        later = set(names[:num_later])
-        for name in dict.fromkeys(names):  # per-rank files share a name, and the target may be listed twice
-            yield _Candidate(index, name, names[num_later] if name in later else None)
+    if layout is Layout.MONOLITHIC:
+        template = partial_format(template, rank=0, local_rank=0, node_rank=0)
+    times = _times_in(store, template, pointed, layout)
+    names = sorted(times, key=times.__getitem__, reverse=True)
+    num_later = sum(times[name] > times[pointed] for name in names) if pointed in times else 0
+    # The pointer's target must come right after the later names, which are compared with it.
+    names = [*names[:num_later], *[str(pointed)] * bool(num_later), *names[num_later:]]
+    if layout is Layout.LOCAL:
+        names = [_shared_name(name, template, state.run_name) for name in names]
+    elif pointed is not None or layout is Layout.MONOLITHIC:
+        names.append(pointed or pointer)
+    later = dict.fromkeys(names[:num_later], names[num_later] if num_later else None)
+    # Per-rank files share a name, and the target may be listed twice.
+    return [_Candidate(name, later.get(name)) for name in dict.fromkeys(names)], []
 
 
 def _times_in(store: Any, template: str, pointed: str | None, layout: Layout) -> dict[str, list[int]]:
@@ -195,14 +238,16 @@ def _pointed_to(store: Any, pointer: str) -> str | None:
 
 
 def _fetch(
-    store: Any, name: str, state: "State", layout: Layout, fetched: ExitStack, unusable: list[str]
+    store: Any, candidate: _Candidate, state: "State", layout: Layout, fetched: ExitStack, unusable: list[str]
 ) -> str | None:
     """Return the path of a checkpoint that is complete on every rank, or `None`. Every rank must call this.
 
-    An existing checkpoint that cannot be used is added to `unusable`; an unfinished one is not.
+    Each rank downloads what it needs, once per node, and verifies its hashes. An existing checkpoint that cannot be
+    used is added to `unusable`; an unfinished one in a store is not.
     """
+    name, is_here = candidate.name, store is None
     with ExitStack() as attempt:
-        if layout is Layout.SHARDED:
+        if layout is Layout.SHARDED and not is_here:
             path, error = _fetch_folder(store, name, state, attempt)
         else:
             path, error = _fetch_file(store, name, layout, attempt)
@@ -211,7 +256,16 @@ def _fetch(
         is_absent = isinstance(error, FileNotFoundError | NotImplementedError) and not is_unfinished
         told = None if error is None else (is_absent, is_unfinished, str(error))
         problems = dist.all_gather_object(told)  # all ranks accept or skip the candidate together
+        if not any(problems) and candidate.latest is not None:
+            reason = Ranks().from_first(partial(_abandoned, candidate, path, store, layout))
+            problems[0] = None if reason is None else (False, True, reason)
         if not any(problems):
+            sees = not is_here or os.path.exists(own_file(path) if layout is Layout.LOCAL else path)
+            if missing := [rank for rank, found in enumerate(dist.all_gather_object(sees)) if not found]:
+                raise RuntimeError(
+                    f"autoresume found {path} on rank 0, and ranks {missing} do not see it. Save to a disk that all "
+                    f"nodes share, or to a store."
+                )
             fetched.push(attempt.pop_all())  # keeps the download until the caller has loaded it
             return path
     # Logged on all ranks, since each has its own log.
@@ -219,42 +273,38 @@ def _fetch(
         if problem is not None:
             is_absent, is_unfinished, reason = problem
             log.log(DEBUG if is_absent else WARNING, "Skipped %s: %s (on rank %d)", name, reason, rank)
-            if not is_absent and not is_unfinished:
+            if not is_absent and (is_here or not is_unfinished):
                 unusable.append(f"{name} ({reason})")
             break
     return None
 
 
 def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> str | None:
-    """Return the reason if a downloaded checkpoint belongs to an abandoned run, or `None`.
+    """Return the reason if a complete checkpoint belongs to an abandoned run, or `None`.
 
     If the pointer's target is damaged, later checkpoints are accepted.
     """
-    if candidate.latest is None:
+    name, found = str(candidate.latest), list[Manifest | None]()
+    if fault_of(name, lambda: found.append(_manifest_in(store, name, layout))) is not None or found[0] is None:
         return None
-    try:
-        latest = _manifest_in(store, candidate.latest, layout)
-    except (CheckpointError, FileNotFoundError, NotImplementedError) as error:
-        _raise_if_whole(error)
-        return None
-    if layout is Layout.SHARDED:
-        own = read_sharded_manifest(open_source(path, {}))
-    else:
-        own = read_manifest(own_file(path))
-    if latest is None:
-        return None
+    is_remote_folder = layout is Layout.SHARDED and store is not None
+    own = read_sharded_manifest(open_source(path, {})) if is_remote_folder else manifest_of(Path(own_file(path)))
     if own is None:
         return WITHOUT_MANIFEST
-    return told_abandoned(candidate.latest) if is_of_other_lineage(own.info, latest.info) else None
+    lineage = found[0].info.get(LINEAGE_KEY)
+    if lineage is None or own.info.get(LINEAGE_KEY) == lineage:
+        return None
+    return f"it belongs to a run that was abandoned: the latest one is {name}"
 
 
 def _manifest_in(store: Any, name: str, layout: Layout) -> Manifest | None:
+    if store is None:
+        return manifest_of(Path(own_file(name)))
     with tempfile.TemporaryDirectory(prefix="composer-resume-") as folder:
         if layout is Layout.SHARDED:
             place = os.path.join(folder, MANIFEST_NAME)
             store.download_object(f"{name}/{MANIFEST_NAME}", place)
-            with open(place, "rb") as file:
-                return Manifest.from_json(file.read())
+            return Manifest.from_json(Path(place).read_bytes())
         name = own_file(name)
         place = os.path.join(folder, posixpath.basename(name))
         get_file(name, place, store, overwrite=True, progress_bar=False)
@@ -262,221 +312,76 @@ def _manifest_in(store: Any, name: str, layout: Layout) -> Manifest | None:
 
 
 def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tuple[str, Exception | None]:
-    own = attempt.enter_context(tempfile.TemporaryDirectory(prefix="composer-resume-"))
-    fetches = layout is Layout.LOCAL or dist.get_local_rank() == 0
-    if layout is not Layout.LOCAL:  # the ranks of a node share the folder of the one that downloads
-        own = of_first_rank_of_node(own)
-        # The rank that downloaded must not delete the file before the others have read it. After an exception, other
-        # ranks may not reach the barrier.
-        attempt.push(lambda kind, *_: dist.barrier() if kind is None else None)
-    base = os.path.basename(name)
-    # The rank may be in the name of a folder only, and the downloads of all ranks need different names.
-    if layout is Layout.LOCAL and "{rank}" not in base:
-        base = f"{{rank}}-{base}"
-    path = os.path.join(own, base)
+    """Download and verify a file, or verify a checkpoint of the folder. Every rank must call this."""
+    # Each rank has a file of its own, or one rank reads the file: rank 0 on a shared disk, or the first of each node.
+    reads = layout is Layout.LOCAL or (dist.get_global_rank() if store is None else dist.get_local_rank()) == 0
+    path = name
+    if store is not None:
+        own = attempt.enter_context(tempfile.TemporaryDirectory(prefix="composer-resume-"))
+        if layout is not Layout.LOCAL:  # the ranks of a node share the folder of the one that downloads
+            own = of_first_rank_of_node(own)
+            # The rank that downloaded must not delete the file before the others have read it. After an exception,
+            # other ranks may not reach the barrier.
+            attempt.push(lambda kind, *_: dist.barrier() if kind is None else None)
+        base = os.path.basename(name)
+        # The rank may be in the name of a folder only, and the downloads of all ranks need different names.
+        path = os.path.join(own, f"{{rank}}-{base}" if layout is Layout.LOCAL and "{rank}" not in base else base)
 
-    def fetch() -> tuple[object, Exception | None]:
-        try:
-            return _save_id_of(_fetch_and_check(store, name, path)) if fetches else None, None
-        except (CheckpointError, FileNotFoundError, NotImplementedError) as error:
-            _raise_if_whole(error)
-            return None, error
+    def fetch() -> tuple[list[Any], Exception | None]:
+        manifests: list[Manifest | None] = []
+        problem = fault_of(name, lambda: manifests.append(_fetch_and_check(store, name, path))) if reads else None
+        return [None if manifest is None else manifest.info.get(SAVE_ID_KEY) for manifest in manifests], problem
 
-    save_id, problem = Ranks().together(fetch)
+    save_ids, problem = Ranks().together(fetch)
     if layout is Layout.LOCAL:
-        gathered = dist.all_gather_object((problem is None, save_id))
+        gathered = dist.all_gather_object(save_ids)
         try:
-            refuse_mixed_saves([found for is_here, found in gathered if is_here], name)
+            refuse_mixed_saves([save_id for own_ids in gathered for save_id in own_ids], name)
         except CorruptCheckpointError as error:
             problem = problem or error
     return path, problem
 
 
-def _save_id_of(manifest: Manifest | None) -> object:
-    return None if manifest is None else manifest.info.get(SAVE_ID_KEY)
-
-
 def _fetch_and_check(store: Any, name: str, path: str) -> Manifest | None:
+    """Fetch this rank's file, verify it, refuse it if a run cannot resume from it, and return its manifest."""
     here = own_file(path)
     try:
-        get_file(own_file(name), here, store, overwrite=True, progress_bar=False)
+        if store is not None:
+            get_file(own_file(name), here, store, overwrite=True, progress_bar=False)
+        elif not os.path.exists(here) and os.path.exists(of_first := path.replace("{rank}", "0")):
+            manifest = read_manifest(of_first)
+            saved_by = dist.get_world_size() if manifest is None else manifest.info.get("world_size")
+            if isinstance(saved_by, int) and saved_by < dist.get_world_size():  # this rank's file was never written
+                raise IncompatibleCheckpointError(str(other_number_of_ranks(of_first, saved_by)))
     except FileNotFoundError as error:
         if "{rank}" not in name:
             raise
         # Unfinished instead of absent, since other ranks may have files of this save.
         raise NoCheckpointError(f"there is no file of rank {dist.get_global_rank()}: {error}") from error
-    return _verified(here, name)
-
-
-def _verified(path: str, name: str) -> Manifest | None:
-    """Verify a checkpoint, refuse it if a run cannot resume from it, and return its manifest."""
-    manifest = verify(path)
-    refuse_what_does_not_resume(manifest, path, name)
+    manifest = verify(here)
+    _refuse_partial(manifest, here, name)
     return manifest
 
 
-def _raise_if_whole(error: Exception) -> None:
-    """Raise an error that does not make the checkpoint invalid, since resuming from an older one would lose work."""
-    if isinstance(error, StorageError | NewerCheckpointError):
-        raise error
+def _refuse_partial(manifest: Manifest | None, path: str, name: str) -> None:
+    """Raise if a complete checkpoint does not have what resuming needs."""
+    if manifest is not None and manifest.info.get("weights_only"):
+        raise IncompatibleCheckpointError(f"{name} holds the weights only, from which a run cannot resume.")
+    if manifest is None and os.path.isfile(path) and "state" not in inspect_file(path).keys:
+        raise IncompatibleCheckpointError(f"{name} has no 'state', so it is not a checkpoint of a training run.")
 
 
 def _fetch_folder(store: Any, name: str, state: "State", attempt: ExitStack) -> tuple[str, Exception | None]:
     if not isinstance(store, ObjectStore):
         return "", NotImplementedError(f"{type(store).__name__} has no folders.")
     address = attempt.enter_context(fetch_once_per_node(store, name))
-    try:
+
+    def read() -> None:
         # Each step fails on all ranks or on none, so that all ranks take part in the next one.
-        Ranks().together(
-            lambda: refuse_what_does_not_resume(read_sharded_manifest(open_source(address, {})), address, name)
-        )
+        Ranks().together(lambda: _refuse_partial(read_sharded_manifest(open_source(address, {})), address, name))
         check_spread(address, state)
-    except CheckpointError as error:
-        _raise_if_whole(error)
-        return address, error
-    return address, None
 
-
-@contextmanager
-def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logger") -> Iterator[str | None]:
-    """Yield the path of the newest complete checkpoint of a saver, or `None`.
-
-    The saver's folder is searched first, then the loggers that keep files, then the saver's store. The link to the
-    latest checkpoint is not followed blindly, since its target may be damaged or outdated. However, later checkpoints
-    of an abandoned run, from which a user went back to the target of the link, are skipped. Skipped checkpoints are
-    logged with the reason; those in stores on every rank. Every rank must call this.
-
-    Args:
-        saver: The saver of the resumed run. Its names define the search, and its `resumes` is set.
-        state: The training state, not changed.
-        logger: Has the destinations that keep files.
-
-    Yields:
-        The path for `load_checkpoint`. For a sharded checkpoint in a store it is the address; each rank has downloaded
-        what it needs. Downloads are deleted on exit.
-
-    Raises:
-        RuntimeError: If rank 0 has found a checkpoint that other ranks cannot see.
-        CheckpointConflictError: If there are checkpoints and none can be used: a run that starts from scratch would
-            replace them.
-        NewerCheckpointError: If the newest is of a newer format.
-        StorageError: If a disk or store fails or denies access.
-    """
-    layout = layout_of(state)
-    # The ranks might see different files, so all of them use the result of rank 0.
-    path, unusable = Ranks().exchange(
-        lambda: _search_together(saver, state, layout), lambda found: found[:1] * len(found)
-    )
-    saver.resumes = path is not None
-    if path is not None:
-        own = own_file(path) if layout is Layout.LOCAL else path
-        missing = [rank for rank, sees in enumerate(dist.all_gather_object(os.path.exists(own))) if not sees]
-        if missing:
-            raise RuntimeError(
-                f"autoresume found {path} on rank 0, and ranks {missing} do not see it. Save to a disk that all nodes "
-                f"share, or to a store."
-            )
-        log.info("Resuming from %s.", path)
-        yield path
-        return
-    with fetched_from_stores(saver, state, logger, layout, unusable) as path:
-        saver.resumes = path is not None
-        yield path
-
-
-def _search_together(saver: "CheckpointSaver", state: "State", layout: Layout) -> tuple[str | None, list[str]]:
-    """Search the folder on rank 0. For per-rank files each rank checks its own."""
-    if layout is not Layout.LOCAL:
-        # Only one rank verifies, since verification reads every byte of a file.
-        return _search(saver, state, os.fspath, lambda path: [_verified(path, path)]) if _is_first() else (None, [])
-
-    def with_rank(path: Path) -> str:
-        template = os.path.abspath(saver.filename.format(state, keep_placeholders=True))
-        return "/" + shared_name(os.path.abspath(path).lstrip("/"), template.lstrip("/"), state.run_name)
-
-    with shared_check(_check_own) as check_each:
-        if not _is_first():
-            return None, []
-        folder = format_name_with_dist(saver.folder, state.run_name)
-        if os.path.isdir(folder):
-            # A save that was killed while renaming would look like files of several saves.
-            complete_interrupted_sets(folder)
-        return _search(saver, state, with_rank, check_each)
-
-
-def _is_first() -> bool:
-    return dist.get_global_rank() == 0
-
-
-def _search(
-    saver: "CheckpointSaver",
-    state: "State",
-    name_of: Callable[[Path], str],
-    check_each: Callable[[str], "list[Manifest | None]"],
-) -> tuple[str | None, list[str]]:
-    """Return the newest checkpoint in the folder, and the unusable ones with the reasons.
-
-    `name_of` returns the path that the ranks share, with `{rank}` in it for per-rank files.
-    """
-    folder = format_name_with_dist(saver.folder, state.run_name)
-
-    def verify_each(path: Path) -> None:
-        refuse_mixed_saves([_save_id_of(manifest) for manifest in check_each(name_of(path))], path)
-
-    _refuse_unreadable(folder)  # `glob` does not raise, so an unreadable folder would look empty
-    target = None if saver.latest_filename is None else read_pointer(saver.latest_filename.format(state))
-    latest = target if target is not None and target.exists() else None
-    pattern = os.path.join(glob.escape(folder), _as_glob(within_folder(state, saver.filename.filename), state))
-    newest, skipped = look_through(pattern, verify=verify_each, latest=latest)
-    if newest is None and latest is not None and latest not in [skip.path for skip in skipped]:
-        # The link may lead to a checkpoint that was saved under another `save_filename`.
-        newest, others = look_through(
-            glob.escape(os.fspath(latest)), verify=lambda path: _verified(os.fspath(path), os.fspath(path))
-        )
-        skipped += others
-    unusable = [f"{skip.path} ({skip.reason})" for skip in skipped if skip.path.exists()]  # without dangling links
-    return (None if newest is None else name_of(newest.path)), unusable
-
-
-def _refuse_unreadable(folder: str) -> None:
-    """Raise if a folder cannot be listed, so that its checkpoints are unknown."""
-    try:
-        os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        raise StorageError(
-            error.errno,
-            f"save_folder={folder!r} cannot be looked through for checkpoints: {error.strerror or error}. Check the "
-            f"disk and the permissions, or choose another folder",
-        ) from error
-
-
-def _check_own(path: str) -> "Manifest | None":
-    own, of_first = own_file(path), path.replace("{rank}", "0")
-    if not os.path.exists(own) and os.path.exists(of_first):
-        # If fewer ranks saved, this rank's file was never written; the error must name that, not a missing file.
-        manifest = read_manifest(of_first)
-        saved_by = None if manifest is None else manifest.info.get("world_size")
-        if isinstance(saved_by, int) and saved_by < dist.get_world_size():
-            raise IncompatibleCheckpointError(
-                f"{saved_by} ranks saved these files, and {dist.get_world_size()} look for theirs: per-rank files are "
-                f"not elastic. Start {saved_by} ranks, or put the files together with "
-                f"composer_checkpoint.formats.per_rank.merge_local"
-            )
-    return _verified(own, own)
-
-
-def _as_glob(template: str, state: "State") -> str:
-    parts: list[str] = []
-    for literal, name, _, _ in Formatter().parse(template):
-        parts.append(glob.escape(literal))
-        if name is None:
-            continue
-        known = partial_format(f"{{{name}}}", run_name=state.run_name, rank=0, local_rank=0, node_rank=0)
-        # Numbers of the time stay open; the rank is 0, so that per-rank files match once.
-        parts.append("*" if known.startswith("{") else glob.escape(known))
-    return "".join(parts)
+    return address, fault_of(name, read)
 
 
 def download_checkpoint(

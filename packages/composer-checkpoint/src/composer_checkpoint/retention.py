@@ -5,16 +5,19 @@ import os
 import posixpath
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
+from composer_checkpoint._durability import discard
 from composer_checkpoint.errors import CheckpointError, shown
-from composer_checkpoint.lock import discard
 from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
+from composer_checkpoint.remote.publish import has_object
 from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.save_folder import is_name_of, manifest_of
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, retry
@@ -111,9 +114,19 @@ class RetentionPolicy:
                 f"{setting!r} does not say which checkpoints to keep: give a number, -1 for all, or a mapping with "
                 f"some of the keys {', '.join(_RULES)}, such as {_EXAMPLE}."
             )
-        metric, mode, num_best = _best(setting.get("best"))
         every = setting.get("every")
-        return cls(setting.get("last"), None if every is None else to_time("every", every), metric, mode, num_best)
+        best: Any = setting.get("best")
+        match best:
+            case None:
+                best = {}
+            case (str(metric), str() | None as mode, int(num_best)) if num_best != 0:
+                best = {"metric": metric, "mode": mode, "num_best": num_best}
+            case _:
+                raise ValueError(
+                    f"best={best!r} does not say which checkpoints are best: give the metric, 'max', 'min' or None, "
+                    f"and how many, such as ('metrics/eval/MulticlassAccuracy', 'max', 2)."
+                )
+        return cls(setting.get("last"), None if every is None else to_time("every", every), **best)
 
     def with_mode(self, metric: object = None) -> "RetentionPolicy":
         """Return the policy with a mode if it needs one, chosen by the metric or else by its name.
@@ -165,22 +178,17 @@ def choose_to_delete(
     # The start is computed, since a slice from -0 would keep all.
     keep = {latest} | {saved.name for saved in history[len(history) - min(policy.last or 0, len(history)) :]}
     if policy.every is not None:
-        keep |= _first_of_each(history, policy.every)
+        first: dict[int, str] = {}  # of each interval, so that deleting later ones does not change the result
+        for saved in history:
+            interval = int(saved.timestamp.get(policy.every.unit).value // policy.every.value)
+            if interval > 0:  # checkpoints before the first multiple belong to no rule
+                first.setdefault(interval, saved.name)
+        keep |= set(first.values())
     if policy.metric is not None:
         keep |= _best_by(history, policy.metric, policy.with_mode().mode, policy.num_best)
     if not policy.keeps_none:
         keep |= {saved.name for saved in history[-1:]}
     return [saved.name for saved in history if saved.name not in keep]
-
-
-def _first_of_each(history: Sequence[SavedCheckpoint], every: Time[Any]) -> set[str]:
-    """Return the first checkpoint of each interval, so that deleting later ones does not change the result."""
-    first: dict[int, str] = {}
-    for saved in history:
-        interval = int(saved.timestamp.get(every.unit).value // every.value)
-        if interval > 0:  # checkpoints before the first multiple belong to no rule
-            first.setdefault(interval, saved.name)
-    return set(first.values())
 
 
 def _best_by(history: Sequence[SavedCheckpoint], metric: str, mode: str | None, num_best: int) -> set[str]:
@@ -196,18 +204,6 @@ def _best_by(history: Sequence[SavedCheckpoint], metric: str, mode: str | None, 
     return {saved.name for saved, _ in ranked[:num_best]} | (unmeasured if len(ranked) < num_best else set())
 
 
-def _best(setting: Any) -> tuple[str | None, Literal["max", "min"] | None, int]:
-    if setting is None:
-        return None, None, 0
-    match setting:
-        case (str(metric), str() | None as mode, int(num_best)) if num_best != 0:
-            return metric, cast(Literal["max", "min"] | None, mode), num_best
-    raise ValueError(
-        f"best={setting!r} does not say which checkpoints are best: give the metric, 'max', 'min' or None, and how "
-        f"many, such as ('metrics/eval/MulticlassAccuracy', 'max', 2)."
-    )
-
-
 def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy:
     """Return one policy for the two arguments of a user.
 
@@ -219,13 +215,9 @@ def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy
         raise ValueError(
             f"save_num_checkpoints_to_keep={num_checkpoints_to_keep!r} must be a whole number from 0, or -1 for all."
         )
-    if isinstance(keep, Mapping):
-        keep = {rule: value for rule, value in keep.items() if rule != "remote"}  # for the store, see `remote_policy`
-    try:
-        policy = RetentionPolicy.from_setting(keep)
-    except (TypeError, ValueError) as error:
-        # Of the same class, with the argument named.
-        raise type(error)(f"save_keep={keep!r} cannot be used: {error}") from error
+    # The rules under `remote` are for the store, see `remote_policy`.
+    local = {rule: value for rule, value in keep.items() if rule != "remote"} if isinstance(keep, Mapping) else keep
+    policy = _named_policy(f"save_keep={keep!r} cannot be used", local)
     if num_checkpoints_to_keep == -1:
         return policy
     if policy.last is not None:
@@ -233,7 +225,14 @@ def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy
             f"save_num_checkpoints_to_keep={num_checkpoints_to_keep!r} and save_keep={keep!r} both say how many of the "
             f"newest checkpoints to keep. Leave one of them out."
         )
-    return RetentionPolicy(num_checkpoints_to_keep, policy.every, policy.metric, policy.mode, policy.num_best)
+    return replace(policy, last=num_checkpoints_to_keep)
+
+
+def _named_policy(told: str, setting: Any) -> RetentionPolicy:
+    try:
+        return RetentionPolicy.from_setting(setting)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{told}: {error}") from error  # of the same class, with the argument named
 
 
 class _Kept:
@@ -242,17 +241,41 @@ class _Kept:
     def __init__(self, policy: RetentionPolicy) -> None:
         self.policy = policy
         self._history: list[SavedCheckpoint] = []
+        self._uploads: dict[str, Future[Any]] = {}
 
-    def _add(self, name: str, timestamp: Timestamp, metrics: Mapping[str, float]) -> None:
+    def _add(self, name: str, timestamp: Timestamp, metrics: Mapping[str, float], upload: Future[Any] | None) -> None:
         self._forget(name)  # re-inserted as the newest
         self._history.append(SavedCheckpoint(name, timestamp, dict(metrics)))
+        if upload is not None:
+            self._uploads[name] = upload
 
     def _forget(self, name: str) -> None:
         self._history = [saved for saved in self._history if saved.name != name]
+        self._uploads.pop(name, None)
 
     def entries(self) -> list[tuple[str, dict[str, Any], dict[str, float]]]:
         """Return the list of checkpoints, to save in the next checkpoint."""
         return [(saved.name, saved.timestamp.state_dict(), dict(saved.metrics)) for saved in self._history]
+
+    def _adopt(self, entries: Any, could_have_saved: Callable[[str], bool]) -> None:
+        """Take over those checkpoints of the resumed run that this run could have saved.
+
+        The list may come from an untrusted source, and what it names may be deleted later.
+        """
+        for entry in entries if isinstance(entries, list | tuple) else ():
+            timestamp = Timestamp()
+            # Skipped, not raised: a bad entry must not prevent a resume.
+            try:
+                name, time, metrics = entry
+                timestamp.load_state_dict(time)
+                metrics = {metric: float(value) for metric, value in metrics.items()}
+            except (AttributeError, KeyError, TypeError, ValueError):
+                log.warning(
+                    "The loaded checkpoint lists %s among the saved checkpoints, which is invalid.", shown(entry)
+                )
+                continue
+            if could_have_saved(str(name)):
+                self._add(str(name), timestamp, metrics, None)
 
 
 class KeptFiles(_Kept):
@@ -268,18 +291,16 @@ class KeptFiles(_Kept):
         super().__init__(policy)
         self.deletes = True
         self.names: list[str] = []
-        self._uploads: dict[str, Future[None]] = {}
-        self._of_run: dict[str, str | None] = {}  # paths that another process has saved, with the run's name
+        self._run_name: str | None = None
+        self._adopted = set[str]()  # paths that another process has saved
 
     def add(
         self, path: str, timestamp: Timestamp, metrics: Mapping[str, float], upload: Future[None] | None = None
     ) -> None:
         """Record a committed checkpoint, which replaces an earlier one of the same name."""
-        self._add(path, timestamp, metrics)
-        self._of_run.pop(path, None)
+        self._add(path, timestamp, metrics, upload)
+        self._adopted.discard(path)
         self.names.append(path)
-        if upload is not None:
-            self._uploads[path] = upload
 
     def rotate(self) -> None:
         """Delete checkpoints by the policy. The newest, the pointer's target, is kept unless the policy keeps none."""
@@ -287,8 +308,7 @@ class KeptFiles(_Kept):
             return
         latest = None if self.policy.keeps_none else self._history[-1].name
         for path in choose_to_delete(self._history, self.policy, latest=latest):
-            upload = self._uploads.get(path)
-            if upload is not None and not upload.done():  # its file is being read; a later call deletes it
+            if path in self._uploads and not self._uploads[path].done():  # it is being read; a later call deletes it
                 continue
             # Forgotten even if it is left on the disk: a failed deletion is logged once and not repeated at each save.
             self._forget(path)
@@ -296,57 +316,39 @@ class KeptFiles(_Kept):
                 log.info("Deleted %s by the rules of save_num_checkpoints_to_keep and save_keep.", path)
 
     def adopt(self, saved: Any, folder: str, template: str, run_name: str | None) -> None:
-        """Take over the checkpoints of the resumed run that this run could have saved.
+        """Take over the checkpoints of the resumed run: files in the save folder that match this run's template.
 
-        A checkpoint may come from an untrusted source, and the files that it lists may be deleted later. Therefore only
-        files in the save folder that match this run's template are taken, and they are deleted only if their manifests
-        have the run's name.
+        They are deleted only if their manifests have the run's name.
         """
-        self._history, self._of_run = [], {}
-        for name, timestamp, metrics in saved_checkpoints(saved):
-            if os.path.lexists(name) and _could_have_saved(name, folder, template):
-                self._add(name, timestamp, metrics)
-                self._of_run[name] = run_name
+
+        def could_have_saved(name: str) -> bool:
+            head, tail = os.path.split(os.path.abspath(name))
+            path = os.path.join(os.path.realpath(head), tail)  # a link in the path would lead the deletion elsewhere
+            is_file = os.path.lexists(name) and not os.path.islink(path)
+            return is_file and is_name_of(os.path.relpath(path, os.path.realpath(folder)), template)
+
+        self._history, self._run_name = [], run_name
+        self._adopt(saved, could_have_saved)
+        self._adopted = {saved.name for saved in self._history}
 
     def _forget(self, name: str) -> None:
         super()._forget(name)
-        self._uploads.pop(name, None)
         if name in self.names:
             self.names.remove(name)
 
     def _may_delete(self, path: str) -> bool:
-        if path not in self._of_run:  # this process saved it
+        if path not in self._adopted:
             return True
-        run_name = self._of_run.pop(path)
+        self._adopted.discard(path)
         try:
             manifest = manifest_of(Path(path))
-            is_own = manifest is not None and manifest.info.get("run_name") == run_name
         except (CheckpointError, OSError) as error:
             log.warning("%s is not deleted, since its run is unknown: %s", path, error)
             return False
+        is_own = manifest is not None and manifest.info.get("run_name") == self._run_name
         if not is_own:
-            log.warning("%s is not deleted: by its manifest, run %r has not saved it.", path, run_name)
+            log.warning("%s is not deleted: by its manifest, run %r has not saved it.", path, self._run_name)
         return is_own
-
-
-def saved_checkpoints(saved: Any) -> Iterator[tuple[str, Timestamp, dict[str, float]]]:
-    """Yield the entries of a checkpoint's list of checkpoints, skipping invalid ones."""
-    for entry in saved if isinstance(saved, list | tuple) else ():
-        timestamp = Timestamp()
-        # Skipped, not raised: a bad entry must not prevent a resume.
-        try:
-            name, time, metrics = entry
-            timestamp.load_state_dict(time)
-            yield str(name), timestamp, {metric: float(value) for metric, value in metrics.items()}
-        except (AttributeError, KeyError, TypeError, ValueError):
-            log.warning("The loaded checkpoint lists %s among the saved checkpoints, which is invalid.", shown(entry))
-
-
-def _could_have_saved(name: str, folder: str, template: str) -> bool:
-    head, tail = os.path.split(os.path.abspath(name))
-    path = os.path.join(os.path.realpath(head), tail)  # a link in the path would lead the deletion elsewhere
-    relative = os.path.relpath(path, os.path.realpath(folder))
-    return not os.path.islink(path) and is_name_of(relative, template)
 
 
 def remote_policy(num_to_keep: int, keep: Any, local: RetentionPolicy) -> tuple[RetentionPolicy | None, str]:
@@ -358,10 +360,8 @@ def remote_policy(num_to_keep: int, keep: Any, local: RetentionPolicy) -> tuple[
             f"store. Leave one of them out."
         )
     said = f"save_keep={keep!r}" if setting is not None else f"remote_num_checkpoints_to_keep={num_to_keep!r}"
-    try:
-        policy = local if setting is True else RetentionPolicy.from_setting(num_to_keep if setting is None else setting)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{said} cannot be used for the store: {error}") from error
+    rules = local if setting is True else num_to_keep if setting is None else setting
+    policy = _named_policy(f"{said} cannot be used for the store", rules)
     if setting is True and policy.keeps_all:
         raise ValueError(f"{said} has no rules besides. Add some, such as {{'last': 3, 'remote': True}}.")
     if policy.keeps_none:
@@ -385,11 +385,10 @@ class KeptRemotely(_Kept):
         if type(store).delete_object is ObjectStore.delete_object:
             raise ValueError(f"{said}: {type(store).__name__} cannot delete. Leave it out, or save to another store.")
         self._uploader = uploader
-        self._awaited: dict[str, Future[None] | None] = {}  # uploads that `rotate` has not seen finished
-        self._files: dict[str, list[str]] = {}
+        self._files: dict[str, Sequence[str]] = {}
         self._deletions: dict[str, Future[bool | None]] = {}
         self._deleted: set[str] = set()
-        self._is_postponed = False  # whether a deletion was put off because the newest was incomplete
+        self._is_due = False  # whether `rotate` has something to do although no upload has ended
 
     def add(
         self,
@@ -406,31 +405,29 @@ class KeptRemotely(_Kept):
             of_all_ranks: The names of the same checkpoint's files of all ranks.
             upload: The upload in progress; `None` if it has ended.
         """
-        self._add(name, timestamp, metrics)
-        self._files[name] = list(of_all_ranks)
+        self._add(name, timestamp, metrics, upload)
+        self._files[name] = of_all_ranks
         self._deleted.discard(name)
-        self._awaited[name] = upload
+        self._is_due |= upload is None
 
     def rotate(self) -> None:
         """Begin to delete uploaded checkpoints that the policy does not keep."""
         self._note_deletions()
-        ended = {name: upload for name, upload in self._awaited.items() if upload is None or upload.done()}
-        if not ended and not self._is_postponed:  # nothing has changed since the last call
+        ended = [name for name, upload in self._uploads.items() if upload.done()]
+        if not ended and not self._is_due:  # nothing has changed since the last call
             return
-        self._is_postponed = False
-        for name, upload in ended.items():
-            del self._awaited[name]
+        self._is_due = False
+        for name in ended:
+            upload = self._uploads.pop(name)
             # A failed upload must not count as the newest checkpoint, for which older ones are deleted.
-            if upload is not None and (upload.cancelled() or upload.exception() is not None):
+            if upload.cancelled() or upload.exception() is not None:
                 self._forget(name)
-        arrived = [saved for saved in self._history if saved.name not in self._awaited]
-        if not arrived:
-            return
-        newest = arrived[-1].name
+        arrived = [saved for saved in self._history if saved.name not in self._uploads]
+        newest = arrived[-1].name if arrived else None
         for name in choose_to_delete(arrived, self.policy, latest=newest):
             if name not in self._deletions:
                 # In the queue of the name, so that a new upload of it is not deleted.
-                deletion = self._deletion(name, self._files.get(newest, [newest]))
+                deletion = partial(self._delete, name, self._files.get(str(newest), [str(newest)]))
                 self._deletions[name] = self._uploader.run_async(name, deletion)
 
     def has_deleted(self, name: str) -> bool:
@@ -443,15 +440,10 @@ class KeptRemotely(_Kept):
         return {"remote_folder": self._uploader.remote_folder, "saved": self.entries()}
 
     def adopt(self, state: Mapping[str, Any], template: str) -> None:
-        """Take over the checkpoints of the resumed run, if it saved to the same place.
-
-        The state may come from an untrusted source, so only names that this run could have used are taken.
-        """
-        if state.get("remote_folder") != self._uploader.remote_folder:
-            return
-        for name, timestamp, metrics in saved_checkpoints(state.get("saved")):
-            if is_name_of(name, template):
-                self.add(name, [name], timestamp, metrics, None)
+        """Take over the checkpoints of the resumed run, if it saved to the same place."""
+        if state.get("remote_folder") == self._uploader.remote_folder:
+            self._adopt(state.get("saved"), lambda name: is_name_of(name, template))
+            self._is_due = True
 
     def _forget(self, name: str) -> None:
         super()._forget(name)
@@ -468,37 +460,27 @@ class KeptRemotely(_Kept):
                 self._deleted.add(name)
             else:
                 del self._deletions[name]
-                self._is_postponed = True
+                self._is_due = True
 
-    def _deletion(self, name: str, replaced_by: list[str]) -> Callable[[], bool | None]:
-        def delete() -> bool | None:
-            """Return whether the checkpoint was deleted, or `None` after an error."""
-            store = self._uploader.remote_backend
-            try:
-                # The replacement may have been deleted or be incomplete, so look before each deletion.
-                if not all(is_whole(store, other) for other in replaced_by):
-                    return False
-                delete_checkpoint(store, name)
-            # Logged, not raised: an extra checkpoint must not stop training.
-            except (CheckpointError, OSError, NotImplementedError) as error:
-                log.warning("%s is left in the store, and could not be deleted: %s", store.get_uri(name), error)
-                return None
-            log.info("Deleted %s, which the retention rules do not keep.", store.get_uri(name))
-            return True
-
-        return delete
+    def _delete(self, name: str, replaced_by: Sequence[str]) -> bool | None:
+        """Return whether the checkpoint was deleted, or `None` after an error."""
+        store = self._uploader.remote_backend
+        try:
+            # The replacement may have been deleted or be incomplete, so look before each deletion.
+            if not all(is_whole(store, other) for other in replaced_by):
+                return False
+            delete_checkpoint(store, name)
+        # Logged, not raised: an extra checkpoint must not stop training.
+        except (CheckpointError, OSError, NotImplementedError) as error:
+            log.warning("%s is left in the store, and could not be deleted: %s", store.get_uri(name), error)
+            return None
+        log.info("Deleted %s, which the retention rules do not keep.", store.get_uri(name))
+        return True
 
 
 def is_whole(store: ObjectStore, name: str) -> bool:
     """Return whether a store has a file of this name, or a folder with a manifest, which is uploaded last."""
-    look_up = retry(ObjectStoreTransientError, _ATTEMPTS)(store.get_object_size)
-    for vouching in (name, f"{name}/{MANIFEST_NAME}"):
-        try:
-            look_up(vouching)
-        except FileNotFoundError:
-            continue
-        return True
-    return False
+    return any(has_object(store, vouching, _ATTEMPTS) for vouching in (name, f"{name}/{MANIFEST_NAME}"))
 
 
 def delete_checkpoint(store: ObjectStore, name: str) -> None:
@@ -516,29 +498,22 @@ def delete_checkpoint(store: ObjectStore, name: str) -> None:
         >>> store.list_objects("run/")
         []
     """
-    delete = retry(ObjectStoreTransientError, _ATTEMPTS)(store.delete_object)
-    parts = _parts(store, name)
-    for vouching in (f"{name}/{MANIFEST_NAME}", f"{name}/{_INDEX_NAME}") if parts else (name + _FILE_MANIFEST_SUFFIX,):
-        delete(vouching)
-    for part in parts or [name]:
-        delete(part)
-
-
-def _parts(store: ObjectStore, name: str) -> list[str]:
-    """Return the objects of a checkpoint folder without its manifest and index; an empty list for a file."""
+    again = retry(ObjectStoreTransientError, _ATTEMPTS)
     listed: set[str] = set()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, suppress(FileNotFoundError):
         copy = Path(folder, "manifest")
-        try:
-            retry(ObjectStoreTransientError, _ATTEMPTS)(store.download_object)(f"{name}/{MANIFEST_NAME}", copy)
-            # Only plain names: the manifest comes from the store, and must not lead out of the folder.
-            listed = {part for part in Manifest.from_json(copy.read_bytes()).files if posixpath.basename(part) == part}
-        except FileNotFoundError:
-            pass
+        again(store.download_object)(f"{name}/{MANIFEST_NAME}", copy)
+        # Only plain names: the manifest comes from the store, and must not lead out of the folder.
+        listed = {part for part in Manifest.from_json(copy.read_bytes()).files if posixpath.basename(part) == part}
     # Shards are also found by their names, since an interrupted deletion has left them without a manifest.
     shards = {posixpath.basename(part) for part in list_if_allowed(store, f"{name}/")}
-    found = listed | {part for part in shards if _SHARD.fullmatch(part)}
-    return [f"{name}/{part}" for part in sorted(found - {MANIFEST_NAME, _INDEX_NAME})]
+    parts = (listed | {part for part in shards if _SHARD.fullmatch(part)}) - {MANIFEST_NAME, _INDEX_NAME}
+    if parts:
+        objects = [f"{name}/{part}" for part in (MANIFEST_NAME, _INDEX_NAME, *sorted(parts))]
+    else:
+        objects = [name + _FILE_MANIFEST_SUFFIX, name]
+    for one in objects:
+        again(store.delete_object)(one)
 
 
 class MetricHistory:

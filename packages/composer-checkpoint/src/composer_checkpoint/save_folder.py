@@ -71,7 +71,9 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class Candidate:
+    """A path that may be a complete checkpoint."""
+
     path: Path
     info: Mapping[str, Any]
     is_sealed: bool | None  # None if unknown without unpacking the file, or damaged
@@ -81,12 +83,6 @@ class _Candidate:
     def sorting_key(self) -> tuple[bool, tuple[int, ...], float]:
         # Modification times decide last, since copying files changes them.
         return self.counters is not None, self.counters or (), self.modified
-
-    def is_abandoned(self, latest: "_Candidate | None") -> bool:
-        """Return whether this is later than the target of the pointer and belongs to another run."""
-        if latest is None or not self.is_sealed or not is_of_other_lineage(self.info, latest.info):
-            return False
-        return self.sorting_key()[:2] > latest.sorting_key()[:2]  # without the modification times
 
 
 def find_newest(
@@ -111,56 +107,36 @@ def find_newest(
         NewerCheckpointError: If the newest is of a newer format: resuming from an older one would lose work.
         StorageError: If the disk fails or denies access.
     """
-    found, _ = look_through(folder_or_pattern, verify=verify)
+    if verify is None:
+        from composer_checkpoint.verify import verify  # imported late, since it imports torch
+    candidates, skipped = candidates_in(folder_or_pattern)
+    found: Found | None = None
+    for candidate in candidates:
+        fault = fault_of(candidate.path, lambda path=candidate.path: verify(path))
+        if fault is None:
+            found = Found(candidate.path, candidate.info, tuple(skipped))
+            log.info("The newest complete checkpoint in %s is %s.", folder_or_pattern, found.path)
+            break
+        skipped.append(Skipped(candidate.path, str(fault)))
+        log.warning("Skipped %s: %s", candidate.path, fault)
+    if found is None and skipped:
+        log.warning("None of the %d checkpoints in %s is complete.", len(skipped), folder_or_pattern)
     return found
 
 
-def look_through(
-    folder_or_pattern: str | os.PathLike[str],
-    *,
-    verify: Callable[[Path], object] | None = None,
-    latest: Path | None = None,
-) -> tuple[Found | None, tuple[Skipped, ...]]:
-    """Find the newest checkpoint as `find_newest` does, and also return what was skipped.
-
-    Checkpoints that are later than `latest`, the target of the pointer, and of another lineage are skipped: they belong
-    to a run that was abandoned.
-    """
-    if verify is None:
-        from composer_checkpoint.verify import verify  # imported late, since it imports torch
+def candidates_in(folder_or_pattern: str | os.PathLike[str]) -> tuple[list[Candidate], list[Skipped]]:
+    """Return the possible checkpoints as in `find_newest`, newest first and not verified, and what was skipped."""
     skipped: list[Skipped] = []
-    candidates = [_candidate(path) for path in _paths(os.fspath(folder_or_pattern), skipped)]
-    any_sealed = any(candidate.is_sealed for candidate in candidates)
-    pointed = None if latest is None else _candidate(latest)
-    found: Found | None = None
-    for candidate in sorted(candidates, key=_Candidate.sorting_key, reverse=True):
-        if candidate.is_sealed is False and any_sealed:
-            skipped.append(Skipped(candidate.path, WITHOUT_MANIFEST))
-        elif candidate.is_abandoned(pointed):
-            skipped.append(Skipped(candidate.path, told_abandoned(latest)))
-        elif (reason := _fault_of(candidate.path, verify)) is not None:
-            skipped.append(Skipped(candidate.path, reason))
-        else:
-            found = Found(candidate.path, candidate.info, tuple(skipped))
-            break
+    found = [_candidate(path) for path in _paths(os.fspath(folder_or_pattern), skipped)]
+    found.sort(key=Candidate.sorting_key, reverse=True)
+    newest_sealed = next((index for index, candidate in enumerate(found) if candidate.is_sealed), None)
+    if newest_sealed is not None:
+        later = found[:newest_sealed]
+        skipped += [Skipped(candidate.path, WITHOUT_MANIFEST) for candidate in later if candidate.is_sealed is False]
+        found = [candidate for candidate in found if candidate.is_sealed is not False]
     for skip in skipped:
         log.warning("Skipped %s: %s", skip.path, skip.reason)
-    if found is not None:
-        log.info("The newest complete checkpoint in %s is %s.", folder_or_pattern, found.path)
-    elif skipped:
-        log.warning("None of the %d checkpoints in %s is complete.", len(skipped), folder_or_pattern)
-    return found, tuple(skipped)
-
-
-def is_of_other_lineage(info: Mapping[str, Any], latest: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint belongs to another lineage than the latest one, by their manifests' information."""
-    lineage = latest.get(LINEAGE_KEY)
-    return lineage is not None and info.get(LINEAGE_KEY) != lineage
-
-
-def told_abandoned(latest: object) -> str:
-    """Return the reason to skip a later checkpoint of another lineage."""
-    return f"it belongs to a run that was abandoned: the latest one is {latest}"
+    return found, skipped
 
 
 def is_name_of_file(name: str) -> bool:
@@ -168,22 +144,25 @@ def is_name_of_file(name: str) -> bool:
     return _SUFFIX.search(name) is not None
 
 
-def _fault_of(path: Path, verify: Callable[[Path], object]) -> str | None:
-    """Return the reason why a checkpoint is not complete, or `None`."""
+def fault_of(name: object, check: Callable[[], object]) -> Exception | None:
+    """Return the error of a check for which a checkpoint is to be skipped, or `None`.
+
+    Raises:
+        NewerCheckpointError: If the checkpoint is valid, so that skipping it would lose work.
+        StorageError: If it could not be read, and may be valid.
+    """
     try:
-        verify(path)
-    except NewerCheckpointError:  # valid, so that skipping it would lose work
+        check()
+    except (NewerCheckpointError, StorageError):
         raise
-    except (FileNotFoundError, NotADirectoryError) as error:  # for example, deleted since it was listed
-        return str(error)
+    except (CheckpointError, FileNotFoundError, NotADirectoryError, NotImplementedError) as error:
+        return error  # damaged, or for example deleted since it was listed
     except OSError as error:
         raise StorageError(
             error.errno,
-            f"{path} cannot be read: {error.strerror or error}. Resuming from an older checkpoint would lose work. "
+            f"{name} cannot be read: {error.strerror or error}. Resuming from an older checkpoint would lose work. "
             f"Check the disk and the permissions, or name a checkpoint with load_path",
         ) from error
-    except CheckpointError as error:
-        return str(error)
     return None
 
 
@@ -236,7 +215,7 @@ def _manifest_beside(path: Path) -> Path:
     return path / MANIFEST_NAME if path.is_dir() else path.with_name(path.name + _FILE_MANIFEST)
 
 
-def _candidate(path: Path) -> _Candidate:
+def _candidate(path: Path) -> Candidate:
     info: Mapping[str, Any] = {}
     is_sealed: bool | None = None
     with suppress(CheckpointError, OSError):  # `verify` reports the error later
@@ -247,7 +226,7 @@ def _candidate(path: Path) -> _Candidate:
     modified = 0.0
     with suppress(OSError):
         modified = path.stat().st_mtime
-    return _Candidate(path, info, is_sealed, _counters(info, path.name), modified)
+    return Candidate(path, info, is_sealed, _counters(info, path.name), modified)
 
 
 def manifest_of(path: Path) -> Manifest | None:
@@ -307,8 +286,14 @@ def find_conflicts(names: Iterable[str], filename: str, timestamp: "Timestamp") 
         )
     pattern = re.compile(_as_pattern(filename.lstrip("/")), re.DOTALL)
     now = {unit: int(getattr(timestamp, unit)) for unit in (*_COUNTERS, *_UNITS_IN_EPOCH)}
-    matches = ((name, pattern.fullmatch(name)) for name in names)
-    return [name for name, found in matches if found and _is_later(found.groupdict(), now)]
+    conflicts: list[str] = []
+    for name in names:
+        if found := pattern.fullmatch(name):
+            numbers = {unit: int(text) for unit, text in found.groupdict().items() if unit in now}
+            same_epoch = numbers.get("epoch") == now["epoch"]
+            if any(count > now[unit] for unit, count in numbers.items() if unit in _COUNTERS or same_epoch):
+                conflicts.append(name)
+    return conflicts
 
 
 def numbers_in_name(name: str, filename: str) -> dict[str, int]:
@@ -318,7 +303,7 @@ def numbers_in_name(name: str, filename: str) -> dict[str, int]:
         >>> numbers_in_name("ep3-ba0030.pt", "ep{epoch}-ba{batch:04d}.pt")
         {'epoch': 3, 'batch': 30}
     """
-    found = _match(name, filename)
+    found = re.fullmatch(_as_pattern(filename.lstrip("/")), name, re.DOTALL)
     return {} if found is None else {unit: int(text) for unit, text in found.groupdict().items()}
 
 
@@ -329,11 +314,7 @@ def is_name_of(name: str, filename: str) -> bool:
         >>> is_name_of("ep3-ba30.pt", "ep{epoch}-ba{batch}.pt"), is_name_of("notes.txt", "ep{epoch}-ba{batch}.pt")
         (True, False)
     """
-    return _match(name, filename) is not None
-
-
-def _match(name: str, filename: str) -> re.Match[str] | None:
-    return re.fullmatch(_as_pattern(filename.lstrip("/")), name, re.DOTALL)
+    return re.fullmatch(_as_pattern(filename.lstrip("/")), name, re.DOTALL) is not None
 
 
 def ensure_folder_has_no_conflicting_files(
@@ -354,27 +335,6 @@ def ensure_folder_has_no_conflicting_files(
     """
     folder = Path(folder_name)
     _refuse(str(folder), find_conflicts(_names_below(folder), filename, timestamp), timestamp)
-
-
-def _refuse_later(folder: str, template: str, link: str | None, timestamp: "Timestamp") -> None:
-    ensure_folder_has_no_conflicting_files(folder, template, timestamp)
-    # Names under another template do not match, so a run over the checkpoints of another is found by the link.
-    target = None if link is None else read_pointer(link)
-    if target is None or not target.exists():
-        return
-    counts = dict(zip(_COUNTERS, _candidate(target).counters or (), strict=False))
-    if any(counts.get(unit, 0) > int(getattr(timestamp, unit)) for unit in ("batch", "epoch")):
-        where, name = os.path.split(str(link))
-        _refuse(where, [f"{target}, to which {name} leads"], timestamp)
-
-
-def _refuse_later_in_store(store: "ObjectStore", filename: str, timestamp: "Timestamp") -> None:
-    # If the store or the credentials do not allow listing, nothing is found here, and each upload checks its own name.
-    objects = list_if_allowed(store, literal_prefix(filename))
-    # Only complete folders count, not those that a killed writer has left.
-    folders = {posixpath.dirname(name) for name in objects if posixpath.basename(name) in _MAKES_WHOLE}
-    conflicts = find_conflicts(sorted(folders.union(objects)), filename.lstrip("/"), timestamp)
-    _refuse(store.get_uri(posixpath.dirname(literal_prefix(filename))), conflicts, timestamp)
 
 
 def literal_prefix(template: str) -> str:
@@ -434,10 +394,9 @@ def _as_pattern(template: str) -> str:
     return "".join(parts)
 
 
-def _is_later(numbers: dict[str, str], now: dict[str, int]) -> bool:
-    found = {unit: int(text) for unit, text in numbers.items() if unit in now}
-    same_epoch = found.get("epoch") == now["epoch"]
-    return any(count > now[unit] for unit, count in found.items() if unit in _COUNTERS or same_epoch)
+def _is_later(path: Path, timestamp: "Timestamp") -> bool:
+    counts = dict(zip(_COUNTERS, _candidate(path).counters or (), strict=False)) if path.exists() else {}
+    return any(counts.get(unit, 0) > int(getattr(timestamp, unit)) for unit in ("batch", "epoch"))
 
 
 def _names_below(folder: Path) -> Iterator[str]:
@@ -487,12 +446,23 @@ class HeldFolder:
             try:
                 # After locking, since another process could still be writing what looks like leftovers.
                 remove_leftovers(folder, locked=True)
-                if link is not None:
-                    refuse_folder(link.format(state))
+                pointer = None if link is None else Path(link.format(state))
+                if pointer is not None:
+                    refuse_folder(pointer)
                 if template is not None:
-                    _refuse_later(folder, template, None if link is None else link.format(state), state.timestamp)
+                    ensure_folder_has_no_conflicting_files(folder, template, state.timestamp)
+                    # Names under another template do not match, so a run over another one's is found by the link.
+                    target = None if pointer is None else read_pointer(pointer)
+                    if pointer is not None and target is not None and _is_later(target, state.timestamp):
+                        _refuse(str(pointer.parent), [f"{target}, to which {pointer.name} leads"], state.timestamp)
                 if store is not None and remote_template is not None:
-                    _refuse_later_in_store(store, remote_template, state.timestamp)
+                    prefix = literal_prefix(remote_template)
+                    # If listing is not allowed, nothing is found here, and each upload checks its own name.
+                    objects = list_if_allowed(store, prefix)
+                    # Only complete folders count, not those that a killed writer has left.
+                    names = {posixpath.dirname(name) for name in objects if posixpath.basename(name) in _MAKES_WHOLE}
+                    conflicts = find_conflicts(sorted(names.union(objects)), remote_template, state.timestamp)
+                    _refuse(store.get_uri(posixpath.dirname(prefix)), conflicts, state.timestamp)
             except BaseException:  # also an interrupt must not leave the folder locked
                 self.give_back()
                 raise

@@ -510,7 +510,13 @@ class CheckpointSaver(Callback):
     def _name_save(self, state: "State") -> Save:
         filename, remote = self.filename, self.remote_file_name
         path, address = path_of(state, filename.filename, filename.folder), None
-        remote_name = None if remote is None else self._remote_name(state, remote.filename)
+        remote_name = None
+        if remote is not None:
+            template = within_folder(state, remote.filename)
+            if layout_of(state) is Layout.LOCAL:
+                # Doubled, so that formatting leaves `{rank}` in the name, which all ranks then share.
+                template = template.replace("{rank}", "{{rank}}")
+            remote_name = PartialFilePath(template).format(state)
         if self._remote_folder is not None and remote_name is not None:
             # `netloc`, since `parse_uri` cuts it at the `@` of `bucket@namespace` or `user@host`.
             place, root = urlsplit(self._remote_folder), "/" if parse_uri(self._remote_folder).path[:1] == "/" else ""
@@ -528,13 +534,6 @@ class CheckpointSaver(Callback):
             remote_name=remote_name,
             remote_pointer=None if pointer is None else pointer.format(state),
         )
-
-    def _remote_name(self, state: "State", filename: str) -> str:
-        template = within_folder(state, filename)
-        if layout_of(state) is Layout.LOCAL:
-            # Doubled, so that formatting leaves `{rank}` in the name, which all ranks then share.
-            template = template.replace("{rank}", "{{rank}}")
-        return PartialFilePath(template).format(state)
 
     def _ranked_by(self) -> set[str]:
         places = (self._kept, self._kept_remotely)

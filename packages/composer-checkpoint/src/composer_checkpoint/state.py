@@ -1,14 +1,12 @@
 """Collect the content of a training state's checkpoint, and save it in the layout of the state."""
 
 import os
-import posixpath
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from functools import cache
 from importlib.metadata import version
-from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,15 +19,9 @@ from composer_checkpoint._ranks import Ranks
 from composer_checkpoint._tree import encode, map_tree, named_leaves, unflatten
 from composer_checkpoint.commit import write_on_rank_zero
 from composer_checkpoint.files import save_file
-from composer_checkpoint.formats.per_rank import (
-    ELASTIC_VARIABLE,
-    LAYOUT_KEY,
-    SAVE_ID_KEY,
-    refuse_mixed_saves,
-    save_local,
-)
 from composer_checkpoint.formats.pt import refuse_unsafe_objects
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
+from composer_checkpoint.manifest import LAYOUT_KEY, SAVE_ID_KEY, refuse_mixed_saves
 from composer_checkpoint.names import OF_SAVE, PartialFilePath, sharded_folder
 from composer_dist import dist
 from composer_dist.reproducibility import get_rng_state
@@ -50,8 +42,6 @@ if TYPE_CHECKING:
     from composer_events import State
 
 __all__ = ["get_save_filename", "save_checkpoint"]
-
-log = getLogger(__name__)
 
 DEFAULT_PREFIX_DIR = "ep{epoch}-ba{batch}"
 TRAIN_DATA_KEY = "train_data"
@@ -86,7 +76,6 @@ def path_of(state: "State", filename: str, folder: str | None = None) -> str:
     """
     match layout_of(state):
         case Layout.SHARDED:
-            _warn_of_name(filename, prefix_dir_of(state))
             filename = sharded_folder(filename, prefix_dir_of(state))
         case Layout.LOCAL:
             if "{rank}" not in filename:
@@ -100,19 +89,6 @@ def path_of(state: "State", filename: str, folder: str | None = None) -> str:
         case Layout.MONOLITHIC:
             pass
     return PartialFilePath(filename, folder).format(state)
-
-
-@cache  # warns once, although each save calls it
-def _warn_of_name(filename: str, prefix_dir: str) -> None:
-    name = posixpath.basename(filename)
-    is_own = name.removesuffix(".pt") != DEFAULT_PREFIX_DIR + "-rank{rank}"
-    if is_own and prefix_dir == DEFAULT_PREFIX_DIR and dist.get_global_rank() == 0:
-        log.warning(
-            "save_filename=%r does not name the sharded checkpoints, which are folders: this run names them %r. Set "
-            "the name with sharded_ckpt_prefix_dir in the FSDP settings, or save one file with state_dict_type='full'.",
-            filename,
-            sharded_folder(filename, prefix_dir),
-        )
 
 
 def get_save_filename(state: "State", filename: str = "ep{epoch}-ba{batch}-rank{rank}") -> str:
@@ -157,8 +133,9 @@ def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKe
     # Other attributes are left out before collecting, so that nothing is gathered in vain.
     with as_sharded(state), _set_for_now(state, "serialized_attributes", attributes):
         content: dict[str, Any] = {"state": state.state_dict()}
+    # Parts such as averages of algorithms; the strategy has gathered the model and the optimizers as the layout needs.
     prepared = _open if layout_of(state) is Layout.SHARDED else _whole
-    content["state"] = {name: part if name in PARTS else prepared(part) for name, part in content["state"].items()}
+    content["state"] |= prepared({name: part for name, part in content["state"].items() if name not in PARTS})
     if strategy is not None:
         content["state"].update(collect_parts(state, strategy, weights_only=weights_only))
     if not weights_only:
@@ -166,7 +143,7 @@ def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKe
         _add_loader_state(state, content["state"])
         if "metadata" in content["state"] and (data := describe_train_data(state)):
             content["state"]["metadata"][TRAIN_DATA_KEY] = data
-    return without_keys(content, ignore_keys, "save_ignore_keys")
+    return content if ignore_keys is None else without_keys(content, ignore_keys, "save_ignore_keys")
 
 
 def _whole(part: Any) -> Any:
@@ -188,10 +165,15 @@ def _open(part: Any) -> Any:
     return map_tree(part, lambda name, value: list(value) if name in around and type(value) is tuple else value)
 
 
+@cache
+def _version() -> str:
+    return version("composer-checkpoint")  # parses a file
+
+
 def describe(state: "State", *, weights_only: bool = False) -> dict[str, Any]:
     """Return the information about a checkpoint for its manifest."""
     return {
-        "composer_checkpoint_version": version("composer-checkpoint"),
+        "composer_checkpoint_version": _version(),
         "run_name": state.run_name,
         "timestamp": {name: int(getattr(state.timestamp, name)) for name in _COUNTERS},
         "world_size": dist.get_world_size(),
@@ -233,7 +215,8 @@ def save_checkpoint(
         >>> path.rpartition("/")[2]
         'ep0-ba0.pt'
     """
-    check_ignore_keys("ignore_keys", ignore_keys)
+    if ignore_keys is not None:
+        check_ignore_keys("ignore_keys", ignore_keys)
     check_flags(weights_only=weights_only)
     check_placeholders(OF_SAVE, filename=filename)
     path = path_of(state, filename)
@@ -272,6 +255,8 @@ def write(
             save_sharded(content, path, info=info, overwrite=True, timeout_s=timeout_s, planner=planner)
             return path
         case Layout.LOCAL:
+            from composer_checkpoint.formats.per_rank import save_local
+
             save_local(content, path, info=info, timeout_s=timeout_s)
             return own_file(path)
         case Layout.MONOLITHIC:
@@ -386,7 +371,12 @@ def _empty_content(path: str | os.PathLike[str], state: "State", weights_only: b
         leaf: Any = None
         # DCP loads into the tensors that it gets, so that they determine the sharding.
         if isinstance(described, TensorStorageMetadata):
-            leaf = _empty(described, _parameter_of(keys, parameters))
+            like, dtype, size = _parameter_of(keys, parameters), described.properties.dtype, described.size
+            # Sharded like the parameter, so that each rank reads only its part.
+            if like is not None and like.shape == size:
+                leaf = torch.empty_like(like, dtype=dtype)
+            else:
+                leaf = torch.empty(size, dtype=dtype)
         leaves.append((keys, leaf))
     return unflatten(leaves)
 
@@ -417,7 +407,7 @@ def other_number_of_ranks(path: str, saved_by: int) -> ValueError:
     return ValueError(
         f"{path} is one of the files of {saved_by} ranks, and {dist.get_world_size()} load them: per-rank files are "
         f"not elastic. Start {saved_by} ranks, or put the files together with "
-        f"composer_checkpoint.formats.per_rank.merge_local (see {ELASTIC_VARIABLE})."
+        f"composer_checkpoint.formats.per_rank.merge_local (see COMPOSER_LOCAL_ELASTIC)."
     )
 
 
@@ -439,13 +429,6 @@ def _parameter_of(keys: tuple[Any, ...], parameters: Mapping[str, DTensor]) -> D
             return parameters.get(str(name), parameters.get(plain))
         case _:
             return None
-
-
-def _empty(described: TensorStorageMetadata, like: DTensor | None) -> torch.Tensor:
-    dtype = described.properties.dtype
-    if like is not None and like.shape == described.size:
-        return torch.empty_like(like, dtype=dtype)  # sharded in the same way, so each rank reads only its part
-    return torch.empty(described.size, dtype=dtype)
 
 
 def unchanged_until_step(state: "State") -> list[torch.Tensor]:
@@ -485,9 +468,11 @@ def collect_parts(state: "State", strategy: Strategy, *, weights_only: bool) -> 
     """
     parts: dict[str, Any] = {"model": strategy.model_state_dict(state.model)}
     if not weights_only:
+        # Step counts, which ZeRO shares between parameters, are copied: once loaded, each parameter must have its own.
         parts["optimizers"] = {
             name_of_optimizer(state, optimizer): map_tree(
-                strategy.optimizer_state_dict(state.model, optimizer), _own_count
+                strategy.optimizer_state_dict(state.model, optimizer),
+                lambda _, value: value.clone() if isinstance(value, torch.Tensor) and value.numel() == 1 else value,
             )
             for optimizer in state.optimizers
         }
@@ -508,11 +493,6 @@ def load_parts(state: "State", strategy: Strategy, saved: Mapping[str, Any], *, 
             warnings.warn(
                 f"{name} is not in the state_dict. Its state will not be restored.", UserWarning, stacklevel=2
             )
-
-
-def _own_count(_: str, value: Any) -> Any:
-    """Copy a step count, which ZeRO shares between parameters: after loading, each parameter must have its own."""
-    return value.clone() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def name_of_optimizer(state: "State", optimizer: Any) -> str:

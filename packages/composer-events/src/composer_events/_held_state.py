@@ -31,6 +31,7 @@ __all__ = ["HeldState", "holds_generators", "holds_state", "set_epoch_everywhere
 _KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 _LEAVES = (str, bytes, int, float, bool, type(None), type, ModuleType, BuiltinFunctionType, np.ndarray, torch.Tensor)
 _NOT_DATA = (logging.Logger, torch.optim.Optimizer, random.SystemRandom)
+_OF_TRAINING = ("composer_events.", "composer.trainer.")
 _NUMBERS = (int, float)  # exact types, so that bool is excluded
 _PLAIN = (int, float, bool, str)
 _UNSET = (int, bool, type(None))
@@ -87,12 +88,21 @@ class HeldState:
                 except Exception as error:
                     self._warn_of_state(part.name, error)
                 else:
-                    found["objects"][part.name] = {"state": state, "unset": _unset(part.value)}
+                    items = _attributes(part.value).items()
+                    unset = {key: inner for key, inner in items if type(inner) in _UNSET and not inner}
+                    found["objects"][part.name] = {"state": state, "unset": unset}
         settings = self.settings() if self._listened else {}
         found["listened"] = {name: settings[name] for name in self._listened if name in settings}
         numbers = {} if self._only_generators else self.numbers()
-        # A number that replaced `None`, such as a file descriptor, is not a counter.
-        changed = {name: now for name, now in numbers.items() if self._has_changed(name, now)}
+        changed: dict[str, Any] = {}
+        for name, now in numbers.items():
+            first = self._first.get(name, _MISSING)
+            if isinstance(now, bytes):  # an order that is new or has another length is derived from something else
+                has_changed = isinstance(first, tuple) and first[0] == len(now) and first != _mark(now)
+            else:  # a number that replaced `None`, such as a file descriptor, is not a counter
+                has_changed = first not in (None, now)
+            if has_changed:
+                changed[name] = now
         if changed:
             found["numbers"] = {"changed": changed, "rest": self._rest()}
         return {kind: entries for kind, entries in found.items() if entries}
@@ -111,7 +121,12 @@ class HeldState:
             if part.name in objects:
                 _load(part.value, **objects[part.name])
         if role != "chooses":
-            self._restore_settings(parts, saved.get("listened", {}))
+            values = {part.name: part.value for part in parts}
+            for name, setting in saved.get("listened", {}).items():
+                owner, _, key = name.rpartition(".")
+                if owner in values:
+                    object.__setattr__(values[owner], key, setting)
+                    self._listened.add(name)
         numbers = saved.get("numbers")
         if numbers and role != "loads":
             changed = numbers["changed"]
@@ -124,15 +139,6 @@ class HeldState:
             # Last, since loading a state may draw from a generator.
             if isinstance(part.value, _KINDS) and part.name in saved.get("generators", {}):
                 _set_generator_state(part.value, saved["generators"][part.name])
-
-    def _restore_settings(self, parts: Iterable[_Part], settings: Mapping[str, Any]) -> None:
-        """Restore the settings that listeners had changed."""
-        values = {part.name: part.value for part in parts}
-        for name, setting in settings.items():
-            owner, _, key = name.rpartition(".")
-            if owner in values:
-                object.__setattr__(values[owner], key, setting)
-                self._listened.add(name)
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers that samplers and their parts hold as attributes, and their orders as bytes."""
@@ -168,12 +174,6 @@ class HeldState:
         """Record the settings that listeners have changed: they are not called again on a resume inside the epoch."""
         now = self.settings()
         self._listened |= {name for name in now.keys() & before.keys() if now[name] != before[name]}
-
-    def _has_changed(self, name: str, now: Any) -> bool:
-        first = self._first.get(name, _MISSING)
-        if isinstance(now, bytes):  # an order that is new or has another length is derived from something else
-            return isinstance(first, tuple) and first[0] == len(now) and first != _mark(now)
-        return first not in (None, now)
 
     def _of_samplers(self) -> list[tuple[str, Any]]:
         parts = [part for part in _parts(self.loader) if part.role == "chooses"]
@@ -288,7 +288,8 @@ def _parts(loader: Any) -> list[_Part]:
     """Return the parts of a dataloader, those that load samples first, and each part before what it holds."""
     found: list[_Part] = []
     # The global generators, which checkpoints keep elsewhere.
-    seen = {id(_owner(random.random)), id(_owner(np.random.rand)), id(torch.default_generator)}
+    functions: tuple[Any, ...] = (random.random, np.random.rand)
+    seen = {*(id(function.__self__) for function in functions), id(torch.default_generator)}
     starts: dict[str, tuple[str, ...]] = {"": ()}
     if isinstance(loader, DataLoader):
         starts = {"loads": ("dataset", "collate_fn"), "chooses": ("sampler", "batch_sampler"), "": ()}
@@ -297,20 +298,18 @@ def _parts(loader: Any) -> list[_Part]:
         limit = len(found) + _MAX_OBJECTS
         while waiting and len(found) < limit:
             name, value = waiting.popleft()
-            if isinstance(value, _LEAVES) or id(value) in seen or not _is_data(value):
+            if isinstance(value, _LEAVES) or id(value) in seen:
+                continue
+            # These would lead to the whole training state.
+            if isinstance(value, _NOT_DATA) or type(value).__module__.startswith(_OF_TRAINING):
+                continue
+            if isinstance(value, torch.nn.Module) and next(value.parameters(), None) is not None:
                 continue
             seen.add(id(value))
             found.append(_Part(name, value, role))
             if not isinstance(value, _KINDS):
                 waiting.extend((f"{name}.{key}" if name else str(key), inner) for key, inner in _inside(value))
     return found
-
-
-def _is_data(value: Any) -> bool:
-    # These would lead to the whole training state.
-    if isinstance(value, _NOT_DATA) or type(value).__module__.startswith(("composer_events.", "composer.trainer.")):
-        return False
-    return not isinstance(value, torch.nn.Module) or next(value.parameters(), None) is None
 
 
 def _inside(value: Any) -> Iterable[tuple[object, Any]]:
@@ -334,7 +333,10 @@ def _inside(value: Any) -> Iterable[tuple[object, Any]]:
 def _attributes(value: Any) -> dict[str, Any]:
     """Return an object's attributes from its dict and its slots, or the content of a closure's cell."""
     if isinstance(value, CellType):
-        return {"cell_contents": content} if (content := _content(value)) is not _MISSING else {}
+        try:
+            return {"cell_contents": value.cell_contents}
+        except ValueError:  # the cell is still empty
+            return {}
     found = dict(getattr(value, "__dict__", {}))
     for owner in type(value).__mro__:
         slots = vars(owner).get("__slots__", ())
@@ -437,10 +439,6 @@ def _has_own_state(value: Any) -> bool:
     return True
 
 
-def _unset(value: Any) -> dict[str, Any]:
-    return {key: inner for key, inner in _attributes(value).items() if type(inner) in _UNSET and not inner}
-
-
 def _load(value: Any, state: Any, unset: Mapping[str, Any]) -> None:
     """Load a state from the start of an epoch, and reset attributes that were unset at that time.
 
@@ -480,15 +478,3 @@ def _set_generator_state(generator: Any, state: Any) -> None:
             generator.state = state
         case _:
             generator.set_state(state)
-
-
-def _content(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the cell is still empty
-        return _MISSING
-
-
-def _owner(function: Any) -> object:
-    """Return the global generator behind a function such as `random.random`."""
-    return getattr(function, "__self__", None)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composer_checkpoint._durability import discard
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint._tree import Names, map_tree, noted_names, refuse_doubled
 from composer_checkpoint.commit import put_in_place, record_set, refuse_existing, write_beside
@@ -28,7 +29,7 @@ from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheck
 from composer_checkpoint.files import load_file, save_file, verify_file
 from composer_checkpoint.formats.pt import open_pt_source, stream_pt, tensors_to_write
 from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource, refuse_sparse
-from composer_checkpoint.lock import complete_interrupted_sets, discard
+from composer_checkpoint.lock import complete_interrupted_sets
 from composer_checkpoint.manifest import LAYOUT_KEY, SAVE_ID_KEY, Manifest, layout_in, refuse_mixed_saves
 from composer_checkpoint.names import sibling_name
 

@@ -97,8 +97,10 @@ def save_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str, *, all
     """Write a `.pt` file with its manifest. Refuse objects other than data, or log them if `allow_untrusted`."""
     unknown: list[Any] = []
     plain, kinds = encode(obj, unknown)
-    if unknown and not allow_untrusted:  # another walk, for an error that names where the objects are
-        refuse_unsafe_objects(plain, path)
+    if unknown:  # further walks, for errors that name where the objects are
+        refuse_what_is_elsewhere(obj)
+        if not allow_untrusted:
+            refuse_unsafe_objects(plain, path)
     manifest, rehearsal = write_pt(plain, path, {**info, **notes_of(kinds)}, hash_name)
     if rehearsal.unknown_globals:
         held = f"objects of {', '.join(sorted(rehearsal.unknown_globals)[:_MAX_NAMES])}"
@@ -251,6 +253,24 @@ def refuse_unsafe_objects(obj: Any, path: str) -> None:
     ]
     if found:
         raise unsafe_objects(path, ", ".join(found[:_MAX_NAMES]))
+
+
+def refuse_what_is_elsewhere(obj: Any) -> None:
+    """Raise if a tensor has its elements, or some of them, outside the memory of this process."""
+    tensors = dict(named_leaves(obj, torch.Tensor))
+    module: Any = sys.modules.get("torch.distributed.tensor")  # slow to import, and loaded if there is any DTensor
+    parts = [name for name, leaf in tensors.items() if module is not None and isinstance(leaf, module.DTensor)]
+    if parts:
+        raise TypeError(
+            f"{len(parts)} tensors are DTensors ({', '.join(parts[:_MAX_NAMES])}), of which this rank has a part, and "
+            f"one file holds whole tensors. Save them with save_sharded(), or gather them on all ranks before, as "
+            f"get_model_state_dict() and state_dict_type='full' do."
+        )
+    if empty := [name for name, leaf in tensors.items() if leaf.is_meta]:
+        raise TypeError(
+            f"{len(empty)} tensors are on the meta device ({', '.join(empty[:_MAX_NAMES])}), where they have no "
+            f"elements to save. Give the model memory and weights first, as to_empty() and load_state_dict() do."
+        )
 
 
 def unsafe_objects(path: str, held: str) -> UnsafeCheckpointError:

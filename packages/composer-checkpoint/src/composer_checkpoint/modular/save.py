@@ -61,21 +61,14 @@ def _as_value_error(path: str, kind: str) -> Iterator[None]:
     try:
         yield
     except CheckpointConflictError as error:
-        raise AlreadyExistsError(_conflict(path, kind)) from error
+        raise AlreadyExistsError(
+            f"{kind} {path} already exists. Set overwrite=True to replace it, or choose another name."
+        ) from error
 
 
-def _place_of_part(destination_dir: PathLike, part: str, sharded: bool, save_format: str, overwrite: bool) -> str:
-    """Return the path of a part of a checkpoint. Every rank must call this."""
+def _place_of_part(destination_dir: PathLike, part: str, sharded: bool, save_format: str) -> str:
     folder = os.path.join(_local_path(destination_dir, "destination_dir"), part)
-    path = folder if sharded else os.path.join(folder, f"{part}.{save_format}")
-
-    # Before the state is gathered, which may take minutes.
-    def look() -> None:
-        if not overwrite and os.path.lexists(path):
-            raise AlreadyExistsError(_conflict(path, "Directory" if sharded else "File"))
-
-    Ranks().from_first(look)
-    return path
+    return folder if sharded else os.path.join(folder, f"{part}.{save_format}")
 
 
 def _local_path(path: PathLike, argument: str) -> str:
@@ -100,10 +93,6 @@ def _check_format(save_format: str, sharded: bool) -> None:
             f"save_format={save_format!r} is one file, and a sharded checkpoint is a folder of "
             f"torch.distributed.checkpoint. Use 'pt', or save without shards."
         )
-
-
-def _conflict(path: str, kind: str) -> str:
-    return f"{kind} {path} already exists. Set overwrite=True to replace it, or choose another name."
 
 
 RESUMPTION_FILENAME = "resumption.pkl"
@@ -146,7 +135,16 @@ def save_checkpoint_to_disk(
         _as_value_error(folder, "Directory"),
         checkpoint_folder(folder, overwrite=options.overwrite, info=info) as unfinished,
     ):
-        _save_parts(unfinished, state, options)
+        sharded, precision = options.sharded_checkpoint, options.precision
+        if options.save_model:
+            keys = options.include_keys, options.ignore_keys
+            save_model_to_disk(state.model, unfinished, sharded, precision, *keys, save_format=options.save_format)
+        if options.save_optimizer:
+            save_optim_to_disk(state.model, state.optimizers[0], unfinished, sharded, precision)
+        if options.save_resumption_state:
+            save_resumption_state_to_disk(state, unfinished)
+        microbatch = state.device_train_microbatch_size
+        save_composer_metadata_to_disk(unfinished, state.model, sharded, precision, state.device, microbatch)
     return folder
 
 
@@ -197,11 +195,19 @@ def save_model_to_disk(
             f"one of the two; sharded_checkpoint=True lets each rank write a part."
         )
     is_folder = sharded_checkpoint or max_shard_bytes is not None
-    path = _place_of_part(destination_dir, "model", is_folder, save_format, overwrite)
+    path = _place_of_part(destination_dir, "model", is_folder, save_format)
     state_dict = get_model_state_dict(model, sharded_checkpoint, precision, include_keys, ignore_keys)
-    if max_shard_bytes is not None:
-        return _save_in_shards(state_dict, path, overwrite, max_shard_bytes)
-    return _save(state_dict, path, overwrite, sharded=sharded_checkpoint)
+    if max_shard_bytes is None:
+        return _save(state_dict, path, overwrite, sharded=sharded_checkpoint)
+
+    def write() -> str:
+        with _as_value_error(path, "Directory"):
+            shards = {"max_shard_bytes": max_shard_bytes, "overwrite": overwrite}
+            return os.fspath(save_weights_in_shards(state_dict, path, **shards))
+
+    ranks = Ranks()
+    index = ranks.from_first(write)
+    return index if ranks.rank == 0 else None
 
 
 def save_optim_to_disk(
@@ -239,7 +245,7 @@ def save_optim_to_disk(
     _check_format(save_format, sharded_checkpoint)
     if save_format != "pt":
         raise ValueError(f"save_format={save_format!r} holds weights only, and no optimizer. Save it as 'pt'.")
-    path = _place_of_part(destination_dir, "optim", sharded_checkpoint, save_format, overwrite)
+    path = _place_of_part(destination_dir, "optim", sharded_checkpoint, save_format)
     state_dict = get_optim_state_dict(model, optimizer, sharded_checkpoint, precision, include_keys, ignore_keys)
     return _save(state_dict, path, overwrite, sharded=sharded_checkpoint)
 
@@ -329,19 +335,6 @@ def save_state_dict_to_disk(
     return _save(state_dict, path, overwrite, sharded=sharded)
 
 
-def _save_parts(folder: str, state: "State", options: CheckpointSaveOptions) -> None:
-    sharded, precision = options.sharded_checkpoint, options.precision
-    if options.save_model:
-        keys = options.include_keys, options.ignore_keys
-        save_model_to_disk(state.model, folder, sharded, precision, *keys, save_format=options.save_format)
-    if options.save_optimizer:
-        save_optim_to_disk(state.model, state.optimizers[0], folder, sharded, precision)
-    if options.save_resumption_state:
-        save_resumption_state_to_disk(state, folder)
-    microbatch = state.device_train_microbatch_size
-    save_composer_metadata_to_disk(folder, state.model, sharded, precision, state.device, microbatch)
-
-
 def _save(state_dict: Mapping[str, Any], path: PathLike, overwrite: bool, *, sharded: bool) -> str | None:
     target = _local_path(path, "path")
     if not sharded:
@@ -359,17 +352,6 @@ def _save(state_dict: Mapping[str, Any], path: PathLike, overwrite: bool, *, sha
     with _as_value_error(stripped, "Directory"):
         save_sharded(state_dict, stripped, overwrite=overwrite)
     return os.path.join(stripped, "__{rank}_0.distcp")
-
-
-def _save_in_shards(weights: Mapping[str, Any], folder: str, overwrite: bool, max_shard_bytes: int) -> str | None:
-    def write() -> str:
-        with _as_value_error(folder, "Directory"):
-            path = save_weights_in_shards(weights, folder, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
-        return os.fspath(path)
-
-    ranks = Ranks()
-    index = ranks.from_first(write)
-    return index if ranks.rank == 0 else None
 
 
 def _write_file(content: Mapping[str, Any], path: str, overwrite: bool) -> None:

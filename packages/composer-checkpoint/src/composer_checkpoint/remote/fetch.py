@@ -101,12 +101,27 @@ def get_file(
             return
         owned = maybe_create_object_store_from_uri(path)
         if owned is None:
-            _link_local(path, destination, overwrite)
+            if not os.path.exists(path):
+                raise FileNotFoundError(errno.ENOENT, f"Local path {path} does not exist", path)
+            os.makedirs(os.path.dirname(os.path.abspath(destination)), exist_ok=True)
+            if overwrite:
+                with suppress(FileNotFoundError):
+                    os.unlink(destination)
+            os.symlink(os.path.abspath(path), destination)  # a copy would take time and disk space
             return
         reach(owned, path)  # fails much sooner than the retries of client libraries
         object_store = owned
+    name = parse_uri(path).path
     try:
-        _fetch_or_follow(object_store, parse_uri(path).path, destination, overwrite, progress_bar)
+        _fetch(object_store, _resolve(object_store, name), destination, overwrite, progress_bar)
+    except FileNotFoundError as error:
+        if name.endswith(SYMLINK_SUFFIX):
+            raise
+        try:
+            target = _resolve(object_store, name + SYMLINK_SUFFIX)
+        except FileNotFoundError:
+            raise error from error.__cause__  # names the requested object, not the pointer
+        _fetch(object_store, target, destination, overwrite, progress_bar)
     finally:
         if owned is not None:
             owned.close()
@@ -161,19 +176,6 @@ def extract_path_from_symlink(source_path: str | os.PathLike[str], object_store:
     return _read_remote_pointer(object_store, os.fspath(source_path))
 
 
-def _fetch_or_follow(store: Any, name: str, destination: str, overwrite: bool, progress_bar: bool) -> None:
-    try:
-        _fetch(store, _resolve(store, name), destination, overwrite, progress_bar)
-    except FileNotFoundError as error:
-        if name.endswith(SYMLINK_SUFFIX):
-            raise
-        try:
-            target = _resolve(store, name + SYMLINK_SUFFIX)
-        except FileNotFoundError:
-            raise error from error.__cause__  # names the requested object, not the pointer
-        _fetch(store, target, destination, overwrite, progress_bar)
-
-
 def _resolve(store: Any, name: str) -> str:
     for _ in range(_MOST_LINKS):
         if not name.endswith(SYMLINK_SUFFIX):
@@ -211,16 +213,6 @@ def _fetch(store: Any, name: str, destination: str, overwrite: bool, progress_ba
         download(name, destination, overwrite=overwrite, callback=bar)
 
 
-def _link_local(path: str, destination: str, overwrite: bool) -> None:
-    if not os.path.exists(path):
-        raise FileNotFoundError(errno.ENOENT, f"Local path {path} does not exist", path)
-    os.makedirs(os.path.dirname(os.path.abspath(destination)), exist_ok=True)
-    if overwrite:
-        with suppress(FileNotFoundError):
-            os.unlink(destination)
-    os.symlink(os.path.abspath(path), destination)  # a copy would take time and disk space
-
-
 @retry(ObjectStoreTransientError, num_attempts=_ATTEMPTS)
 def _fetch_from_web(url: str, destination: str, overwrite: bool, progress_bar: bool) -> None:
     refuse_existing(Path(destination), overwrite)
@@ -238,18 +230,14 @@ def _fetch_from_web(url: str, destination: str, overwrite: bool, progress_bar: b
     except (StorageError, FileExistsError):  # raised above; both are OSErrors
         raise
     except OSError as error:  # includes the errors of urllib
-        raise _explained(error, url) from error
-
-
-def _explained(error: OSError, url: str) -> Exception:
-    if isinstance(error, urllib.error.HTTPError):
-        error.close()  # it holds the connection
-    match classify(error):
-        case Fault.MISSING:
-            return FileNotFoundError(f"{url} does not exist: {error}. Check the address.")
-        case Fault.TRANSIENT:
-            return ObjectStoreTransientError(f"{url} could not be fetched: {error}. Try again.")
-    return StorageError(f"{url} could not be fetched: {error}. Check the address and its access rights.")
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()  # it holds the connection
+        fault = classify(error)
+        if fault is Fault.MISSING:
+            raise FileNotFoundError(f"{url} does not exist: {error}. Check the address.") from error
+        if fault is Fault.TRANSIENT:
+            raise ObjectStoreTransientError(f"{url} could not be fetched: {error}. Try again.") from error
+        raise StorageError(f"{url} could not be fetched: {error}. Check the address and its access rights.") from error
 
 
 class _Bar:

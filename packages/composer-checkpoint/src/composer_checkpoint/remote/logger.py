@@ -3,10 +3,10 @@
 import multiprocessing as multiprocessing  # tests of users patch `get_context` through this module
 import posixpath
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -194,7 +194,9 @@ class RemoteUploaderDownloader(LoggerDestination):
             self._download(remote_file_name, destination, overwrite)
         else:
             # Pointers contain names as passed to `upload_file`, so `get_file` must format each name that it follows.
-            get_file(remote_file_name, destination, _HandedOver(self._download), overwrite, progress_bar)
+            get_file(
+                remote_file_name, destination, SimpleNamespace(download_object=self._download), overwrite, progress_bar
+            )
 
     def get_uri_for_file(self, remote_file_name: str) -> str:
         """Return the address of an uploaded file, whether or not it has arrived."""
@@ -269,13 +271,6 @@ class RemoteUploaderDownloader(LoggerDestination):
     def _download(self, name: str, filename: str, overwrite: bool = False, callback: Progress | None = None) -> None:
         object_name = self._object_name(name, self._run_name)
         self.remote_backend.download_object(object_name, filename, overwrite=overwrite, callback=callback)
-
-
-@dataclass(frozen=True, slots=True)
-class _HandedOver:
-    """Adapter for `get_file`, whose object names are those passed to `upload_file`."""
-
-    download_object: Callable[..., None]
 
 
 def maybe_create_remote_uploader_downloader_from_uri(

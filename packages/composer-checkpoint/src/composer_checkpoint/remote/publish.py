@@ -4,7 +4,6 @@ import logging
 import os
 import posixpath
 import tempfile
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -71,7 +70,7 @@ def publish_checkpoint(
     data, seals = _plan(Path(path), remote_name.strip("/"))
     # The object that is uploaded last: if it exists, the checkpoint is complete.
     vouching, vouching_name = (seals or data)[-1]
-    if not overwrite and _is_there(store, vouching_name, num_attempts):
+    if not overwrite and has_object(store, vouching_name, num_attempts):
         raise _exists(store, vouching_name)
 
     def send(piece: _Piece) -> None:
@@ -125,15 +124,22 @@ def fetch_checkpoint(
         StorageError: If the last attempt fails too.
     """
     name = remote_name.strip("/")
+    download = retry(ObjectStoreTransientError, num_attempts)(store.download_object)
     # Only folders have a manifest below their name, so without one the name is tried as a file.
     try:
         with write_atomically(destination, overwrite=overwrite, folder=True) as unfinished:
             # The names of the files come from the manifest, since stores need not support listing.
-            _fetch(store, f"{name}/{MANIFEST_NAME}", unfinished / MANIFEST_NAME, num_attempts)
+            download(f"{name}/{MANIFEST_NAME}", str(unfinished / MANIFEST_NAME))
             manifest = Manifest.from_json((unfinished / MANIFEST_NAME).read_bytes())
-            names = _safe_names(manifest, store.get_uri(name))
+            for part in manifest.files:  # they become local paths
+                if part in ("", MANIFEST_NAME) or part[:1] == "/" or {"\\", "\0"} & {*part} or ".." in part.split("/"):
+                    raise CorruptCheckpointError(
+                        f"the manifest of {store.get_uri(name)} names the file {part!r}, which leads out of the "
+                        f"checkpoint's folder or is not one of its files. Nothing of it was fetched; do not use this "
+                        f"checkpoint."
+                    )
             with ThreadPoolExecutor(max(1, num_concurrent_downloads), thread_name_prefix="fetch") as pool:
-                list(pool.map(lambda part: _fetch(store, f"{name}/{part}", unfinished / part, num_attempts), names))
+                list(pool.map(lambda part: download(f"{name}/{part}", str(unfinished / part)), manifest.files))
             if (path := first_difference(unfinished, manifest)) is not None:
                 part = path.relative_to(unfinished).as_posix()
                 entry = manifest.files[part]
@@ -145,12 +151,12 @@ def fetch_checkpoint(
     except FileExistsError:
         raise
     except FileNotFoundError as error:
-        if not _is_there(store, name, num_attempts):
+        if not has_object(store, name, num_attempts):
             raise NoCheckpointError(
                 f"{store.get_uri(name)} is not a checkpoint: there is neither a file of this name nor a whole folder "
                 f"with a {MANIFEST_NAME} ({error}). Check the name, or name an older checkpoint."
             ) from error
-    retry(ObjectStoreTransientError, num_attempts)(store.download_object)(name, destination, overwrite=overwrite)
+    download(name, destination, overwrite=overwrite)
 
 
 def write_pointer(store: ObjectStore, pointer: str, target: str, *, num_attempts: int = 3) -> None:
@@ -273,24 +279,10 @@ class _DifferentError(ObjectStoreTransientError):
     """Raised if the store returns other bytes, which may be outdated."""
 
 
-def _is_there(store: ObjectStore, name: str, num_attempts: int) -> bool:
+def has_object(store: ObjectStore, name: str, num_attempts: int) -> bool:
+    """Return whether a store has an object of this name, retrying after transient errors."""
     try:
         retry(ObjectStoreTransientError, num_attempts)(store.get_object_size)(name)
     except FileNotFoundError:
         return False
     return True
-
-
-def _fetch(store: ObjectStore, name: str, path: Path, num_attempts: int) -> None:
-    retry(ObjectStoreTransientError, num_attempts)(store.download_object)(name, str(path))
-
-
-def _safe_names(manifest: Manifest, uri: str) -> Sequence[str]:
-    """Return the manifest's file names, which become local paths, and refuse those that lead out of the folder."""
-    for name in manifest.files:
-        if name in ("", MANIFEST_NAME) or name[:1] == "/" or {"\\", "\0"} & {*name} or ".." in name.split("/"):
-            raise CorruptCheckpointError(
-                f"the manifest of {uri} names the file {name!r}, which leads out of the checkpoint's folder or is not "
-                f"one of its files. Nothing of it was fetched; do not use this checkpoint."
-            )
-    return list(manifest.files)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
@@ -148,7 +149,7 @@ class RemoteUploader:
                 if copy:
                     source.unlink(missing_ok=True)
 
-        return self._submit(remote_file_name, upload)
+        return self.run_async(remote_file_name, upload)
 
     def upload_newest_async(
         self, remote_file_name: str, file_path: str | os.PathLike[str], overwrite: bool
@@ -186,7 +187,7 @@ class RemoteUploader:
                 unsent.source, unsent.overwrite = source, unsent.overwrite and overwrite
                 return unsent.future
             unsent = self._unsent[remote_file_name] = _Unsent(source, overwrite)
-            unsent.future = self._submit(remote_file_name, lambda: self._send_newest(remote_file_name, unsent))
+            unsent.future = self.run_async(remote_file_name, lambda: self._send_newest(remote_file_name, unsent))
             return unsent.future
 
     @property
@@ -226,11 +227,7 @@ class RemoteUploader:
                 num_concurrent_uploads=self.num_concurrent_uploads,
             )
 
-        return self._submit(pointer or remote_name, publish)
-
-    def run_async(self, name: str, work: Callable[[], _Result]) -> Future[_Result]:
-        """Start a function in an upload thread, after all earlier work for the object of this name."""
-        return self._submit(name, work)
+        return self.run_async(pointer or remote_name, publish)
 
     def begin_mlflow_run(self) -> tuple[str, str] | None:
         """Return the MLflow experiment and run that rank 0 begins; `None` for other stores. Every rank must call this.
@@ -266,7 +263,7 @@ class RemoteUploader:
                 )
             write_pointer(self.remote_backend, pointer, target, num_attempts=self.num_attempts)
 
-        return self._submit(pointer, point)
+        return self.run_async(pointer, point)
 
     def check_workers(self) -> None:
         """Raise the first error of the uploads that are done, and forget them."""
@@ -318,12 +315,10 @@ class RemoteUploader:
 
         def look() -> RemoteFilesExistingCheckStatus:
             while missing:
-                try:
+                with suppress(FileNotFoundError, ObjectStoreTransientError):
                     store.get_object_size(missing[0])
                     missing.pop(0)  # never looked up again: an object that was seen stays
                     continue
-                except (FileNotFoundError, ObjectStoreTransientError):
-                    pass
                 # Checked after the lookup, since the objects may exist although another upload failed.
                 if self._has_failed.is_set() or self._closing.is_set():
                     return RemoteFilesExistingCheckStatus.ERROR
@@ -343,22 +338,26 @@ class RemoteUploader:
         threading.Thread(target=watch, name="remote-files", daemon=True).start()
         return answer
 
-    def _submit(self, key: str, work: Callable[[], _Result]) -> Future[_Result]:
+    def run_async(self, name: str, work: Callable[[], _Result]) -> Future[_Result]:
+        """Start a function in an upload thread, after all earlier work for the object of this name."""
         if self._threads is None:
             self._closing.clear()  # set if the uploader was closed before
             self._threads = ThreadPoolExecutor(self.num_concurrent_uploads, thread_name_prefix="upload")
-        before = self._latest_of.get(key)  # work for one name must not overlap or change its order
+        before = self._latest_of.get(name)  # work for one name must not overlap or change its order
 
         def run() -> _Result:
             if before is not None:
                 before.exception()  # cannot deadlock: the queue is in order, so it has started already
             if self._stagger_s:
                 time.sleep(self._stagger_s)
-            return work()
+            try:
+                return work()
+            except BaseException:
+                self._has_failed.set()
+                raise
 
         future = self._threads.submit(run)
-        future.add_done_callback(self._remember_failure)
-        self._latest_of[key] = future
+        self._latest_of[name] = future
         self.futures.append(future)
         return future
 
@@ -392,11 +391,6 @@ class RemoteUploader:
             self._copies = tempfile.TemporaryDirectory(prefix="composer-upload-", dir=self._staging_folder)
         self._num_copies += 1
         return Path(shutil.copyfile(file_path, Path(self._copies.name) / str(self._num_copies)))
-
-    def _remember_failure(self, future: Future[Any]) -> None:
-        # `exception` raises if the future was cancelled.
-        if not future.cancelled() and future.exception() is not None:
-            self._has_failed.set()
 
     def _close(self, *, cancel: bool = False) -> None:
         self._closing.set()

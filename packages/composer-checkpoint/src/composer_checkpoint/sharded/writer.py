@@ -104,7 +104,10 @@ class VerifiedWriter(StorageWriter):
             CheckpointConflictError: If a checkpoint of this name exists and `overwrite` is false.
             StorageError: If the disk has too little space.
         """
-        self._place = self._target.begin(sum(_size_bytes(item) for plan in plans for item in plan.items))
+        # The size of other objects is known only once they are pickled; they are small.
+        tensors = [item.tensor_data for plan in plans for item in plan.items if item.tensor_data is not None]
+        sizes = [math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize for tensor in tensors if tensor.chunk]
+        self._place = self._target.begin(sum(sizes))
         return [replace(plan, storage_data=(self._place, f"__{rank}_0.distcp")) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -117,8 +120,13 @@ class VerifiedWriter(StorageWriter):
         if plan.items:
             folder, name = plan.storage_data
             with self._explaining(), self._target.open(folder, name) as file:
-                results = _write_items(plan.items, planner, _HashedFile(file), name)
+                hashed = _HashedFile(file)
+                written = [_write_item(item, planner, hashed, name) for item in plan.items]
+                written[-1] = replace(written[-1], file=hashed.entry())  # the whole file is known only now
                 _flush(file)
+            results = [
+                WriteResult(item.index, part.info.length, part) for item, part in zip(plan.items, written, strict=True)
+            ]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -229,13 +237,6 @@ class _HashedFile:
         return FileEntry(self.position, self._whole.hexdigest())
 
 
-def _write_items(items: list[WriteItem], planner: SavePlanner, file: _HashedFile, file_name: str) -> list[WriteResult]:
-    """Write the items one after another, each as a separate archive."""
-    written = [_write_item(item, planner, file, file_name) for item in items]
-    written[-1] = replace(written[-1], file=file.entry())  # the whole file is known only now
-    return [WriteResult(item.index, part.info.length, part) for item, part in zip(items, written, strict=True)]
-
-
 def _write_item(item: WriteItem, planner: SavePlanner, file: _HashedFile, file_name: str) -> _Written:
     data = planner.resolve_data(item)
     if isinstance(data, torch.Tensor):
@@ -285,9 +286,3 @@ def _flush(file: BinaryIO) -> None:
     if hasattr(file, "fileno"):
         with suppress(UnsupportedOperation):
             os.fsync(file.fileno())
-
-
-def _size_bytes(item: WriteItem) -> int:
-    if item.tensor_data is None or item.tensor_data.chunk is None:
-        return 0  # of other objects, the size is known only once they are pickled; they are small
-    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -77,8 +77,10 @@ class VerifiedObjectStore(ObjectStore):
         path, size = self._path(object_name), os.path.getsize(filename)
         progress = _Progress(callback, size)
         # Before the transfer, and also for stores without conditional writes, where two writers may still race.
-        if not overwrite and self._has(object_name):
-            raise _exists(self.get_uri(object_name))
+        if not overwrite:
+            with suppress(FileNotFoundError):
+                self.get_object_size(object_name)
+                raise _exists(self.get_uri(object_name))
         with self._explained(object_name, "upload"):
             self._put(os.fspath(filename), path, progress, overwrite=overwrite, **kwargs)
         try:
@@ -144,13 +146,6 @@ class VerifiedObjectStore(ObjectStore):
 
     def _remove(self, path: str) -> None:
         raise NotImplementedError
-
-    def _has(self, object_name: str) -> bool:
-        try:
-            self.get_object_size(object_name)
-        except FileNotFoundError:
-            return False
-        return True
 
     @contextmanager
     def _explained(self, object_name: str, action: str) -> Iterator[None]:
@@ -242,7 +237,9 @@ class FsspecObjectStore(VerifiedObjectStore):
             if self._protocols & _LISTS_BY_PREFIX:  # others can list whole folders only
                 found = self.filesystem.find(self._root, prefix=prefix)
             else:
-                found = self._find_below(posixpath.dirname(prefix))
+                folder = posixpath.dirname(prefix)
+                path = self._path(folder) if folder else self._root
+                found = self.filesystem.find(path) if self.filesystem.isdir(path) else []
         start = _normalized(self._root)
         names = (_normalized(path).removeprefix(start).lstrip("/") for path in found)
         return sorted(name for name in names if name.startswith(prefix))
@@ -250,13 +247,6 @@ class FsspecObjectStore(VerifiedObjectStore):
     def filesystem_path(self, object_name: str) -> str:
         """Return the path of an object in `filesystem`, for partial reads and writes."""
         return self._path(object_name)
-
-    def _find_below(self, folder: str) -> list[str]:
-        path = self._path(folder) if folder else self._root
-        try:
-            return self.filesystem.find(path) if self.filesystem.isdir(path) else []
-        except FileNotFoundError:
-            return []
 
     def _path(self, object_name: str) -> str:
         name = object_name.lstrip("/")
@@ -268,7 +258,12 @@ class FsspecObjectStore(VerifiedObjectStore):
         return f"{self._root.rstrip('/')}/{name}"
 
     def _put(self, filename: str, path: str, progress: "_Progress", *, overwrite: bool, **kwargs: Any) -> None:
-        kwargs = {**_overwriting(self.filesystem, overwrite), **kwargs}
+        # The synchronous `put_file` of asynchronous file systems hides the parameters.
+        parameters = inspect.signature(getattr(self.filesystem, "_put_file", self.filesystem.put_file)).parameters
+        if "overwrite" in parameters:  # Azure's
+            kwargs = {"overwrite": overwrite, **kwargs}
+        elif "mode" in parameters and not overwrite:
+            kwargs = {"mode": "create", **kwargs}
         if not self._protocols & _FOLDERS:
             self.filesystem.put_file(filename, path, callback=progress, **kwargs)
             return
@@ -339,15 +334,6 @@ def _exists(uri: str) -> FileExistsError:
 
 def _normalized(path: str) -> str:
     return posixpath.normpath(path or ".").strip("/").removeprefix(".")
-
-
-def _overwriting(filesystem: Any, overwrite: bool) -> dict[str, Any]:
-    # The synchronous `put_file` of asynchronous file systems hides the parameters.
-    method = getattr(filesystem, "_put_file", filesystem.put_file)
-    parameters = inspect.signature(method).parameters
-    if "overwrite" in parameters:  # Azure's
-        return {"overwrite": overwrite}
-    return {"mode": "create"} if "mode" in parameters and not overwrite else {}
 
 
 def _reason(error: BaseException) -> str:

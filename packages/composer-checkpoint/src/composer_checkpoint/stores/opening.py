@@ -2,7 +2,6 @@
 
 import logging
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -43,7 +42,6 @@ A = TypeVar("A")
 
 CREDENTIALS_PROBE: Final = ".credentials_validated_successfully"
 _FIRST_ANSWER_S: Final = 12.0
-_spent_s: Final = dict[tuple[str, str], float]()  # time that opening the store of a backend and bucket has taken
 _answered: Final = set[tuple[str, str]]()  # backends and buckets, in this process
 _NO_STORES: Final = {"wandb", "http", "https"}  # fsspec supports some of them, but read-only
 # Lambdas look the classes up when called, so that users' tests can patch the classes in this module.
@@ -71,21 +69,26 @@ def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
         ImportError: If the required package is not installed, with the command that installs it.
         ValueError: If the address is malformed, or credentials are missing.
     """
+    return _open(uri, None)
+
+
+def _open(uri: str, backend_kwargs: Mapping[str, Any] | None) -> ObjectStore | None:
     parsed = parse_uri(uri)
     backend, netloc = ("sftp" if parsed.backend == "ssh" else parsed.backend), urlsplit(uri).netloc
     if not backend:
         return None
-    if backend in _BACKENDS and not netloc:
+    if backend in _BACKENDS and not netloc and not backend_kwargs:
         raise ValueError(f"{uri!r} names no bucket or host. Write one such as '{parsed.backend}://bucket/folder'.")
     if backend == "dbfs" and not parsed.path.startswith(MLFLOW_PREFIX):
         UCObjectStore.validate_path(parsed.path)  # a malformed path is rejected before a slow import
-    if backend in {*_BACKENDS, "dbfs"} - {"libcloud"}:
+    # An address of libcloud is incomplete without arguments.
+    if backend in {*_BACKENDS, "dbfs"} and (backend != "libcloud" or backend_kwargs is not None):
         namespace = {"bucket": netloc} if backend == "oci" and "@" in netloc else {}
-        return build_remote_backend(backend, {**arguments_of(uri), **namespace})
+        return build_remote_backend(backend, {**arguments_of(uri), **namespace, **(backend_kwargs or {})})
     check_scheme(uri)
     address = f"{backend}://{netloc}{'' if netloc else '/'}"
     # With a time limit, since some client libraries fetch credentials when the store is created.
-    return _made(address, lambda: FsspecObjectStore(address))
+    return _first_answer(address, lambda: FsspecObjectStore(address, **(backend_kwargs or {})))
 
 
 def check_scheme(uri: str) -> None:
@@ -116,12 +119,7 @@ def open_store(uri: str, backend_kwargs: Mapping[str, Any] | None = None) -> Obj
         ImportError: If the required package is not installed, with the command that installs it.
         ValueError: If it is a local path or malformed, or credentials are missing.
     """
-    parsed = parse_uri(uri)
-    if parsed.backend in (*_BACKENDS, "dbfs") and (backend_kwargs or parsed.backend == "libcloud"):
-        return build_remote_backend(parsed.backend, {**arguments_of(uri), **(backend_kwargs or {})})
-    store = maybe_create_object_store_from_uri(uri)
-    if isinstance(store, FsspecObjectStore) and backend_kwargs:
-        return FsspecObjectStore(store.uri, **backend_kwargs)
+    store = _open(uri, backend_kwargs or {})
     if store is None:
         raise ValueError(f"{uri!r} is a local path. Give an address such as 's3://bucket/folder'.")
     return store
@@ -160,7 +158,7 @@ def build_remote_backend(remote_backend_name: str, backend_kwargs: dict[str, Any
         # Imported outside the time limit of the first response, which the import may exceed.
         with suppress(ImportError):  # the store raises it, too
             import_module(package)
-        return _made(f"dbfs:/{path}", lambda: kind(**backend_kwargs))
+        return _first_answer(f"dbfs:/{path}", lambda: kind(**backend_kwargs))
     if remote_backend_name not in _BACKENDS:
         raise ValueError(
             f"remote_backend_name={remote_backend_name!r} is not known. Use one of {', '.join(_BACKENDS)} or dbfs, or "
@@ -217,14 +215,6 @@ def reach(store: ObjectStore, address: str) -> None:
     _answered.add((backend, bucket))
 
 
-def _made(address: str, make: Callable[[], ObjectStore]) -> ObjectStore:
-    """Open a store that may fetch credentials, counting the time as part of its first response."""
-    began = time.monotonic()
-    store = _first_answer(address, make)
-    _spent_s[parse_uri(address)[:2]] = time.monotonic() - began
-    return store
-
-
 def _first_answer(place: str, ask: Callable[[], A]) -> A:
     from composer_checkpoint._ranks import in_thread  # imports torch, which is slow
 
@@ -244,10 +234,8 @@ def _first_answer(place: str, ask: Callable[[], A]) -> A:
             f"needs a proxy; and the endpoint, if one is set."
         )
 
-    # At least a second, even if opening the store took all of the time.
-    timeout_s = max(_FIRST_ANSWER_S - _spent_s.pop(parse_uri(place)[:2], 0.0), 1.0)
     try:
-        return in_thread(retry(ObjectStoreTransientError)(attempt), timeout_s, describe)
+        return in_thread(retry(ObjectStoreTransientError)(attempt), _FIRST_ANSWER_S, describe)
     except ObjectStoreTransientError as error:
         raise ObjectStoreTransientError(describe()) from error
 

@@ -115,9 +115,9 @@ def _read_uri(given: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of a URI, each of which may be given only once."""
     uri = urlsplit(given["host"])
     if uri.scheme.lower() != "sftp" or not uri.hostname or uri.query or uri.fragment:
+        shown = given["host"].replace(f":{uri.password}@", ":***@")
         raise ValueError(
-            f"host={_without_password(given['host'])!r} is not an SFTP address. Give the name of a machine, or "
-            f"'sftp://user@host:port/folder'."
+            f"host={shown!r} is not an SFTP address. Give the name of a machine, or 'sftp://user@host:port/folder'."
         )
     found = {
         "port": uri.port,
@@ -130,8 +130,3 @@ def _read_uri(given: dict[str, Any]) -> dict[str, Any]:
         if value and given[name] != defaults[name]:
             raise ValueError(f"{name} is given twice: in the host's URI and as an argument. Leave one of them out.")
     return {"host": uri.hostname, **{name: value or given[name] for name, value in found.items()}}
-
-
-def _without_password(uri: str) -> str:
-    password = urlsplit(uri).password
-    return uri.replace(f":{password}@", ":***@") if password else uri
