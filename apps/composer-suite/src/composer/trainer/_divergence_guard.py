@@ -14,9 +14,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from composer.trainer._rank_sync import TOTAL, mean_total, missing_share
-from composer.trainer._restore import KeptBuffers, Snapshot, StepSnapshot
+from composer.trainer._restore import KeptBuffers, Snapshot, StepSnapshot, local_part
 from composer.trainer._scaler import states_of
-from composer.trainer._sharding import as_fsdp
+from composer.trainer._strategies import as_fsdp
 from composer.trainer.divergence import Divergence, DivergenceError, OnDivergence
 from composer_dist import get_world_size
 from composer_dist.strategy import Strategy
@@ -25,6 +25,7 @@ from composer_events.state import State
 
 if TYPE_CHECKING:
     from composer_dist.deepspeed import DeepSpeed
+    from composer_fsdp.gradients import ReductionWatch
 
 
 _log = logging.getLogger(__name__)
@@ -97,13 +98,11 @@ class DivergenceGuard:
             self._keep_snapshot()
 
     def mark(self, loss: Tensor) -> Tensor:
-        """Return the loss, times NaN while a divergence under a `GradScaler` has not reached the host.
+        """Return a loss to scale, times NaN while a divergence has not reached the host.
 
         The scaler then skips the step on every rank, as the gradients are averaged.
         """
-        if self._scaler is None or not self._defers:
-            return loss
-        return loss * torch.where(self._found == 0, 1.0, math.nan)
+        return loss if not self._defers else loss * torch.where(self._found == 0, 1.0, math.nan)
 
     def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
         """Return whether the optimizer may step; act on a divergence first."""
@@ -208,7 +207,7 @@ class DivergenceGuard:
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
         """Set `found`, identically on every rank, if gradients are not finite."""
         tensors = _gradients_of(optimizer)
-        if self._knows_of_shards():
+        if self._reductions is not None and self._knows_of_shards(self._reductions):
             tensors = [tensor for tensor in tensors if not is_sharded(tensor)]
         # Averaged gradients are the same everywhere; only shards need another collective.
         if tensors and not note_non_finite(tensors, self._found, self._one):
@@ -223,13 +222,12 @@ class DivergenceGuard:
         if self._found.item() and cast("DeepSpeed", self._strategy).has_finite_gradients():
             self._found.zero_()
 
-    def _knows_of_shards(self) -> bool:
+    def _knows_of_shards(self, watch: "ReductionWatch") -> bool:
         """Return whether `found` covers the shards of all ranks without another collective.
 
         It does not if algorithms may have changed the gradients after their reduction.
         """
-        watch = self._reductions
-        if watch is None or not watch.speaks_of_all or self._state.algorithms:
+        if not watch.speaks_of_all or self._state.algorithms:
             return False
         self._found.logical_or_(watch.found.isnan())
         return True
@@ -422,7 +420,7 @@ def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
         # five times as long. With DTensors it would reduce over the mesh of the first one, which may not be the mesh of
         # the others, so it gets the local shards.
         torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
-            tensors if is_plain else [_local(tensor) for tensor in tensors], found, one
+            tensors if is_plain else [local_part(tensor) for tensor in tensors], found, one
         )
     except (NotImplementedError, RuntimeError):  # sparse, complex, or several kinds
         values = [values for tensor in tensors if (values := _plain_values(tensor)).numel()]
@@ -451,7 +449,7 @@ def names_of_bad(tensors: Iterable[tuple[str, Tensor]], *, may_be_marked: bool =
 def _is_finite(tensor: Tensor, num_marks: int = 0) -> bool:
     """Return whether a tensor is finite; `num_marks` leading numbers of each rank's shard are ignored."""
     found = torch.zeros((), device=tensor.device)
-    part = _local(tensor).flatten()[num_marks:] if is_sharded(tensor) else tensor
+    part = local_part(tensor).flatten()[num_marks:] if is_sharded(tensor) else tensor
     note_non_finite([part], found, torch.ones_like(found))
     if is_sharded(tensor):
         found = _over_ranks(found, tensor)
@@ -468,18 +466,10 @@ def _over_ranks(found: Tensor, tensor: Any) -> Tensor:
 
 def _plain_values(tensor: Any) -> Tensor:
     """Return this rank's values of a tensor, as a dense tensor."""
-    local = _local(tensor)
+    local = local_part(tensor)
     if local.layout is torch.sparse_coo:
         return local.coalesce().values()
     return local if local.layout is torch.strided else local.values()
-
-
-def _local(tensor: Any) -> Tensor:
-    """Return this rank's shard of a tensor."""
-    if not is_sharded(tensor):
-        return tensor
-    with torch.no_grad():  # the check needs no graph
-        return tensor.to_local()
 
 
 def is_sharded(tensor: Tensor) -> bool:

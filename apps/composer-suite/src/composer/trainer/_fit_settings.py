@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from composer.trainer._arguments import check_iterable, check_subset
+from composer.trainer._arguments import check_subset
 from composer.trainer._data import TrainBatches
 from composer.trainer._evaluation import restore_dataloader
 from composer.trainer._strategies import share_length
@@ -53,7 +53,7 @@ class SchedulerSteps:
 
     def before_batch(self) -> None:
         """Set the rates again if the time or the length of training has changed since a step set them."""
-        if self._has_moved() and self._goes_on():
+        if self._has_moved() and has_time_left(self._state):
             self.set_rates()
 
     def after_batch(self) -> None:
@@ -81,15 +81,11 @@ class SchedulerSteps:
 
     def _step(self) -> None:
         # A stop sets max_duration to the current time, which would move Composer schedules to their end.
-        is_stopped = self._state.max_duration is not self._set_for[-1] and not self._goes_on()
+        is_stopped = self._state.max_duration is not self._set_for[-1] and not has_time_left(self._state)
         for scheduler in self._schedulers:
             if not is_stopped or compiled_for(scheduler) is None:
                 scheduler.step()
         self._set_for = self._moment()
-
-    def _goes_on(self) -> bool:
-        max_duration = self._state.max_duration
-        return max_duration is not None and self._state.timestamp < max_duration
 
     def _has_moved(self) -> bool:
         (time, *lengths), (before, *lengths_before) = self._moment(), self._set_for
@@ -286,6 +282,11 @@ def stay_stopped(state: State, stopped_duration: str | None) -> None:
         )
 
 
+def has_time_left(state: State) -> bool:
+    """Return whether `max_duration` has not been reached."""
+    return state.max_duration is not None and state.timestamp < state.max_duration
+
+
 def check_time_left(state: State) -> None:
     """Raise if there is nothing left to train."""
     now, max_duration = state.timestamp, state.max_duration
@@ -307,14 +308,6 @@ def check_time_left(state: State) -> None:
             "again after the end of its run (autoresume=True) should check `trainer.state.timestamp < "
             "trainer.state.max_duration` first."
         )
-
-
-def check_data(dataloader: Any, microbatching: Microbatching) -> DataSpec:
-    """Return a dataloader as a DataSpec."""
-    check_iterable("train_dataloader", dataloader)
-    data_spec = ensure_data_spec(dataloader)
-    microbatching.resolve(data_spec)
-    return data_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +358,7 @@ class FitPlan:
             check_subset("train_subset_num_batches", subset_num_batches)
         if dataloader is not None:
             subset_num_batches = -1 if subset_num_batches is None else subset_num_batches
-            return self.set_data(check_data(dataloader, self.settings.microbatching), label, subset_num_batches)
+            return self.set_data(ensure_data_spec(dataloader), label, subset_num_batches)
         batches = self.settings.batches
         if batches is None:
             raise ValueError(

@@ -7,7 +7,6 @@ losses or the clock are read.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from composer_dist.ddp import sum_counts
 from composer_dist.devices import get_device
 from composer_dist.initialize import DEFAULT_TIMEOUT_S
 from composer_dist.strategy import Strategy
+from composer_events.arguments import check_seconds
 from composer_events.data_spec import DataSpec
 
 
@@ -360,7 +360,7 @@ def broadcast_error(refusal: Exception, device: Any, dist_timeout: Any) -> None:
         with suppress(Exception):  # falls back to the default device, which the other ranks most likely use
             chosen = get_device(device)
         with suppress(Exception):
-            check_dist_timeout(dist_timeout)
+            check_seconds(dist_timeout=dist_timeout)
             timeout_s = dist_timeout
         dist.initialize_dist(get_device(None) if chosen is None else chosen, timeout_s)
         compare({}, refusal)
@@ -400,12 +400,3 @@ def open_store(key: str) -> Any:
     shared = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     # A clone, because calls of one client block each other.
     return tdist.PrefixStore(key, shared.clone())  # pyright: ignore[reportPrivateImportUsage]  # documented there
-
-
-def check_dist_timeout(timeout_s: Any) -> None:
-    """Check a timeout for the collectives."""
-    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < timeout_s < math.inf:
-        raise ValueError(
-            f"dist_timeout={timeout_s!r} must be a finite number of seconds greater than 0. For a day write 86400."
-        )

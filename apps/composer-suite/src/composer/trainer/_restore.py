@@ -46,7 +46,7 @@ class MetricsUndo:
     """Copy of the attributes of metrics and their submodules."""
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
-        parts = [part for metric in metrics.values() for part in _parts_of(metric)]
+        parts: list[object] = [part for metric in metrics.values() for part in metric.modules()]
         self._kept = [(part, _copy_values(vars(part))) for part in parts]
 
     def __call__(self) -> None:
@@ -103,10 +103,6 @@ class StepSnapshot:
             for name, value in entries.items():
                 is_restored = isinstance(value, Tensor)
                 present[name] = value if is_restored else copy.deepcopy(self._others[parameter, name])
-
-
-def _parts_of(metric: object) -> Iterable[object]:
-    return metric.modules() if isinstance(metric, nn.Module) else [metric]
 
 
 def _copy_values(values: Mapping[str, Any]) -> dict[str, Any]:

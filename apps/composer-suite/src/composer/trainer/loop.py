@@ -10,7 +10,7 @@ from typing import Any
 
 from composer.trainer._data import Clock, TrainBatches
 from composer.trainer._evaluation import Evaluation, EvaluationBatches
-from composer.trainer._fit_settings import SchedulerSteps
+from composer.trainer._fit_settings import SchedulerSteps, has_time_left
 from composer.trainer._rank_sync import Ranks
 from composer.trainer._report import Report
 from composer.trainer._shutdown import Preemption
@@ -39,8 +39,6 @@ class FitEvaluation:
     def __call__(self, event: Event) -> None:
         """Run the evaluators that are due on BATCH_END, EPOCH_END or FIT_END."""
         state, evaluators = self._state, self._evaluators
-        if not evaluators:
-            return
         if evaluators.version != self._version:
             self._take_evaluators()
             self._version = evaluators.version
@@ -73,7 +71,8 @@ class Loop:
 
     def fit(self) -> None:
         """Train until `state.max_duration` is reached."""
-        state, run_event, schedulers = self.state, self.engine.run_event, self.state.schedulers
+        state, run_event = self.state, self.engine.run_event
+        schedulers, evaluators = state.schedulers, state.evaluators  # always the same list objects
 
         self.report.algorithms()
         run_event(Event.FIT_START)
@@ -103,7 +102,8 @@ class Loop:
                     self.schedulers.after_batch()
 
                 run_event(Event.BATCH_END)
-                self.evaluate(Event.BATCH_END)
+                if evaluators:
+                    self.evaluate(Event.BATCH_END)
                 goes_on = self._goes_on()  # before a save, in which all ranks take part
                 run_event(Event.BATCH_CHECKPOINT)
                 if not goes_on or (self.ranks.may_stop_late and not self._goes_on()):
@@ -134,13 +134,9 @@ class Loop:
         run_event(Event.FIT_END)
         self.evaluate(Event.FIT_END)
 
-    def _is_training(self) -> bool:
-        max_duration = self.state.max_duration
-        return max_duration is not None and self.state.timestamp < max_duration
-
     def _goes_on(self) -> bool:
         """Return whether to continue. If a rank has been stopped, stop all. Every rank must call this."""
-        state, is_over = self.state, not self._is_training()
+        state, is_over = self.state, not has_time_left(self.state)
         stops, for_good = self.ranks.any_stops(is_over, for_good=is_over and state.stopped_duration is not None)
         if stops and not is_over:
             state.stop_training(resumable=not for_good)
