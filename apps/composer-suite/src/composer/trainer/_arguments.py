@@ -6,11 +6,11 @@ import difflib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.optim import Optimizer
 
@@ -125,10 +125,6 @@ class TrainerArguments:
         values = {name: to_plain(value) for name, value in arguments.items() if name not in ("self", "older_names")}
         return cls(**translate(values | OLDER_NAMES_ONLY, arguments["older_names"], defaults), defaults=defaults)
 
-    def items(self) -> Iterator[tuple[str, Any]]:
-        """Return the arguments with their names."""
-        return ((each.name, getattr(self, each.name)) for each in fields(self) if each.name != "defaults")
-
     def is_default(self, name: str) -> bool:
         """Return whether an argument has its default value."""
         return _is_default(name, getattr(self, name), self.defaults)
@@ -159,10 +155,6 @@ class FitArguments:
         """Return the arguments, from the `locals()` of `fit`."""
         return cls(**{name: to_plain(value) for name, value in arguments.items() if name != "self"})
 
-    def items(self) -> Iterator[tuple[str, Any]]:
-        """Return the arguments with their names."""
-        return ((each.name, getattr(self, each.name)) for each in fields(self))
-
 
 def _is_default(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
     if name not in defaults:
@@ -191,7 +183,13 @@ def choose_precision(precision: Any, device: Device) -> Precision:
     """Return the precision, by default mixed 16-bit precision on a GPU and fp32 elsewhere."""
     if precision is None:
         return Precision.AMP_FP16 if isinstance(device, DeviceGPU) else Precision.FP32
-    chosen = warn_at_user(Precision, precision)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter(
+            "always"
+        )  # the user's filters apply below, where the warning of an older name is repeated
+        chosen = Precision(precision)
+    for warning in caught:
+        warnings.warn(warning.message, warning.category, stacklevel=user_stacklevel())
     validate_precision(chosen, device)
     return chosen
 
@@ -282,7 +280,7 @@ _PATHS = ("save_folder", "save_latest_filename", "load_path")
 
 def check_kinds(arguments: TrainerArguments | FitArguments) -> None:
     """Check the types of arguments whose wrong type would pass unnoticed: flags, labels, paths, lists of names."""
-    given = dict(arguments.items())
+    given = {each.name: getattr(arguments, each.name) for each in fields(arguments)}
     check_flags(may_be_none=True, **{name: given[name] for name in _FLAGS if name in given})
     check_places(may_be_none=True, **{name: given[name] for name in _PATHS if name in given})
     check_places(save_filename=given.get("save_filename", ""))
@@ -320,8 +318,6 @@ def to_plain(value: Any) -> Any:
     return value.item() if is_numpys else value
 
 
-TResult = TypeVar("TResult")
-
 _HERE = str(Path(__file__).parent)
 
 
@@ -331,17 +327,6 @@ def user_stacklevel() -> int:
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def warn_at_user(function: Callable[..., TResult], *args: Any) -> TResult:
-    """Call a function, and make its warnings point at the first frame outside the Trainer's modules."""
-    with warnings.catch_warnings(record=True) as caught:
-        # The filters of the user apply below, where the warnings are emitted again.
-        warnings.simplefilter("always")
-        result = function(*args)
-    for warning in caught:
-        warnings.warn(warning.message, warning.category, stacklevel=user_stacklevel())
-    return result
 
 
 # Arguments that exist only for older scripts, with their defaults.

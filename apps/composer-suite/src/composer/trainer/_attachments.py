@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from composer.loggers.console_logger import ConsoleLogger
@@ -116,9 +116,10 @@ _ONLY_IF_USED = frozenset(
 
 def log_arguments(given: TrainerArguments, parts: ResolvedArguments, state: State, logger: Logger) -> dict[str, Any]:
     """Log the resolved arguments as hyperparameters, and return them."""
-    arguments = {name: value for name, value in given.items() if not (name in _ONLY_IF_USED and given.is_default(name))}
+    names = [each.name for each in fields(given) if each.name != "defaults"]
+    used = [name for name in names if name not in _ONLY_IF_USED or not given.is_default(name)]
     hparams = extract_hparams(
-        arguments
+        {name: getattr(given, name) for name in used}
         | {
             "model": parts.model,
             "algorithms": parts.algorithms,
@@ -131,7 +132,7 @@ def log_arguments(given: TrainerArguments, parts: ResolvedArguments, state: Stat
             "seed": state.rank_zero_seed + get_global_rank(),
             "num_optimizers": len(parts.optimizers),
             "rank_zero_seed": state.rank_zero_seed,
-            "is_model_compiled": parts.compilation.is_compiled,
+            "is_model_compiled": parts.is_compiled,
             "auto_microbatching": state.auto_microbatching,
             # Local variables of Composer's constructor, which it logs too.
             "latest_remote_file_name": None,

@@ -59,7 +59,6 @@ from composer.trainer._scaler import ClosureGradScaler, ShardedGradScaler
 from composer.trainer._shutdown import Preemption, close_engine, postponed, take_signals
 from composer.trainer._step import BatchTrainer, make_autocast, needs_closure
 from composer.trainer._strategies import (
-    Compilation,
     begin_fit,
     check_agreement,
     check_recomputation,
@@ -72,6 +71,7 @@ from composer.trainer._strategies import (
     share_mesh,
     share_seed,
     size_for_deepspeed,
+    unwrap_compiled,
 )
 from composer.trainer.divergence import to_policy
 from composer.trainer.loop import FitEvaluation, Loop
@@ -104,8 +104,8 @@ class ResolvedArguments:
     def __init__(self, arguments: TrainerArguments) -> None:
         set_log_level(arguments.python_log_level)
         check_kinds(arguments)
-        self.compilation = Compilation.of(arguments.compile_config, arguments.model)
-        self.model = model = check_model(self.compilation.model)
+        given, self.compile_config, self.is_compiled = unwrap_compiled(arguments.compile_config, arguments.model)
+        self.model = model = check_model(given)
         self.device = device = get_device(arguments.device)
         self.precision = choose_precision(arguments.precision, device)
         self.schedule = Schedule.of(
@@ -293,7 +293,7 @@ class Runtime:
 
     def __init__(self, arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
         self.saver = resolved.saver
-        self._compilation = resolved.compilation
+        self._compile_config = resolved.compile_config
         self._recomputes = resolved.recomputes
         self._eval_settings = arguments.eval_interval, arguments.eval_subset_num_batches
         self._by_tokens = arguments.accumulate_train_batch_on_tokens
@@ -354,7 +354,8 @@ class Runtime:
                 self._make_metrics(arguments, resolved)
             self._prepare_model()
         # Last: algorithms, the load and the strategy may still have replaced the model or its modules.
-        self._compilation.apply(state.model)
+        if self._compile_config is not None:  # in place, so that class, attributes and state dict keys do not change
+            state.model.compile(**self._compile_config)
         # Training must not depend on how many random numbers algorithms have drawn so far.
         seed_rank(state.rank_zero_seed, self.strategy)
 

@@ -191,6 +191,12 @@ def _check_samples(num_samples: Any, duration: Time[Any] | None) -> None:
         )
 
 
+def has_time_left(state: State) -> bool:
+    """Return whether `max_duration` has not been reached."""
+    max_duration = state.max_duration
+    return max_duration is not None and state.timestamp < max_duration
+
+
 class Clock:
     """Clock of batches, each of which lasts from the end of the previous one to its own end."""
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from composer.trainer._rank_sync import TOTAL, mean_total, missing_share
@@ -71,7 +70,8 @@ class DivergenceGuard:
         self._defers = (
             device.type == "cuda"
             and policy.spike_factor is None
-            and (state.scaler is not None or has_fused_step(state.optimizers[0]))
+            # Fused optimizers, whose kernels read a skip flag on the device, have this attribute for GradScaler.
+            and (state.scaler is not None or getattr(state.optimizers[0], "_step_supports_amp_scaling", False))
         )
         # A deferred result concerns a batch that is LAG batches old, so its buffers must still be there.
         buffers = KeptBuffers(state.model, num_batches=LAG + 1 if self._defers else 1)
@@ -181,7 +181,8 @@ class DivergenceGuard:
             else:
                 self._look_into_engine(is_bad_loss)
             return None
-        overflow = overflow_of(self._scaler, optimizer)
+        per_device: dict[torch.device, Tensor] = states_of(self._scaler)[id(optimizer)]["found_inf_per_device"]
+        overflow = torch.stack([found.to(self._found.device) for found in per_device.values()]).sum()
         # An overflow alone is routine: the scaler skips the step and lowers its scale.
         self._found.logical_or_(is_bad_loss & (overflow > 0))
         return overflow
@@ -206,7 +207,8 @@ class DivergenceGuard:
 
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
         """Set `found`, identically on every rank, if gradients are not finite."""
-        tensors = _gradients_of(optimizer)
+        groups = optimizer.param_groups
+        tensors = [grad for group in groups for p in group["params"] if (grad := p.grad) is not None]
         if self._reductions is not None and self._knows_of_shards(self._reductions):
             tensors = [tensor for tensor in tensors if not is_sharded(tensor)]
         # Averaged gradients are the same everywhere; only shards need another collective.
@@ -344,20 +346,13 @@ def _sentence(divergence: Divergence) -> str:
     return f"Batch {divergence.batch} of epoch {divergence.epoch}: {what}."
 
 
-def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    return [grad for group in optimizer.param_groups for p in group["params"] if (grad := p.grad) is not None]
-
-
 def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the weights of an optimizer, and its state tensors of the same shape."""
     weights = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     # State of another shape is left out: the step counter of Adam may be on the CPU, unlike the weights.
-    states = [value for p in weights for value in _values(optimizer.state.get(p, {})) if value.shape == p.shape]
+    entries = ((p, value) for p in weights for value in optimizer.state.get(p, {}).values())
+    states = [value for p, value in entries if isinstance(value, Tensor) and value.shape == p.shape]
     return [tensor.detach() for tensor in (*weights, *states) if tensor.is_floating_point() or tensor.is_complex()]
-
-
-def _values(entries: Mapping[str, object]) -> list[Tensor]:
-    return [value for value in entries.values() if isinstance(value, Tensor)]
 
 
 LAG = 2  # batches; by then the host reads a finished result without a visible stall
@@ -452,16 +447,11 @@ def _is_finite(tensor: Tensor, num_marks: int = 0) -> bool:
     part = local_part(tensor).flatten()[num_marks:] if is_sharded(tensor) else tensor
     note_non_finite([part], found, torch.ones_like(found))
     if is_sharded(tensor):
-        found = _over_ranks(found, tensor)
+        from torch.distributed.tensor import DTensor, Partial  # a slow import, already paid for where DTensors exist
+
+        mesh = cast(Any, tensor).device_mesh
+        found = DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
     return not found.item()
-
-
-def _over_ranks(found: Tensor, tensor: Any) -> Tensor:
-    """Return the maximum of `found` over the ranks that share a tensor."""
-    from torch.distributed.tensor import DTensor, Partial  # a slow import, already paid for where DTensors exist
-
-    mesh = tensor.device_mesh
-    return DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
 
 
 def _plain_values(tensor: Any) -> Tensor:
@@ -508,21 +498,9 @@ def takes_none(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_closure", False)
 
 
-def has_fused_step(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's kernels read a skip flag on the device."""
-    # The attribute of fused optimizers in PyTorch, which GradScaler reads too.
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
 def set_found_inf(optimizer: Any, found: Tensor | None) -> None:
     """Make a fused optimizer step only if `found` is 0, by the attributes that GradScaler uses."""
     if found is not None:
         optimizer.grad_scale, optimizer.found_inf = None, found
     elif hasattr(optimizer, "found_inf"):
         del optimizer.grad_scale, optimizer.found_inf
-
-
-def overflow_of(scaler: GradScaler, optimizer: Optimizer) -> Tensor:
-    """Return a scalar tensor, greater than 0 if the scaler has found an overflow on any device."""
-    per_device: dict[torch.device, Tensor] = states_of(scaler)[id(optimizer)]["found_inf_per_device"]
-    return torch.stack([found.to(next(iter(per_device))) for found in per_device.values()]).sum()

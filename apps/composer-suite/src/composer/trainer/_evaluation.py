@@ -72,13 +72,15 @@ class Evaluation:
     def __post_init__(self) -> None:
         # ValueError for other CUDA errors, as in Composer.
         self._attempts = Attempts(self.strategy, ValueError)
-        self._eval_forward = _of_batch(self.model.eval_forward)
+        forward = self.model.eval_forward
+        outputs = inspect.signature(forward).parameters.get("outputs")
+        is_required = outputs is not None and outputs.default is inspect.Parameter.empty
+        self._eval_forward = functools.partial(forward, outputs=None) if is_required else forward
 
     def run(
         self,
         evaluator: Evaluator,
-        metrics: Mapping[str, Any],
-        subset_num_batches: int = -1,
+        subset_num_batches: int | None = None,
         open_batches: Callable[[Evaluator], Iterator[Any]] | None = None,
     ) -> None:
         """Evaluate over one dataloader, log the metrics, and restore the state's dataloader and the model's mode.
@@ -87,13 +89,13 @@ class Evaluation:
 
         Args:
             evaluator: Provides the dataloader.
-            metrics: The evaluator's metrics, by name.
-            subset_num_batches: The number of batches to read; -1 for all.
+            subset_num_batches: The number of batches to read; -1 for all, `None` for the evaluator's own number.
             open_batches: Replaces `iter` for reading the dataloader.
         """
-        state, run_event = self.state, self.engine.run_event
+        state, run_event, metrics = self.state, self.engine.run_event, self.state.eval_metrics[evaluator.label]
+        subset = evaluator.subset_num_batches if subset_num_batches is None else subset_num_batches
         state.eval_timestamp = Timestamp()
-        with evaluating(state, evaluator.dataloader.dataloader, evaluator.label, subset_num_batches):
+        with evaluating(state, evaluator.dataloader.dataloader, evaluator.label, -1 if subset is None else subset):
             run_event(Event.EVAL_START)
             share_buffers(state.model)  # after EVAL_START, where algorithms may swap in averaged weights
             for metric in metrics.values():
@@ -243,10 +245,14 @@ def _fill_shorter_lists(metrics: Mapping[str, Any]) -> None:
     use a flat float32 tensor, regardless of the shape and dtype of the others.
     """
     parts: list[Any] = [part for metric in metrics.values() for part in metric.modules()]
-    lists = [_lists_of(part) for part in parts]
+    states: list[Any] = [getattr(part, "metric_state", {}).values() for part in parts]
+    lists: list[list[list[Any]]] = [[value for value in of_part if type(value) is list] for of_part in states]
     if get_world_size() == 1 or not any(lists):
         return
-    own = [[[_kind_of(element) for element in found] for found in of_part] for of_part in lists]
+    own = [
+        [[(e.dtype, e.shape[1:]) if isinstance(e, Tensor) else None for e in found] for found in of_part]
+        for of_part in lists
+    ]
     for part, of_part, *of_ranks in zip(parts, lists, *dist.all_gather_object(own), strict=True):
         # The longest list of any rank has the shapes and dtypes for the padding.
         longest = [max(of_list, key=len) for of_list in zip(*of_ranks, strict=True)]
@@ -255,30 +261,11 @@ def _fill_shorter_lists(metrics: Mapping[str, Any]) -> None:
             continue
         for found, kinds, *lengths in zip(of_part, longest, *of_ranks, strict=True):
             if min(map(len, lengths)) < len(kinds):
-                _pad(found, kinds, part.device)
-
-
-def _lists_of(part: Any) -> list[list[Any]]:
-    states: dict[str, Any] = getattr(part, "metric_state", {})
-    return [value for value in states.values() if type(value) is list]
-
-
-def _pad(found: list[Tensor], kinds: Sequence[tuple[torch.dtype, torch.Size]], device: torch.device) -> None:
-    # A 0-d tensor has no empty form to pad with.
-    found[:] = [element.reshape(1) if element.ndim == 0 else element for element in found]
-    found += [torch.empty(0, *shape, dtype=dtype, device=device) for dtype, shape in kinds[len(found) :]]
-
-
-def _kind_of(element: Any) -> tuple[torch.dtype, torch.Size] | None:
-    return (element.dtype, element.shape[1:]) if isinstance(element, Tensor) else None
-
-
-def _of_batch(eval_forward: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Return `eval_forward` as a function of the batch alone, even if its `outputs` has no default."""
-    outputs = inspect.signature(eval_forward).parameters.get("outputs")
-    if outputs is not None and outputs.default is inspect.Parameter.empty:
-        return functools.partial(eval_forward, outputs=None)
-    return eval_forward
+                # A 0-d tensor has no empty form to pad with.
+                found[:] = [element.reshape(1) if element.ndim == 0 else element for element in found]
+                found += [
+                    torch.empty(0, *shape, dtype=dtype, device=part.device) for dtype, shape in kinds[len(found) :]
+                ]
 
 
 class EvaluationBatches:
@@ -326,8 +313,14 @@ def make_evaluators(
         device: The device of the evaluation.
     """
     items = _listed(given)
-    if not items:
-        _warn_of_idle(eval_interval, subset_num_batches)
+    # 1 is the default interval, and 0 turns evaluation off.
+    if not items and (eval_interval not in (0, 1) or subset_num_batches != -1):
+        warnings.warn(
+            f"Without an eval_dataloader, eval_interval={eval_interval!r} and "
+            f"eval_subset_num_batches={subset_num_batches!r} has no effect. If trying to run an evaluator, give it as "
+            "eval_dataloader, also one of an earlier call.",
+            stacklevel=user_stacklevel(),
+        )
     kinds = {isinstance(item, Evaluator) for item in items}
     if len(kinds) > 1:
         raise ValueError(
@@ -377,18 +370,6 @@ def complete_evaluator(
         ) from error
 
 
-def _warn_of_idle(eval_interval: Any, subset_num_batches: int) -> None:
-    # 1 is the default, and 0 turns evaluation off.
-    if eval_interval in (0, 1) and subset_num_batches == -1:
-        return
-    warnings.warn(
-        f"Without an eval_dataloader, eval_interval={eval_interval!r} and "
-        f"eval_subset_num_batches={subset_num_batches!r} has no effect. If trying to run an evaluator, give it as "
-        "eval_dataloader, also one of an earlier call.",
-        stacklevel=user_stacklevel(),
-    )
-
-
 def warn_of_known_labels(evaluators: Sequence[Evaluator], others: Iterable[Evaluator]) -> None:
     """Warn if two evaluators share a label, so that each overwrites the results of the other."""
     known = {evaluator.label for evaluator in others}
@@ -408,12 +389,9 @@ def _listed(given: Any) -> Sequence[Any]:
     if not isinstance(given, (list, tuple)):
         return () if given is None else (given,)
     items = ensure_tuple(cast("Sequence[Any]", given))
-    return (cast(object, given),) if items and all(map(_is_batch, items)) else items
-
-
-def _is_batch(item: Any) -> bool:
-    """Return whether an item of a list is a batch, so that the list is one dataloader, and not a dataloader."""
-    return isinstance(item, (tuple, Tensor)) or (isinstance(item, Mapping) and "dataloader" not in item)
+    # A list of batches is one dataloader.
+    is_batch = [isinstance(i, (tuple, Tensor)) or (isinstance(i, Mapping) and "dataloader" not in i) for i in items]
+    return (cast(object, given),) if items and all(is_batch) else items
 
 
 def metrics_by_name(model: ComposerModel, *, is_train: bool) -> Mapping[str, Any]:
@@ -487,8 +465,7 @@ def evaluate_alone(runtime: Runtime, eval_dataloader: Any, subset_num_batches: i
     try:
         evaluation = runtime.make_evaluation()
         for evaluator in evaluators:
-            subset = evaluator.subset_num_batches if subset_num_batches == -1 else subset_num_batches
-            evaluation.run(evaluator, state.eval_metrics[evaluator.label], -1 if subset is None else subset)
+            evaluation.run(evaluator, None if subset_num_batches == -1 else subset_num_batches)
     finally:
         if eval_dataloader is not None:
             state.evaluators = [e for e in state.evaluators if e not in evaluators]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from composer.trainer._arguments import check_subset
-from composer.trainer._data import TrainBatches
+from composer.trainer._data import TrainBatches, has_time_left
 from composer.trainer._evaluation import restore_dataloader
 from composer.trainer._strategies import share_length
 from composer_dist import get_global_rank
@@ -23,7 +23,7 @@ from composer_events.state import State
 from composer_optim import compile_composer_schedulers
 from composer_optim.compile import check_together, compiled_for, set_last_rates, set_rates
 from composer_optim.torch_schedulers import check_ratio, scale_pytorch_schedulers
-from composer_time import Time, Timestamp, TimeUnit, ensure_time
+from composer_time import Time, TimeUnit, ensure_time
 
 if TYPE_CHECKING:
     from composer.trainer._microbatching import Microbatching
@@ -70,7 +70,14 @@ class SchedulerSteps:
         """Set the learning rates of Composer schedulers for the current time. PyTorch schedulers do not step."""
         state, now = self._state, self._state.timestamp
         if not self._steps_every_batch():  # the rate is constant within an epoch
-            state.timestamp = _start_of_epoch(now)
+            state.timestamp = now.copy(
+                batch=now.num_batches - now.num_batches_in_epoch,
+                sample=now.num_samples - now.num_samples_in_epoch,
+                token=now.num_tokens - now.num_tokens_in_epoch,
+                batch_in_epoch=0,
+                sample_in_epoch=0,
+                token_in_epoch=0,
+            )
         try:
             for scheduler in self._schedulers:
                 if compiled_for(scheduler) is not None:
@@ -221,17 +228,6 @@ def _base_lrs(state: State, schedulers: Mapping[Optimizer, list[Any]]) -> list[f
     ]
 
 
-def _start_of_epoch(now: Timestamp) -> Timestamp:
-    return now.copy(
-        batch=now.num_batches - now.num_batches_in_epoch,
-        sample=now.num_samples - now.num_samples_in_epoch,
-        token=now.num_tokens - now.num_tokens_in_epoch,
-        batch_in_epoch=0,
-        sample_in_epoch=0,
-        token_in_epoch=0,
-    )
-
-
 def check_optimizers_of(schedulers: tuple[Any, ...], optimizers: Sequence[Optimizer]) -> None:
     """Raise if a scheduler changes the learning rate of an optimizer that does not train."""
     trained = {id(parameter) for parameter in _parameters(optimizers)}
@@ -280,11 +276,6 @@ def stay_stopped(state: State, stopped_duration: str | None) -> None:
             state.timestamp.num_batches,
             stopped_duration,
         )
-
-
-def has_time_left(state: State) -> bool:
-    """Return whether `max_duration` has not been reached."""
-    return state.max_duration is not None and state.timestamp < state.max_duration
 
 
 def check_time_left(state: State) -> None:

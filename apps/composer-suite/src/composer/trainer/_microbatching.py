@@ -62,12 +62,7 @@ class Microbatching:
             return cls(count=1 if is_count else None, is_auto=True)
         if is_count:
             return cls(count=grad_accum)
-        if size is not None and (isinstance(size, bool) or not isinstance(size, (int, float))):
-            raise ValueError(
-                f"device_train_microbatch_size must be an int or ``'auto'``: device_train_microbatch_size={size!r} is "
-                "not a number of samples. Leave it out to train on whole batches."
-            )
-        if size is not None and not size > 0:
+        if size is not None and (isinstance(size, bool) or not isinstance(size, (int, float)) or not size > 0):
             raise ValueError(_not_positive(size))
         return cls(size=size)
 
@@ -80,8 +75,13 @@ class Microbatching:
         kinds = int if data_spec.split_batch is default_split_batch else (int, float)
         if isinstance(size, bool) or not isinstance(size, kinds) or not size > 0:
             raise ValueError(_not_positive(size))
-        if self.is_auto:
-            _refuse_parts_of_samples(data_spec)
+        for holder in (data_spec, data_spec.dataloader) if self.is_auto else ():
+            parallel: Any = getattr(holder, "seq_parallel_world_size", 1)
+            if parallel != 1:
+                raise ValueError(
+                    "device_train_microbatch_size='auto' does not go with the dataloader's seq_parallel_world_size="
+                    f"{parallel!r}, where each sample is spread over ranks. Give the microbatch size as a number."
+                )
         return size
 
     def of_one_size(self, batch_size: Any) -> Any:
@@ -139,7 +139,10 @@ def _has_ignored_labels(batch: Any) -> bool:
 
 
 def _not_positive(size: Any) -> str:
-    return f"device_train_microbatch_size={size!r} must be a whole number of samples greater than 0."
+    return (
+        f"device_train_microbatch_size must be an int or ``'auto'``: device_train_microbatch_size={size!r} must be a "
+        "whole number of samples greater than 0. Leave it out to train on whole batches."
+    )
 
 
 def _check_grad_accum(count: Any) -> None:
@@ -198,16 +201,6 @@ def _batch_size(data_spec: DataSpec, *, is_auto: bool) -> Any:
             f"attribute, and {type(loader).__name__} has none{nor}. Give the number of samples."
         )
     return size
-
-
-def _refuse_parts_of_samples(data_spec: DataSpec) -> None:
-    for holder in (data_spec, data_spec.dataloader):
-        parallel: Any = getattr(holder, "seq_parallel_world_size", 1)
-        if parallel != 1:
-            raise ValueError(
-                "device_train_microbatch_size='auto' does not go with the dataloader's seq_parallel_world_size="
-                f"{parallel!r}, where each sample is spread over ranks. Give the microbatch size as a number."
-            )
 
 
 _log = logging.getLogger(__name__)

@@ -59,9 +59,13 @@ class Ranks:
     ) -> None:
         """Compare the dataloaders before they are read. Every rank must call this."""
         self._count_tokens = None
+        loader = data_spec.dataloader
+        same_num_batches = keeps_length(loader)
+        # Only PyTorch may build the batches, of as many samples on every rank.
+        collates = same_num_batches and loader.collate_fn is cast(Any, data).default_collate
         of_this_rank = {
-            "same_num_batches": keeps_length(data_spec.dataloader),
-            "same_batch_size": keeps_step(data_spec),
+            "same_num_batches": same_num_batches,
+            "same_batch_size": collates and data_spec.counts_by_default,
             "listen": listens,
             "may_stop": may_stop,
             "may_stop_late": may_stop_late,
@@ -183,12 +187,6 @@ def keeps_length(dataloader: Any) -> bool:
     )
 
 
-def keeps_step(data_spec: DataSpec) -> bool:
-    """Return whether the batches also have the same number of samples on every rank: only PyTorch builds them."""
-    loader = data_spec.dataloader
-    return keeps_length(loader) and loader.collate_fn is cast(Any, data).default_collate and data_spec.counts_by_default
-
-
 def agreed_facts(dataloader: Any) -> dict[str, Any]:
     """Return the facts about a dataloader that must agree on all ranks that share one dataset."""
     facts: dict[str, Any] = {"type": type(dataloader).__name__}
@@ -307,7 +305,10 @@ class LossMeans:
 
     def __call__(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean of each loss over the samples of all ranks that have it. Every rank must call this."""
-        self._note({name for name in losses if name != TOTAL and name + _SHARE in losses})
+        names = {name for name in losses if name != TOTAL and name + _SHARE in losses}
+        if not names <= self._own:
+            self._own |= names
+            self.has_news = not self._own <= set(self._names)
         if self._is_first:
             self.compare_names()
             self._is_first = False
@@ -320,11 +321,6 @@ class LossMeans:
             asked[name + _SHARE] = losses.get(name + _SHARE, no_share)
         means = self._strategy.mean(asked)
         return over_their_shares({name: means.get(name, value.detach()) for name, value in losses.items()})
-
-    def _note(self, names: set[str]) -> None:
-        if not names <= self._own:
-            self._own |= names
-            self.has_news = not self._own <= set(self._names)
 
 
 def over_their_shares(losses: Mapping[str, Tensor]) -> dict[str, Tensor]:

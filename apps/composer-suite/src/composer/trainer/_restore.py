@@ -185,17 +185,16 @@ class _OfModule:
 
     def is_current(self) -> bool:
         """Return whether no buffer has been changed or replaced since the copy."""
-        return not self._changes_unseen and self._is_same() and self._count() == self._versions
+        now, seen = self._buffers, self._seen
+        if self._changes_unseen or len(now) != len(seen):
+            return False
+        return all(now.get(name) is tensor for name, tensor in seen.items()) and self._count() == self._versions
 
     def restore(self) -> None:
         """Restore the tensors and their values."""
         copy_all(self.tensors, self.copies)
         self._buffers.clear()
         self._buffers.update(self._seen)
-
-    def _is_same(self) -> bool:
-        now, seen = self._buffers, self._seen
-        return len(now) == len(seen) and all(now.get(name) is tensor for name, tensor in seen.items())
 
     def _count(self) -> list[int]:
         """Return the version of each tensor, which counts its in-place changes."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
@@ -314,7 +313,12 @@ def check_agreement(arguments: TrainerArguments, resolved: ResolvedArguments) ->
         "parallelism_config": _sharding_facts(resolved.strategy),
         "CheckpointSaver": None if resolved.saver is None else resolved.saver.filename.filename,
     }
-    facts: dict[str, Any] = {name: _described(value) for name, value in values.items()}
+    facts: dict[str, Any] = {
+        name: {key: str(part) for key, part in cast("Mapping[str, object]", value).items()}
+        if isinstance(value, Mapping)
+        else str(value)
+        for name, value in values.items()
+    }
     facts["model"] = agreement.describe_model(resolved.model)
     facts["optimizers"] = {type(optimizer).__name__: _settings(optimizer) for optimizer in resolved.optimizers}
     facts["algorithms"] = [_name(algorithm) for algorithm in resolved.algorithms]
@@ -336,12 +340,6 @@ def _sharding_facts(strategy: Strategy) -> dict[str, Any] | None:
     if not isinstance(plan.process_group, str | None):
         facts["process_group"] = type(plan.process_group).__name__
     return facts
-
-
-def _described(value: object) -> str | dict[Any, str]:
-    if isinstance(value, Mapping):
-        return {key: str(part) for key, part in cast("Mapping[Any, object]", value).items()}
-    return str(value)
 
 
 def _evaluator_facts(evaluators: Iterable[Evaluator]) -> dict[str, Any]:
@@ -380,50 +378,32 @@ def _settings(optimizer: Optimizer) -> dict[str, str]:
 _log = logging.getLogger("composer.trainer.trainer")
 
 
-@dataclass(frozen=True, slots=True)
-class Compilation:
-    """A model, and the arguments with which it is compiled.
+def unwrap_compiled(config: Mapping[str, Any] | None, model: Any) -> tuple[Any, Mapping[str, Any] | None, bool]:
+    """Check the arguments of `torch.compile`, and unwrap a model that is already compiled.
 
-    A module is compiled in place: its class, attributes and state dict keys do not change.
-
-    Attributes:
-        model: The model, without the wrapper of `torch.compile` if there is one.
-        config: Arguments of `torch.compile`; `None` for a model that is not to be compiled, or is compiled already.
+    Returns:
+        The model without its wrapper, the arguments to compile it in place with, or `None`, and whether it is compiled
+        in either way.
     """
-
-    model: Any
-    config: dict[str, Any] | None
-    is_compiled: bool
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any] | None, model: Any) -> Compilation:
-        """Check the arguments, and unwrap a model that is already compiled."""
-        if config is not None:
-            try:
-                # Checks the backend and all options at once; compilation itself would only start at the first call.
-                torch.compile(lambda: None, **config)
-            except Exception as error:
-                raise (TypeError if isinstance(error, TypeError) else ValueError)(
-                    f"compile_config={config!r} is rejected by torch.compile: {error} Available backends are "
-                    f"{', '.join(cast(Any, torch.compiler).list_backends())}; {{}} takes the defaults."
-                ) from error
-        inner = getattr(model, "_orig_mod", None)  # the module inside a wrapper of `torch.compile`
-        if not (isinstance(model, nn.Module) and isinstance(inner, nn.Module)):
-            return cls(model, None if config is None else dict(config), is_compiled=config is not None)
-        if config is not None:
-            _log.warning("`model` is already compiled with `torch.compile`; compile_config=%r is ignored.", config)
-        else:
-            _log.warning("`model` is already compiled with `torch.compile`; it trains as it was compiled.")
-        # PyTorch has no public way to run a module in place through an existing wrapper. `Module.compile` itself uses
-        # these two attributes.
-        untyped = cast(Any, inner)
-        untyped._compiled_call_impl = vars(model)["dynamo_ctx"](untyped._call_impl)
-        return cls(inner, None, is_compiled=True)
-
-    def apply(self, model: nn.Module) -> None:
-        """Compile a model in place, which may be wrapped for several ranks."""
-        if self.config is not None:
-            cast(Any, model).compile(**self.config)
+    if config is not None:
+        try:
+            # Checks the backend and all options at once; compilation itself would only start at the first call.
+            torch.compile(lambda: None, **config)
+        except Exception as error:
+            raise (TypeError if isinstance(error, TypeError) else ValueError)(
+                f"compile_config={config!r} is rejected by torch.compile: {error} Available backends are "
+                f"{', '.join(cast(Any, torch.compiler).list_backends())}; {{}} takes the defaults."
+            ) from error
+    inner = getattr(model, "_orig_mod", None)  # the module inside a wrapper of `torch.compile`
+    if not (isinstance(model, nn.Module) and isinstance(inner, nn.Module)):
+        return model, config, config is not None
+    ignored = "it trains as it was compiled" if config is None else f"compile_config={config!r} is ignored"
+    _log.warning("`model` is already compiled with `torch.compile`; %s.", ignored)
+    # PyTorch has no public way to run a module in place through an existing wrapper. `Module.compile` itself uses these
+    # two attributes.
+    untyped = cast(Any, inner)
+    untyped._compiled_call_impl = vars(model)["dynamo_ctx"](untyped._call_impl)
+    return inner, None, True
 
 
 _SELECTIVE = "selective"

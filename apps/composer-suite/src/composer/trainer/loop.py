@@ -4,13 +4,12 @@ Algorithms and callbacks act on the events. The table in `composer_events.event`
 """
 
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from composer.trainer._data import Clock, TrainBatches
+from composer.trainer._data import Clock, TrainBatches, has_time_left
 from composer.trainer._evaluation import Evaluation, EvaluationBatches
-from composer.trainer._fit_settings import SchedulerSteps, has_time_left
+from composer.trainer._fit_settings import SchedulerSteps
 from composer.trainer._rank_sync import Ranks
 from composer.trainer._report import Report
 from composer.trainer._shutdown import Preemption
@@ -48,9 +47,7 @@ class FitEvaluation:
         with self._clock.paused():
             self._engine.run_event(Event.EVAL_BEFORE_ALL)
             for evaluator in due:
-                subset = evaluator.subset_num_batches
-                metrics = state.eval_metrics[evaluator.label]
-                self._evaluation.run(evaluator, metrics, -1 if subset is None else subset, self._data.open)
+                self._evaluation.run(evaluator, open_batches=self._data.open)
             self._engine.run_event(Event.EVAL_AFTER_ALL)
 
 
@@ -87,7 +84,8 @@ class Loop:
                 run_event(Event.EPOCH_START)
                 self.report.epoch()
 
-            for state.batch in self._batches_of_this_epoch():
+            self.clock.start_batch()
+            for state.batch in self.batches:
                 if schedulers:
                     self.schedulers.before_batch()
                 run_event(Event.AFTER_DATALOADER)
@@ -141,10 +139,6 @@ class Loop:
         if stops and not is_over:
             state.stop_training(resumable=not for_good)
         return not stops
-
-    def _batches_of_this_epoch(self) -> Iterator[Any]:
-        self.clock.start_batch()
-        return iter(self.batches)
 
     def _advance_batch(self) -> None:
         samples, tokens, seconds = self.ranks.total(
