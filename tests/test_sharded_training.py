@@ -313,7 +313,7 @@ def test_ranks_with_other_settings_are_told_what_differs(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:FSDP2 Config/APIs are experimental:UserWarning")
 def test_the_size_of_a_microbatch_is_found_out_with_the_broad_settings_only():
-    from composer.trainer._sharding import plan_sharding  # a GPU is needed to get as far by way of the Trainer
+    from composer.trainer._strategies import plan_sharding  # a GPU is needed to get as far by way of the Trainer
     from composer_dist import Precision
     from composer_fsdp import ParallelismConfig
 

@@ -19,8 +19,8 @@ BOUND_S = 10  # from when the failure is known to the end of all ranks
     ("fault", "causes"),
     [
         ("raises", ["Caught ArithmeticError in DataLoader worker process 0", "no point today"]),
-        ("killed", ["is killed by signal: Killed", "have fewer workers, a smaller prefetch_factor"]),
-        ("hangs", [f"DataLoader timed out after {TIMEOUT_S} seconds", "one of them hangs, or loading takes longer"]),
+        ("killed", ["is killed by signal: Killed"]),
+        ("hangs", [f"DataLoader timed out after {TIMEOUT_S} seconds"]),
     ],
 )
 def test_all_ranks_end_and_the_last_thing_said_is_which_dataset_was_read(tmp_path, fault, causes):

@@ -73,9 +73,9 @@ def test_what_is_no_dataloader_is_refused_where_it_is_given(make_trainer, datalo
     with pytest.raises(TypeError, match=f"dataloader={dataloader} is not an iterable of batches"):
         Evaluator(label="eval", dataloader=dataloader)
     if dataloader is not None:
-        with pytest.raises(TypeError, match="eval_dataloader=3 is not an iterable of batches"):
+        with pytest.raises(TypeError, match="dataloader=3 is not an iterable of batches"):
             make_trainer(eval_dataloader=dataloader)
-        with pytest.raises(TypeError, match="eval_dataloader=3 is not an iterable of batches"):
+        with pytest.raises(TypeError, match="dataloader=3 is not an iterable of batches"):
             make_trainer().eval(dataloader)
 
 

@@ -130,7 +130,7 @@ CATALOGUE = {
     "settings of the compiler": (
         lambda loader: {"compile_config": {"modus": 1}},
         TypeError,
-        "compile_config has 'modus'",
+        "unexpected keyword argument 'modus'",
     ),
     "a way of synchronising": (lambda loader: {"ddp_sync_strategy": "sometimes"}, ValueError, "sometimes"),
     "what not to load": (lambda loader: {"load_ignore_keys": 5}, TypeError, "load_ignore_keys=5"),

@@ -123,7 +123,7 @@ def test_the_transforms_of_a_data_spec_act_on_what_is_predicted(make_trainer, ma
         ((5,), {}, TypeError, "dataloader=5 is not an iterable"),
         (([], 0), {}, ValueError, "subset_num_batches=0 must be"),
         (([],), {"device_predict_microbatch_size": 0}, ValueError, "device_predict_microbatch_size=0 must be"),
-        (([],), {"device_predict_microbatch_size": 1.5}, ValueError, "device_predict_microbatch_size=1.5 must be"),
+        (([],), {"device_predict_microbatch_size": 1.5}, TypeError, "device_predict_microbatch_size=1.5 must be"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(make_trainer, recorder, arguments, settings, error, said):

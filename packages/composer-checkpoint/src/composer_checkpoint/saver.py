@@ -156,6 +156,7 @@ class CheckpointSaver(Callback):
         >>> engine.close()
     """
 
+    saves_checkpoints = True
     filename: _Template = _Template(is_in_folder=True)
     latest_filename: _Template = _Template(is_in_folder=True)
     remote_file_name: _Template = _Template()

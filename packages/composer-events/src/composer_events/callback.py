@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from composer_events.event import Event
 from composer_events.serializable import Serializable
@@ -25,12 +25,17 @@ class Callback(Serializable, ABC):
     that begin something (`INIT`, `FIT_START`, `EVAL_STANDALONE_START`, `PREDICT_START`), and calls only those. To see
     every event, override `run_event`. A subclass need not call `super().__init__()`.
 
+    Attributes:
+        saves_checkpoints: Whether the callback is the `CheckpointSaver` of a run, which never stops the training.
+
     Example:
         >>> class StopAtNaN(Callback):
         ...     def after_loss(self, state, logger):
         ...         if state.loss != state.loss:
         ...             raise RuntimeError("The loss is not a number.")
     """
+
+    saves_checkpoints: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs  # accepted, because a subclass may pass on any arguments

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.optim import Optimizer
 
-from composer.trainer._rank_sync import broadcast_error
 from composer_dist import Precision, reproducibility
 from composer_dist.devices import Device, DeviceGPU, validate_precision
-from composer_events.arguments import check_flags, check_mappings, check_places, is_list_of_texts, to_interval
+from composer_events.arguments import check_flags, check_mappings, check_places, check_text_lists, check_texts
 from composer_events.batches import ensure_tuple
-from composer_events.data_spec import DataSpec
-from composer_events.evaluator import Evaluator
 from composer_models import ComposerModel
 from composer_optim import DecoupledSGDW
-from composer_time import Time, TimeUnit, ensure_time
+from composer_time import Time
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -40,11 +36,6 @@ if TYPE_CHECKING:
     from composer_events.logger_destination import LoggerDestination
     from composer_events.state import State
     from composer_fsdp import ParallelismConfig
-
-
-# The bases of the models that HuggingFaceModel wraps, by the packages that they are in.
-_PUBLISHED = {("transformers", "PreTrainedModel"), ("peft", "PeftModel")}
-_EXAMPLES = {"Algorithm": "EMA", "Callback": "SpeedMonitor", "LoggerDestination": "TensorboardLogger"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,22 +120,10 @@ class TrainerArguments:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> TrainerArguments:
-        """Return the arguments. Those of earlier releases are translated, with a warning. Every rank must call this.
-
-        Raises:
-            RankDisagreementError: If this rank rejects its arguments, unless all ranks do so with the same message.
-        """
-        defaults = {**defaults, **_OLDER_NAMES_ONLY}
+        """Return the arguments, from the `locals()` of `Trainer.__init__`, with older ones translated."""
+        defaults = {**defaults, **OLDER_NAMES_ONLY}
         values = {name: to_plain(value) for name, value in arguments.items() if name not in ("self", "older_names")}
-        try:
-            return cls(**translate(values | _OLDER_NAMES_ONLY, arguments["older_names"], defaults), defaults=defaults)
-        except Exception as refusal:
-            broadcast_error(refusal, values["device"], values["dist_timeout"])
-            raise
-
-    def items(self) -> Iterator[tuple[str, Any]]:
-        """Return the arguments with their names."""
-        return ((each.name, getattr(self, each.name)) for each in fields(self) if each.name != "defaults")
+        return cls(**translate(values | OLDER_NAMES_ONLY, arguments["older_names"], defaults), defaults=defaults)
 
     def is_default(self, name: str) -> bool:
         """Return whether an argument has its default value."""
@@ -176,10 +155,6 @@ class FitArguments:
         """Return the arguments, from the `locals()` of `fit`."""
         return cls(**{name: to_plain(value) for name, value in arguments.items() if name != "self"})
 
-    def items(self) -> Iterator[tuple[str, Any]]:
-        """Return the arguments with their names."""
-        return ((each.name, getattr(self, each.name)) for each in fields(self))
-
 
 def _is_default(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
     if name not in defaults:
@@ -196,30 +171,25 @@ def check_model(model: Any) -> ComposerModel:
     if isinstance(model, ComposerModel):
         return model
     kind = f"the class {model.__name__}; call it" if isinstance(model, type) else f"a {type(model).__name__}"
-    if _is_published(model):
-        raise ValueError(
-            f"Provided model must be a subclass of ComposerModel. model is {kind}. Wrap a model of transformers or "
-            "peft with composer.models.HuggingFaceModel(model, tokenizer=...), which needs the extra 'hf': pip "
-            "install 'composer-suite[hf]'."
-        )
     raise ValueError(
-        f"Provided model must be a subclass of ComposerModel. model is {kind}. Derive your class "
-        "from composer.models.ComposerModel (forward(batch) and loss(outputs, batch)), or wrap any nn.Module with "
-        "ComposerModel.from_module(module, loss_fn)."
+        f"Provided model must be a subclass of ComposerModel. model is {kind}. Wrap any nn.Module with "
+        "ComposerModel.from_module(module, loss_fn), or derive your class from composer.models.ComposerModel "
+        "(forward(batch) and loss(outputs, batch)). For a model of transformers or peft there is "
+        "composer.models.HuggingFaceModel(model, tokenizer=...), which needs pip install 'composer-suite[hf]'."
     )
-
-
-def _is_published(model: Any) -> bool:
-    """Return whether a model or model class is from transformers or peft, without importing these."""
-    bases = (model if isinstance(model, type) else type(model)).__mro__
-    return any((base.__module__.partition(".")[0], base.__name__) in _PUBLISHED for base in bases)
 
 
 def choose_precision(precision: Any, device: Device) -> Precision:
     """Return the precision, by default mixed 16-bit precision on a GPU and fp32 elsewhere."""
     if precision is None:
         return Precision.AMP_FP16 if isinstance(device, DeviceGPU) else Precision.FP32
-    chosen = warn_at_user(Precision, precision)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter(
+            "always"
+        )  # the user's filters apply below, where the warning of an older name is repeated
+        chosen = Precision(precision)
+    for warning in caught:
+        warnings.warn(warning.message, warning.category, stacklevel=user_stacklevel())
     validate_precision(chosen, device)
     return chosen
 
@@ -261,41 +231,14 @@ def check_subset(name: str, num_batches: Any) -> None:
         raise ValueError(f"{name}={num_batches!r} must be a whole number of batches from 1, or -1 for all of them.")
 
 
-def check_interval(interval: Any) -> None:
-    if is_whole(interval) and interval >= 0:
-        return
-    if callable(interval):
-        to_interval("eval_interval", interval)
-        return
-    is_length = isinstance(interval, (str, Time))
-    if not is_length or ensure_time(cast("str | Time[Any]", interval), TimeUnit.EPOCH).value < 0:
-        raise ValueError(
-            f"eval_interval={interval!r} must be a number of epochs (0 for never), a time such as '100ba', or a "
-            "function of the state and the event."
-        )
-
-
-def check_iterable(name: str, dataloader: Any) -> None:
-    """Check that a dataloader can be iterated over. A DataSpec or Evaluator has checked its own."""
-    if not isinstance(dataloader, (DataSpec, Evaluator)) and not hasattr(dataloader, "__iter__"):
-        raise TypeError(
-            f"{name}={dataloader!r} is not an iterable of batches. Give a torch DataLoader, or a list of them."
-        )
-
-
-def how_to_create(given: Any, kind: type) -> str:
-    if isinstance(given, type):
-        return f"Call it: {given.__name__}()."
-    return f"Give an object, such as {_EXAMPLES.get(kind.__name__, kind.__name__)}()."
-
-
 def check_members(name: str, given: Any, kind: type) -> list[Any]:
-    """Return the algorithms or callbacks as a list."""
+    """Return the algorithms, callbacks or loggers as a list."""
     is_many = isinstance(given, Iterable) and not isinstance(given, str)
     members = list(cast("Iterable[Any]", given)) if is_many else list(ensure_tuple(given))
     for member in members:
         if not isinstance(member, kind):
-            raise TypeError(f"{name} holds {member!r}, which is no {kind.__name__}. {how_to_create(member, kind)}")
+            hint = f" Call it: {member.__name__}()." if isinstance(member, type) else ""
+            raise TypeError(f"{name} holds {member!r}, which is no {kind.__name__}.{hint}")
     return members
 
 
@@ -337,19 +280,13 @@ _PATHS = ("save_folder", "save_latest_filename", "load_path")
 
 def check_kinds(arguments: TrainerArguments | FitArguments) -> None:
     """Check the types of arguments whose wrong type would pass unnoticed: flags, labels, paths, lists of names."""
-    given = dict(arguments.items())
+    given = {each.name: getattr(arguments, each.name) for each in fields(arguments)}
     check_flags(may_be_none=True, **{name: given[name] for name in _FLAGS if name in given})
     check_places(may_be_none=True, **{name: given[name] for name in _PATHS if name in given})
     check_places(save_filename=given.get("save_filename", ""))
     check_mappings(precision_config=given.get("precision_config"))
-    label = given.get("train_dataloader_label", "train")
-    if not isinstance(label, str):
-        raise TypeError(f"train_dataloader_label={label!r} must be a text, such as 'train'; progress bars show it.")
-    names = given.get("load_exclude_algorithms")
-    if names is not None and not is_list_of_texts(names):
-        raise TypeError(
-            f"load_exclude_algorithms={names!r} must be a list of class names of algorithms, such as ['BlurPool']."
-        )
+    check_texts(train_dataloader_label=given.get("train_dataloader_label", "train"))
+    check_text_lists(load_exclude_algorithms=given.get("load_exclude_algorithms"))
     seed = given.get("seed")
     if seed is not None and (not is_whole(seed) or not 0 <= seed <= reproducibility.MAX_SEED):
         raise ValueError(f"Invalid seed: seed={seed!r} must be a whole number from 0 to {reproducibility.MAX_SEED}.")
@@ -381,8 +318,6 @@ def to_plain(value: Any) -> Any:
     return value.item() if is_numpys else value
 
 
-TResult = TypeVar("TResult")
-
 _HERE = str(Path(__file__).parent)
 
 
@@ -394,88 +329,8 @@ def user_stacklevel() -> int:
     return level
 
 
-def warn_at_user(function: Callable[..., TResult], *args: Any) -> TResult:
-    """Call a function, and make its warnings point at the first frame outside the Trainer's modules."""
-    with warnings.catch_warnings(record=True) as caught:
-        # The filters of the user apply below, where the warnings are emitted again.
-        warnings.simplefilter("always")
-        result = function(*args)
-    for warning in caught:
-        warnings.warn(warning.message, warning.category, stacklevel=user_stacklevel())
-    return result
-
-
-TParameters = ParamSpec("TParameters")
-
-
-def suggest_keywords(**meant: str) -> Callable[[Callable[TParameters, TResult]], Callable[TParameters, TResult]]:
-    """Decorate a method to suggest a keyword in place of an unknown one: from `meant`, or a similar one."""
-
-    def decorate(method: Callable[TParameters, TResult]) -> Callable[TParameters, TResult]:
-        names = [name for name in inspect.signature(method).parameters if name != "self"]
-
-        @functools.wraps(method)
-        def checked(*args: TParameters.args, **kwargs: TParameters.kwargs) -> TResult:
-            for name in kwargs:
-                if name not in names:
-                    raise TypeError(unknown_keyword_error(method.__name__, name, names, meant.get(name)))
-            return method(*args, **kwargs)
-
-        return checked
-
-    return decorate
-
-
-def unknown_keyword_error(method: str, name: str, names: Iterable[str], instead: str | None = None) -> str:
-    """Return the error message for an unknown keyword, with the replacement `instead` or similar keywords."""
-    if instead is None:
-        near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
-        where = "Trainer" if method == "__init__" else f"Trainer.{method}"
-        instead = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"See the docstring of {where} for all."
-    return f"Trainer.{method}() got an unexpected keyword argument {name!r}. {instead}"
-
-
 # Arguments that exist only for older scripts, with their defaults.
-_OLDER_NAMES_ONLY = {each.name: each.default for each in fields(TrainerArguments) if each.default is not MISSING}
-_INTERVALS = {"epoch": "1ep", "batch": "1ba"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Older:
-    """An argument of an earlier release.
-
-    Attributes:
-        instead: Advice for the warning.
-        apply: Stores a value in the current arguments.
-        newer: The current name, which must not be passed as well.
-    """
-
-    instead: str
-    apply: Callable[[dict[str, Any], Any], None]
-    newer: str | None = None
-
-
-def translate(values: dict[str, Any], older: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with those of earlier releases translated to current ones."""
-    for name in older:
-        if name not in _OLDER:
-            raise TypeError(unknown_keyword_error("__init__", name, [*values, *_OLDER]))
-    for name, value in older.items():
-        known = _OLDER[name]
-        if known.newer is not None and not _is_default(known.newer, values[known.newer], defaults):
-            raise ValueError(
-                f"{name}={value!r} and {known.newer}={values[known.newer]!r} are two names of one argument. "
-                f"Give {known.newer} alone."
-            )
-        warnings.warn(
-            f"{name}={value!r} is an older spelling. {known.instead}", DeprecationWarning, stacklevel=user_stacklevel()
-        )
-        known.apply(values, value)
-    return values
-
-
-def _keep(name: str, instead: str) -> _Older:
-    return _Older(instead, lambda values, value: values.update({name: value}))
+OLDER_NAMES_ONLY = {each.name: each.default for each in fields(TrainerArguments) if each.default is not MISSING}
 
 
 def _clip_gradients(values: dict[str, Any], threshold: Any) -> None:
@@ -494,38 +349,58 @@ def _clip_gradients(values: dict[str, Any], threshold: Any) -> None:
     values["algorithms"] = [*several, GradientClipping("norm", threshold)]
 
 
-def _choose_console_interval(values: dict[str, Any], level: Any) -> None:
+def _to_interval(level: Any) -> str:
     name = str(getattr(level, "value", level)).lower()
-    if name not in _INTERVALS:
+    if name not in ("epoch", "batch"):
         raise ValueError(f"console_log_level={level!r} must be 'epoch' or 'batch'.")
-    values["console_log_interval"] = _INTERVALS[name]
+    return "1ep" if name == "epoch" else "1ba"
 
 
-def _set_load_strict(values: dict[str, Any], value: Any) -> None:
-    values["load_strict_model_weights"] = bool(value)
-
-
-_OLDER: dict[str, _Older] = {
-    "load_strict": _Older("Write load_strict_model_weights=....", _set_load_strict, "load_strict_model_weights"),
-    "load_chunk_size": _Older("Leave it out: downloads choose the size themselves.", lambda values, value: None),
-    "save_artifact_name": _keep(
+# Arguments of earlier releases: the argument that has their value now, `None` for none, and the advice of the warning.
+_OLDER: dict[str, tuple[str | None, str]] = {
+    "load_strict": ("load_strict_model_weights", "Write load_strict_model_weights=...."),
+    "load_chunk_size": (None, "Leave it out: downloads choose the size themselves."),
+    "save_artifact_name": (
         "save_artifact_name",
         "Give save_folder an address, or the list of callbacks a CheckpointSaver(remote_file_name=...).",
     ),
-    "save_latest_artifact_name": _keep(
+    "save_latest_artifact_name": (
         "save_latest_artifact_name",
         "Give save_folder an address, or the list of callbacks a CheckpointSaver(latest_remote_file_name=...).",
     ),
-    "grad_clip_norm": _Older("Write algorithms=GradientClipping('norm', ...).", _clip_gradients),
-    "compute_training_metrics": _keep(
-        "compute_training_metrics", "Let the model's get_metrics(is_train=True) return {} to disable them."
+    "grad_clip_norm": (None, "Write algorithms=GradientClipping('norm', ...)."),
+    "compute_training_metrics": (
+        "compute_training_metrics",
+        "Let the model's get_metrics(is_train=True) return {} to disable them.",
     ),
-    "fsdp_config": _keep("fsdp_config", "Write parallelism_config={'fsdp': ...}."),
-    "fsdp_auto_wrap": _keep("fsdp_auto_wrap", "Write parallelism_config={'fsdp': {'auto_wrap': ...}}."),
-    "load_fsdp_monolith_rank0_only": _keep(
-        "load_fsdp_monolith_rank0_only", "Write parallelism_config={'fsdp': {'load_monolith_rank0_only': ...}}."
+    "fsdp_config": ("fsdp_config", "Write parallelism_config={'fsdp': ...}."),
+    "fsdp_auto_wrap": ("fsdp_auto_wrap", "Write parallelism_config={'fsdp': {'auto_wrap': ...}}."),
+    "load_fsdp_monolith_rank0_only": (
+        "load_fsdp_monolith_rank0_only",
+        "Write parallelism_config={'fsdp': {'load_monolith_rank0_only': ...}}.",
     ),
-    "console_log_level": _Older(
-        "Write console_log_interval='1ep' or '1ba'.", _choose_console_interval, "console_log_interval"
-    ),
+    "console_log_level": ("console_log_interval", "Write console_log_interval='1ep' or '1ba'."),
 }
+
+
+def translate(values: dict[str, Any], older: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with those of earlier releases translated to current ones."""
+    for name in older:
+        if name not in _OLDER:
+            near = difflib.get_close_matches(name, [*values, *_OLDER], n=3, cutoff=0.6)
+            meant = f"Did you mean {' or '.join(map(repr, near))}?" if near else "See the docstring of Trainer for all."
+            raise TypeError(f"Trainer.__init__() got an unexpected keyword argument {name!r}. {meant}")
+    for name, value in older.items():
+        newer, advice = _OLDER[name]
+        if newer is not None and not _is_default(newer, values[newer], defaults):
+            raise ValueError(
+                f"{name}={value!r} and {newer}={values[newer]!r} are two names of one argument. Give {newer} alone."
+            )
+        warnings.warn(
+            f"{name}={value!r} is an older spelling. {advice}", DeprecationWarning, stacklevel=user_stacklevel()
+        )
+        if name == "grad_clip_norm":
+            _clip_gradients(values, value)
+        elif newer is not None:
+            values[newer] = _to_interval(value) if name == "console_log_level" else value
+    return values

@@ -1,21 +1,24 @@
-"""Loggers, profiler and log level of a Trainer, as chosen by its arguments."""
+"""Loggers, profiler and checkpoints of a Trainer, as chosen by its arguments."""
 
 from __future__ import annotations
 
 import logging
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, cast
 
 from composer.loggers.console_logger import ConsoleLogger
 from composer.loggers.file_logger import FileLogger
 from composer.loggers.mosaicml_logger import MOSAICML_ACCESS_TOKEN_ENV_VAR, MOSAICML_PLATFORM_ENV_VAR, MosaicMLLogger
 from composer.loggers.progress_bar_logger import ProgressBarLogger
 from composer.report.recorder import RunRecorder, recorder_of_environment
-from composer.trainer._arguments import how_to_create, user_stacklevel
+from composer.trainer._arguments import OLDER_NAMES_ONLY, check_members, user_stacklevel
 from composer.trainer._rank_sync import first_failure_of_others
+from composer.utils import checkpoint
+from composer_checkpoint.ignore_keys import check_ignore_keys
 from composer_dist import get_global_rank
-from composer_events.batches import ensure_tuple
 from composer_events.hparams import extract_hparams
 from composer_events.logger_destination import LoggerDestination
 
@@ -24,19 +27,18 @@ if TYPE_CHECKING:
     from composer.trainer._arguments import TrainerArguments
     from composer.trainer._build import ResolvedArguments
     from composer_checkpoint.saver import CheckpointSaver
+    from composer_events.callback import Callback
+    from composer_events.engine import Engine
     from composer_events.logger import Logger
     from composer_events.state import State
 
 
 def choose_destinations(given: TrainerArguments) -> list[LoggerDestination]:
     """Return the given loggers, followed by the recorder, the progress bar and the console, if enabled."""
-    destinations = list(ensure_tuple(given.loggers))
+    destinations: list[LoggerDestination] = check_members("loggers", given.loggers, LoggerDestination)
     if not any(isinstance(destination, RunRecorder) for destination in destinations):
         destinations += recorder_of_environment()
     for destination in destinations:
-        if not isinstance(destination, LoggerDestination):
-            hint = how_to_create(destination, LoggerDestination)
-            raise TypeError(f"loggers holds {destination!r}, which is no LoggerDestination. {hint}")
         if isinstance(destination, FileLogger | RunRecorder):
             # A resumed run continues its files; any other run must not append to those of an earlier one.
             destination.is_resuming = given.autoresume
@@ -107,21 +109,17 @@ _ONLY_IF_USED = frozenset(
         "ddp_comm_hook",
         "deepspeed_config",
         "grad_accum",
-        "save_artifact_name",
-        "save_latest_artifact_name",
-        "compute_training_metrics",
-        "fsdp_config",
-        "fsdp_auto_wrap",
-        "load_fsdp_monolith_rank0_only",
+        *OLDER_NAMES_ONLY,
     }
 )
 
 
 def log_arguments(given: TrainerArguments, parts: ResolvedArguments, state: State, logger: Logger) -> dict[str, Any]:
     """Log the resolved arguments as hyperparameters, and return them."""
-    arguments = {name: value for name, value in given.items() if not (name in _ONLY_IF_USED and given.is_default(name))}
+    names = [each.name for each in fields(given) if each.name != "defaults"]
+    used = [name for name in names if name not in _ONLY_IF_USED or not given.is_default(name)]
     hparams = extract_hparams(
-        arguments
+        {name: getattr(given, name) for name in used}
         | {
             "model": parts.model,
             "algorithms": parts.algorithms,
@@ -134,7 +132,7 @@ def log_arguments(given: TrainerArguments, parts: ResolvedArguments, state: Stat
             "seed": state.rank_zero_seed + get_global_rank(),
             "num_optimizers": len(parts.optimizers),
             "rank_zero_seed": state.rank_zero_seed,
-            "is_model_compiled": parts.compilation.is_compiled,
+            "is_model_compiled": parts.is_compiled,
             "auto_microbatching": state.auto_microbatching,
             # Local variables of Composer's constructor, which it logs too.
             "latest_remote_file_name": None,
@@ -153,8 +151,7 @@ def check_profiler(profiler: Any, destinations: list[LoggerDestination]) -> None
     from composer_checkpoint.remote.logger import maybe_create_remote_uploader_downloader_from_uri
 
     if not isinstance(profiler, Profiler):
-        hint = " Call it: Profiler(schedule, trace_handlers)." if isinstance(profiler, type) else ""
-        raise TypeError(f"profiler={profiler!r} is not a composer.profiler.Profiler.{hint}")
+        raise TypeError(f"profiler={profiler!r} is not a composer.profiler.Profiler.")
     warnings.warn(
         "The profiler is enabled. Using the profiler adds additional overhead when training.",
         stacklevel=user_stacklevel(),
@@ -178,20 +175,188 @@ def bind_profiler(profiler: Profiler | None, state: State, saver: CheckpointSave
         state.callbacks.append(saver)
 
 
-def check_log_level(level: Any) -> None:
-    """Check a logging level."""
-    known = logging.getLevelNamesMapping()
-    if level is not None and (not isinstance(level, str) or level.upper() not in known):
-        raise ValueError(f"python_log_level={level!r} must be None or one of {', '.join(map(str.lower, known))}.")
-
-
-def set_log_level(level: str | None) -> None:
+def set_log_level(level: Any) -> None:
     """Set the level of Composer's loggers, and log with time, rank, process and thread.
 
     Without a level, nothing is configured. The levels of other loggers are not changed.
     """
     if level is None:
         return
+    known = logging.getLevelNamesMapping()
+    if not isinstance(level, str) or level.upper() not in known:
+        raise ValueError(f"python_log_level={level!r} must be None or one of {', '.join(map(str.lower, known))}.")
     who = f"rank{get_global_rank()}[%(process)d][%(threadName)s]"
     logging.basicConfig(format=f"%(asctime)s: {who}: %(levelname)s: %(name)s: %(message)s")
     logging.getLogger("composer").setLevel(level.upper())
+
+
+def check_uploaders(arguments: TrainerArguments, listeners: Iterable[object]) -> None:
+    """Reject uploading loggers from which a resumed run could not load."""
+    for listener in listeners:
+        # Only a RemoteUploaderDownloader has these attributes; importing the class would be slow.
+        num_uploads: int = getattr(listener, "num_concurrent_uploads", 1)
+        if arguments.autoresume and num_uploads != 1:
+            raise ValueError(
+                "Multiple concurrent uploads is not currently supported when using autoresume, and a "
+                f"RemoteUploaderDownloader has num_concurrent_uploads={num_uploads!r}: the latest "
+                "checkpoint could be named before it has arrived. Set it to 1."
+            )
+        if arguments.save_latest_filename is not None and not getattr(listener, "has_default_names", True):
+            raise ValueError(
+                "Specifying a `file_path_format_string` to a `RemoteUploaderDownloader` is not currently supported "
+                f"while save_latest_filename={arguments.save_latest_filename!r}: it is "
+                f"{cast(Any, listener).file_path_format_string!r}, and what the latest one points to would have "
+                "another name. Leave it out, or pass save_latest_filename=None."
+            )
+
+
+def choose_saver(
+    arguments: TrainerArguments, callbacks: Iterable[Callback], run_name: str | None
+) -> CheckpointSaver | None:
+    """Return the saver among the callbacks, or the one from the arguments, or `None`."""
+    if arguments.load_ignore_keys is not None:
+        check_ignore_keys("load_ignore_keys", arguments.load_ignore_keys)
+    saver: Any = next((callback for callback in callbacks if callback.saves_checkpoints), None)
+    if saver is None:
+        saver = _make_saver(arguments)
+    if arguments.autoresume:
+        _check_autoresume(arguments, saver, run_name)
+    if saver is None and arguments.save_async:
+        raise ValueError("save_async=True but save_folder=None, so nothing is saved. Give save_folder, too.")
+    for name, missing, is_there in (
+        ("load_weights_only", "load_path", arguments.load_path is not None),
+        ("save_artifact_name", "save_folder", saver is not None),
+        ("save_latest_artifact_name", "save_folder", saver is not None),
+    ):
+        value = getattr(arguments, name)
+        if value and not is_there:
+            warnings.warn(
+                f"{name}={value!r} has no effect without {missing}, which is None. Give {missing} too, or leave the "
+                "other out.",
+                stacklevel=user_stacklevel(),
+            )
+    return saver
+
+
+def _make_saver(arguments: TrainerArguments) -> CheckpointSaver | None:
+    if arguments.save_folder is None:
+        return None
+    # Here, because the import takes as long as the rest of the Trainer, and not every run saves.
+    from composer_checkpoint.saver import CheckpointSaver
+    from composer_checkpoint.stores.base import parse_uri
+
+    folder = os.fspath(arguments.save_folder)
+    inside = parse_uri(folder).path.strip("/")
+    prefix = f"{inside}/" if inside else ""
+    remote, latest = arguments.save_artifact_name, arguments.save_latest_artifact_name
+    if remote is None:
+        # Object names do not begin with a slash.
+        remote = prefix + os.fspath(arguments.save_filename).lstrip("/")
+    if latest is None and arguments.save_latest_filename is not None:
+        latest = prefix + os.fspath(arguments.save_latest_filename).lstrip("/")
+    return CheckpointSaver(
+        folder,
+        arguments.save_filename,
+        remote,
+        arguments.save_latest_filename,
+        latest,
+        arguments.save_interval,
+        overwrite=arguments.save_overwrite,
+        num_checkpoints_to_keep=arguments.save_num_checkpoints_to_keep,
+        weights_only=arguments.save_weights_only,
+        ignore_keys=arguments.save_ignore_keys,
+        async_save=arguments.save_async,
+        save_async_policy=arguments.save_async_policy,
+        keep=arguments.save_keep,
+    )
+
+
+def _check_autoresume(arguments: TrainerArguments, saver: CheckpointSaver | None, run_name: str | None) -> None:
+    if run_name is None:
+        raise ValueError(
+            "When autoresume=True, the `run_name` must be specified: a run that is started again is known by it. Give "
+            "run_name='...', or set COMPOSER_RUN_NAME."
+        )
+    if saver is None:
+        raise ValueError(
+            f"The `save_folder` must be specified when autoresume is enabled, and it is {arguments.save_folder!r}: it "
+            "is where the checkpoints are looked for."
+        )
+    if saver.latest_filename is None:
+        raise ValueError(
+            "The `save_latest_filename` must be specified so autoresume knows where to load checkpoints from, and it "
+            "is None. Leave it out, or give a name."
+        )
+    if saver.weights_only:
+        raise ValueError(
+            "autoresume=True needs what save_weights_only=True does not save: optimizers, time and random numbers. "
+            "Leave out one of them."
+        )
+
+
+def check_load_path(arguments: TrainerArguments, state: State) -> None:
+    """Raise on all ranks if a local checkpoint to load does not exist. Every rank must call this.
+
+    With `autoresume`, the path is known only after the search for checkpoints, and is not checked here.
+
+    Raises:
+        NoCheckpointError: If it does not exist.
+    """
+    if arguments.load_path is not None and arguments.load_object_store is None and not arguments.autoresume:
+        from composer_checkpoint.loader import check_local_path  # a slow import that not every run needs
+
+        check_local_path(os.fspath(arguments.load_path), state)
+
+
+def load_at_start(
+    arguments: TrainerArguments, saver: CheckpointSaver | None, state: State, logger: Logger, engine: Engine
+) -> None:
+    """Load the checkpoint to start from or to resume. Every rank must call this."""
+    if not arguments.autoresume or saver is None:
+        _load(arguments, state, logger, engine)
+        return
+    from composer_checkpoint.resume import checkpoint_to_resume  # cheap here: the saver has imported it
+
+    with checkpoint_to_resume(saver, state, logger) as path:
+        if path is not None:
+            # A resumed run continues completely, even if its first start loaded only parts of `load_path`.
+            arguments = replace(
+                arguments,
+                load_path=path,
+                load_object_store=None,
+                load_weights_only=False,
+                load_ignore_keys=None,
+                load_exclude_algorithms=None,
+            )
+        _load(arguments, state, logger, engine)
+
+
+def _load(arguments: TrainerArguments, state: State, logger: Logger, engine: Engine) -> None:
+    if arguments.load_path is None:
+        return
+    from composer_checkpoint.stores.base import parse_uri  # a slow import that not every run needs
+
+    path, store = os.fspath(arguments.load_path), arguments.load_object_store
+    if store is not None and parse_uri(path).backend:
+        # The given store replaces the one that the URI names.
+        path = parse_uri(path).path
+    # Passed only if set: users' test suites replace this function by one with Composer's arguments only.
+    chosen = {"trusted": arguments.load_trusted, "restart_epoch": arguments.load_restart_epoch}
+    # Called through the module, in which they replace it.
+    checkpoint.load_checkpoint(
+        state=state,
+        logger=logger,
+        path=path,
+        object_store=store,
+        load_weights_only=arguments.load_weights_only,
+        strict_model_weights=arguments.load_strict_model_weights,
+        progress_bar=arguments.load_progress_bar,
+        ignore_keys=arguments.load_ignore_keys,
+        exclude_algorithms=arguments.load_exclude_algorithms,
+        algorithm_passes=engine.algorithm_passes,
+        **{name: True for name, is_chosen in chosen.items() if is_chosen},
+    )
+    stamp = state.timestamp
+    if not stamp.num_iterations and not int(stamp.epoch_in_iteration) and not int(stamp.token_in_iteration):
+        # Checkpoints of old releases do not have iterations.
+        state.timestamp = stamp.copy(epoch_in_iteration=stamp.num_epochs, token_in_iteration=stamp.num_tokens)

@@ -9,7 +9,7 @@ import copy
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.amp.grad_scaler import GradScaler
@@ -30,57 +30,60 @@ from composer.trainer._arguments import (
 )
 from composer.trainer._attachments import (
     bind_profiler,
-    check_log_level,
+    check_load_path,
     check_profiler,
+    check_uploaders,
     choose_destinations,
+    choose_saver,
+    load_at_start,
     log_arguments,
     record_failure,
     set_log_level,
 )
-from composer.trainer._checkpoints import check_load_path, check_uploaders, choose_saver, load_at_start
 from composer.trainer._data import Clock
 from composer.trainer._divergence_guard import DivergenceGuard, takes_none
-from composer.trainer._evaluation import Evaluation, check_metrics, make_evaluators, metrics_by_name
+from composer.trainer._evaluation import Evaluation, Prediction, complete_evaluator, make_evaluators, metrics_by_name
 from composer.trainer._fit_settings import (
     FitPlan,
     Schedule,
     SchedulerSteps,
-    check_data,
     check_optimizers_of,
     following_load,
     stay_stopped,
     to_duration,
 )
-from composer.trainer._microbatching import Microbatching, refuse_unrepeatable, size_of_batches
-from composer.trainer._oom import HalveOnOom
-from composer.trainer._prediction import Prediction
-from composer.trainer._rank_sync import Ranks, begin_stage, broadcast_error, check_dist_timeout
-from composer.trainer._report import Report, log_run_facts
+from composer.trainer._microbatching import HalveOnOom, Microbatching
+from composer.trainer._rank_sync import Ranks, begin_stage, broadcast_error
+from composer.trainer._report import Report, TrainMetrics, log_run_facts
 from composer.trainer._scaler import ClosureGradScaler, ShardedGradScaler
-from composer.trainer._sharding import plan_sharding, read_parallelism, share_mesh
 from composer.trainer._shutdown import Preemption, close_engine, postponed, take_signals
-from composer.trainer._step import BatchTrainer, TrainMetrics, make_autocast, needs_closure
+from composer.trainer._step import BatchTrainer, make_autocast, needs_closure
 from composer.trainer._strategies import (
-    Compilation,
     begin_fit,
     check_agreement,
     check_recomputation,
     choose_strategy,
     complete_deepspeed_config,
+    read_parallelism,
     recompute_activations,
+    refuse_unrepeatable,
     seed_rank,
+    share_mesh,
     share_seed,
     size_for_deepspeed,
+    unwrap_compiled,
 )
-from composer.trainer.divergence import OnDivergence, to_policy
+from composer.trainer.divergence import to_policy
 from composer.trainer.loop import FitEvaluation, Loop
 from composer_dist import Precision, dist, get_world_size, reproducibility, seed_context
 from composer_dist.devices import Device, get_device
 from composer_dist.env import check_environment
 from composer_events.algorithm import Algorithm
+from composer_events.arguments import check_seconds
 from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback
 from composer_events.data_position import DataPosition
+from composer_events.data_spec import ensure_data_spec
 from composer_events.engine import Engine
 from composer_events.evaluator import Evaluator
 from composer_events.event import Event
@@ -92,59 +95,80 @@ if TYPE_CHECKING:
     from composer.trainer._data import TrainBatches
     from composer.trainer.divergence import Divergence
     from composer_algorithms.gradient_clipping import GradientClipping
-    from composer_checkpoint.saver import CheckpointSaver
-    from composer_dist.strategy import Strategy
-    from composer_events.data_spec import DataSpec
-    from composer_events.logger_destination import LoggerDestination
-    from composer_fsdp import ParallelismConfig
     from composer_models import ComposerModel
-    from composer_time import Time
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The strategy that distributes the model over ranks, and its settings."""
-
-    strategy: Strategy
-    deepspeed_config: dict[str, Any] | None
-    parallelism_config: ParallelismConfig | None
-    recomputes: bool | str
-
-
-@dataclass(frozen=True, slots=True)
 class ResolvedArguments:
-    """The arguments after validation, each in the form that is used internally."""
+    """The arguments of this rank after validation, each in the form that is used internally."""
 
-    model: ComposerModel
-    compilation: Compilation
-    device: Device
-    precision: Precision
-    placement: Placement
-    scaler: GradScaler | None
-    optimizers: list[Optimizer]
-    algorithms: list[Algorithm]
-    callbacks: list[Callback]
-    destinations: list[LoggerDestination]
-    microbatching: Microbatching
-    data_spec: DataSpec | None
-    evaluators: list[Evaluator]
-    duration: Time[int] | None
-    schedule: Schedule
-    saver: CheckpointSaver | None
-    run_name: str | None
-    on_divergence: OnDivergence | None
+    def __init__(self, arguments: TrainerArguments) -> None:
+        set_log_level(arguments.python_log_level)
+        check_kinds(arguments)
+        given, self.compile_config, self.is_compiled = unwrap_compiled(arguments.compile_config, arguments.model)
+        self.model = model = check_model(given)
+        self.device = device = get_device(arguments.device)
+        self.precision = choose_precision(arguments.precision, device)
+        self.schedule = Schedule.of(
+            arguments.schedulers, arguments.scale_schedule_ratio, arguments.step_schedulers_every_batch
+        )
+        self.duration = to_duration(arguments.max_duration, "max_duration")
+        self.schedule.scale(self.duration)  # raises if the scaled duration is 0
+        self.algorithms: list[Algorithm] = check_members("algorithms", arguments.algorithms, Algorithm)
+        self.callbacks: list[Callback] = check_members("callbacks", arguments.callbacks, Callback)
+        self.destinations = choose_destinations(arguments)
+        refuse_twice(loggers=self.destinations, callbacks=self.callbacks)
+        refuse_twice(algorithms=self.algorithms)
+        self.evaluators = make_evaluators(
+            arguments.eval_dataloader, model, arguments.eval_interval, arguments.eval_subset_num_batches, device
+        )
+        check_subset("train_subset_num_batches", arguments.train_subset_num_batches)
+        check_profiler(arguments.profiler, self.destinations)
+        size = arguments.device_train_microbatch_size
+        if size is None and arguments.grad_accum is None and arguments.train_dataloader is not None:
+            size = size_for_deepspeed(arguments.deepspeed_config, arguments.train_dataloader)
+        self.microbatching = Microbatching.of(size, arguments.grad_accum, device, profiler=arguments.profiler)
+        self.data_spec = None
+        if arguments.train_dataloader is not None:
+            self.data_spec = ensure_data_spec(arguments.train_dataloader)
+            self.microbatching.resolve(self.data_spec)
+        check_seconds(dist_timeout=arguments.dist_timeout)
+        self.on_divergence = to_policy(arguments.on_divergence, is_deepspeed=arguments.deepspeed_config is not None)
+        self.optimizers = choose_optimizers(arguments.optimizers, model)
+        check_optimizers_of(self.schedule.schedulers, self.optimizers)
+        self.parallelism_config = read_parallelism(arguments)
+        self.recomputes = check_recomputation(arguments.activation_checkpointing, self.parallelism_config)
+        self.deepspeed_config = complete_deepspeed_config(arguments.deepspeed_config, self)
+        self.strategy = choose_strategy(arguments, self)
+        refuse_unrepeatable(self.microbatching, self.strategy)
+        # DeepSpeed scales the loss itself.
+        own = self.strategy.has_own_precision
+        self.scaler = None if own else make_scaler(self.precision, device, self.optimizers)
+        self.run_name = choose_run_name(arguments.run_name)
+        check_uploaders(arguments, [*self.destinations, *self.callbacks])
+        # Last, since a saver for a URI creates a local folder for its uploads.
+        self.saver = choose_saver(arguments, self.callbacks, self.run_name)
+        if self.saver is not None and self.saver not in self.callbacks:
+            self.callbacks.append(self.saver)
 
 
-def build(arguments: TrainerArguments) -> Runtime:
+def build(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Runtime:
     """Check the arguments, and create all objects that training needs. Every rank must call this.
+
+    Args:
+        given: The arguments of `Trainer(...)`.
+        defaults: The default values of the arguments that have one.
 
     Raises:
         RankDisagreementError: If the ranks have different arguments, or only some reject theirs.
     """
-    resolved = resolve(arguments)
-    set_log_level(arguments.python_log_level)
+    try:
+        arguments = TrainerArguments.of(given, defaults)
+        resolved = ResolvedArguments(arguments)
+    except Exception as refusal:
+        broadcast_error(refusal, given["device"], given["dist_timeout"])
+        raise
     check_environment(os.environ)
-    if get_world_size() > 1 or resolved.placement.strategy.prepares_before_load:  # sharding needs a group in any case
+    if get_world_size() > 1 or resolved.strategy.prepares_before_load:  # sharding needs a group in any case
         dist.initialize_dist(resolved.device, arguments.dist_timeout)  # all ranks block here for each other
     check_agreement(arguments, resolved)
     runtime = Runtime(arguments, resolved)
@@ -154,113 +178,6 @@ def build(arguments: TrainerArguments) -> Runtime:
         close_engine(runtime.engine)  # there will be no Trainer that a user could close
         raise
     return runtime
-
-
-def resolve(arguments: TrainerArguments) -> ResolvedArguments:
-    """Check the arguments. Every rank must call this, and `check_agreement` afterwards.
-
-    Raises:
-        RankDisagreementError: If this rank rejects its arguments, unless all ranks do so with the same message.
-    """
-    try:
-        return _resolve_on_this_rank(arguments)
-    except Exception as refusal:
-        broadcast_error(refusal, arguments.device, arguments.dist_timeout)
-        raise
-
-
-def _resolve_on_this_rank(arguments: TrainerArguments) -> ResolvedArguments:
-    """Check the arguments of this rank."""
-    check_log_level(arguments.python_log_level)
-    check_kinds(arguments)
-    compilation = Compilation.of(arguments.compile_config, arguments.model)
-    model = check_model(compilation.model)
-    device = get_device(arguments.device)
-    precision = choose_precision(arguments.precision, device)
-    schedule = Schedule.of(arguments.schedulers, arguments.scale_schedule_ratio, arguments.step_schedulers_every_batch)
-    duration = to_duration(arguments.max_duration, "max_duration")
-    schedule.scale(duration)  # raises if the scaled duration is 0
-    algorithms = check_members("algorithms", arguments.algorithms, Algorithm)
-    callbacks = check_members("callbacks", arguments.callbacks, Callback)
-    destinations = choose_destinations(arguments)
-    refuse_twice(loggers=destinations, callbacks=callbacks)
-    refuse_twice(algorithms=algorithms)
-    evaluators = make_evaluators(
-        arguments.eval_dataloader, model, arguments.eval_interval, arguments.eval_subset_num_batches, device
-    )
-    check_subset("train_subset_num_batches", arguments.train_subset_num_batches)
-    check_profiler(arguments.profiler, destinations)
-    size = arguments.device_train_microbatch_size
-    if size is None and arguments.grad_accum is None and arguments.train_dataloader is not None:
-        size = size_for_deepspeed(arguments.deepspeed_config, arguments.train_dataloader)
-    microbatching = Microbatching.of(size, arguments.grad_accum, device, profiler=arguments.profiler)
-    data_spec = None if arguments.train_dataloader is None else check_data(arguments.train_dataloader, microbatching)
-    check_dist_timeout(arguments.dist_timeout)
-    on_divergence = to_policy(arguments.on_divergence, is_deepspeed=arguments.deepspeed_config is not None)
-    optimizers = choose_optimizers(arguments.optimizers, model)
-    check_optimizers_of(schedule.schedulers, optimizers)
-    placement = _choose_placement(arguments, device, precision, microbatching, data_spec, algorithms, callbacks)
-    # DeepSpeed scales the loss itself.
-    scaler = None if placement.strategy.has_own_precision else make_scaler(precision, device, optimizers)
-    run_name = choose_run_name(arguments.run_name)
-    check_uploaders(arguments, [*destinations, *callbacks])
-    # Last, since a saver for a URI creates a local folder for its uploads.
-    saver = choose_saver(arguments, callbacks, run_name)
-    if saver is not None and saver not in callbacks:
-        callbacks.append(saver)
-    return ResolvedArguments(
-        model=model,
-        compilation=compilation,
-        device=device,
-        precision=precision,
-        placement=placement,
-        scaler=scaler,
-        optimizers=optimizers,
-        algorithms=algorithms,
-        callbacks=callbacks,
-        destinations=destinations,
-        microbatching=microbatching,
-        data_spec=data_spec,
-        evaluators=evaluators,
-        duration=duration,
-        schedule=schedule,
-        saver=saver,
-        run_name=run_name,
-        on_divergence=on_divergence,
-    )
-
-
-def _choose_placement(
-    arguments: TrainerArguments,
-    device: Device,
-    precision: Precision,
-    microbatching: Microbatching,
-    data_spec: DataSpec | None,
-    algorithms: list[Algorithm],
-    callbacks: list[Callback],
-) -> Placement:
-    """Return the distributed strategy that fits the other arguments, with its settings."""
-    parallelism_config = read_parallelism(arguments)
-    recomputes = check_recomputation(arguments.activation_checkpointing, parallelism_config)
-    deepspeed_config = complete_deepspeed_config(
-        arguments.deepspeed_config,
-        parallelism_config=parallelism_config,
-        data_spec=data_spec,
-        microbatch_size=microbatching.of_one_size(size_of_batches(getattr(data_spec, "dataloader", None))),
-        precision=precision,
-        algorithms=algorithms,
-        callbacks=callbacks,
-    )
-    strategy = choose_strategy(
-        device,
-        algorithms,
-        arguments.ddp_sync_strategy,
-        arguments.ddp_comm_hook,
-        deepspeed_config,
-        plan_sharding(parallelism_config, precision, is_auto=microbatching.is_auto),
-    )
-    refuse_unrepeatable(microbatching, strategy)
-    return Placement(strategy, deepspeed_config, parallelism_config, recomputes)
 
 
 def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_zero_seed: int) -> State:
@@ -278,8 +195,8 @@ def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_ze
         optimizers=resolved.optimizers,
         scaler=resolved.scaler,
         save_metrics=arguments.save_metrics,
-        deepspeed_config=resolved.placement.deepspeed_config,
-        parallelism_config=resolved.placement.parallelism_config,
+        deepspeed_config=resolved.deepspeed_config,
+        parallelism_config=resolved.parallelism_config,
         algorithms=resolved.algorithms,
         callbacks=[*resolved.destinations, *resolved.callbacks],
     )
@@ -290,8 +207,8 @@ def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_ze
     names = [state.run_name]
     dist.broadcast_object_list(names, src=0)
     state.run_name = names[0]
-    state.strategy = resolved.placement.strategy  # checkpoints get the whole weights from the strategy
-    share_mesh(resolved.placement.strategy, state)  # the state and its checkpoints must use the mesh of the strategy
+    state.strategy = resolved.strategy  # checkpoints get the whole weights from the strategy
+    share_mesh(resolved.strategy, state)  # the state and its checkpoints must use the mesh of the strategy
     return state
 
 
@@ -306,12 +223,7 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
     longer = to_duration(asked.duration, "duration")
     schedule = Schedule.of(asked.schedulers, asked.scale_schedule_ratio, asked.step_schedulers_every_batch)
     evaluators = make_evaluators(
-        asked.eval_dataloader,
-        runtime.model,
-        asked.eval_interval,
-        asked.eval_subset_num_batches,
-        state.device,
-        present=state.evaluators,
+        asked.eval_dataloader, runtime.model, asked.eval_interval, asked.eval_subset_num_batches, state.device
     )
     new_precision = choose_precision(asked.precision or state.precision, state.device)
     if runtime.strategy.has_own_precision and new_precision is not state.precision:
@@ -362,16 +274,8 @@ def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optim
                 f"precision='amp_fp16' scales the loss, and {type(optimizer).__name__} evaluates it itself. Use "
                 "precision='amp_bf16' or 'fp32', or another optimizer."
             )
-    closures = any(needs_closure(optimizer) for optimizer in optimizers)
+    closures = any(map(needs_closure, optimizers))
     return (ClosureGradScaler if closures else ShardedGradScaler)(device.torch_device.type)
-
-
-def fit_scaler(scaler: GradScaler | None, optimizers: Iterable[Optimizer], device: Device) -> GradScaler | None:
-    """Return the scaler, or one that supports closures if the optimizer needs one."""
-    # By exact type, so that a scaler class of the user is kept.
-    if type(scaler) in (GradScaler, ShardedGradScaler) and any(map(needs_closure, optimizers)):
-        return ClosureGradScaler(device.torch_device.type)
-    return scaler
 
 
 class Runtime:
@@ -381,7 +285,7 @@ class Runtime:
         model: The user's model; `state.model` may wrap it.
         saver: The checkpoint saver, if any.
         position: The position in the training data, which checkpoints store.
-        halve_on_oom: The state of `'auto'` microbatching.
+        halve_on_oom: The state of `'auto'` microbatching, from the first fit with it on.
         divergences: The batches for which `on_divergence` acted.
         local_hparams: The hyperparameters that `auto_log_hparams` logged.
         has_failed: Whether this rank has raised an error, so that it must not wait for other ranks.
@@ -389,13 +293,13 @@ class Runtime:
 
     def __init__(self, arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
         self.saver = resolved.saver
-        self._compilation = resolved.compilation
-        self._recomputes = resolved.placement.recomputes
+        self._compile_config = resolved.compile_config
+        self._recomputes = resolved.recomputes
         self._eval_settings = arguments.eval_interval, arguments.eval_subset_num_batches
         self._by_tokens = arguments.accumulate_train_batch_on_tokens
         self._on_divergence = resolved.on_divergence
         self.divergences: list[Divergence] = []
-        self.strategy = resolved.placement.strategy
+        self.strategy = resolved.strategy
         for algorithm in resolved.algorithms:
             if hasattr(algorithm, "clip_grad_norm"):  # the strategy's function handles sharded gradients
                 cast("GradientClipping", algorithm).clip_grad_norm = self.strategy.clip_grad_norm
@@ -415,7 +319,7 @@ class Runtime:
         self.preemption = Preemption(self.state, self.logger, self.saver)
         self._clock = Clock()
         self.plan = FitPlan(self.state, self.engine, self.ranks, self.position, resolved.microbatching)
-        self.halve_on_oom = HalveOnOom(self.state, self.strategy)
+        self.halve_on_oom: HalveOnOom | None = None
         self.local_hparams: dict[str, Any] = {}
         self.has_failed = False
 
@@ -439,20 +343,28 @@ class Runtime:
         self.engine.run_event(Event.BEFORE_LOAD)
         # Before and after the load: an algorithm may have replaced the optimizer on an event or while loading, and the
         # scaler must have its final class before its saved state is loaded.
-        state.scaler = fit_scaler(state.scaler, state.optimizers, state.device)
+        self._fit_scaler()
         with following_load(state):
             load_at_start(arguments, self.saver, state, self.logger, self.engine)
         self.engine.run_event(Event.AFTER_LOAD)
-        state.scaler = fit_scaler(state.scaler, state.optimizers, state.device)
+        self._fit_scaler()
         if not self.strategy.prepares_before_load:
             if state.model is not self.model:  # replaced by an algorithm that the checkpoint required
                 self._take_model(state.model)
                 self._make_metrics(arguments, resolved)
             self._prepare_model()
         # Last: algorithms, the load and the strategy may still have replaced the model or its modules.
-        self._compilation.apply(state.model)
+        if self._compile_config is not None:  # in place, so that class, attributes and state dict keys do not change
+            state.model.compile(**self._compile_config)
         # Training must not depend on how many random numbers algorithms have drawn so far.
         seed_rank(state.rank_zero_seed, self.strategy)
+
+    def _fit_scaler(self) -> None:
+        """Replace the scaler if the optimizer needs one that supports closures."""
+        state = self.state
+        # By exact type, so that a scaler class of the user is kept.
+        if type(state.scaler) in (GradScaler, ShardedGradScaler) and any(map(needs_closure, state.optimizers)):
+            state.scaler = ClosureGradScaler(state.device.torch_device.type)
 
     def _take_model(self, model: ComposerModel) -> None:
         self.model = model
@@ -466,7 +378,6 @@ class Runtime:
         if arguments.compute_training_metrics:
             # A copy, because get_metrics may return the same objects for training and evaluation.
             metrics = copy.deepcopy(metrics_by_name(self.model, is_train=True))
-        check_metrics(metrics)
         state.train_metrics = {name: state.device.module_to_device(metric) for name, metric in metrics.items()}
         self.set_evaluators(resolved.evaluators)
 
@@ -495,12 +406,11 @@ class Runtime:
             is_one = isinstance(item, Evaluator)
             if is_one and item.eval_interval is not None and item.label in self.state.eval_metrics:
                 continue
-            (made,) = make_evaluators(item, self.model, *self._eval_settings, self.state.device)
             if is_one:  # changed in place, because the caller may hold a reference
-                vars(item).update(vars(made))
+                complete_evaluator(item, self.model, *self._eval_settings, self.state.device)
             else:
-                evaluators[place] = made
-            self.add_metrics([made])
+                (evaluators[place],) = make_evaluators(item, self.model, *self._eval_settings, self.state.device)
+            self.add_metrics([evaluators[place]])
 
     def fit(self, arguments: FitArguments) -> None:
         """Train; see `Trainer.fit`. Every rank must call this."""
@@ -545,6 +455,8 @@ class Runtime:
                 f"state.scaler={scaler!r}. Leave the one that the Trainer made, or give precision='amp_bf16', which "
                 "needs none."
             )
+        if state.auto_microbatching and self.halve_on_oom is None:
+            self.halve_on_oom = HalveOnOom(state, self.strategy)
         policy = self._on_divergence
         guard = None if policy is None else DivergenceGuard(policy, state, self.strategy, self.divergences)
         train_batch = BatchTrainer(

@@ -122,7 +122,8 @@ class TrainBatches:
     def _read(self) -> bool:
         """Read the next batch, and return whether there was one."""
         assert self._open is not None
-        if self._is_capped():
+        length = self._state.dataloader_len
+        if length is not None and self._num_read >= length.value:
             self._show_end()
             return False
         batch = next_batch(self._open, self.data_spec.dataloader, self._num_read, _NO_BATCH)
@@ -169,10 +170,6 @@ class TrainBatches:
                 "Give DataSpec(dataloader, get_num_tokens_in_batch=...), or a duration in batches ('500ba')."
             )
 
-    def _is_capped(self) -> bool:
-        length = self._state.dataloader_len
-        return length is not None and self._num_read >= int(length)
-
     @error_context.stage("the dataloader")
     def _open_epoch(self) -> Iterator[Any]:
         self._num_read, self._is_untouched = self._state.timestamp.num_batches_in_epoch, True
@@ -184,16 +181,20 @@ def _check_samples(num_samples: Any, duration: Time[Any] | None) -> None:
     returned = f"get_num_samples_in_batch returned {num_samples!r} for a batch of train_dataloader."
     if isinstance(num_samples, bool) or not (isinstance(num_samples, Real) or hasattr(num_samples, "item")):
         raise TypeError(f"{returned} It must return a number of samples.")
-    number = float(num_samples)
-    if not 0 <= number < math.inf:
+    if not 0 <= float(num_samples) < math.inf:
         raise ValueError(f"{returned} It must return a number, 0 or more.")
-    if number > 0 or get_world_size() > 1:  # other ranks may have samples
-        return
-    if duration is not None and duration.unit is TimeUnit.SAMPLE:
+    # With several ranks, the others may have samples.
+    if num_samples == 0 and get_world_size() == 1 and duration is not None and duration.unit is TimeUnit.SAMPLE:
         raise ValueError(
             f"{returned} max_duration={duration.to_timestring()!r} counts samples, and would never be reached. Count "
             "them, or give a duration in batches ('500ba')."
         )
+
+
+def has_time_left(state: State) -> bool:
+    """Return whether `max_duration` has not been reached."""
+    max_duration = state.max_duration
+    return max_duration is not None and state.timestamp < max_duration
 
 
 class Clock:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from composer.trainer._rank_sync import TOTAL, mean_total, missing_share
-from composer.trainer._restore import KeptBuffers, Snapshot, StepSnapshot
+from composer.trainer._restore import KeptBuffers, Snapshot, StepSnapshot, local_part
 from composer.trainer._scaler import states_of
-from composer.trainer._sharding import as_fsdp
+from composer.trainer._strategies import as_fsdp
 from composer.trainer.divergence import Divergence, DivergenceError, OnDivergence
 from composer_dist import get_world_size
 from composer_dist.strategy import Strategy
@@ -25,6 +24,7 @@ from composer_events.state import State
 
 if TYPE_CHECKING:
     from composer_dist.deepspeed import DeepSpeed
+    from composer_fsdp.gradients import ReductionWatch
 
 
 _log = logging.getLogger(__name__)
@@ -70,7 +70,8 @@ class DivergenceGuard:
         self._defers = (
             device.type == "cuda"
             and policy.spike_factor is None
-            and (state.scaler is not None or has_fused_step(state.optimizers[0]))
+            # Fused optimizers, whose kernels read a skip flag on the device, have this attribute for GradScaler.
+            and (state.scaler is not None or getattr(state.optimizers[0], "_step_supports_amp_scaling", False))
         )
         # A deferred result concerns a batch that is LAG batches old, so its buffers must still be there.
         buffers = KeptBuffers(state.model, num_batches=LAG + 1 if self._defers else 1)
@@ -97,13 +98,11 @@ class DivergenceGuard:
             self._keep_snapshot()
 
     def mark(self, loss: Tensor) -> Tensor:
-        """Return the loss, times NaN while a divergence under a `GradScaler` has not reached the host.
+        """Return a loss to scale, times NaN while a divergence has not reached the host.
 
         The scaler then skips the step on every rank, as the gradients are averaged.
         """
-        if self._scaler is None or not self._defers:
-            return loss
-        return loss * torch.where(self._found == 0, 1.0, math.nan)
+        return loss if not self._defers else loss * torch.where(self._found == 0, 1.0, math.nan)
 
     def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
         """Return whether the optimizer may step; act on a divergence first."""
@@ -182,7 +181,8 @@ class DivergenceGuard:
             else:
                 self._look_into_engine(is_bad_loss)
             return None
-        overflow = overflow_of(self._scaler, optimizer)
+        per_device: dict[torch.device, Tensor] = states_of(self._scaler)[id(optimizer)]["found_inf_per_device"]
+        overflow = torch.stack([found.to(self._found.device) for found in per_device.values()]).sum()
         # An overflow alone is routine: the scaler skips the step and lowers its scale.
         self._found.logical_or_(is_bad_loss & (overflow > 0))
         return overflow
@@ -207,8 +207,9 @@ class DivergenceGuard:
 
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
         """Set `found`, identically on every rank, if gradients are not finite."""
-        tensors = _gradients_of(optimizer)
-        if self._knows_of_shards():
+        groups = optimizer.param_groups
+        tensors = [grad for group in groups for p in group["params"] if (grad := p.grad) is not None]
+        if self._reductions is not None and self._knows_of_shards(self._reductions):
             tensors = [tensor for tensor in tensors if not is_sharded(tensor)]
         # Averaged gradients are the same everywhere; only shards need another collective.
         if tensors and not note_non_finite(tensors, self._found, self._one):
@@ -223,13 +224,12 @@ class DivergenceGuard:
         if self._found.item() and cast("DeepSpeed", self._strategy).has_finite_gradients():
             self._found.zero_()
 
-    def _knows_of_shards(self) -> bool:
+    def _knows_of_shards(self, watch: "ReductionWatch") -> bool:
         """Return whether `found` covers the shards of all ranks without another collective.
 
         It does not if algorithms may have changed the gradients after their reduction.
         """
-        watch = self._reductions
-        if watch is None or not watch.speaks_of_all or self._state.algorithms:
+        if not watch.speaks_of_all or self._state.algorithms:
             return False
         self._found.logical_or_(watch.found.isnan())
         return True
@@ -346,20 +346,13 @@ def _sentence(divergence: Divergence) -> str:
     return f"Batch {divergence.batch} of epoch {divergence.epoch}: {what}."
 
 
-def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    return [grad for group in optimizer.param_groups for p in group["params"] if (grad := p.grad) is not None]
-
-
 def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the weights of an optimizer, and its state tensors of the same shape."""
     weights = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     # State of another shape is left out: the step counter of Adam may be on the CPU, unlike the weights.
-    states = [value for p in weights for value in _values(optimizer.state.get(p, {})) if value.shape == p.shape]
+    entries = ((p, value) for p in weights for value in optimizer.state.get(p, {}).values())
+    states = [value for p, value in entries if isinstance(value, Tensor) and value.shape == p.shape]
     return [tensor.detach() for tensor in (*weights, *states) if tensor.is_floating_point() or tensor.is_complex()]
-
-
-def _values(entries: Mapping[str, object]) -> list[Tensor]:
-    return [value for value in entries.values() if isinstance(value, Tensor)]
 
 
 LAG = 2  # batches; by then the host reads a finished result without a visible stall
@@ -422,7 +415,7 @@ def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
         # five times as long. With DTensors it would reduce over the mesh of the first one, which may not be the mesh of
         # the others, so it gets the local shards.
         torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
-            tensors if is_plain else [_local(tensor) for tensor in tensors], found, one
+            tensors if is_plain else [local_part(tensor) for tensor in tensors], found, one
         )
     except (NotImplementedError, RuntimeError):  # sparse, complex, or several kinds
         values = [values for tensor in tensors if (values := _plain_values(tensor)).numel()]
@@ -451,35 +444,22 @@ def names_of_bad(tensors: Iterable[tuple[str, Tensor]], *, may_be_marked: bool =
 def _is_finite(tensor: Tensor, num_marks: int = 0) -> bool:
     """Return whether a tensor is finite; `num_marks` leading numbers of each rank's shard are ignored."""
     found = torch.zeros((), device=tensor.device)
-    part = _local(tensor).flatten()[num_marks:] if is_sharded(tensor) else tensor
+    part = local_part(tensor).flatten()[num_marks:] if is_sharded(tensor) else tensor
     note_non_finite([part], found, torch.ones_like(found))
     if is_sharded(tensor):
-        found = _over_ranks(found, tensor)
+        from torch.distributed.tensor import DTensor, Partial  # a slow import, already paid for where DTensors exist
+
+        mesh = cast(Any, tensor).device_mesh
+        found = DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
     return not found.item()
-
-
-def _over_ranks(found: Tensor, tensor: Any) -> Tensor:
-    """Return the maximum of `found` over the ranks that share a tensor."""
-    from torch.distributed.tensor import DTensor, Partial  # a slow import, already paid for where DTensors exist
-
-    mesh = tensor.device_mesh
-    return DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
 
 
 def _plain_values(tensor: Any) -> Tensor:
     """Return this rank's values of a tensor, as a dense tensor."""
-    local = _local(tensor)
+    local = local_part(tensor)
     if local.layout is torch.sparse_coo:
         return local.coalesce().values()
     return local if local.layout is torch.strided else local.values()
-
-
-def _local(tensor: Any) -> Tensor:
-    """Return this rank's shard of a tensor."""
-    if not is_sharded(tensor):
-        return tensor
-    with torch.no_grad():  # the check needs no graph
-        return tensor.to_local()
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -518,21 +498,9 @@ def takes_none(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_closure", False)
 
 
-def has_fused_step(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's kernels read a skip flag on the device."""
-    # The attribute of fused optimizers in PyTorch, which GradScaler reads too.
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
 def set_found_inf(optimizer: Any, found: Tensor | None) -> None:
     """Make a fused optimizer step only if `found` is 0, by the attributes that GradScaler uses."""
     if found is not None:
         optimizer.grad_scale, optimizer.found_inf = None, found
     elif hasattr(optimizer, "found_inf"):
         del optimizer.grad_scale, optimizer.found_inf
-
-
-def overflow_of(scaler: GradScaler, optimizer: Optimizer) -> Tensor:
-    """Return a scalar tensor, greater than 0 if the scaler has found an overflow on any device."""
-    per_device: dict[torch.device, Tensor] = states_of(scaler)[id(optimizer)]["found_inf_per_device"]
-    return torch.stack([found.to(next(iter(per_device))) for found in per_device.values()]).sum()

@@ -52,24 +52,13 @@ def name_stage(error: BaseException, state: State) -> None:
 
 
 def name_dataset(error: Exception, dataloader: Any) -> None:
-    """Add notes with the dataset of a dataloader that raised, and advice about its workers."""
+    """Add a note with the dataset of a dataloader that raised."""
     dataset = getattr(dataloader, "dataset", None)
     if dataset is None:
         return
     num_workers = getattr(dataloader, "num_workers", 0)
     reader = f"a {type(dataloader).__name__}" + (f" with num_workers={num_workers}" if num_workers else "")
     error.add_note(f"{reader} was reading {type(dataset).__module__}.{type(dataset).__qualname__}")
-    said = f"{error} {error.__cause__}"  # messages of PyTorch, which do not say what to do
-    if "killed by signal: Killed" in said:
-        error.add_note(
-            "A worker that another process kills was usually too large for the machine's memory: have fewer workers, a "
-            "smaller prefetch_factor, or more memory."
-        )
-    elif "DataLoader timed out" in said:
-        error.add_note(
-            "No worker gave the next batch for that long: one of them hangs, or loading takes longer than the "
-            "DataLoader's timeout, which can be raised."
-        )
 
 
 def name_setters(error: Exception, state: State, events: Iterable[Event]) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from composer.trainer._arguments import check_iterable, check_subset
-from composer.trainer._data import TrainBatches
+from composer.trainer._arguments import check_subset
+from composer.trainer._data import TrainBatches, has_time_left
 from composer.trainer._evaluation import restore_dataloader
 from composer.trainer._strategies import share_length
 from composer_dist import get_global_rank
@@ -23,7 +23,7 @@ from composer_events.state import State
 from composer_optim import compile_composer_schedulers
 from composer_optim.compile import check_together, compiled_for, set_last_rates, set_rates
 from composer_optim.torch_schedulers import check_ratio, scale_pytorch_schedulers
-from composer_time import Time, Timestamp, TimeUnit, ensure_time
+from composer_time import Time, TimeUnit, ensure_time
 
 if TYPE_CHECKING:
     from composer.trainer._microbatching import Microbatching
@@ -53,7 +53,7 @@ class SchedulerSteps:
 
     def before_batch(self) -> None:
         """Set the rates again if the time or the length of training has changed since a step set them."""
-        if self._has_moved() and self._goes_on():
+        if self._has_moved() and has_time_left(self._state):
             self.set_rates()
 
     def after_batch(self) -> None:
@@ -70,7 +70,14 @@ class SchedulerSteps:
         """Set the learning rates of Composer schedulers for the current time. PyTorch schedulers do not step."""
         state, now = self._state, self._state.timestamp
         if not self._steps_every_batch():  # the rate is constant within an epoch
-            state.timestamp = _start_of_epoch(now)
+            state.timestamp = now.copy(
+                batch=now.num_batches - now.num_batches_in_epoch,
+                sample=now.num_samples - now.num_samples_in_epoch,
+                token=now.num_tokens - now.num_tokens_in_epoch,
+                batch_in_epoch=0,
+                sample_in_epoch=0,
+                token_in_epoch=0,
+            )
         try:
             for scheduler in self._schedulers:
                 if compiled_for(scheduler) is not None:
@@ -81,15 +88,11 @@ class SchedulerSteps:
 
     def _step(self) -> None:
         # A stop sets max_duration to the current time, which would move Composer schedules to their end.
-        is_stopped = self._state.max_duration is not self._set_for[-1] and not self._goes_on()
+        is_stopped = self._state.max_duration is not self._set_for[-1] and not has_time_left(self._state)
         for scheduler in self._schedulers:
             if not is_stopped or compiled_for(scheduler) is None:
                 scheduler.step()
         self._set_for = self._moment()
-
-    def _goes_on(self) -> bool:
-        max_duration = self._state.max_duration
-        return max_duration is not None and self._state.timestamp < max_duration
 
     def _has_moved(self) -> bool:
         (time, *lengths), (before, *lengths_before) = self._moment(), self._set_for
@@ -225,17 +228,6 @@ def _base_lrs(state: State, schedulers: Mapping[Optimizer, list[Any]]) -> list[f
     ]
 
 
-def _start_of_epoch(now: Timestamp) -> Timestamp:
-    return now.copy(
-        batch=now.num_batches - now.num_batches_in_epoch,
-        sample=now.num_samples - now.num_samples_in_epoch,
-        token=now.num_tokens - now.num_tokens_in_epoch,
-        batch_in_epoch=0,
-        sample_in_epoch=0,
-        token_in_epoch=0,
-    )
-
-
 def check_optimizers_of(schedulers: tuple[Any, ...], optimizers: Sequence[Optimizer]) -> None:
     """Raise if a scheduler changes the learning rate of an optimizer that does not train."""
     trained = {id(parameter) for parameter in _parameters(optimizers)}
@@ -309,14 +301,6 @@ def check_time_left(state: State) -> None:
         )
 
 
-def check_data(dataloader: Any, microbatching: Microbatching) -> DataSpec:
-    """Return a dataloader as a DataSpec."""
-    check_iterable("train_dataloader", dataloader)
-    data_spec = ensure_data_spec(dataloader)
-    microbatching.resolve(data_spec)
-    return data_spec
-
-
 @dataclass(frozen=True, slots=True)
 class FitSettings:
     """Settings of training that a call of `fit` may change.
@@ -365,7 +349,7 @@ class FitPlan:
             check_subset("train_subset_num_batches", subset_num_batches)
         if dataloader is not None:
             subset_num_batches = -1 if subset_num_batches is None else subset_num_batches
-            return self.set_data(check_data(dataloader, self.settings.microbatching), label, subset_num_batches)
+            return self.set_data(ensure_data_spec(dataloader), label, subset_num_batches)
         batches = self.settings.batches
         if batches is None:
             raise ValueError(

@@ -7,7 +7,6 @@ losses or the clock are read.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from composer_dist.ddp import sum_counts
 from composer_dist.devices import get_device
 from composer_dist.initialize import DEFAULT_TIMEOUT_S
 from composer_dist.strategy import Strategy
+from composer_events.arguments import check_seconds
 from composer_events.data_spec import DataSpec
 
 
@@ -59,9 +59,13 @@ class Ranks:
     ) -> None:
         """Compare the dataloaders before they are read. Every rank must call this."""
         self._count_tokens = None
+        loader = data_spec.dataloader
+        same_num_batches = keeps_length(loader)
+        # Only PyTorch may build the batches, of as many samples on every rank.
+        collates = same_num_batches and loader.collate_fn is cast(Any, data).default_collate
         of_this_rank = {
-            "same_num_batches": keeps_length(data_spec.dataloader),
-            "same_batch_size": keeps_step(data_spec),
+            "same_num_batches": same_num_batches,
+            "same_batch_size": collates and data_spec.counts_by_default,
             "listen": listens,
             "may_stop": may_stop,
             "may_stop_late": may_stop_late,
@@ -183,12 +187,6 @@ def keeps_length(dataloader: Any) -> bool:
     )
 
 
-def keeps_step(data_spec: DataSpec) -> bool:
-    """Return whether the batches also have the same number of samples on every rank: only PyTorch builds them."""
-    loader = data_spec.dataloader
-    return keeps_length(loader) and loader.collate_fn is cast(Any, data).default_collate and data_spec.counts_by_default
-
-
 def agreed_facts(dataloader: Any) -> dict[str, Any]:
     """Return the facts about a dataloader that must agree on all ranks that share one dataset."""
     facts: dict[str, Any] = {"type": type(dataloader).__name__}
@@ -307,7 +305,10 @@ class LossMeans:
 
     def __call__(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean of each loss over the samples of all ranks that have it. Every rank must call this."""
-        self._note({name for name in losses if name != TOTAL and name + _SHARE in losses})
+        names = {name for name in losses if name != TOTAL and name + _SHARE in losses}
+        if not names <= self._own:
+            self._own |= names
+            self.has_news = not self._own <= set(self._names)
         if self._is_first:
             self.compare_names()
             self._is_first = False
@@ -320,11 +321,6 @@ class LossMeans:
             asked[name + _SHARE] = losses.get(name + _SHARE, no_share)
         means = self._strategy.mean(asked)
         return over_their_shares({name: means.get(name, value.detach()) for name, value in losses.items()})
-
-    def _note(self, names: set[str]) -> None:
-        if not names <= self._own:
-            self._own |= names
-            self.has_news = not self._own <= set(self._names)
 
 
 def over_their_shares(losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -360,7 +356,7 @@ def broadcast_error(refusal: Exception, device: Any, dist_timeout: Any) -> None:
         with suppress(Exception):  # falls back to the default device, which the other ranks most likely use
             chosen = get_device(device)
         with suppress(Exception):
-            check_dist_timeout(dist_timeout)
+            check_seconds(dist_timeout=dist_timeout)
             timeout_s = dist_timeout
         dist.initialize_dist(get_device(None) if chosen is None else chosen, timeout_s)
         compare({}, refusal)
@@ -400,12 +396,3 @@ def open_store(key: str) -> Any:
     shared = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     # A clone, because calls of one client block each other.
     return tdist.PrefixStore(key, shared.clone())  # pyright: ignore[reportPrivateImportUsage]  # documented there
-
-
-def check_dist_timeout(timeout_s: Any) -> None:
-    """Check a timeout for the collectives."""
-    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < timeout_s < math.inf:
-        raise ValueError(
-            f"dist_timeout={timeout_s!r} must be a finite number of seconds greater than 0. For a day write 86400."
-        )

@@ -1,18 +1,79 @@
 """Values that the Trainer itself logs: times, losses, metrics and facts of the run."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, cast
 
+import torch
+
+from composer.trainer import _error_context as error_context
 from composer.trainer._rank_sync import Ranks, over_their_shares
-from composer.trainer._step import TrainMetrics
 from composer_dist import get_local_world_size, get_world_size
 from composer_events.logger import Logger, log_lazily
 from composer_events.metric_entries import by_entry
 from composer_events.state import State
+from composer_models import ComposerModel, model_eval_mode
 from composer_time import Timestamp
+
+
+class TrainMetrics:
+    """Updates of `state.train_metrics` with the microbatches as they were before algorithms changed them."""
+
+    def __init__(self, state: State, model: ComposerModel) -> None:
+        self._state = state
+        self._model = model
+        self._kept: Any = None
+        # The default eval_forward returns the outputs unchanged, so switching to eval mode would have no effect.
+        self._reuses_outputs = type(model).eval_forward is ComposerModel.eval_forward
+
+    def reset(self) -> None:
+        """Reset all metrics for a new batch."""
+        if metrics := self._state.train_metrics:
+            for metric in metrics.values():
+                metric.reset()
+
+    def keep(self, microbatch: Any) -> None:
+        """Keep a microbatch for `update`; algorithms may change its containers afterwards."""
+        if self._state.train_metrics:
+            self._kept = _copy_containers(microbatch)
+
+    @error_context.stage("the metrics of training")
+    def update(self, outputs: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Update every metric with the kept microbatch and the model's outputs, under the training precision."""
+        metrics = self._state.train_metrics
+        if not metrics:
+            return
+        mode: AbstractContextManager[Any] = nullcontext() if self._reuses_outputs else model_eval_mode(self._model)
+        with torch.no_grad(), mode, autocast():
+            outputs = self._model.eval_forward(self._kept, outputs)
+            for metric in metrics.values():
+                self._model.update_metric(self._kept, outputs, metric)
+        self._kept = None
+
+    def compute(self) -> dict[str, Any]:
+        """Return each metric over the microbatches seen so far, and store the values on the state.
+
+        A run resumed exactly at the end of an epoch has seen none yet.
+        """
+        values = {
+            name: metric.compute()
+            for name, metric in (self._state.train_metrics or {}).items()
+            if getattr(metric, "update_called", True)  # compute() of torchmetrics warns before the first update
+        }
+        self._state.train_metric_values.update(values)
+        return values
+
+
+def _copy_containers(batch: Any) -> Any:
+    """Copy the dicts, lists and tuples of a batch; the tensors in them stay the same objects."""
+    if isinstance(batch, Mapping):
+        return {key: _copy_containers(value) for key, value in cast("Mapping[Any, Any]", batch).items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(_copy_containers(value) for value in batch)
+    return batch
 
 
 @dataclass(slots=True, eq=False)
@@ -59,10 +120,11 @@ class Report:
 
     def train_metrics(self) -> None:
         """Compute and log the metrics of the latest batch, if any rank has a destination or a listener."""
+        destinations = self._logger.destinations
         # `listen` is the same on every rank, as the collectives of torchmetrics require.
-        if self._ranks.listen and (self._logger.destinations or self._state.train_metrics):
+        if self._ranks.listen and (destinations or self._state.train_metrics):
             values = self._metrics.compute()
-            if self._logger.destinations:
+            if destinations:
                 self._logger.log_metrics({f"metrics/train/{name}": value for name, value in by_entry(values).items()})
 
     def _log_tokens(self) -> None:

@@ -46,7 +46,7 @@ class MetricsUndo:
     """Copy of the attributes of metrics and their submodules."""
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
-        parts = [part for metric in metrics.values() for part in _parts_of(metric)]
+        parts: list[object] = [part for metric in metrics.values() for part in metric.modules()]
         self._kept = [(part, _copy_values(vars(part))) for part in parts]
 
     def __call__(self) -> None:
@@ -103,10 +103,6 @@ class StepSnapshot:
             for name, value in entries.items():
                 is_restored = isinstance(value, Tensor)
                 present[name] = value if is_restored else copy.deepcopy(self._others[parameter, name])
-
-
-def _parts_of(metric: object) -> Iterable[object]:
-    return metric.modules() if isinstance(metric, nn.Module) else [metric]
 
 
 def _copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,17 +185,16 @@ class _OfModule:
 
     def is_current(self) -> bool:
         """Return whether no buffer has been changed or replaced since the copy."""
-        return not self._changes_unseen and self._is_same() and self._count() == self._versions
+        now, seen = self._buffers, self._seen
+        if self._changes_unseen or len(now) != len(seen):
+            return False
+        return all(now.get(name) is tensor for name, tensor in seen.items()) and self._count() == self._versions
 
     def restore(self) -> None:
         """Restore the tensors and their values."""
         copy_all(self.tensors, self.copies)
         self._buffers.clear()
         self._buffers.update(self._seen)
-
-    def _is_same(self) -> bool:
-        now, seen = self._buffers, self._seen
-        return len(now) == len(seen) and all(now.get(name) is tensor for name, tensor in seen.items())
 
     def _count(self) -> list[int]:
         """Return the version of each tensor, which counts its in-place changes."""

@@ -2,10 +2,10 @@
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from composer.trainer import _error_context as error_context
 from composer.trainer._divergence_guard import DivergenceGuard
-from composer.trainer._microbatching import check_token_weights, size_for
-from composer.trainer._oom import HalveOnOom
+from composer.trainer._microbatching import HalveOnOom, check_token_weights, size_for
 from composer.trainer._rank_sync import TOTAL, Ranks, add_finite, mean_total
+from composer.trainer._report import TrainMetrics
 from composer_dist import get_precision_context
 from composer_dist.devices import Precision
 from composer_dist.strategy import Strategy
@@ -24,7 +24,7 @@ from composer_events.data_spec import DataSpec
 from composer_events.engine import Engine
 from composer_events.event import Event
 from composer_events.state import State
-from composer_models import ComposerModel, model_eval_mode
+from composer_models import ComposerModel
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -39,69 +39,9 @@ def make_autocast(state: State, strategy: Strategy) -> Autocast:
     device_type = state.device.torch_device.type
     enter = functools.partial(get_precision_context, state.precision, state.precision_config, device_type=device_type)
     if state.precision is Precision.FP32 and not torch.is_autocast_enabled(device_type):
-        return _do_nothing  # in full precision only an enclosing autocast would have to be ended
+        # In full precision only an enclosing autocast would have to be ended. This function costs no Python call.
+        return itertools.repeat(_NOTHING).__next__
     return enter
-
-
-def _do_nothing() -> AbstractContextManager[Any]:
-    return _NOTHING
-
-
-class TrainMetrics:
-    """Updates of `state.train_metrics` with the microbatches as they were before algorithms changed them."""
-
-    def __init__(self, state: State, model: ComposerModel) -> None:
-        self._state = state
-        self._model = model
-        self._kept: Any = None
-        # The default eval_forward returns the outputs unchanged, so switching to eval mode would have no effect.
-        self._reuses_outputs = type(model).eval_forward is ComposerModel.eval_forward
-
-    def reset(self) -> None:
-        """Reset all metrics for a new batch."""
-        if metrics := self._state.train_metrics:
-            for metric in metrics.values():
-                metric.reset()
-
-    def keep(self, microbatch: Any) -> None:
-        """Keep a microbatch for `update`; algorithms may change its containers afterwards."""
-        if self._state.train_metrics:
-            self._kept = _copy_containers(microbatch)
-
-    @error_context.stage("the metrics of training")
-    def update(self, outputs: Any, autocast: Autocast) -> None:
-        """Update every metric with the kept microbatch and the model's outputs, under the training precision."""
-        metrics = self._state.train_metrics
-        if not metrics:
-            return
-        mode: AbstractContextManager[Any] = nullcontext() if self._reuses_outputs else model_eval_mode(self._model)
-        with torch.no_grad(), mode, autocast():
-            outputs = self._model.eval_forward(self._kept, outputs)
-            for metric in metrics.values():
-                self._model.update_metric(self._kept, outputs, metric)
-        self._kept = None
-
-    def compute(self) -> dict[str, Any]:
-        """Return each metric over the microbatches seen so far, and store the values on the state.
-
-        A run resumed exactly at the end of an epoch has seen none yet.
-        """
-        values = {
-            name: metric.compute()
-            for name, metric in (self._state.train_metrics or {}).items()
-            if getattr(metric, "update_called", True)  # compute() of torchmetrics warns before the first update
-        }
-        self._state.train_metric_values.update(values)
-        return values
-
-
-def _copy_containers(batch: Any) -> Any:
-    """Copy the dicts, lists and tuples of a batch; the tensors in them stay the same objects."""
-    if isinstance(batch, Mapping):
-        return {key: _copy_containers(value) for key, value in cast("Mapping[Any, Any]", batch).items()}
-    if type(batch) in (list, tuple):
-        return type(batch)(_copy_containers(value) for value in batch)
-    return batch
 
 
 @dataclass(slots=True, eq=False)
@@ -134,36 +74,26 @@ class BatchTrainer:
     guard: DivergenceGuard | None
     oom: HalveOnOom | None
     _optimizers: Sequence[Optimizer] = field(init=False)
+    _step: "Step | None" = field(default=None, init=False)
     _has_looked_at_tokens: bool = field(default=False, init=False)
-    _needs_closure: dict[Optimizer, bool] = field(
-        default_factory=dict[Optimizer, bool], init=False
-    )  # by optimizer, because an algorithm may replace it during training
 
     def __post_init__(self) -> None:
         self._optimizers = self.state.optimizers  # the list object never changes, only its items
 
     def __call__(self) -> dict[str, Tensor]:
         """Run the step and return the losses to log, as scalars on the device, by their log names."""
-        optimizer, scaler, guard = self._optimizers[0], self.state.scaler, self.guard
-        if optimizer not in self._needs_closure:
-            self._needs_closure[optimizer] = needs_closure(optimizer)
-        losses: dict[str, Tensor] = {}
-        if guard is not None:
-            guard.begin_batch()
-        if self._needs_closure[optimizer]:
-            with nullcontext() if guard is None else guard.closures(optimizer):
-                self._step_with_closure(optimizer, losses)
-        elif self.oom is None:
-            self._compute_gradients(losses)
-            if guard is None or guard.admits(optimizer, losses):
-                self._step(optimizer)
-        else:
-
-            def prepare() -> bool:
-                self._compute_gradients(losses)
-                return guard is None or guard.admits(optimizer, losses)
-
-            self.oom.step(optimizer, prepare, partial(self._step, optimizer))
+        optimizer, scaler, step = self._optimizers[0], self.state.scaler, self._step
+        if step is None or step.optimizer is not optimizer:  # an algorithm may replace it during training
+            step = self._step = (ClosureStep if needs_closure(optimizer) else Step)(optimizer, self)
+        if self.guard is not None:
+            self.guard.begin_batch()
+        try:
+            losses = step.attempt() if self.oom is None else self.oom.run(step.attempt)
+        except torch.OutOfMemoryError as error:
+            if self.oom is None:
+                size = self.state.device_train_microbatch_size
+                error.add_note(f"with device_train_microbatch_size={size}; give a smaller one, or 'auto' to adapt it")
+            raise
         if scaler is not None:
             # Also after a step that the guard has rejected: an overflow must still lower the scale.
             scaler.update()
@@ -174,47 +104,13 @@ class BatchTrainer:
         if self.guard is not None:
             self.guard.end_fit()
 
-    def _step_with_closure(self, optimizer: Optimizer, losses: dict[str, Tensor]) -> None:
-        """Take the step of an optimizer that evaluates the loss itself, once or several times."""
-
-        def closure(*, ddp_sync: bool = True, loss_dict: dict[str, Tensor] | None = None) -> Tensor | None:
-            seen = losses if loss_dict is None else loss_dict  # the optimizer chooses which evaluation is logged
-            self._compute_gradients(seen, sync=ddp_sync)
-            if not ddp_sync:
-                return seen[TOTAL]
-            loss = mean_total(seen, self.strategy)  # optimizers that branch on the loss must agree on every rank
-            return None if self.guard is not None and self.guard.stops_closure(optimizer, seen) else loss
-
-        take = partial(self._step, optimizer, closure)
-        if self.oom is None:
-            take()
-        else:
-            self.oom.step(optimizer, None, take)
-
-    @error_context.stage("the optimizer's step")
-    def _step(self, optimizer: Optimizer, closure: Any = None) -> None:
-        self.strategy.step(optimizer, closure, scaler=self.state.scaler)
-
-    def _compute_gradients(self, losses: dict[str, Tensor], *, sync: bool = True) -> None:
-        """Compute the gradients of the batch, and add its losses to `losses`.
+    def compute_gradients(self, losses: dict[str, Tensor], *, sync: bool = True) -> None:
+        """Compute the gradients of the batch, and store its losses in `losses`.
 
         Without `sync`, the gradients are those of this rank's part of the batch.
         """
-        if self.oom is not None:
-            self.oom.gradients(partial(self._attempt_gradients, losses, sync=sync))
-            return
-        try:
-            self._attempt_gradients(losses, sync=sync)
-        except torch.OutOfMemoryError as error:
-            error.add_note(
-                f"with device_train_microbatch_size={self.state.device_train_microbatch_size}; give a smaller one, "
-                "or 'auto' to adapt it automatically"
-            )
-            raise
-
-    def _attempt_gradients(self, losses: dict[str, Tensor], *, sync: bool) -> None:
         state = self.state
-        losses.clear()  # a failed attempt, or an earlier call of the closure, may have added some
+        losses.clear()  # an earlier call of a closure may have added some
         self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
         for optimizer in self._optimizers:
             self.strategy.zero_grad(optimizer)
@@ -319,11 +215,60 @@ class BatchTrainer:
         # A microbatch of zero weight may have a NaN loss, such as a mean over no tokens, but must join the collectives.
         if not share:
             loss = _zero_over(self.state.outputs)
-        elif self.guard is not None:
-            loss = self.guard.mark(loss)
         if self.state.scaler is not None:
-            loss = self.state.scaler.scale(loss)
+            loss = self.state.scaler.scale(loss if self.guard is None or not share else self.guard.mark(loss))
         self.strategy.backward(loss, create_graph=self.create_graph)
+
+
+class Step:
+    """Gradients of a batch, then the step of an optimizer."""
+
+    def __init__(self, optimizer: Optimizer, batch: BatchTrainer) -> None:
+        self.optimizer = optimizer
+        self._batch = batch
+        self._guard, self._oom = batch.guard, batch.oom
+
+    def attempt(self) -> dict[str, Tensor]:
+        """Return the losses of the batch, after the step if the batch is good."""
+        losses: dict[str, Tensor] = {}
+        self._batch.compute_gradients(losses)
+        if self._oom is not None:
+            self._oom.agree()
+        if self._guard is None or self._guard.admits(self.optimizer, losses):
+            with _NOTHING if self._oom is None else self._oom.protected_weights(self.optimizer):
+                self._take()
+        return losses
+
+    @error_context.stage("the optimizer's step")
+    def _take(self, closure: Any = None) -> None:
+        self._batch.strategy.step(self.optimizer, closure, scaler=self._batch.state.scaler)
+
+
+class ClosureStep(Step):
+    """The step of an optimizer that evaluates the loss itself, once or several times."""
+
+    def attempt(self) -> dict[str, Tensor]:
+        """Return the losses of the batch, after the step if the batch is good."""
+        losses: dict[str, Tensor] = {}
+
+        def closure(*, ddp_sync: bool = True, loss_dict: dict[str, Tensor] | None = None) -> Tensor | None:
+            seen = losses if loss_dict is None else loss_dict  # the optimizer chooses which evaluation is logged
+            self._batch.compute_gradients(seen, sync=ddp_sync)
+            if self._oom is not None:
+                self._oom.agree()
+            loss: Tensor | None = seen[TOTAL]
+            if ddp_sync:
+                loss = mean_total(seen, self._batch.strategy)  # all ranks must agree, as optimizers branch on the loss
+                if self._guard is not None and self._guard.stops_closure(self.optimizer, seen):
+                    loss = None
+            if self._oom is not None:
+                self._oom.may_fail = True  # in what the optimizer does with the gradients
+            return loss
+
+        protected = _NOTHING if self._oom is None else self._oom.protected_weights(self.optimizer, on_host=True)
+        with _NOTHING if self._guard is None else self._guard.closures(self.optimizer), protected:
+            self._take(closure)
+        return losses
 
 
 def cut(batch: Any, data_spec: DataSpec, size: Any) -> Sequence[Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,9 +12,8 @@ import torch
 from torch import nn
 
 from composer.trainer._arguments import user_stacklevel
-from composer.trainer._microbatching import size_of_batches
+from composer.trainer._microbatching import Microbatching, size_of_batches
 from composer.trainer._rank_sync import Ranks, agreed_facts, compare
-from composer.trainer._sharding import as_fsdp, facts_of, make_strategy
 from composer_dist import agreement, dist, get_global_rank, get_world_size, reproducibility
 from composer_dist.ddp import DDP
 from composer_dist.deepspeed import check_deepspeed_fits, parse_deepspeed_config
@@ -31,54 +28,118 @@ if TYPE_CHECKING:
 
     from composer.trainer._arguments import TrainerArguments
     from composer.trainer._build import ResolvedArguments
-    from composer_dist.ddp import DDPSyncStrategy
-    from composer_dist.devices import Device, Precision
+    from composer_dist.devices import Precision
     from composer_events.algorithm import Algorithm
     from composer_events.callback import Callback
     from composer_events.data_spec import DataSpec
     from composer_events.evaluator import Evaluator
     from composer_events.state import State
-    from composer_fsdp import ParallelismConfig, ShardingPlan
+    from composer_fsdp import FSDP, ParallelismConfig, ShardingPlan
 
 
 # Types whose text is the same in every process.
 _PLAIN = (bool, int, float, str, Time, type(None))
 
 
-def choose_strategy(
-    device: Device,
-    algorithms: Iterable[Algorithm],
-    sync_strategy: str | DDPSyncStrategy | None,
-    comm_hook: str | None,
-    deepspeed_config: Mapping[str, Any] | None,
-    sharding: ShardingPlan | None = None,
-) -> Strategy:
-    """Return the strategy: DeepSpeed or FSDP if configured, else DDP, or a single device."""
-    if sharding is not None:
-        return make_strategy(sharding, device, algorithms, sync_strategy, comm_hook)
-    find_unused = any(algorithm.find_unused_parameters for algorithm in algorithms)
-    if deepspeed_config is not None:
-        if sync_strategy is not None or comm_hook is not None:
-            raise ValueError(
-                f"ddp_sync_strategy={sync_strategy!r} and ddp_comm_hook={comm_hook!r} do not go with deepspeed_config: "
-                "DeepSpeed's engine synchronizes the gradients itself. Leave out what you do not need."
-            )
-        from composer_dist.deepspeed import DeepSpeed  # requires the package deepspeed
+def as_fsdp(strategy: Strategy) -> FSDP | None:
+    """Return a strategy that shards the model, and `None` for any other, without importing the class."""
+    return cast("FSDP", strategy) if hasattr(strategy, "plan") else None
 
-        return DeepSpeed(device, deepspeed_config, find_unused_parameters=find_unused)
-    is_alone = get_world_size() == 1
-    if is_alone and sync_strategy is None and comm_hook is None:
-        return SingleDevice(device)
+
+def read_parallelism(arguments: TrainerArguments) -> ParallelismConfig | None:
+    """Return the sharding settings from the arguments, or `None`."""
+    if arguments.parallelism_config is None and arguments.fsdp_config is None:
+        return None
+    from composer_fsdp.parse import parse_parallelism  # a slow import that only sharded runs need
+
+    return parse_parallelism(
+        arguments.parallelism_config,
+        fsdp_config=arguments.fsdp_config,
+        fsdp_auto_wrap=arguments.fsdp_auto_wrap,
+        load_fsdp_monolith_rank0_only=arguments.load_fsdp_monolith_rank0_only,
+        stacklevel=user_stacklevel(),
+    )
+
+
+def choose_strategy(arguments: TrainerArguments, resolved: ResolvedArguments) -> Strategy:
+    """Return the strategy: FSDP or DeepSpeed if configured, else DDP, or a single device."""
+    device, algorithms, is_alone = resolved.device, resolved.algorithms, get_world_size() == 1
+    sync, hook = arguments.ddp_sync_strategy, arguments.ddp_comm_hook
+    is_sharded, is_deepspeed = resolved.parallelism_config is not None, resolved.deepspeed_config is not None
+    if (is_sharded or is_deepspeed) and (sync is not None or hook is not None):
+        which = ("parallelism_config", "FSDP") if is_sharded else ("deepspeed_config", "DeepSpeed's engine")
+        raise ValueError(
+            f"ddp_sync_strategy={sync!r} and ddp_comm_hook={hook!r} do not go with {which[0]}: {which[1]} synchronizes "
+            "the gradients itself. Leave out what you do not need."
+        )
     for algorithm in algorithms:
-        if algorithm.backwards_create_graph and not is_alone:
+        if algorithm.backwards_create_graph and (is_sharded or not (is_deepspeed or is_alone)):
+            which = "FSDP" if is_sharded else f"DistributedDataParallel (WORLD_SIZE is {get_world_size()})"
             raise ValueError(
                 f"{type(algorithm).__name__} differentiates through the gradients (backwards_create_graph=True), which "
-                f"DistributedDataParallel cannot, and WORLD_SIZE is {get_world_size()}. Train in one process, or leave "
-                "the algorithm out."
+                f"{which} cannot. Train in one process without parallelism_config, or leave the algorithm out."
             )
+    if resolved.parallelism_config is not None:
+        plan = plan_sharding(resolved.parallelism_config, resolved.precision, is_auto=resolved.microbatching.is_auto)
+        from composer_fsdp.strategy import FSDP  # here, because it imports torch's sharding
+
+        return FSDP(device, plan)
+    find_unused = any(algorithm.find_unused_parameters for algorithm in algorithms)
+    if resolved.deepspeed_config is not None:
+        from composer_dist.deepspeed import DeepSpeed  # requires the package deepspeed
+
+        return DeepSpeed(device, resolved.deepspeed_config, find_unused_parameters=find_unused)
+    if is_alone and sync is None and hook is None:
+        return SingleDevice(device)
     # Created for a single process as well, so that an unknown name is an error there, too.
-    ddp = DDP(device, sync_strategy=sync_strategy, find_unused_parameters=find_unused, comm_hook=comm_hook)
+    ddp = DDP(device, sync_strategy=sync, find_unused_parameters=find_unused, comm_hook=hook)
     return SingleDevice(device) if is_alone else ddp
+
+
+def plan_sharding(config: ParallelismConfig, precision: Precision, *, is_auto: bool) -> ShardingPlan:
+    """Return the sharding plan for parallelism settings."""
+    if is_auto and config.fsdp2 is not None:
+        raise ValueError(
+            "Auto microbatching is not supported outside of FSDP1: device_train_microbatch_size='auto' does not go "
+            "with an FSDP2Config. Give the size as a number, or an FSDPConfig."
+        )
+    from composer_fsdp.plan import make_plan
+
+    return make_plan(config, precision=precision, world_size=get_world_size(), stacklevel=user_stacklevel())
+
+
+def refuse_unrepeatable(microbatching: Microbatching, strategy: Strategy, *, is_deepspeed: bool = False) -> None:
+    """Reject `'auto'` if a step cannot be repeated."""
+    if not microbatching.is_auto:
+        return
+    if isinstance(strategy, DDP) and strategy.comm_hook is not None:
+        raise ValueError(
+            f"device_train_microbatch_size='auto' does not go with ddp_comm_hook={strategy.comm_hook!r}: gradients are "
+            "averaged after the backward pass, without the hook. Leave the hook out, or give the size as a number."
+        )
+    if fsdp := as_fsdp(strategy):
+        fsdp.check_repeatable()
+    if is_deepspeed:
+        raise ValueError(
+            "device_train_microbatch_size='auto' does not go with deepspeed_config: DeepSpeed's engine cannot repeat "
+            "a step. Give the size as a number."
+        )
+
+
+def share_mesh(strategy: Strategy, state: State) -> None:
+    """Make the strategy and the state use the same device mesh."""
+    fsdp = as_fsdp(strategy)
+    if fsdp is None:
+        return
+    fsdp.seed = state.rank_zero_seed
+    if state.device_mesh is not None:
+        fsdp.mesh = state.device_mesh
+    if fsdp.is_prepared:
+        state.device_mesh = fsdp.mesh
+        meshes = fsdp.sharded.meshes
+        state.fsdp_config.device_mesh = meshes.data
+        if state.tp_config is not None:
+            state.tp_config.device_mesh = meshes.tensor
 
 
 def size_for_deepspeed(config: Any, dataloader: Any) -> int | None:
@@ -92,16 +153,7 @@ def size_for_deepspeed(config: Any, dataloader: Any) -> int | None:
     return total // get_world_size() if isinstance(total, int) else None
 
 
-def complete_deepspeed_config(
-    config: object,
-    *,
-    parallelism_config: object = None,
-    data_spec: DataSpec | None,
-    microbatch_size: int | float | None,
-    precision: Precision,
-    algorithms: Iterable[Algorithm],
-    callbacks: Iterable[Callback],
-) -> dict[str, Any] | None:
+def complete_deepspeed_config(config: Any, resolved: ResolvedArguments) -> dict[str, Any] | None:
     """Complete DeepSpeed's configuration from the other arguments, or return `None` without one."""
     if config is None:
         return None
@@ -111,20 +163,27 @@ def complete_deepspeed_config(
             "{'zero_optimization': {'stage': 2}}, or {} for the defaults."
         )
     config = cast("Mapping[str, Any]", config)
-    _refuse_methods(config, algorithms)
+    _refuse_methods(config, resolved.algorithms)
     if find_spec("deepspeed") is None:
         raise MissingConditionalImportError("deepspeed", "deepspeed", distribution="composer-suite")
+    data_spec = resolved.data_spec
     check_deepspeed_fits(
-        parallelism_config=parallelism_config, has_train_dataloader=data_spec is not None, callbacks=callbacks
+        parallelism_config=resolved.parallelism_config,
+        has_train_dataloader=data_spec is not None,
+        callbacks=resolved.callbacks,
     )
+    from composer_algorithms.gradient_clipping import GradientClipping  # the only algorithm that DeepSpeed replaces
+
     assert data_spec is not None
+    clippings = (each for each in resolved.algorithms if isinstance(each, GradientClipping))
+    batch_size = size_of_batches(data_spec.dataloader)
     return parse_deepspeed_config(
         config,
-        batch_size=size_of_batches(data_spec.dataloader),
-        microbatch_size=microbatch_size,
+        batch_size=batch_size,
+        microbatch_size=resolved.microbatching.of_one_size(batch_size),
         world_size=get_world_size(),
-        precision=precision,
-        clip=_clipping(algorithms),
+        precision=resolved.precision,
+        clip=next(((each.clipping_type, each.clipping_threshold) for each in clippings), None),
     )
 
 
@@ -148,15 +207,6 @@ def _refuse_methods(config: Mapping[str, Any], algorithms: Iterable[Algorithm]) 
             f"{because}. Use stage 2, train with parallelism_config={{'fsdp': {{}}}} instead of DeepSpeed, or leave "
             "the algorithm out."
         )
-
-
-def _clipping(algorithms: Iterable[Algorithm]) -> tuple[str, float] | None:
-    from composer_algorithms.gradient_clipping import GradientClipping  # the only algorithm that DeepSpeed replaces
-
-    for algorithm in algorithms:
-        if isinstance(algorithm, GradientClipping):
-            return algorithm.clipping_type, algorithm.clipping_threshold
-    return None
 
 
 def share_seed(seed: int | None) -> int:
@@ -217,7 +267,7 @@ def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec, strategy: Strateg
     follows_clock = any(length is None or length.unit is TimeUnit.SECOND for length in lengths)
     listens = bool(state.callbacks) or follows_clock
     may_stop_late = any(
-        overrides(callback, Callback, name) and not hasattr(callback, "is_save_due")  # savers never stop training
+        overrides(callback, Callback, name) and not callback.saves_checkpoints  # savers never stop training
         for callback in state.callbacks
         for name in ("batch_checkpoint", "run_event")
     )
@@ -259,11 +309,16 @@ def check_agreement(arguments: TrainerArguments, resolved: ResolvedArguments) ->
         **{name: getattr(arguments, name) for name in _SAME_AS_GIVEN},
         "max_duration": resolved.duration,
         "precision": resolved.precision,
-        "deepspeed_config": resolved.placement.deepspeed_config,
-        "parallelism_config": facts_of(resolved.placement.strategy),
+        "deepspeed_config": resolved.deepspeed_config,
+        "parallelism_config": _sharding_facts(resolved.strategy),
         "CheckpointSaver": None if resolved.saver is None else resolved.saver.filename.filename,
     }
-    facts: dict[str, Any] = {name: _described(value) for name, value in values.items()}
+    facts: dict[str, Any] = {
+        name: {key: str(part) for key, part in cast("Mapping[str, object]", value).items()}
+        if isinstance(value, Mapping)
+        else str(value)
+        for name, value in values.items()
+    }
     facts["model"] = agreement.describe_model(resolved.model)
     facts["optimizers"] = {type(optimizer).__name__: _settings(optimizer) for optimizer in resolved.optimizers}
     facts["algorithms"] = [_name(algorithm) for algorithm in resolved.algorithms]
@@ -273,10 +328,10 @@ def check_agreement(arguments: TrainerArguments, resolved: ResolvedArguments) ->
     compare(facts)
 
 
-def _described(value: object) -> str | dict[Any, str]:
-    if isinstance(value, Mapping):
-        return {key: str(part) for key, part in cast("Mapping[Any, object]", value).items()}
-    return str(value)
+def _sharding_facts(strategy: Strategy) -> dict[str, Any] | None:
+    """Return the sharding settings that must agree on all ranks."""
+    fsdp = as_fsdp(strategy)
+    return None if fsdp is None else fsdp.plan.facts()
 
 
 def _evaluator_facts(evaluators: Iterable[Evaluator]) -> dict[str, Any]:
@@ -315,66 +370,32 @@ def _settings(optimizer: Optimizer) -> dict[str, str]:
 _log = logging.getLogger("composer.trainer.trainer")
 
 
-@dataclass(frozen=True, slots=True)
-class Compilation:
-    """A model, and the arguments with which it is compiled.
+def unwrap_compiled(config: Mapping[str, Any] | None, model: Any) -> tuple[Any, Mapping[str, Any] | None, bool]:
+    """Check the arguments of `torch.compile`, and unwrap a model that is already compiled.
 
-    A module is compiled in place: its class, attributes and state dict keys do not change.
-
-    Attributes:
-        model: The model, without the wrapper of `torch.compile` if there is one.
-        config: Arguments of `torch.compile`; `None` for a model that is not to be compiled, or is compiled already.
+    Returns:
+        The model without its wrapper, the arguments to compile it in place with, or `None`, and whether it is compiled
+        in either way.
     """
-
-    model: Any
-    config: dict[str, Any] | None
-    is_compiled: bool
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any] | None, model: Any) -> Compilation:
-        """Check the arguments, and unwrap a model that is already compiled."""
-        if config is not None:
-            _check(config)
-        inner = getattr(model, "_orig_mod", None)  # the module inside a wrapper of `torch.compile`
-        if not (isinstance(model, nn.Module) and isinstance(inner, nn.Module)):
-            return cls(model, None if config is None else dict(config), is_compiled=config is not None)
-        if config is not None:
-            _log.warning("`model` is already compiled with `torch.compile`; compile_config=%r is ignored.", config)
-        else:
-            _log.warning("`model` is already compiled with `torch.compile`; it trains as it was compiled.")
-        # PyTorch has no public way to run a module in place through an existing wrapper. `Module.compile` itself uses
-        # these two attributes.
-        untyped = cast(Any, inner)
-        untyped._compiled_call_impl = vars(model)["dynamo_ctx"](untyped._call_impl)
-        return cls(inner, None, is_compiled=True)
-
-    def apply(self, model: nn.Module) -> None:
-        """Compile a model in place, which may be wrapped for several ranks."""
-        if self.config is not None:
-            cast(Any, model).compile(**self.config)
-
-
-def _check(config: Any) -> None:
-    if not isinstance(config, Mapping):
-        raise TypeError(
-            f"compile_config={config!r} must be a dict of arguments of torch.compile, such as "
-            "{'mode': 'reduce-overhead'}, or {} for the defaults."
-        )
-    settings = dict(cast("Mapping[str, Any]", config))
-    known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
-    unknown = [name for name in settings if name not in known]
-    if unknown:
-        raise TypeError(
-            f"compile_config has {unknown[0]!r}, which torch.compile does not accept. Use {', '.join(known)}."
-        )
-    try:
-        # This checks the backend and all options at once; compilation itself would only start at the first call.
-        torch.compile(lambda: None, **settings)
-    except Exception as error:
-        raise ValueError(
-            f"compile_config={settings!r} is rejected by torch.compile: {error} Available backends are "
-            f"{', '.join(cast(Any, torch.compiler).list_backends())}; {{}} takes the defaults."
-        ) from error
+    if config is not None:
+        try:
+            # Checks the backend and all options at once; compilation itself would only start at the first call.
+            torch.compile(lambda: None, **config)
+        except Exception as error:
+            raise (TypeError if isinstance(error, TypeError) else ValueError)(
+                f"compile_config={config!r} is rejected by torch.compile: {error} Available backends are "
+                f"{', '.join(cast(Any, torch.compiler).list_backends())}; {{}} takes the defaults."
+            ) from error
+    inner = getattr(model, "_orig_mod", None)  # the module inside a wrapper of `torch.compile`
+    if not (isinstance(model, nn.Module) and isinstance(inner, nn.Module)):
+        return model, config, config is not None
+    ignored = "it trains as it was compiled" if config is None else f"compile_config={config!r} is ignored"
+    _log.warning("`model` is already compiled with `torch.compile`; %s.", ignored)
+    # PyTorch has no public way to run a module in place through an existing wrapper. `Module.compile` itself uses these
+    # two attributes.
+    untyped = cast(Any, inner)
+    untyped._compiled_call_impl = vars(model)["dynamo_ctx"](untyped._call_impl)
+    return inner, None, True
 
 
 _SELECTIVE = "selective"

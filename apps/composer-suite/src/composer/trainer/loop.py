@@ -4,11 +4,10 @@ Algorithms and callbacks act on the events. The table in `composer_events.event`
 """
 
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from composer.trainer._data import Clock, TrainBatches
+from composer.trainer._data import Clock, TrainBatches, has_time_left
 from composer.trainer._evaluation import Evaluation, EvaluationBatches
 from composer.trainer._fit_settings import SchedulerSteps
 from composer.trainer._rank_sync import Ranks
@@ -39,8 +38,6 @@ class FitEvaluation:
     def __call__(self, event: Event) -> None:
         """Run the evaluators that are due on BATCH_END, EPOCH_END or FIT_END."""
         state, evaluators = self._state, self._evaluators
-        if not evaluators:
-            return
         if evaluators.version != self._version:
             self._take_evaluators()
             self._version = evaluators.version
@@ -50,9 +47,7 @@ class FitEvaluation:
         with self._clock.paused():
             self._engine.run_event(Event.EVAL_BEFORE_ALL)
             for evaluator in due:
-                subset = evaluator.subset_num_batches
-                metrics = state.eval_metrics[evaluator.label]
-                self._evaluation.run(evaluator, metrics, -1 if subset is None else subset, self._data.open)
+                self._evaluation.run(evaluator, open_batches=self._data.open)
             self._engine.run_event(Event.EVAL_AFTER_ALL)
 
 
@@ -73,7 +68,8 @@ class Loop:
 
     def fit(self) -> None:
         """Train until `state.max_duration` is reached."""
-        state, run_event, schedulers = self.state, self.engine.run_event, self.state.schedulers
+        state, run_event = self.state, self.engine.run_event
+        schedulers, evaluators = state.schedulers, state.evaluators  # always the same list objects
 
         self.report.algorithms()
         run_event(Event.FIT_START)
@@ -88,7 +84,8 @@ class Loop:
                 run_event(Event.EPOCH_START)
                 self.report.epoch()
 
-            for state.batch in self._batches_of_this_epoch():
+            self.clock.start_batch()
+            for state.batch in self.batches:
                 if schedulers:
                     self.schedulers.before_batch()
                 run_event(Event.AFTER_DATALOADER)
@@ -103,7 +100,8 @@ class Loop:
                     self.schedulers.after_batch()
 
                 run_event(Event.BATCH_END)
-                self.evaluate(Event.BATCH_END)
+                if evaluators:
+                    self.evaluate(Event.BATCH_END)
                 goes_on = self._goes_on()  # before a save, in which all ranks take part
                 run_event(Event.BATCH_CHECKPOINT)
                 if not goes_on or (self.ranks.may_stop_late and not self._goes_on()):
@@ -134,21 +132,13 @@ class Loop:
         run_event(Event.FIT_END)
         self.evaluate(Event.FIT_END)
 
-    def _is_training(self) -> bool:
-        max_duration = self.state.max_duration
-        return max_duration is not None and self.state.timestamp < max_duration
-
     def _goes_on(self) -> bool:
         """Return whether to continue. If a rank has been stopped, stop all. Every rank must call this."""
-        state, is_over = self.state, not self._is_training()
+        state, is_over = self.state, not has_time_left(self.state)
         stops, for_good = self.ranks.any_stops(is_over, for_good=is_over and state.stopped_duration is not None)
         if stops and not is_over:
             state.stop_training(resumable=not for_good)
         return not stops
-
-    def _batches_of_this_epoch(self) -> Iterator[Any]:
-        self.clock.start_batch()
-        return iter(self.batches)
 
     def _advance_batch(self) -> None:
         samples, tokens, seconds = self.ranks.total(

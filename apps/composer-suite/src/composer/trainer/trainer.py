@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from torch.optim import Optimizer
 
-from composer.trainer._arguments import FitArguments, TrainerArguments, suggest_keywords
+from composer.trainer._arguments import FitArguments
 from composer.trainer._build import build
-from composer.trainer._evaluation import evaluate_alone
-from composer.trainer._prediction import check_prediction
+from composer.trainer._evaluation import check_prediction, evaluate_alone
 from composer.trainer.divergence import OnDivergence
 from composer.utils import checkpoint
 from composer_checkpoint.ignore_keys import IgnoreKeys
@@ -233,22 +232,17 @@ class Trainer:
         **older_names: Any,
     ) -> None:
         # The first statement, because `locals()` must contain only the arguments.
-        arguments = TrainerArguments.of(locals(), Trainer.__init__.__kwdefaults__ or {})
-        self._runtime = build(arguments)
+        self._runtime = build(locals(), Trainer.__init__.__kwdefaults__ or {})
         self.state = self._runtime.state
         self.engine = self._runtime.engine
         self.logger = self._runtime.logger
         self.strategy = self._runtime.strategy
         self.divergences = self._runtime.divergences
-        self.python_log_level = arguments.python_log_level
-        self.auto_log_hparams = arguments.auto_log_hparams
-        if arguments.auto_log_hparams:  # as in Composer, the attribute exists only then
+        self.python_log_level = python_log_level
+        self.auto_log_hparams = auto_log_hparams
+        if auto_log_hparams:  # as in Composer, the attribute exists only then
             self.local_hparams = self._runtime.local_hparams
 
-    @suggest_keywords(
-        max_duration="It is for the constructor; fit(duration=...) trains so much longer, counted from now.",
-        grad_clip_norm="Give the constructor algorithms=GradientClipping('norm', ...).",
-    )
     def fit(
         self,
         *,
@@ -299,7 +293,6 @@ class Trainer:
         """
         self._runtime.fit(FitArguments.of(locals()))
 
-    @suggest_keywords()
     def eval(self, eval_dataloader: Any = None, subset_num_batches: int = -1) -> None:
         """Evaluate now. The results are in `state.eval_metrics` and in the log.
 
@@ -314,7 +307,6 @@ class Trainer:
         with self._runtime.recording_failure():
             evaluate_alone(self._runtime, eval_dataloader, subset_num_batches)
 
-    @suggest_keywords()
     def predict(
         self,
         dataloader: Any,
@@ -393,17 +385,20 @@ class Trainer:
     @property
     def cumulative_alloc_retries(self) -> int:
         """Number of allocation retries of the GPU's allocator, with `device_train_microbatch_size='auto'`."""
-        return self._runtime.halve_on_oom.cumulative_alloc_retries
+        oom = self._runtime.halve_on_oom
+        return 0 if oom is None else oom.cumulative_alloc_retries
 
     @property
     def num_consecutive_thrashes(self) -> int:
         """Number of latest consecutive batches in which the allocator of any rank retried."""
-        return self._runtime.halve_on_oom.num_consecutive_thrashes
+        oom = self._runtime.halve_on_oom
+        return 0 if oom is None else oom.num_consecutive_thrashes
 
     @property
     def num_consecutive_non_OOM_batches(self) -> int:  # Composer's name
         """Number of batches since the latest out-of-memory error."""
-        return self._runtime.halve_on_oom.num_consecutive_non_oom_batches
+        oom = self._runtime.halve_on_oom
+        return 0 if oom is None else oom.num_consecutive_non_oom_batches
 
     @property
     def saved_checkpoints(self) -> list[str]:
