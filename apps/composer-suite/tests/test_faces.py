@@ -448,7 +448,7 @@ IMPORT_MAP = [
         "autocontrast brightness brightness_original color color_original contrast contrast_original equalize "
         "posterize rotate sharpness sharpness_original shear_x shear_y solarize translate_x translate_y "
         "AugmentationFunction",
-        "composer_algorithms.augmentation.primitives",
+        "composer_algorithms.augmentation",
         "composer.algorithms.utils.augmentation_primitives",
     ),
     (
@@ -800,7 +800,7 @@ IMPORT_MAP = [
     ),
     (
         "PolicyRegistry AlibiReplacementFunction",
-        "composer_algorithms.alibi.registry",
+        "composer_algorithms.alibi.attention_surgery_functions",
         "composer.algorithms.alibi.attention_surgery_functions.utils",
     ),
     (

@@ -8,7 +8,7 @@ from torch import nn
 
 from composer_algorithms import Alibi
 from composer_algorithms.alibi.attention import alibi_bias, alibi_slopes, zero_and_freeze_expand_position_embeddings
-from composer_algorithms.alibi.registry import PolicyRegistry
+from composer_algorithms.alibi.attention_surgery_functions import PolicyRegistry
 from composer_events import Event, State
 
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
@@ -192,21 +191,6 @@ def test_nobody_trains_inside_an_evaluation(model, loader):
     train_epoch(loop, model)
 
 
-def test_a_save_in_the_middle_of_a_batch_is_told(model, loader):
-    loop = make_loop(model, loader, num_microbatches=2)
-    warned = []
-    for x, y in loop.epoch():
-        with loop.batch(x, y) as b:
-            b.outputs = model(b.inputs)
-            b.loss = F.cross_entropy(b.outputs, b.targets)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loop.state_dict()
-        warned.append([str(warning.message) for warning in caught])
-    assert [len(each) for each in warned] == [1, 0, 1, 0]
-    assert "after 1 of the 2 parts of a batch" in warned[0][0]
-
-
 @pytest.mark.parametrize("num_batches", [3, 4, 6])
 def test_a_resumed_run_ends_like_one_that_was_not_interrupted(num_batches, loader, tmp_path):
     def algorithms():
@@ -329,22 +313,6 @@ def test_the_optimizer_of_another_model_is_refused(model, loader):
     with pytest.raises(ValueError, match="None of the parameters of SGD belongs to the Sequential"):
         AlgorithmLoop(model, sgd(new_model()), dataloader=loader, max_duration="1ep")
     AlgorithmLoop(model, [sgd(new_model()), sgd(model)], dataloader=loader, max_duration="1ep")
-
-
-@pytest.mark.parametrize("reads_here", [True, False])
-def test_a_loop_that_goes_on_after_its_end_is_warned_once_where_it_does(reads_here, model, loader):
-    loop = make_loop(model, loader, max_duration="1ep")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train_epoch(loop, model)
-        assert caught == []
-        for x, y in loop.epoch() if reads_here else loader:
-            with loop.batch(x, y) as b:
-                b.loss = F.cross_entropy(model(b.inputs), b.targets)
-    assert [str(warning.message).partition(":")[0] for warning in caught] == [
-        "the loop continues after max_duration='1ep'"
-    ]
-    assert caught[0].filename == __file__
 
 
 def test_pieces_and_whole_batches_do_not_go_together(model, loader):

@@ -189,7 +189,7 @@ def test_the_largest_rank_is_the_last_with_less_work(num_in, num_out):
     most = FactorizedLinear.max_allowed_latent_features(num_in, num_out)
     assert most * (num_in + num_out) < num_in * num_out <= (most + 1) * (num_in + num_out)
     FactorizedLinear(num_in, num_out, latent_features=most)
-    with pytest.raises(ValueError, match=f"latent_features={most + 1} .*pass {most} or less"):
+    with pytest.raises(ValueError, match=f"a latent size of {most + 1} .*pass {most} or less"):
         FactorizedLinear(num_in, num_out, latent_features=most + 1)
     conv = FactorizedConv2d.max_allowed_latent_channels(num_in, num_out, 3)
     assert conv * (9 * num_in + num_out) < 9 * num_in * num_out <= (conv + 1) * (9 * num_in + num_out)

@@ -110,7 +110,7 @@ def no_reduction(outputs, target):
         ({"keep": 0}, ValueError, "keep=0"),
         ({"keep": 1.5}, ValueError, r"keep=1\.5"),
         ({"scale_factor": 2}, ValueError, "scale_factor=2"),
-        ({"scale_factor": 0.5}, ValueError, r"got the shape \(4, 2\)"),
+        ({"scale_factor": 0.5}, ValueError, r"of shape \(4, 2\)"),
         ({"loss_fun": lambda o, t, reduction: o.sum()}, ValueError, r"has the shape \(\)"),
     ],
 )

@@ -2,14 +2,12 @@
 
 import hashlib
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from composer_events import State
 from composer_time import Serializable
-
-if TYPE_CHECKING:
-    from composer_events.state import State
 
 
 def draw_integer(low: int, high: int, generator: torch.Generator | None = None) -> int:
@@ -64,7 +62,7 @@ class ResumableDraws(Serializable):
 
     _num_draws = 0
 
-    def next_generator(self, state: "State") -> torch.Generator:
+    def next_generator(self, state: State) -> torch.Generator:
         """Return the CPU generator of the next draw."""
         # state.seed is the rank's own seed. Without rank_zero_seed, rank 1 of one run and rank 0 of a run with the next
         # seed would share their draws.

@@ -2,19 +2,17 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from composer_algorithms._tensors import require_tensor
 from composer_algorithms.label_smoothing import LabelSmoothing
 from composer_dist.devices import get_precision_context
-
-if TYPE_CHECKING:
-    from composer_events.state import State
+from composer_events import State
 
 
-def loss_for_target(state: "State", target_key: Any, target: Tensor) -> Tensor:
+def loss_for_target(state: State, target_key: Any, target: Tensor) -> Tensor:
     """Return the loss of `state.outputs` with `target` in place of the batch's target, which is restored afterwards.
 
     The loss is computed as the training loop computes its own: in the precision of the state, and with labels smoothed
@@ -49,7 +47,7 @@ def find_loss(model: nn.Module) -> Callable[..., Any]:
     )
 
 
-def _smoothed(state: "State", target_key: Any, outputs: Tensor, target: Tensor) -> Tensor:
+def _smoothed(state: State, target_key: Any, outputs: Tensor, target: Tensor) -> Tensor:
     # LabelSmoothing acts around the loop's own loss only, so the batch has its plain labels back by now.
     for algorithm in state.algorithms:
         if isinstance(algorithm, LabelSmoothing) and algorithm.target_key == target_key:
@@ -57,7 +55,7 @@ def _smoothed(state: "State", target_key: Any, outputs: Tensor, target: Tensor) 
     return target
 
 
-def precision_context(state: "State", device_type: str) -> AbstractContextManager[Any]:
+def precision_context(state: State, device_type: str) -> AbstractContextManager[Any]:
     """Return the autocast of the run, which the loop enters for its own passes, but not for most events."""
     if state.precision is None:  # a custom loop whose state leaves precision alone
         return nullcontext()

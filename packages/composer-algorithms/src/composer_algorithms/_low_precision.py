@@ -1,7 +1,7 @@
 """Common parts of the low precision norms: event, surgery and autocast dtype."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from composer_algorithms._method import ModelSurgery
 from composer_algorithms.module_surgery import replace_module_classes
 from composer_dist.devices import Precision
-from composer_events.event import Event
-from composer_events.warnings import NoEffectWarning
+from composer_events import Event, NoEffectWarning
 
 _PRECISIONS = (Precision.AMP_FP16, Precision.AMP_BF16)
 _APPLY_AT = (Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD)
@@ -37,11 +36,20 @@ class LowPrecisionNorm(ModelSurgery):
         return f"{type(self).__name__}(apply_at=Event.{Event(self.apply_at).name})"
 
 
-def to_autocast_dtype(tensor: Tensor | None, device_type: str) -> Tensor | None:
-    """Return the tensor in the dtype of the surrounding autocast, or unchanged without autocast."""
-    if tensor is None or not torch.is_autocast_enabled(device_type):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device_type))
+def in_autocast_dtype(
+    normalize: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Call a function of input, weight and bias in the dtype of the surrounding autocast, if there is one."""
+    device_type = input.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return normalize(input, weight, bias)
+    dtype = torch.get_autocast_dtype(device_type)
+    # Autocast would cast the arguments back to float32.
+    with torch.autocast(device_type, enabled=False):
+        return normalize(input.to(dtype), *(None if one is None else one.to(dtype) for one in (weight, bias)))
 
 
 def swap_norms(

@@ -3,26 +3,27 @@
 import inspect
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from composer_events.algorithm import Algorithm
-from composer_events.event import Event
+from composer_events import Algorithm, Event, Logger, State
 from composer_time import Time, TimeUnit
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
 
 
 class NamedArguments:
     """Mixin with a `repr` that names the arguments of the constructor, each the value of the attribute of that name."""
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the constructor by name."""
+        return {name: getattr(self, name) for name in inspect.signature(self._own_class()).parameters}
+
     def __repr__(self) -> str:
-        # Checkpoints record this text and rebuild the algorithm from it, for which they look only in this package: a
+        arguments = (f"{name}={value!r}" for name, value in self.arguments().items())
+        return f"{self._own_class().__name__}({', '.join(arguments)})"
+
+    def _own_class(self) -> type[Any]:
+        # Checkpoints record the repr and rebuild the algorithm from it, for which they look only in this package: a
         # subclass defined elsewhere is described as the class of this package that it derives from.
-        kind = next(one for one in type(self).__mro__ if one.__module__.startswith(f"{__package__}."))
-        arguments = (f"{name}={getattr(self, name)!r}" for name in inspect.signature(kind).parameters)
-        return f"{kind.__name__}({', '.join(arguments)})"
+        return next(one for one in type(self).__mro__ if one.__module__.startswith(f"{__package__}."))
 
 
 class Method(NamedArguments, Algorithm):
@@ -34,7 +35,7 @@ class Method(NamedArguments, Algorithm):
 
     computes_losses: ClassVar[bool] = False
 
-    def match(self, event: Event, state: "State") -> bool:
+    def match(self, event: Event, state: State) -> bool:
         """Return whether the event is in `acts_on`."""
         return event in (self.acts_on or ())
 
@@ -50,7 +51,12 @@ class ModelSurgery(Method):
         return True
 
 
-def report(log: logging.Logger, logger: "Logger | None", counts: Mapping[str, int]) -> None:
+def log_no_effect(log: logging.Logger, method: str, model: object, why: str) -> None:
+    """Log that a method has not found anything to change in a model."""
+    log.warning("%s has no effect on this %s: %s.", method, type(model).__qualname__, why)
+
+
+def report(log: logging.Logger, logger: Logger | None, counts: Mapping[str, int]) -> None:
     """Log how many modules an algorithm has changed."""
     for name, count in counts.items():
         log.info("%s: %d", name, count)
@@ -64,7 +70,7 @@ NO_LENGTH = (
 )
 
 
-def elapsed_fraction(state: "State", owner: str) -> Time[float]:
+def elapsed_fraction(state: State, owner: str) -> Time[float]:
     """Return the completed fraction of training; `owner` names in the error what needs it."""
     elapsed = state.get_elapsed_duration()
     if elapsed is None:
@@ -72,7 +78,7 @@ def elapsed_fraction(state: "State", owner: str) -> Time[float]:
     return elapsed
 
 
-def is_reached(time: Time[Any], state: "State", argument: str) -> bool:
+def is_reached(time: Time[Any], state: State, argument: str) -> bool:
     """Return whether training has lasted for a time, which may be a fraction of it."""
     if time.unit == TimeUnit.DURATION:
         # The start of training is known without its length.

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_events.batches import ensure_tuple
+from composer_events import ensure_tuple
 
 __all__ = ["Replacement", "as_optimizers", "follow_replacements", "rename_in_optimizer", "update_params_in_optimizer"]
 
@@ -87,9 +87,8 @@ def follow_replacements(
     for replacement in replacements:
         places = _places(opts)  # again for each, since nested replacements move parameters that were just added
         new_params = dict(replacement.new.named_parameters())
-        new = _by_id(new_params.values())
-        removed = _without(_by_id(replacement.old_params.values()), new)
-        kept = {id(tensor) for tensor in replacement.old_params.values()}
+        kept = _by_id(replacement.old_params.values())
+        removed = _without(kept, _by_id(new_params.values()))
         added: dict[int, tuple[Tensor, _Place]] = {}
         for name, tensor in new_params.items():
             # Shared parameters may be in an optimizer already, and torch rejects a parameter in two groups.
@@ -131,9 +130,8 @@ def _is_optimized(name: str, tensor: Tensor, replacement: Replacement, places: M
         return True
     leaf, old_params = name.rpartition(".")[2], replacement.old_params
     alike = [old for old_name, old in old_params.items() if old_name.rpartition(".")[2] == leaf]
-    if name in old_params:
-        alike = [old_params[name]]
-    return any(id(old) in places and not old.requires_grad for old in alike)
+    own = old_params.get(name)
+    return any(id(old) in places and not old.requires_grad for old in (alike if own is None else [own]))
 
 
 def _predecessors_places(
@@ -141,15 +139,13 @@ def _predecessors_places(
 ) -> set[_Place]:
     if name in replacement.old_params and id(replacement.old_params[name]) in places:
         return {places[id(replacement.old_params[name])]}
-    known = [(old_name, old) for old_name, old in replacement.old_params.items() if id(old) in places]
-    leaf = name.rpartition(".")[2]
-    same_leaf = [(old_name, old) for old_name, old in known if old_name.rpartition(".")[2] == leaf]
-    same_dims = [(old_name, old) for old_name, old in same_leaf if old.ndim == tensor.ndim]
+    known = {old_name: old for old_name, old in replacement.old_params.items() if id(old) in places}
+    same_leaf = [old for old_name, old in known.items() if old_name.rpartition(".")[2] == name.rpartition(".")[2]]
+    same_dims = [old for old in same_leaf if old.ndim == tensor.ndim]
     for likely in (same_dims, same_leaf):  # the closest matches first
-        found = {places[id(old)] for _, old in likely}
-        if len(found) == 1:
+        if len(found := {places[id(old)] for old in likely}) == 1:
             return found
-    return {places[id(old)] for _, old in known}
+    return {places[id(old)] for old in known.values()}
 
 
 def _only_place(optimizers: Sequence[Optimizer], candidates: set[_Place], what: str) -> _Place:
@@ -179,22 +175,12 @@ def _exchange(
             # Groups are changed in place, since schedulers and wrappers of the optimizer hold the same dicts.
             newcomers = [tensor for tensor, place in added.values() if place == (o, g)]
             if "param_names" in group:  # parallel to "params" since torch 2.6
-                group["param_names"] = _new_names(group, removed, newcomers, names)
+                if any(id(tensor) not in names for tensor in newcomers):
+                    raise RuntimeError(
+                        "the optimizer was built from named_parameters(), and names of new parameters are not known "
+                        "here: use replace_module_classes with optimizers=, which knows them, or rebuild the optimizer."
+                    )
+                pairs = zip(group["params"], group["param_names"], strict=True)
+                kept = [names.get(id(tensor), name) for tensor, name in pairs if id(tensor) not in removed]
+                group["param_names"] = kept + [names[id(tensor)] for tensor in newcomers]
             group["params"] = [tensor for tensor in group["params"] if id(tensor) not in removed] + newcomers
-
-
-def _new_names(
-    group: Mapping[str, list[Tensor]], removed: Mapping[int, Tensor], newcomers: list[Tensor], names: Mapping[int, str]
-) -> list[str]:
-    if any(id(tensor) not in names for tensor in newcomers):
-        raise RuntimeError(
-            "the optimizer was built from named_parameters(), and the names of new parameters are not known here: "
-            "use replace_module_classes with optimizers=, which knows them, or rebuild the optimizer."
-        )
-    old_names: Sequence[str] = group["param_names"]  # pyright: ignore[reportAssignmentType]  # groups mix types
-    kept = [
-        names.get(id(tensor), name)
-        for tensor, name in zip(group["params"], old_names, strict=True)
-        if id(tensor) not in removed
-    ]
-    return kept + [names[id(tensor)] for tensor in newcomers]

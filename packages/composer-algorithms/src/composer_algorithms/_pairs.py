@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,15 +10,10 @@ from torch import Tensor
 from composer_algorithms._arguments import check_choice
 from composer_algorithms._draws import ResumableDraws
 from composer_algorithms._loss import loss_for_target
-from composer_algorithms._method import Method
-from composer_algorithms._smoothed_targets import SmoothedTargets, are_labels
+from composer_algorithms._smoothed_targets import SmoothedTargets, TargetChange, are_labels
 from composer_algorithms._tensors import batch_tensor, require_tensor
-from composer_events.event import Event
+from composer_events import Event, Logger, State
 from composer_models.targets import ensure_targets_one_hot
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
 
 
 def check_pairs(input: Tensor, target: Tensor, indices: Tensor | None) -> None:
@@ -54,10 +49,10 @@ _TWICE_MIXED = (
 )
 
 
-class PairMixing(ResumableDraws, Method):
+class PairMixing(ResumableDraws, TargetChange):
     """Base of the algorithms that mix each example with another one of its batch.
 
-    Subclasses define in `_mix` how inputs are mixed, and may define in `_mix_target` how targets are mixed.
+    Subclasses define in `_mix` how inputs are mixed, and may define in `smooth` how targets are mixed.
     """
 
     acts_on = frozenset({*_OF_BATCHES, Event.BEFORE_FORWARD, *_OF_TARGETS, Event.BEFORE_BACKWARD})
@@ -80,11 +75,10 @@ class PairMixing(ResumableDraws, Method):
         self._indices = torch.empty(0, dtype=torch.long)
         self._permuted_target = torch.empty(0)
         self._own_weight = 1.0  # weight of an example's own target; the other target has the rest
-        self._original_target: Tensor | None = None
         self._batch_targets = torch.empty(0)  # permuted targets of the whole batch
         self._num_taken = 0  # number of those already used by microbatches
 
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Mix inputs, targets or losses, as the event requires."""
         if event == Event.BATCH_START:
             self._mix_inputs(state)
@@ -95,14 +89,12 @@ class PairMixing(ResumableDraws, Method):
             self._take_targets(state)
         elif event == Event.BEFORE_FORWARD:
             self._mix_inputs(state)
-        elif event == Event.BEFORE_LOSS and not self.interpolate_loss:
-            self._mix_targets(state)
-        elif event == Event.AFTER_LOSS and self._original_target is not None:
-            # Metrics and callbacks expect the original labels.
-            state.batch_set_item(self.target_key, self._original_target)
-            self._original_target = None
         elif event == Event.BEFORE_BACKWARD and self.interpolate_loss:
-            self._mix_losses(state)
+            loss = require_tensor(state.loss, "the loss")
+            permuted_loss = loss_for_target(state, self.target_key, self._permuted_target)
+            state.loss = self._own_weight * loss + (1 - self._own_weight) * permuted_loss
+        elif not self.interpolate_loss:
+            super().apply(event, state, logger)
 
     @abstractmethod
     def _mix(self, input: Tensor, target: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
@@ -112,14 +104,16 @@ class PairMixing(ResumableDraws, Method):
             The mixed inputs, `target[self._indices]`, and the weight of each example's own target.
         """
 
-    def _mix_target(self, target: Tensor, permuted: Tensor, outputs: Tensor) -> Tensor:
+    def smooth(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the mixture of the targets and those of the other examples."""
+        permuted = self._permuted_target
         if are_labels(outputs, target) and are_labels(outputs, permuted):  # saves a tensor as large as the logits
             return SmoothedTargets.of(outputs, target, permuted, own_weight=self._own_weight)
         return torch.lerp(
             ensure_targets_one_hot(outputs, permuted), ensure_targets_one_hot(outputs, target), self._own_weight
         )
 
-    def _mix_inputs(self, state: "State") -> None:
+    def _mix_inputs(self, state: State) -> None:
         input = batch_tensor(state, self.input_key, "input_key")
         target = batch_tensor(state, self.target_key, "target_key")
         generator = self.next_generator(state)
@@ -127,7 +121,7 @@ class PairMixing(ResumableDraws, Method):
         mixed, self._permuted_target, self._own_weight = self._mix(input, target, generator)
         state.batch_set_item(self.input_key, mixed)
 
-    def _take_targets(self, state: "State") -> None:
+    def _take_targets(self, state: State) -> None:
         target = batch_tensor(state, self.target_key, "target_key")
         end = self._num_taken + len(target)
         if end > len(self._batch_targets):
@@ -139,14 +133,3 @@ class PairMixing(ResumableDraws, Method):
         part = self._batch_targets[self._num_taken : end]
         self._permuted_target = part.to(target.device, non_blocking=True)
         self._num_taken = end
-
-    def _mix_targets(self, state: "State") -> None:
-        outputs = require_tensor(state.outputs, "the model's output")
-        target = batch_tensor(state, self.target_key, "target_key")
-        state.batch_set_item(self.target_key, self._mix_target(target, self._permuted_target, outputs))
-        self._original_target = target
-
-    def _mix_losses(self, state: "State") -> None:
-        loss = require_tensor(state.loss, "the loss")
-        permuted_loss = loss_for_target(state, self.target_key, self._permuted_target)
-        state.loss = self._own_weight * loss + (1 - self._own_weight) * permuted_loss

@@ -1,5 +1,6 @@
-"""Mixed and smoothed targets for which cross entropy is computed from the class indices."""
+"""Targets changed while the loss is computed, and the class indices behind them for cross entropy."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from composer_algorithms._method import Method
+from composer_algorithms._tensors import batch_tensor, require_tensor
+from composer_events import Event, Logger, State
 from composer_models.losses import soft_cross_entropy
 from composer_models.targets import can_read_values, check_for_index_targets, ensure_targets_one_hot
 
@@ -80,6 +84,29 @@ class SmoothedTargets(Tensor):
             if func is F.cross_entropy and (loss := _from_indices_as_torch(*args, **options)) is not None:
                 return loss
             return func(*_with_values(args), **_with_values(options))
+
+
+class TargetChange(Method):
+    """Base of the algorithms that change the targets from `BEFORE_LOSS` to `AFTER_LOSS`."""
+
+    target_key: Any
+    original_labels: Tensor | None = None
+
+    @abstractmethod
+    def smooth(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the targets for the loss of the outputs, without changing the given ones."""
+
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
+        """Change the targets before the loss and restore them after it."""
+        if event == Event.BEFORE_LOSS:
+            outputs = require_tensor(state.outputs, "the model's output")
+            labels = batch_tensor(state, self.target_key, "target_key")
+            state.batch_set_item(self.target_key, self.smooth(outputs, labels))
+            self.original_labels = labels
+        elif event == Event.AFTER_LOSS and self.original_labels is not None:
+            # Metrics and callbacks expect the original labels.
+            state.batch_set_item(self.target_key, self.original_labels)
+            self.original_labels = None
 
 
 def are_labels(logits: Tensor, target: Tensor) -> bool:

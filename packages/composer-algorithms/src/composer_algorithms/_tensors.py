@@ -1,17 +1,13 @@
 """Access to the tensors in batches of any form, with errors that name the key."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
-from composer_events.arguments import loaded
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from composer_events.state import State
+from composer_events import State
 
 
 class UnsupportedBatchError(TypeError, NotImplementedError):
@@ -21,13 +17,14 @@ class UnsupportedBatchError(TypeError, NotImplementedError):
     """
 
 
-def batch_tensor(state: "State", key: Any, argument: str) -> Tensor:
+def batch_tensor(state: State, key: Any, argument: str) -> Tensor:
     """Return the tensor at `key` in `state.batch`; `argument` is the name of the key's argument, for errors.
 
     A batch that is itself a tensor is rejected unless the key is a pair of functions: an index would select an example,
     and replacing it would write into the caller's data.
     """
-    if isinstance(state.batch, Tensor) and not _is_getter_and_setter(key):
+    is_pair = isinstance(key, Sequence) and len(key) == 2 and all(map(callable, key))  # a getter and a setter
+    if isinstance(state.batch, Tensor) and not is_pair:
         raise UnsupportedBatchError(
             f"{argument}={key!r} would select single values from the batch, which is one tensor of shape "
             f"{tuple(state.batch.shape)}: let the dataloader return (inputs, targets) or a dict, or pass a (getter, "
@@ -43,10 +40,6 @@ def batch_tensor(state: "State", key: Any, argument: str) -> Tensor:
     return require_tensor(value, f"batch item {argument}={key!r}")
 
 
-def _is_getter_and_setter(key: Any) -> bool:
-    return isinstance(key, Sequence) and len(key) == 2 and all(map(callable, key))
-
-
 def require_tensor(value: object, what: str) -> Tensor:
     """Return `value` if it is a tensor; `what` names its origin in the error."""
     if isinstance(value, Tensor):
@@ -57,13 +50,12 @@ def require_tensor(value: object, what: str) -> Tensor:
     )
 
 
-def is_pil(value: object) -> "TypeGuard[Image]":
+def is_pil(value: object) -> TypeGuard[Image]:
     """Return whether the value is a PIL image."""
-    pil = loaded("PIL.Image")  # without an import of PIL there can be no such image
-    return pil is not None and isinstance(value, pil.Image)
+    return isinstance(value, Image)
 
 
-def image_size(image: "Tensor | Image") -> tuple[int, int]:
+def image_size(image: Tensor | Image) -> tuple[int, int]:
     """Return the height and width of an image."""
     if is_pil(image):
         return image.height, image.width

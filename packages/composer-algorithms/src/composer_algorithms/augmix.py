@@ -1,8 +1,9 @@
 """AugMix: mix each image with several chains of augmentations of itself."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from PIL.Image import Image, frombytes
@@ -10,8 +11,7 @@ from torch import Tensor
 
 from composer_algorithms._arguments import check_counts, check_interval
 from composer_algorithms._draws import draw_beta, draw_dirichlet, draw_integer
-from composer_algorithms._method import Method
-from composer_algorithms.augmentation.primitives import (
+from composer_algorithms.augmentation import (
     AugmentationFunction,
     augmentation_sets,
     change,
@@ -21,39 +21,12 @@ from composer_algorithms.augmentation.primitives import (
 )
 from composer_algorithms.dataset_transforms import TransformedDatasets
 from composer_algorithms.metadata import METHODS
-from composer_events.event import Event
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
 
 __all__ = ["AugMix", "AugmentAndMixTransform", "augmix_image", "METADATA"]
 
 METADATA = METHODS["augmix"]
 
 TImage = TypeVar("TImage", bound=Tensor | Image)
-
-
-@overload
-def augmix_image(
-    img: None = None,
-    severity: float = 3,
-    depth: int = -1,
-    width: int = 3,
-    alpha: float = 1.0,
-    augmentation_set: str | Sequence[AugmentationFunction] = augmentation_sets["all"],
-) -> "AugmentAndMixTransform": ...
-
-
-@overload
-def augmix_image(
-    img: TImage,
-    severity: float = 3,
-    depth: int = -1,
-    width: int = 3,
-    alpha: float = 1.0,
-    augmentation_set: str | Sequence[AugmentationFunction] = augmentation_sets["all"],
-) -> TImage: ...
 
 
 def augmix_image(
@@ -63,7 +36,7 @@ def augmix_image(
     width: int = 3,
     alpha: float = 1.0,
     augmentation_set: str | Sequence[AugmentationFunction] = augmentation_sets["all"],
-) -> "Tensor | Image | AugmentAndMixTransform":
+) -> Any:
     """Mix an image with several chains of augmentations of itself.
 
     With weights `w` drawn from `Dirichlet(alpha, ..., alpha)` and `m` from `Beta(alpha, alpha)` the result is
@@ -147,7 +120,8 @@ class AugmentAndMixTransform:
         return frombytes(image.mode, image.size, mixed.to(torch.uint8).numpy().tobytes())
 
 
-class AugMix(Method):
+@dataclass(repr=False, eq=False)
+class AugMix(TransformedDatasets):
     """Mix each training image with several chains of augmentations of itself.
 
     On `FIT_START` an `AugmentAndMixTransform` is inserted into the training dataset, before the conversion to tensors.
@@ -174,32 +148,17 @@ class AugMix(Method):
         arXiv:1912.02781. Its consistency loss is not included.
     """
 
-    acts_on = frozenset({Event.FIT_START})
+    severity: float = 3
+    depth: int = -1
+    width: int = 3
+    alpha: float = 1.0
+    augmentation_set: str = "all"
 
-    def __init__(
-        self,
-        severity: float = 3,
-        depth: int = -1,
-        width: int = 3,
-        alpha: float = 1.0,
-        augmentation_set: str = "all",
-    ) -> None:
+    def __post_init__(self) -> None:
         # Built here, so that wrong arguments raise now and not at the start of training.
-        transform = AugmentAndMixTransform(severity, depth, width, alpha, augmentation_set)
-        self._datasets = TransformedDatasets("AugMix", transform)
-        self.severity = severity
-        self.depth = depth
-        self.width = width
-        self.alpha = alpha
-        self.augmentation_set = augmentation_set
-
-    def match(self, event: Event, state: "State") -> bool:
-        """Return whether training starts on a dataset without the transform."""
-        return self._datasets.is_due(event, state)
-
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Add the transform to the dataset."""
-        self._datasets.add(state)
+        super().__init__(
+            AugmentAndMixTransform(self.severity, self.depth, self.width, self.alpha, self.augmentation_set)
+        )
 
 
 def _values(image: Image) -> Tensor:

@@ -1,19 +1,15 @@
 """Channels last: images and filters with adjacent channels in memory."""
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from composer_algorithms._arguments import check_is_module
-from composer_algorithms._method import Method
+from composer_algorithms._method import Method, log_no_effect
 from composer_algorithms.metadata import METHODS
-from composer_events.event import Event
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
+from composer_events import Event, Logger, State
 
 __all__ = ["ChannelsLast", "apply_channels_last", "METADATA"]
 
@@ -51,9 +47,7 @@ def apply_channels_last(model: nn.Module) -> None:
             tensor.data = tensor.data.contiguous(memory_format=_FORMATS[tensor.ndim])
             num_converted += 1
     if not num_converted:
-        _log.warning(
-            "ChannelsLast has no effect on this %s: it has no tensor with 4 or 5 dims.", type(model).__qualname__
-        )
+        log_no_effect(_log, "ChannelsLast", model, "it has no tensor with 4 or 5 dims")
 
 
 class ChannelsLast(Method):
@@ -77,19 +71,16 @@ class ChannelsLast(Method):
     def __init__(self) -> None:
         pass  # the base accepts any arguments; this class has none
 
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Convert the model."""
         if state.fsdp_config is not None or state.deepspeed_enabled:
-            _convert_inputs(state.model)
+            for module in state.model.modules():
+                is_conv = isinstance(module, (nn.Conv2d, nn.Conv3d))
+                if is_conv and _channels_last not in module._forward_pre_hooks.values():
+                    # A hook leaves the class and the parameters of the convolution to FSDP and DeepSpeed.
+                    module.register_forward_pre_hook(_channels_last)
         else:
             apply_channels_last(state.model)
-
-
-def _convert_inputs(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, (nn.Conv2d, nn.Conv3d)) and _channels_last not in module._forward_pre_hooks.values():
-            # A hook leaves the class and the parameters of the convolution to FSDP and DeepSpeed.
-            module.register_forward_pre_hook(_channels_last)
 
 
 def _channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,23 +1,19 @@
 """ColOut: drop some rows and columns of images."""
 
-from typing import TYPE_CHECKING, Any, Literal, cast
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from composer_algorithms._arguments import check_interval
 from composer_algorithms._draws import ResumableDraws
-from composer_algorithms._method import Method, NamedArguments
+from composer_algorithms._method import NamedArguments
 from composer_algorithms._tensors import batch_tensor, image_size, is_pil
 from composer_algorithms.dataset_transforms import TransformedDatasets
 from composer_algorithms.metadata import METHODS
-from composer_events.event import Event
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from composer_events.logger import Logger
-    from composer_events.state import State
+from composer_events import Event, Logger, State
 
 __all__ = ["ColOut", "ColOutTransform", "colout_batch", "METADATA"]
 
@@ -27,7 +23,7 @@ ResizeTarget = bool | Literal["auto"]
 
 
 def colout_batch(
-    sample: "Tensor | Image | tuple[Any, Any] | None" = None,
+    sample: Tensor | Image | tuple[Any, Any] | None = None,
     p_row: float = 0.15,
     p_col: float = 0.15,
     resize_target: ResizeTarget | str = "auto",
@@ -97,12 +93,13 @@ class ColOutTransform(NamedArguments):
         self.p_col = p_col
         self.resize_target = resize_target
 
-    def __call__(self, sample: "Tensor | Image | tuple[Any, Any]") -> Any:
+    def __call__(self, sample: Tensor | Image | tuple[Any, Any]) -> Any:
         """Return the smaller image, or image and target."""
         return colout_batch(sample, self.p_row, self.p_col, self.resize_target)
 
 
-class ColOut(ResumableDraws, Method):
+@dataclass(repr=False, eq=False)
+class ColOut(ResumableDraws, TransformedDatasets):
     """Drop rows and columns of the images.
 
     With `batch=True` it acts on `AFTER_DATALOADER`: all images of a batch lose the same rows and columns, as do the
@@ -131,42 +128,32 @@ class ColOut(ResumableDraws, Method):
 
     acts_on = frozenset({Event.FIT_START, Event.AFTER_DATALOADER})
 
-    def __init__(
-        self,
-        p_row: float = 0.15,
-        p_col: float = 0.15,
-        batch: bool = True,
-        resize_target: ResizeTarget | str = "auto",
-        input_key: Any = 0,
-        target_key: Any = 1,
-    ) -> None:
-        check_interval("[0, 1]", p_row=p_row, p_col=p_col)
-        _check_resize_target(resize_target)
-        if resize_target is True and not batch:
+    p_row: float = 0.15
+    p_col: float = 0.15
+    batch: bool = True
+    resize_target: ResizeTarget | str = "auto"
+    input_key: Any = 0
+    target_key: Any = 1
+
+    def __post_init__(self) -> None:
+        super().__init__(ColOutTransform(self.p_row, self.p_col, resize_target=False))
+        _check_resize_target(self.resize_target)
+        if self.resize_target is True and not self.batch:
             raise NotImplementedError(
                 "resize_target=True cannot be done with batch=False: a dataset's transform sees the image alone. Use "
                 "batch=True, or resize_target='auto'."
             )
-        self.p_row = p_row
-        self.p_col = p_col
-        self.batch = batch
         # Only the event in use, so that the engine skips the algorithm at the other.
-        self.acts_on = frozenset({Event.AFTER_DATALOADER if batch else Event.FIT_START})
-        self.resize_target = resize_target
-        self.input_key = input_key
-        self.target_key = target_key
-        self._datasets = TransformedDatasets("ColOut", ColOutTransform(p_row, p_col, resize_target=False))
+        self.acts_on = frozenset({Event.AFTER_DATALOADER if self.batch else Event.FIT_START})
 
-    def match(self, event: Event, state: "State") -> bool:
+    def match(self, event: Event, state: State) -> bool:
         """Return whether a batch has just been loaded, or training starts on a new dataset."""
-        if self.batch:
-            return event == Event.AFTER_DATALOADER
-        return self._datasets.is_due(event, state)
+        return event == Event.AFTER_DATALOADER if self.batch else super().match(event, state)
 
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Drop rows and columns of the batch, or add the transform to the dataset."""
         if not self.batch:
-            self._datasets.add(state)
+            super().apply(event, state, logger)
             return
         input = batch_tensor(state, self.input_key, "input_key")
         generator = self.next_generator(state)
@@ -186,7 +173,7 @@ def _kept(size: int, p: float, generator: torch.Generator | None) -> Tensor:
     return permutation[: int((1 - p) * size)].sort().values
 
 
-def _selected(image: "Tensor | Image", rows: Tensor, columns: Tensor) -> "Tensor | Image":
+def _selected(image: Tensor | Image, rows: Tensor, columns: Tensor) -> Tensor | Image:
     if is_pil(image):
         from torchvision.transforms.v2 import functional  # slow to load, and tensors do not need it
 

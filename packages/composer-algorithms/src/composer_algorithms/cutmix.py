@@ -1,7 +1,6 @@
 """CutMix: train on images with a box of another image, and on the targets of both."""
 
 import math
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -85,8 +84,11 @@ def cutmix_batch(
             check_interval("[0, 1]", length=length)
             cut_sides = (int(length * height), int(length * width))
             bbox = _draw_box((height, width), cut_sides, (None, None), uniform_sampling, generator)
-    else:
-        _check_box(bbox, height, width)
+    elif len(bbox) != 4 or not (0 <= bbox[0] <= bbox[2] <= height and 0 <= bbox[1] <= bbox[3] <= width):
+        raise ValueError(
+            f"bbox={bbox!r} does not lie in images of {height} x {width} pixels: pass (x1, y1, x2, y2) with "
+            f"0 <= x1 <= x2 <= {height} along the height and 0 <= y1 <= y2 <= {width} along the width."
+        )
     if indices is None:
         indices = _gen_indices(len(input), generator)
     x1, y1, x2, y2 = bbox
@@ -139,24 +141,9 @@ def cutmix(
 class CutMix(PairMixing):
     """Train each microbatch, or each batch, on images that contain a box of another one of its images.
 
-    On `BEFORE_FORWARD` the inputs in `state.batch` are mixed, with a new permutation and box for each microbatch. With
-    `draw_per="batch"` they are mixed on `BATCH_START`, once for the whole batch, so that training does not depend on
-    the number of microbatches; training metrics then see the mixed images. On `BEFORE_FORWARD` each microbatch gets
-    its part of the targets, in the order of the batch, starting over after every `BEFORE_TRAIN_BATCH`.
-
-    Targets are mixed in one of two ways, which are equivalent for losses that are linear in the target, such as cross
-    entropy:
-
-    - `interpolate_loss=False`: on `BEFORE_LOSS` the targets become weighted sums with one value per class, or, if they
-      have the height and width of the inputs, get the box of the other image's target; on `AFTER_LOSS` they are
-      restored. Labels that are negative or the `ignore_index` of `torch.nn.functional.cross_entropy`, such as 255,
-      add nothing to its loss.
-    - `interpolate_loss=True`: on `BEFORE_BACKWARD` `state.loss` becomes the weighted sum of itself and the loss for
-      the other images' targets; labels are smoothed both times if LabelSmoothing with the same `target_key` is among
-      `state.algorithms`.
-
-    It runs before LabelSmoothing. Random numbers depend on the run's seed, the rank and the number of earlier draws; a
-    resumed run continues their sequence.
+    It acts on the same events as `MixUp`, and mixes targets or losses in the same ways, with a new permutation and box
+    for each microbatch, or with `draw_per="batch"` for the whole batch. Targets that have the height and width of the
+    inputs get the box of the other image's target; they need `interpolate_loss=False`.
 
     Args:
         alpha: 0 or more; see `cutmix_batch`.
@@ -216,12 +203,13 @@ class CutMix(PairMixing):
         )
         return mixed, permuted, self._adjusted_lambda
 
-    def _mix_target(self, target: Tensor, permuted: Tensor, outputs: Tensor) -> Tensor:
+    def smooth(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the mixture of the targets and those of the other images."""
         if not self._is_spatial(target):
-            return super()._mix_target(target, permuted, outputs)
+            return super().smooth(outputs, target)
         x1, y1, x2, y2 = self._bbox
         mixed = target.clone()
-        mixed[..., x1:x2, y1:y2] = permuted[..., x1:x2, y1:y2]
+        mixed[..., x1:x2, y1:y2] = self._permuted_target[..., x1:x2, y1:y2]
         return mixed
 
     def _is_spatial(self, target: Tensor) -> bool:
@@ -281,14 +269,3 @@ def _draw_box(
         edges.append((min(max(middle - cut // 2, 0), size), min(max(middle + cut // 2, 0), size)))
     (x1, x2), (y1, y2) = edges
     return x1, y1, x2, y2
-
-
-def _check_box(bbox: Box, height: int, width: int) -> None:
-    if len(bbox) != 4 or not all(isinstance(edge, Integral) for edge in bbox):
-        raise ValueError(f"bbox={bbox!r} is not a box: pass four whole numbers (x1, y1, x2, y2).")
-    x1, y1, x2, y2 = bbox
-    if not (0 <= x1 <= x2 <= height and 0 <= y1 <= y2 <= width):
-        raise ValueError(
-            f"bbox={bbox!r} does not lie in images of {height} x {width} pixels: pass (x1, y1, x2, y2) with "
-            f"0 <= x1 <= x2 <= {height} along the height and 0 <= y1 <= y2 <= {width} along the width."
-        )

@@ -1,9 +1,10 @@
 """CutOut: black out squares of images."""
 
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from composer_algorithms._arguments import accept_legacy_arguments, check_counts, check_interval, warn_deprecated
@@ -11,47 +12,24 @@ from composer_algorithms._draws import ResumableDraws, draw_integer
 from composer_algorithms._method import Method, NamedArguments
 from composer_algorithms._tensors import batch_tensor, image_size, is_pil
 from composer_algorithms.metadata import METHODS
-from composer_events.event import Event
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from composer_events.logger import Logger
-    from composer_events.state import State
+from composer_events import Event, Logger, State
 
 __all__ = ["CutOut", "CutOutTransform", "cutout_batch", "METADATA"]
 
 METADATA = METHODS["cutout"]
 
-TImage = TypeVar("TImage", bound="Tensor | Image")
-
-
-@overload
-def cutout_batch(
-    input: None = None, num_holes: int = 1, length: float = 0.5, uniform_sampling: bool = False
-) -> "CutOutTransform": ...
-
-
-@overload
-def cutout_batch(
-    input: TImage,
-    num_holes: int = 1,
-    length: float = 0.5,
-    uniform_sampling: bool = False,
-    *,
-    generator: torch.Generator | None = None,
-) -> TImage: ...
+TImage = TypeVar("TImage", bound=Tensor | Image)
 
 
 @accept_legacy_arguments("cutout_batch", renamed={"n_holes": "num_holes", "X": "input"})
 def cutout_batch(
-    input: "Tensor | Image | None" = None,
+    input: Tensor | Image | None = None,
     num_holes: int = 1,
     length: float = 0.5,
     uniform_sampling: bool = False,
     *,
     generator: torch.Generator | None = None,
-) -> "Tensor | Image | CutOutTransform":
+) -> Any:
     """Set squares of an image, or the same squares of all images in a batch, to zero.
 
     The side of the squares is `length` times the shorter side of the image, rounded down to an even number of pixels.
@@ -172,7 +150,7 @@ class CutOut(ResumableDraws, Method):
         self.uniform_sampling = uniform_sampling
         self.input_key = input_key
 
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Black out squares of the inputs."""
         input = batch_tensor(state, self.input_key, "input_key")
         generator = self.next_generator(state)

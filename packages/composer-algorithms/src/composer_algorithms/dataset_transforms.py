@@ -7,12 +7,11 @@ from weakref import WeakSet
 
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from composer_events.event import Event
+from composer_algorithms._method import Method
+from composer_events import Event, Logger, State
 
 if TYPE_CHECKING:
     from torchvision.datasets import VisionDataset
-
-    from composer_events.state import State
 
 __all__ = ["TransformedDatasets", "add_vision_dataset_transform"]
 
@@ -54,27 +53,28 @@ def add_vision_dataset_transform(
         _add(part, transform, is_tensor_transform)
 
 
-class TransformedDatasets:
-    """Training datasets that get a transform, each of them once; `owner` names the algorithm in messages."""
+class TransformedDatasets(Method):
+    """Base of the algorithms that insert a transform into the training dataset, once into each."""
 
-    def __init__(self, owner: str, transform: Transform) -> None:
-        self._owner = owner
+    acts_on = frozenset({Event.FIT_START})
+
+    def __init__(self, transform: Transform) -> None:
         self._transform = transform
         self._done: WeakSet[Dataset[Any]] = WeakSet()  # weak, to not keep finished datasets alive
 
-    def is_due(self, event: Event, state: "State") -> bool:
+    def match(self, event: Event, state: State) -> bool:
         """Return whether training starts on a dataset without the transform."""
         if event != Event.FIT_START:
             return False
         if not isinstance(state.dataloader, DataLoader):
             raise TypeError(
-                f"{self._owner} adds a transform to the dataset of a torch DataLoader, and the dataloader is a "
+                f"{type(self).__name__} adds a transform to the dataset of a torch DataLoader, and the dataloader is a "
                 f"{type(state.dataloader).__qualname__}: use a torch DataLoader, or put {self._transform!r} among your "
                 f"own transforms."
             )
         return any(part not in self._done for part in _parts(state.dataloader.dataset))
 
-    def add(self, state: "State") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Add the transform to the training dataset."""
         for part in dict.fromkeys(_vision_datasets(state.dataloader.dataset)):
             if part not in self._done:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -10,18 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_counts
-from composer_algorithms._method import ModelSurgery, report
+from composer_algorithms._method import ModelSurgery, log_no_effect, report
 from composer_algorithms.metadata import METHODS
 from composer_algorithms.module_surgery import (
     count_module_instances,
     replace_module_classes,
     transfer_hooks,
 )
-
-if TYPE_CHECKING:
-    from composer_events.event import Event
-    from composer_events.logger import Logger
-    from composer_events.state import State
+from composer_events import Event, Logger, State
 
 __all__ = [
     "GhostBatchNorm",
@@ -53,7 +49,6 @@ class _GhostBatchNorm(nn.Module):
         super().__init__()
         check_counts(ghost_batch_size=ghost_batch_size)
         self.ghost_batch_size = ghost_batch_size
-        self.path = ""  # in the model, for messages
         self.batchnorm = base_batchnorm
         self.batchnorm._already_ghost_batchnormed = True  # pyright: ignore[reportArgumentType]  # a mark
         # A subclass may define its own forward, which must be called.
@@ -74,13 +69,19 @@ class _GhostBatchNorm(nn.Module):
             chunks = input.tensor_split(num_chunks)
         if self._is_plain:
             return self._normalize(input, chunks, num_chunks)
-        return self._call_for_each(chunks, num_chunks)
+        momentum = norm.momentum
+        if momentum is not None:  # without one it is already the average over all ghost batches
+            norm.momentum = momentum / num_chunks
+        try:
+            return torch.cat([norm(one) for one in chunks])
+        finally:
+            norm.momentum = momentum
 
     def _normalize(self, input: Tensor, chunks: Sequence[Tensor], num_chunks: int) -> Tensor:
         if input.ndim not in self.num_dims:
             raise ValueError(
                 f"the input of shape {tuple(input.shape)} has {input.ndim} dims, and {type(self).__name__} takes "
-                f"{' or '.join(map(str, self.num_dims))}{f' in the module {self.path!r}' if self.path else ''}."
+                f"{' or '.join(map(str, self.num_dims))}."
             )
         norm = self.batchnorm
         mean, var = (norm.running_mean, norm.running_var) if norm.training else (None, None)
@@ -102,16 +103,6 @@ class _GhostBatchNorm(nn.Module):
         # Average over all ghost batches so far, whose count is needed on the host, as in torch's batch norm.
         last = num_updates if count is None else int(count)
         return [1 / (last - i) for i in reversed(range(num_updates))]
-
-    def _call_for_each(self, chunks: Sequence[Tensor], num_chunks: int) -> Tensor:
-        momentum = self.batchnorm.momentum
-        if momentum is None:  # already the average over all ghost batches
-            return torch.cat([self.batchnorm(one) for one in chunks])
-        self.batchnorm.momentum = momentum / num_chunks
-        try:
-            return torch.cat([self.batchnorm(one) for one in chunks])
-        finally:
-            self.batchnorm.momentum = momentum
 
     def extra_repr(self) -> str:
         """Return the size of the ghost batches."""
@@ -211,14 +202,8 @@ def apply_ghost_batchnorm(
         return None if is_inside else _GhostBatchNorm.from_batchnorm(module, ghost_batch_size)
 
     replace_module_classes(model, dict.fromkeys(_GHOSTS, ghost_of), optimizers)
-    for path, module in model.named_modules():
-        if isinstance(module, _GhostBatchNorm):
-            module.path = path
     if not count_module_instances(model, _GhostBatchNorm):
-        _log.warning(
-            "GhostBatchNorm has no effect on this %s: below it there is no BatchNorm1d, 2d or 3d.",
-            type(model).__qualname__,
-        )
+        log_no_effect(_log, "GhostBatchNorm", model, "below it there is no BatchNorm1d, 2d or 3d")
 
 
 class GhostBatchNorm(ModelSurgery):
@@ -248,7 +233,7 @@ class GhostBatchNorm(ModelSurgery):
         check_counts(ghost_batch_size=ghost_batch_size)
         self.ghost_batch_size = ghost_batch_size
 
-    def apply(self, event: "Event", state: "State", logger: "Logger | None" = None) -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None = None) -> None:
         """Wrap the batch norms, and log their number."""
         apply_ghost_batchnorm(state.model, self.ghost_batch_size, state.optimizers)
         count = count_module_instances(state.model, _GhostBatchNorm)

@@ -1,8 +1,8 @@
 """Gradient clipping: bound the gradients by their norm, by value, or by the norms of the weights they belong to."""
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,7 @@ from composer_algorithms._arguments import check_choice, check_interval, warn_de
 from composer_algorithms._method import Method
 from composer_algorithms.metadata import METHODS
 from composer_algorithms.module_surgery import has_flat_parameters, is_dtensor
-from composer_events.event import Event
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
+from composer_events import Event, Logger, State
 
 __all__ = ["AGC", "GradientClipping", "apply_agc", "apply_gradient_clipping", "METADATA"]
 
@@ -75,7 +71,7 @@ def apply_gradient_clipping(
     if callable(method := getattr(model, "parameters", None)):
         parameters = cast("Iterable[Tensor]", method())
     else:
-        parameters = cast("Iterable[Tensor]", model)
+        parameters = [model] if isinstance(model, Tensor) else cast("Iterable[Tensor]", model)
         if not isinstance(model, Iterable):
             raise TypeError(f"model={model!r} has no parameters: pass a model, or its parameters.")
     if clipping_type == "value":
@@ -188,10 +184,15 @@ class GradientClipping(Method):
         self.eps = eps
         self.clip_grad_norm: Callable[[Iterable[Tensor], float], Any] | None = None
 
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Clip the gradients; on INIT, reject settings that DeepSpeed does not support."""
         if state.deepspeed_enabled:
-            self._check_for_deepspeed()
+            if self.clipping_type != "norm" or self.clipping_threshold <= 0:
+                error = NotImplementedError if self.clipping_type != "norm" else ValueError
+                raise error(
+                    f"{self!r} cannot be used under DeepSpeed, which clips by 'norm' only, and takes a threshold of 0 "
+                    f"for no clipping: use 'norm' with a clipping_threshold above 0, or train without DeepSpeed."
+                )
         elif event != Event.AFTER_TRAIN_BATCH:
             return
         elif self.clipping_type == "norm" and self.clip_grad_norm is not None:
@@ -206,23 +207,7 @@ class GradientClipping(Method):
             )
 
     def __repr__(self) -> str:
-        eps = f", eps={self.eps!r}" if self.eps else ""
-        return (
-            f"GradientClipping(clipping_type={self.clipping_type!r}, clipping_threshold={self.clipping_threshold!r}"
-            f"{eps})"
-        )
-
-    def _check_for_deepspeed(self) -> None:
-        if self.clipping_type != "norm":
-            raise NotImplementedError(
-                f"clipping_type={self.clipping_type!r} cannot be used under DeepSpeed, which clips by 'norm' only: use "
-                f"that, or train without DeepSpeed."
-            )
-        if self.clipping_threshold <= 0:
-            raise ValueError(
-                f"clipping_threshold={self.clipping_threshold!r} cannot be used under DeepSpeed, which takes 0 for no "
-                f"clipping: pass a number above 0."
-            )
+        return super().__repr__() if self.eps else super().__repr__().replace(f", eps={self.eps!r}", "")
 
 
 def AGC(clipping_threshold: float = 0.01) -> GradientClipping:  # the name of the class in Composer 0.7
@@ -278,38 +263,30 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor's
 
 
-def _clip_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale the gradients so that their joint norm is at most `max_norm`, and return the norm before scaling."""
-    if not _can_be_sharded():
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm=max_norm)  # via the module: tests patch it there
-    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-    if not any(is_dtensor(parameter) for parameter in with_gradient):
-        return torch.nn.utils.clip_grad_norm_(with_gradient, max_norm=max_norm)
-    norm = joint_norm([parameter.grad for parameter in with_gradient if parameter.grad is not None])
-    for group in _by_mesh(with_gradient).values():
-        clip_grads_with_norm_(group, max_norm, norm)
-    return norm
+def _clip_norm(parameters: Iterable[Tensor], max_norm: float) -> None:
+    """Scale the gradients so that their joint norm is at most `max_norm`."""
+    if _can_be_sharded():
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        if any(map(is_dtensor, parameters)):
+            norm = joint_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+            for group in _by_mesh(parameters).values():
+                clip_grads_with_norm_(group, max_norm, norm)
+            return
+    torch.nn.utils.clip_grad_norm_(parameters, max_norm=max_norm)  # via the module: tests patch it there
 
 
 def _clip_value(parameters: Iterable[Tensor], threshold: float) -> None:
     """Clamp each element of the gradients to `[-threshold, threshold]`."""
-    if not _can_be_sharded():
-        if isinstance(parameters, (Iterator, Sequence)):
-            parameters = list(parameters)
-            if all(parameter.grad is None for parameter in parameters):  # torch fails on an empty list
-                return
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    if _can_be_sharded():
+        for parameter in parameters:
+            if parameter.grad is not None and is_dtensor(
+                parameter.grad
+            ):  # elementwise, so each rank can clamp its own shard
+                local_part(parameter.grad).clamp_(-threshold, threshold)
+        parameters = [parameter for parameter in parameters if not is_dtensor(parameter.grad)]
+    if parameters:  # torch fails on an empty list
         torch.nn.utils.clip_grad_value_(parameters, clip_value=threshold)
-        return
-    whole: list[Tensor] = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        if is_dtensor(parameter.grad):  # elementwise, so each rank can clamp its own shard
-            local_part(parameter.grad).clamp_(-threshold, threshold)
-        else:
-            whole.append(parameter)
-    if whole:  # torch fails on an empty list
-        torch.nn.utils.clip_grad_value_(whole, clip_value=threshold)
 
 
 def _can_be_sharded() -> bool:

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,8 @@ from composer_algorithms._method import ModelSurgery
 from composer_algorithms.metadata import METHODS
 from composer_algorithms.module_surgery import replace_module_classes
 from composer_dist.wrapping import unwrap_model
-from composer_events.event import Event
-from composer_events.warnings import NoEffectWarning
+from composer_events import Event, Logger, NoEffectWarning, State
 from composer_time import TimeUnit
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
 
 __all__ = ["GyroDropout", "GyroDropoutLayer", "apply_gyro_dropout", "METADATA"]
 
@@ -92,12 +87,9 @@ class GyroDropoutLayer(nn.Module):
             return x
         if x.ndim < 2:  # one example
             return self(x.reshape(1, -1)).reshape(x.shape)
-        if self.counts_calls:
-            if self._chosen is None or self.num_steps % self.iter_num == 0:
-                self._choose(self.num_steps)
-            self.num_steps += 1
-        elif self._chosen is None:
+        if self._chosen is None or (self.counts_calls and self.num_steps % self.iter_num == 0):
             self._choose(self.num_steps)
+        self.num_steps += self.counts_calls
         assert self._chosen is not None
         if self._masks is None or self._masks.shape[1] != x.shape[-1] or self._masks.device != x.device:
             # From a generator of their own on the CPU, so that a resumed run gets the same masks on any device.
@@ -205,7 +197,7 @@ class GyroDropout(ModelSurgery):
         self._num_steps = 0
         self._layers: list[GyroDropoutLayer] = []
 
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Replace the layers, set their schedule, or begin a step."""
         if event == Event.INIT:
             self._replace(state)
@@ -227,7 +219,7 @@ class GyroDropout(ModelSurgery):
         """Resume with the step after the last one before the checkpoint."""
         self._num_steps = int(state.get("num_steps", 0))
 
-    def _replace(self, state: "State") -> None:
+    def _replace(self, state: State) -> None:
         model = unwrap_model(state.model)
         # The schedule is unknown before FIT_START; until then it is the shortest possible.
         apply_gyro_dropout(model, iters_per_epoch=1, max_epoch=1, p=self.p, sigma=self.sigma, tau=self.tau)
@@ -241,7 +233,7 @@ def _gyro_layers(model: nn.Module) -> list[GyroDropoutLayer]:
     return [module for module in model.modules() if isinstance(module, GyroDropoutLayer)]
 
 
-def _num_training_steps(state: "State") -> float:
+def _num_training_steps(state: State) -> float:
     duration, num_batches = state.max_duration, state.dataloader_len
     if duration is not None and duration.unit == TimeUnit.BATCH:
         return duration.value

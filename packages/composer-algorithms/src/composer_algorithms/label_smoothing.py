@@ -1,20 +1,15 @@
 """Label smoothing: blend the targets with the uniform distribution over the classes."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from composer_algorithms._arguments import accept_legacy_arguments, check_interval
-from composer_algorithms._method import Method
-from composer_algorithms._smoothed_targets import SmoothedTargets, are_labels
-from composer_algorithms._tensors import batch_tensor, require_tensor
+from composer_algorithms._smoothed_targets import SmoothedTargets, TargetChange, are_labels
+from composer_algorithms._tensors import require_tensor
 from composer_algorithms.metadata import METHODS
-from composer_events.event import Event
+from composer_events import Event
 from composer_models.targets import ensure_targets_one_hot, infer_target_type
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
 
 __all__ = ["LabelSmoothing", "smooth_labels", "METADATA"]
 
@@ -74,15 +69,14 @@ def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Ten
     return one_hot.mul_(1 - smoothing).add_(uniform * (target >= 0).unsqueeze(1))
 
 
-class LabelSmoothing(Method):
+class LabelSmoothing(TargetChange):
     """Smooth the targets while the loss is computed.
 
     On `BEFORE_LOSS` the targets in `state.batch` become `smooth_labels(state.outputs, targets, smoothing)`; on
     `AFTER_LOSS` they are restored. The loss must accept one value per class. These values are computed lazily:
     `torch.nn.functional.cross_entropy` does not need them, as it smooths class indices itself. Labels that are negative
-    or its `ignore_index`, such as 255, add nothing to its loss. With class weights, its mean is that of targets with
-    one value per class, which divides by the number of labels, whereas its `label_smoothing` divides by the sum of
-    their weights. It runs after MixUp and CutMix, which mix the original labels.
+    or its `ignore_index`, such as 255, add nothing to its loss. With class weights, its mean is divided by the number
+    of labels, not by the sum of their weights. It runs after MixUp and CutMix, which mix the original labels.
 
     Args:
         smoothing: Fraction of the probability to spread over the classes, in [0, 1].
@@ -108,19 +102,6 @@ class LabelSmoothing(Method):
         check_interval("[0, 1]", smoothing=smoothing)
         self.smoothing = smoothing
         self.target_key = target_key
-        self.original_labels: Tensor | None = None
-
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Smooth the targets before the loss and restore them after it."""
-        if event == Event.BEFORE_LOSS:
-            outputs = require_tensor(state.outputs, "the model's output")
-            labels = batch_tensor(state, self.target_key, "target_key")
-            state.batch_set_item(self.target_key, self.smooth(outputs, labels))
-            self.original_labels = labels
-        elif event == Event.AFTER_LOSS and self.original_labels is not None:
-            # Metrics and callbacks expect the original labels.
-            state.batch_set_item(self.target_key, self.original_labels)
-            self.original_labels = None
 
     def smooth(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Smooth targets other than those of the batch, for algorithms that compute a second loss.

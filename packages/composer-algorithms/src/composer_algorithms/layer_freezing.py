@@ -3,20 +3,16 @@
 import logging
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_interval, check_is_module
-from composer_algorithms._method import Method, elapsed_fraction
+from composer_algorithms._method import Method, elapsed_fraction, log_no_effect
 from composer_algorithms.metadata import METHODS
-from composer_events.event import Event
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
+from composer_events import Event, Logger, State
 
 __all__ = ["LayerFreezing", "freeze_layers", "METADATA"]
 
@@ -73,8 +69,10 @@ def freeze_layers(
         # Not reached with freeze_start=1, since current_duration is at most 1.
         fraction = freeze_level * (current_duration - freeze_start) / (1 - freeze_start)
     num_freezable = len(_layers(model)[:-1])
-    if not int(freeze_level * num_freezable):
-        _report_no_effect(model, num_freezable, freeze_level)
+    if not int(freeze_level * num_freezable) and model not in _REPORTED:
+        _REPORTED.add(model)
+        why = f"{freeze_level=} of its {num_freezable} layers before the last, which always trains, rounds down to 0"
+        log_no_effect(_log, "LayerFreezing", model, why)
     depth = int(fraction * num_freezable)
     _freeze(model, depth)
     return depth, fraction
@@ -118,11 +116,11 @@ class LayerFreezing(Method):
         """Return true: frozen parameters get no gradient."""
         return True
 
-    def match(self, event: Event, state: "State") -> bool:
+    def match(self, event: Event, state: State) -> bool:
         """Return whether an epoch has ended, or a loaded state has yet to be applied to the model."""
         return event == Event.EPOCH_END or (self._is_loaded and event in (Event.AFTER_LOAD, Event.FIT_START))
 
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Freeze the layers that are due."""
         if event != Event.EPOCH_END:
             _freeze(state.model, self._freeze_depth)
@@ -159,16 +157,6 @@ class LayerFreezing(Method):
 def _layers(model: nn.Module) -> list[list[nn.Parameter]]:
     layers = [list(module.parameters(recurse=False)) for module in model.modules()]
     return [parameters for parameters in layers if parameters]
-
-
-def _report_no_effect(model: nn.Module, num_freezable: int, freeze_level: float) -> None:
-    if model not in _REPORTED:
-        _REPORTED.add(model)
-        _log.warning(
-            "LayerFreezing has no effect on this %s: it has %d layers before the last, which always trains, and "
-            "freeze_level=%r of them rounds down to 0.",
-            *(type(model).__qualname__, num_freezable, freeze_level),
-        )
 
 
 def _freeze(model: nn.Module, depth: int) -> None:

@@ -1,21 +1,15 @@
 """Low precision GroupNorm: normalize in the autocast dtype instead of float32."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms._low_precision import LowPrecisionNorm, swap_norms, to_autocast_dtype
+from composer_algorithms._low_precision import LowPrecisionNorm, in_autocast_dtype, swap_norms
 from composer_algorithms.metadata import METHODS
 from composer_dist.devices import Precision
-from composer_events.event import Event
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
+from composer_events import Event, Logger, State
 
 __all__ = ["LPGroupNorm", "LowPrecisionGroupNorm", "apply_low_precision_groupnorm", "METADATA"]
 
@@ -35,12 +29,11 @@ class LPGroupNorm(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize each group of channels in the autocast dtype."""
-        device_type = input.device.type
-        low, weight, bias = (to_autocast_dtype(one, device_type) for one in (input, self.weight, self.bias))
-        assert low is not None  # the input is not None
-        # Autocast would cast the arguments back to float32.
-        with torch.autocast(device_type, enabled=False):
+
+        def normalize(low: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
             return F.group_norm(low, self.num_groups, weight, bias, self.eps)
+
+        return in_autocast_dtype(normalize, input, self.weight, self.bias)
 
 
 def apply_low_precision_groupnorm(
@@ -90,6 +83,6 @@ class LowPrecisionGroupNorm(LowPrecisionNorm):
         LowPrecisionGroupNorm(apply_at=Event.INIT)
     """
 
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Convert the norms."""
         apply_low_precision_groupnorm(state.model, state.precision, state.optimizers)

@@ -1,21 +1,17 @@
 """Low precision LayerNorm: normalize in the autocast dtype instead of float32."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms._low_precision import LowPrecisionNorm, swap_norms, to_autocast_dtype
+from composer_algorithms._low_precision import LowPrecisionNorm, in_autocast_dtype, swap_norms
 from composer_algorithms.metadata import METHODS
 from composer_dist.devices import Precision
-from composer_events.event import Event
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
+from composer_events import Event, Logger, State
 
 __all__ = ["LPLayerNorm", "LowPrecisionLayerNorm", "apply_low_precision_layernorm", "METADATA"]
 
@@ -51,12 +47,11 @@ class LPLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize over the last dims in the autocast dtype."""
-        device_type = input.device.type
-        low, weight, bias = (to_autocast_dtype(one, device_type) for one in (input, self.weight, self.bias))
-        assert low is not None  # the input is not None
-        # Autocast would cast the arguments back to float32.
-        with torch.autocast(device_type, enabled=False):
+
+        def normalize(low: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
             return F.layer_norm(low, self.normalized_shape, weight, bias, self.eps)
+
+        return in_autocast_dtype(normalize, input, self.weight, self.bias)
 
 
 def apply_low_precision_layernorm(
@@ -106,6 +101,6 @@ class LowPrecisionLayerNorm(LowPrecisionNorm):
         LowPrecisionLayerNorm(apply_at=Event.INIT)
     """
 
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Convert the norms."""
         apply_low_precision_layernorm(state.model, state.precision, state.optimizers)

@@ -4,7 +4,7 @@ import copy
 import itertools
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -51,11 +51,30 @@ def adopt(old: nn.Module, new: nn.Module, default_device: torch.device | None) -
     """
     kept = set(old.modules())
     tensors = [*old.parameters(), *old.buffers()]
-    device = tensors[0].device if tensors else default_device
-    _convert(new, kept, device, _only_dtype(old.parameters()), _memory_format(old.parameters()))
+    # With several dtypes, the one for a new tensor would be ambiguous.
+    dtypes = {tensor.dtype for tensor in old.parameters() if tensor.is_floating_point()}
+    # Filters of 1x1 are contiguous in both formats, so they do not determine the format of the model.
+    is_channels_last = any(
+        one.ndim == 4 and one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous()
+        for one in old.parameters()
+    )
+    shared = {id(tensor) for module in kept for tensor in module.parameters(recurse=False)}
+
+    def converted(tensor: Tensor) -> Tensor:
+        if id(tensor) in shared:
+            return tensor
+        options: dict[str, Any] = {"device": tensors[0].device if tensors else default_device}
+        if len(dtypes) == 1 and tensor.dtype == torch.get_default_dtype():
+            options["dtype"] = next(iter(dtypes))
+        if is_channels_last and tensor.ndim == 4:
+            options["memory_format"] = torch.channels_last
+        return tensor.to(**options)
+
     marks = {name: value for name, value in vars(old).items() if name.startswith(MARK_PREFIX)}
     for module in new.modules():
         if module not in kept:
+            # `Module.to` is built on this method, but cannot exclude submodules.
+            module._apply(converted, recurse=False)
             module.training = old.training
             module.__dict__.update(marks)
     _freeze_alike(old, new)
@@ -102,7 +121,19 @@ class TiedParameters:
                 if module in live and module._parameters.get(key) is tensor
             ]
             if others:
-                successor = _successor(path, name, tensor, new_params)
+                # By the end of the name, as a replacement often wraps the old layer: `weight` becomes `conv.weight`.
+                alike = [
+                    one
+                    for new_name, one in new_params.items()
+                    if one.shape == tensor.shape and f".{new_name}".endswith(f".{name}")
+                ]
+                if len(alike) != 1:
+                    raise ValueError(
+                        f"the module {path!r} shares its parameter {name!r} of shape {tuple(tensor.shape)} with "
+                        f"another module, and its replacement has {len(alike)} parameters of that name and shape to "
+                        f"share: leave this module as it is (let the policy return None), or untie the two first."
+                    )
+                (successor,) = alike
                 for module, key in others:
                     setattr(module, key, successor)
                 # A later replacement of `new` must find the same owners.
@@ -115,59 +146,6 @@ class TiedParameters:
             owners = self._owners.setdefault(id(tensor), [])
             if not any(owner is module and key == name for owner, key in owners):
                 owners.append((module, name))
-
-
-def _successor(path: str, name: str, tensor: Tensor, new_params: Mapping[str, Tensor]) -> Tensor:
-    # By the end of the name, as a replacement often wraps the old layer: `weight` becomes `conv.weight`.
-    alike = [
-        one for new_name, one in new_params.items() if one.shape == tensor.shape and f".{new_name}".endswith(f".{name}")
-    ]
-    if len(alike) != 1:
-        raise ValueError(
-            f"the module {path!r} shares its parameter {name!r} of shape {tuple(tensor.shape)} with another module, "
-            f"and its replacement has {len(alike)} parameters of that name and shape to share: leave this module as "
-            f"it is (let the policy return None), or untie the two first."
-        )
-    return alike[0]
-
-
-def _only_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
-    # With several dtypes, the one for a new tensor would be ambiguous.
-    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    return dtypes.pop() if len(dtypes) == 1 else None
-
-
-def _memory_format(tensors: Iterable[Tensor]) -> torch.memory_format | None:
-    for tensor in tensors:
-        # Filters of 1x1 are contiguous in both formats, so they do not determine the format of the model.
-        if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
-            return torch.channels_last
-    return None
-
-
-def _convert(
-    new: nn.Module,
-    kept: Collection[nn.Module],
-    device: torch.device | None,
-    dtype: torch.dtype | None,
-    memory_format: torch.memory_format | None,
-) -> None:
-    shared = {id(tensor) for module in kept for tensor in module.parameters(recurse=False)}
-
-    def converted(tensor: Tensor) -> Tensor:
-        if id(tensor) in shared:
-            return tensor
-        options: dict[str, Any] = {"device": device}
-        if dtype is not None and tensor.dtype == torch.get_default_dtype():
-            options["dtype"] = dtype
-        if memory_format is not None and tensor.ndim == 4:
-            options["memory_format"] = memory_format
-        return tensor.to(**options)
-
-    for module in new.modules():
-        if module not in kept:
-            # `Module.to` is built on this method, but cannot exclude submodules.
-            module._apply(converted, recurse=False)
 
 
 def _freeze_alike(old: nn.Module, new: nn.Module) -> None:
@@ -387,7 +365,7 @@ def canonical_parameters(model: nn.Module, remove_duplicate: bool = True) -> dic
 
         weights = gather_weights(model)
         named = [(name, weights[name].requires_grad_(parameter.requires_grad)) for name, parameter in named]
-    return _by_canonical_name(named)
+    return {canonical_name(name): tensor for name, tensor in named}
 
 
 def write_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -401,7 +379,8 @@ def write_parameters(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 def canonical_buffers(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:
     """Return the model's buffers by canonical name, including non-persistent ones."""
-    return _by_canonical_name(unwrap_model(model).named_buffers(remove_duplicate=remove_duplicate))
+    named = unwrap_model(model).named_buffers(remove_duplicate=remove_duplicate)
+    return {canonical_name(name): tensor for name, tensor in named}
 
 
 @contextmanager
@@ -412,31 +391,32 @@ def get_model_context_manager(model: nn.Module) -> Iterator[None]:
     gather the whole parameters and scatter them at the end. Every rank must enter the context. For other models, do
     nothing.
     """
-    fsdp = loaded("torch.distributed.fsdp")  # not imported: no model is sharded
-    if fsdp is None:
+    for module in _sharded_modules(model, "FSDPModule"):
+        module.reshard()
+    if not has_flat_parameters(model):
         yield
         return
-    modules: list[Any] = list(model.modules())
-    for module in modules:
-        if isinstance(module, fsdp.FSDPModule):
-            module.reshard()
-    if not any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):
-        yield
-        return
-    with fsdp.FullyShardedDataParallel.summon_full_params(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel  # already loaded, since the model is one
+
+    with FullyShardedDataParallel.summon_full_params(model):
         yield
 
 
 def has_flat_parameters(model: nn.Module) -> bool:
     """Return whether FSDP1 keeps parameters of the model as slices of flat tensors."""
-    fsdp = loaded("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
+    return bool(_sharded_modules(model, "FullyShardedDataParallel"))
 
 
-def is_dtensor(tensor: Tensor) -> bool:
+def _sharded_modules(model: nn.Module, kind: str) -> list[Any]:
+    fsdp = loaded("torch.distributed.fsdp")  # slow to import; unloaded, it cannot have sharded the model
+    if fsdp is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, getattr(fsdp, kind))]
+
+
+def is_dtensor(tensor: Any) -> bool:
     """Return whether the tensor is a DTensor."""
-    distributed = loaded("torch.distributed.tensor")  # without it there are no DTensors
-    return distributed is not None and isinstance(tensor, distributed.DTensor)
+    return hasattr(tensor, "device_mesh")  # its class is slow to import
 
 
 def place_like(tensor: Tensor, like: Tensor) -> Tensor:
@@ -452,7 +432,3 @@ def place_like(tensor: Tensor, like: Tensor) -> Tensor:
     if is_dtensor(tensor) and not is_dtensor(like):
         return tensor.full_tensor().to(like.device)  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor's
     return tensor.to(like.device)
-
-
-def _by_canonical_name(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {canonical_name(name): tensor for name, tensor in named_tensors}

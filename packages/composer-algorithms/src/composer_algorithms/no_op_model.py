@@ -9,14 +9,11 @@ from torch import Tensor, nn
 
 from composer_algorithms._method import ModelSurgery
 from composer_algorithms.metadata import METHODS
+from composer_events import Event, Logger, State
 from composer_models.base import ComposerModel
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
-
-    from composer_events.event import Event
-    from composer_events.logger import Logger
-    from composer_events.state import State
 
 __all__ = ["NoOpModel", "NoOpModelClass", "METADATA"]
 
@@ -85,7 +82,7 @@ class NoOpModel(ModelSurgery):
     def __init__(self) -> None:
         pass  # the base class would accept any arguments
 
-    def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Replace the model and the parameters of the optimizers."""
         if isinstance(state.model, NoOpModelClass):
             return

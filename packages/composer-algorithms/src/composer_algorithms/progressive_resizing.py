@@ -1,7 +1,8 @@
 """Progressive resizing: train on small images first and increase their size during training."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +13,7 @@ from composer_algorithms._draws import ResumableDraws, draw_integer
 from composer_algorithms._method import Method, elapsed_fraction
 from composer_algorithms._tensors import UnsupportedBatchError, batch_tensor, require_tensor
 from composer_algorithms.metadata import METHODS
-from composer_events.event import Event
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
+from composer_events import Event, Logger, State
 
 __all__ = ["ProgressiveResizing", "resize_batch", "METADATA"]
 
@@ -74,19 +71,15 @@ def resize_batch(
     size = [max(1, int(side * scale_factor)) for side in sides]
     # Pass the factor where possible: with the rounded size, interpolate would sample at slightly different positions.
     factor = scale_factor if min(sides) * scale_factor >= 1 else None
-    if mode == "crop":
-        corner = [draw_integer(0, side - new + 1, generator) for side, new in zip(sides, size, strict=True)]
-        smaller = _crop(input, corner, size)
-    else:
-        corner = None
-        smaller = _sample(input, size, factor, interpolation, antialias)
-    if not resize_targets:
-        return smaller, target
-    if target is None:
+    if resize_targets and target is None:
         raise ValueError("resize_targets=True has no target to resize: pass one, or resize_targets=False.")
-    return smaller, _smaller_target(target, input, size, factor, corner)
+    smaller, smaller_target = _resized(
+        input, target if resize_targets else None, size, factor, mode, interpolation, antialias, generator
+    )
+    return smaller, smaller_target if resize_targets else target
 
 
+@dataclass(repr=False, eq=False)
 class ProgressiveResizing(ResumableDraws, Method):
     """Increase the size of the training images during training.
 
@@ -122,43 +115,32 @@ class ProgressiveResizing(ResumableDraws, Method):
 
     acts_on = frozenset({Event.AFTER_DATALOADER})
 
-    def __init__(
-        self,
-        mode: str = "resize",
-        initial_scale: float = 0.5,
-        finetune_fraction: float = 0.2,
-        delay_fraction: float = 0.5,
-        size_increment: int = 4,
-        resize_targets: bool = False,
-        input_key: Any = 0,
-        target_key: Any = 1,
-        *,
-        interpolation: Interpolation = "nearest",
-        antialias: bool = False,
-    ) -> None:
-        _check_modes(mode, interpolation, antialias)
+    mode: str = "resize"
+    initial_scale: float = 0.5
+    finetune_fraction: float = 0.2
+    delay_fraction: float = 0.5
+    size_increment: int = 4
+    resize_targets: bool = False
+    input_key: Any = 0
+    target_key: Any = 1
+    _: KW_ONLY
+    interpolation: Interpolation = "nearest"
+    antialias: bool = False
+
+    def __post_init__(self) -> None:
+        _check_modes(self.mode, self.interpolation, self.antialias)
         check_interval(
             "[0, 1]",
-            initial_scale=initial_scale,
-            finetune_fraction=finetune_fraction,
-            delay_fraction=delay_fraction,
+            initial_scale=self.initial_scale,
+            finetune_fraction=self.finetune_fraction,
+            delay_fraction=self.delay_fraction,
         )
-        if delay_fraction + finetune_fraction > 1:
+        if self.delay_fraction + self.finetune_fraction > 1:
             raise ValueError(
-                f"delay_fraction={delay_fraction!r} and finetune_fraction={finetune_fraction!r} add up to more "
-                f"than 1: lower one of them."
+                f"delay_fraction={self.delay_fraction!r} and finetune_fraction={self.finetune_fraction!r} add up to "
+                f"more than 1: lower one of them."
             )
-        check_counts(size_increment=size_increment)
-        self.mode = mode
-        self.initial_scale = initial_scale
-        self.finetune_fraction = finetune_fraction
-        self.delay_fraction = delay_fraction
-        self.size_increment = size_increment
-        self.resize_targets = resize_targets
-        self.input_key = input_key
-        self.target_key = target_key
-        self.interpolation: Interpolation = interpolation
-        self.antialias = antialias
+        check_counts(size_increment=self.size_increment)
 
     def scale_factor(self, elapsed: float) -> float:
         """Return the scale of height and width.
@@ -173,7 +155,7 @@ class ProgressiveResizing(ResumableDraws, Method):
             grown = min((elapsed - self.delay_fraction) / growing, 1.0) if growing > 0 else 1.0
         return self.initial_scale + (1 - self.initial_scale) * grown
 
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Resize the inputs, and the targets with `resize_targets`, to the current size."""
         elapsed = elapsed_fraction(state, "ProgressiveResizing")
         input = batch_tensor(state, self.input_key, "input_key")
@@ -181,7 +163,14 @@ class ProgressiveResizing(ResumableDraws, Method):
         sides = _sides(input, f"batch item input_key={self.input_key!r}")
         size = [self._rounded(side, scale) for side in sides]
         if size != sides:
-            input = self._resized(state, input, sides, size)
+            target = batch_tensor(state, self.target_key, "target_key") if self.resize_targets else None
+            generator = self.next_generator(state) if self.mode == "crop" else None
+            input, target = _resized(
+                input, target, size, None, self.mode, self.interpolation, self.antialias, generator
+            )
+            state.batch_set_item(self.input_key, input)
+            if target is not None:
+                state.batch_set_item(self.target_key, target)
         if logger is not None:
             logger.log_metrics(
                 {
@@ -196,19 +185,25 @@ class ProgressiveResizing(ResumableDraws, Method):
         # At full scale, keep sides that are not a multiple of the increment.
         return min(side, max(increment, round(side * scale / increment) * increment)) if scale < 1 else side
 
-    def _resized(self, state: "State", input: Tensor, sides: list[int], size: list[int]) -> Tensor:
-        corner = None
-        if self.mode == "crop":
-            generator = self.next_generator(state)
-            corner = [draw_integer(0, side - new + 1, generator) for side, new in zip(sides, size, strict=True)]
-            smaller = _crop(input, corner, size)
-        else:
-            smaller = _sample(input, size, None, self.interpolation, self.antialias)
-        state.batch_set_item(self.input_key, smaller)
-        if self.resize_targets:
-            target = batch_tensor(state, self.target_key, "target_key")
-            state.batch_set_item(self.target_key, _smaller_target(target, input, size, None, corner))
-        return smaller
+
+def _resized(
+    input: Tensor,
+    target: Tensor | None,
+    size: Sequence[int],
+    factor: float | None,
+    mode: str,
+    interpolation: Interpolation,
+    antialias: bool,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor | None]:
+    corner = None
+    if mode == "crop":
+        sides = input.shape[2:]
+        corner = [draw_integer(0, side - new + 1, generator) for side, new in zip(sides, size, strict=True)]
+        smaller = _crop(input, corner, size)
+    else:
+        smaller = _sample(input, size, factor, interpolation, antialias)
+    return smaller, None if target is None else _smaller_target(target, input, size, factor, corner)
 
 
 def _crop(tensor: Tensor, corner: Sequence[int], size: Sequence[int]) -> Tensor:

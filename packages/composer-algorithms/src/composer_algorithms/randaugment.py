@@ -1,14 +1,14 @@
 """RandAugment: apply a few random augmentations to each image."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar, overload
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from PIL.Image import Image
 from torch import Tensor
 
 from composer_algorithms._arguments import check_counts, check_interval
-from composer_algorithms._method import Method
-from composer_algorithms.augmentation.primitives import (
+from composer_algorithms.augmentation import (
     AugmentationFunction,
     augmentation_sets,
     change,
@@ -18,11 +18,6 @@ from composer_algorithms.augmentation.primitives import (
 )
 from composer_algorithms.dataset_transforms import TransformedDatasets
 from composer_algorithms.metadata import METHODS
-from composer_events.event import Event
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
 
 __all__ = ["RandAugment", "RandAugmentTransform", "randaugment_image", "METADATA"]
 
@@ -31,30 +26,12 @@ METADATA = METHODS["randaugment"]
 TImage = TypeVar("TImage", bound=Tensor | Image)
 
 
-@overload
-def randaugment_image(
-    img: None = None,
-    severity: float = 9,
-    depth: int = 2,
-    augmentation_set: str | Sequence[AugmentationFunction] = augmentation_sets["all"],
-) -> "RandAugmentTransform": ...
-
-
-@overload
-def randaugment_image(
-    img: TImage,
-    severity: float = 9,
-    depth: int = 2,
-    augmentation_set: str | Sequence[AugmentationFunction] = augmentation_sets["all"],
-) -> TImage: ...
-
-
 def randaugment_image(
     img: Tensor | Image | None = None,
     severity: float = 9,
     depth: int = 2,
     augmentation_set: str | Sequence[AugmentationFunction] = augmentation_sets["all"],
-) -> "Tensor | Image | RandAugmentTransform":
+) -> Any:
     """Apply a sequence of randomly chosen augmentations to an image.
 
     Random numbers come from PyTorch's default generator.
@@ -116,7 +93,8 @@ class RandAugmentTransform:
         return change(image, self.augmentation_set, self.depth, self.severity)
 
 
-class RandAugment(Method):
+@dataclass(repr=False, eq=False)
+class RandAugment(TransformedDatasets):
     """Apply a few random augmentations to each training image.
 
     On `FIT_START` it adds a `RandAugmentTransform` to the training dataset, before the transforms that convert images
@@ -141,19 +119,9 @@ class RandAugment(Method):
         arXiv:1909.13719.
     """
 
-    acts_on = frozenset({Event.FIT_START})
+    severity: float = 9
+    depth: int = 2
+    augmentation_set: str = "all"
 
-    def __init__(self, severity: float = 9, depth: int = 2, augmentation_set: str = "all") -> None:
-        # Created first, since the transform validates the arguments.
-        self._datasets = TransformedDatasets("RandAugment", RandAugmentTransform(severity, depth, augmentation_set))
-        self.severity = severity
-        self.depth = depth
-        self.augmentation_set = augmentation_set
-
-    def match(self, event: Event, state: "State") -> bool:
-        """Return whether training starts on a dataset without the transform."""
-        return self._datasets.is_due(event, state)
-
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
-        """Add the transform to the dataset."""
-        self._datasets.add(state)
+    def __post_init__(self) -> None:
+        super().__init__(RandAugmentTransform(self.severity, self.depth, self.augmentation_set))

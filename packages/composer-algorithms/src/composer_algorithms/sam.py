@@ -1,8 +1,9 @@
 """Sharpness-aware minimization (SAM): step with the gradient at a nearby point of higher loss, towards flat minima."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +15,7 @@ from composer_algorithms._method import Method
 from composer_algorithms._optimizer_surgery import as_optimizers
 from composer_algorithms.gradient_clipping import joint_norm, local_part
 from composer_algorithms.metadata import METHODS
-from composer_events.event import Event
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
+from composer_events import Event, Logger, State
 
 __all__ = ["SAM", "SAMOptimizer", "METADATA"]
 
@@ -184,7 +181,7 @@ class SAMOptimizer(Optimizer):
         """Compute the gradients at the nearby point; return the first loss, and whether both gradients are finite."""
         second = partial(closure, loss_dict={}) if takes_keyword(closure, "loss_dict") else closure
         devices = {parameter.device for group in self.param_groups for parameter in group["params"]}
-        draws = _Draws(devices, self.algorithms) if self.replay else None
+        draws = Draws(devices, self.algorithms) if self.replay else None
         with torch.enable_grad():
             loss = closure()
         if loss is None:
@@ -214,7 +211,12 @@ class SAMOptimizer(Optimizer):
         for group in self.param_groups:
             scale = group["rho"] / (norm + group["epsilon"])
             pairs = [(local_part(p), local_part(p.grad)) for p in group["params"] if p.grad is not None]
-            for device, parameters, steps in _by_device(pairs):
+            # torch's multi-tensor functions are fast only if all tensors are on one device.
+            by_device: defaultdict[torch.device, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+            for parameter, gradient in pairs:
+                by_device[parameter.device][0].append(parameter)
+                by_device[parameter.device][1].append(gradient)
+            for device, (parameters, steps) in by_device.items():
                 # The gradients may be overwritten, since the second call of the closure computes new ones.
                 torch._foreach_mul_(steps, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
                 torch._foreach_add_(parameters, steps)  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
@@ -259,12 +261,12 @@ class SAM(Method):
         self.epsilon = epsilon
         self.interval = interval
 
-    def match(self, event: Event, state: "State") -> bool:
+    def match(self, event: Event, state: State) -> bool:
         """Return whether a checkpoint may be loaded at this event, and an optimizer is not wrapped."""
         is_load = event in (Event.BEFORE_LOAD, Event.AFTER_LOAD)
         return is_load and not all(isinstance(one, SAMOptimizer) for one in state.optimizers)
 
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Wrap the optimizers that are not yet wrapped."""
         if state.deepspeed_enabled:
             raise ValueError(
@@ -279,7 +281,7 @@ class SAM(Method):
         state.optimizers = optimizers
 
 
-class _Draws:
+class Draws:
     """Snapshot of the random number generators, to repeat the draws that follow."""
 
     def __init__(self, devices: Iterable[torch.device], algorithms: Iterable[object]) -> None:
@@ -294,13 +296,3 @@ class _Draws:
             torch.cuda.set_rng_state(state, device)
         for algorithm, num_draws in zip(self._algorithms, self._num_draws, strict=True):
             algorithm._num_draws = num_draws
-
-
-def _by_device(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[torch.device, list[Tensor], list[Tensor]]]:
-    # torch's multi-tensor functions are fast only if all tensors are on one device.
-    groups: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-    for parameter, gradient in pairs:
-        parameters, gradients = groups.setdefault(parameter.device, ([], []))
-        parameters.append(parameter)
-        gradients.append(gradient)
-    return ((device, *lists) for device, lists in groups.items())

@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +18,8 @@ from composer_algorithms._pairs import check_pairs
 from composer_algorithms._tensors import UnsupportedBatchError, batch_tensor, require_tensor
 from composer_algorithms.metadata import METHODS
 from composer_dist.wrapping import unwrap_model
-from composer_events.batches import batch_set
-from composer_events.event import Event
+from composer_events import Event, Logger, State, batch_set
 from composer_models.base import model_eval_mode
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
 
 __all__ = ["SelectiveBackprop", "select_using_loss", "selective_backprop", "should_selective_backprop", "METADATA"]
 
@@ -107,6 +103,7 @@ def selective_backprop(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return select_using_loss(*args, **kwargs)
 
 
+@dataclass(repr=False, eq=False)
 class SelectiveBackprop(ResumableDraws, Method):
     """Train on a subset of each batch that favors examples with a large loss.
 
@@ -149,34 +146,27 @@ class SelectiveBackprop(ResumableDraws, Method):
     computes_losses = True
     acts_on = frozenset({Event.INIT, Event.AFTER_DATALOADER})
 
-    def __init__(
-        self,
-        start: float = 0.5,
-        end: float = 0.9,
-        keep: float = 0.5,
-        scale_factor: float = 1.0,
-        interrupt: int = 2,
-        input_key: Any = 0,
-        target_key: Any = 1,
-        *,
-        score_mode: Literal["train", "eval"] = "train",
-    ) -> None:
-        check_interval("(0, 1]", keep=keep, scale_factor=scale_factor)
-        check_interval("[0, 1]", start=start, end=end)
-        if start > end:
-            raise ValueError(f"start={start!r} is after end={end!r}, so no example would be dropped: swap them.")
-        check_counts(0, interrupt=interrupt)
-        check_choice(("train", "eval"), score_mode=score_mode)
-        self.start = start
-        self.end = end
-        self.keep = keep
-        self.scale_factor = scale_factor
-        self.interrupt = interrupt
-        self.input_key = input_key
-        self.target_key = target_key
-        self.score_mode = score_mode
+    start: float = 0.5
+    end: float = 0.9
+    keep: float = 0.5
+    scale_factor: float = 1.0
+    interrupt: int = 2
+    input_key: Any = 0
+    target_key: Any = 1
+    _: KW_ONLY
+    score_mode: Literal["train", "eval"] = "train"
 
-    def match(self, event: Event, state: "State") -> bool:
+    def __post_init__(self) -> None:
+        check_interval("(0, 1]", keep=self.keep, scale_factor=self.scale_factor)
+        check_interval("[0, 1]", start=self.start, end=self.end)
+        if self.start > self.end:
+            raise ValueError(
+                f"start={self.start!r} is after end={self.end!r}, so no example would be dropped: swap them."
+            )
+        check_counts(0, interrupt=self.interrupt)
+        check_choice(("train", "eval"), score_mode=self.score_mode)
+
+    def match(self, event: Event, state: State) -> bool:
         """Return whether the event is INIT, or a batch has been loaded that is to be reduced."""
         if event == Event.INIT:
             return True
@@ -186,7 +176,7 @@ class SelectiveBackprop(ResumableDraws, Method):
         batch_idx = state.timestamp.batch_in_epoch.value
         return should_selective_backprop(float(elapsed), batch_idx, self.start, self.end, self.interrupt)
 
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Validate the model on INIT, and drop examples on AFTER_DATALOADER."""
         if event == Event.INIT:
             from composer_models.base import ComposerModel  # loads the metrics, which select_using_loss does not need
@@ -203,13 +193,20 @@ class SelectiveBackprop(ResumableDraws, Method):
         to_device = state.device.tensor_to_device
         input = to_device(batch_tensor(state, self.input_key, "input_key"))
         target = to_device(batch_tensor(state, self.target_key, "target_key"))
+        loss = find_loss(state.model)  # not cached, since an algorithm may have replaced the model
+        _check_loss(loss)
+        own_input = state.batch_get_item(self.input_key)
+
+        def loss_of_batch(outputs: Any, target: Tensor, reduction: str) -> Any:
+            return loss(outputs, self._scored_batch(state, own_input, target), reduction=reduction)
+
         mode = model_eval_mode(state.model) if self.score_mode == "eval" else nullcontext()
         with mode, precision_context(state, input.device.type):
             chosen = _choose(
                 input,
                 target,
                 lambda scored: state.model(self._scored_batch(state, scored, target)),
-                self._loss_of(state),
+                loss_of_batch,
                 self.keep,
                 self.scale_factor,
                 self.next_generator(state),
@@ -217,21 +214,11 @@ class SelectiveBackprop(ResumableDraws, Method):
         if chosen is not None:
             state.batch = self._selected(state, input[chosen], target[chosen], chosen)
 
-    def _scored_batch(self, state: "State", input: Tensor, target: Tensor) -> Any:
+    def _scored_batch(self, state: State, input: Tensor, target: Tensor) -> Any:
         batch = batch_set(copy.copy(state.batch), self.input_key, input)
         return state.device.batch_to_device(batch_set(batch, self.target_key, target))
 
-    def _loss_of(self, state: "State") -> Callable[..., Any]:
-        loss = find_loss(state.model)  # not cached, since an algorithm may have replaced the model
-        _check_loss(loss)
-        input = state.batch_get_item(self.input_key)
-
-        def loss_of_batch(outputs: Any, target: Tensor, reduction: str) -> Any:
-            return loss(outputs, self._scored_batch(state, input, target), reduction=reduction)
-
-        return loss_of_batch
-
-    def _selected(self, state: "State", input: Tensor, target: Tensor, chosen: Tensor) -> Any:
+    def _selected(self, state: State, input: Tensor, target: Tensor, chosen: Tensor) -> Any:
         num_examples = len(state.batch_get_item(self.input_key))
         # A shallow copy, so that the batch of the dataloader is not changed.
         batch = batch_set(copy.copy(state.batch), self.input_key, input)
@@ -243,16 +230,12 @@ class SelectiveBackprop(ResumableDraws, Method):
                 continue
             if isinstance(value, Tensor) and value.ndim > 0 and len(value) == num_examples:
                 batch = batch_set(batch, key, state.device.tensor_to_device(value)[chosen])
-            elif _is_list_of_examples(value, num_examples):
+            elif type(value) in (list, tuple) and len(value) == num_examples:
+                # As many tensors as examples may also be columns, each with one entry per example.
+                if all(isinstance(one, Tensor) and one.ndim > 0 and len(one) == num_examples for one in value):
+                    continue
                 batch = batch_set(batch, key, type(value)(value[index] for index in chosen.tolist()))
         return batch
-
-
-def _is_list_of_examples(value: Any, num_examples: int) -> bool:
-    if type(value) not in (list, tuple) or len(value) != num_examples:
-        return False
-    # As many tensors as examples may also be columns, each with one entry per example.
-    return not all(isinstance(one, Tensor) and one.ndim > 0 and len(one) == num_examples for one in value)
 
 
 def _choose(
@@ -268,46 +251,34 @@ def _choose(
     check_interval("(0, 1]", keep=keep, scale_factor=scale_factor)
     _check_loss(loss_fun)
     check_pairs(input, target, None)
-    if scale_factor != 1 and not input.is_floating_point():
-        raise UnsupportedBatchError(
-            f"scale_factor={scale_factor!r} needs floating point inputs; got {input.dtype}: pass "
-            f"scale_factor=1, or convert them in the dataset."
-        )
-    if scale_factor != 1 and input.ndim not in _INTERPOLATION:
-        raise ValueError(
-            f"scale_factor={scale_factor!r} needs inputs with one, two or three spatial dims; got the shape "
-            f"{tuple(input.shape)}: pass scale_factor=1."
+    if scale_factor != 1 and not (input.is_floating_point() and input.ndim in _INTERPOLATION):
+        error = ValueError if input.is_floating_point() else UnsupportedBatchError
+        raise error(
+            f"scale_factor={scale_factor!r} needs floating point inputs with one, two or three spatial dims; got "
+            f"{input.dtype} of shape {tuple(input.shape)}: pass scale_factor=1, or convert them in the dataset."
         )
     num_kept = max(1, int(keep * len(input)))
     if num_kept >= len(input):
         return None
     # Drawn before the forward pass, since a copy to the device issued after it may have to wait for it.
-    ranks = _drawn_ranks(len(input), num_kept, keep, generator).to(input.device, non_blocking=True)
+    # Gumbel top-k: the largest log-probabilities with Gumbel noise are a sample without replacement. The half keeps the
+    # logarithm of the smallest loss finite.
+    log_p = (1 / keep - 1) * ((torch.arange(len(input), dtype=torch.float64) + 0.5) / len(input)).log()
+    noise = -torch.empty(len(input), dtype=torch.float64).exponential_(generator=generator).log()
+    ranks = (log_p + noise).topk(num_kept).indices.to(input.device, non_blocking=True)
     with torch.no_grad():
         scored = input
         if scale_factor != 1:
             mode = _INTERPOLATION[input.ndim]
             scored = F.interpolate(input, scale_factor=scale_factor, mode=mode, align_corners=False)
-        losses = _per_example(loss_fun(model(scored), target, reduction="none"), len(input))
+        losses = require_tensor(loss_fun(model(scored), target, reduction="none"), "the loss with reduction='none'")
+        if losses.ndim == 0 or len(losses) != len(input):
+            raise ValueError(
+                f"the loss with reduction='none' has the shape {tuple(losses.shape)}, and there are {len(input)} "
+                f"examples: it must have at least one value for each of them."
+            )
+        losses = losses.flatten(1).mean(dim=1) if losses.ndim > 1 else losses
         return losses.argsort()[ranks.to(losses.device)]
-
-
-def _drawn_ranks(num_examples: int, num_kept: int, keep: float, generator: torch.Generator | None) -> Tensor:
-    # Gumbel top-k: the largest log-probabilities with Gumbel noise are a sample without replacement.
-    # The half keeps the logarithm of the smallest loss finite.
-    log_p = (1 / keep - 1) * ((torch.arange(num_examples, dtype=torch.float64) + 0.5) / num_examples).log()
-    noise = -torch.empty(num_examples, dtype=torch.float64).exponential_(generator=generator).log()
-    return (log_p + noise).topk(num_kept).indices
-
-
-def _per_example(losses: Any, num_examples: int) -> Tensor:
-    losses = require_tensor(losses, "the loss with reduction='none'")
-    if losses.ndim == 0 or len(losses) != num_examples:
-        raise ValueError(
-            f"the loss with reduction='none' has the shape {tuple(losses.shape)}, and there are {num_examples} "
-            f"examples: it must have at least one value for each of them."
-        )
-    return losses.flatten(1).mean(dim=1) if losses.ndim > 1 else losses
 
 
 def _check_loss(loss_fun: object) -> None:

@@ -3,9 +3,10 @@
 import copy
 import logging
 from collections.abc import Collection, Mapping, MutableMapping
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +18,8 @@ from composer_algorithms._tensors import UnsupportedBatchError
 from composer_algorithms.metadata import METHODS
 from composer_dist import dist
 from composer_dist.wrapping import unwrap_model
-from composer_events.batches import ensure_tuple
-from composer_events.event import Event
+from composer_events import Event, Logger, State, ensure_tuple
 from composer_time import TimeUnit
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
 
 __all__ = ["SeqLengthWarmup", "set_batch_sequence_length", "METADATA"]
 
@@ -79,20 +75,34 @@ def set_batch_sequence_length(
         )
     check_counts(curr_seq_len=curr_seq_len)
     sequences = _sequences(batch, non_sequence_keys)
-    if curr_seq_len >= _length_of(sequences):
+    length = next((value.shape[1] for value in sequences.values() if value.ndim > 1), None)
+    if length is None:
+        raise ValueError(
+            f"no tensor of the batch has a length dim: its keys are {list(sequences)}. Pass tensors of shape (batch, "
+            f"length, ...)."
+        )
+    if curr_seq_len >= length:
         return batch
     if not truncate:
         shorter = _cut_into_several(sequences, curr_seq_len)
     else:
         shorter = {name: _truncated(name, value, curr_seq_len) for name, value in sequences.items()}
-        if preserve_end_of_sequence:
-            _keep_last_token(shorter, sequences, curr_seq_len)
+    if truncate and preserve_end_of_sequence:
+        if (mask := sequences.get("attention_mask")) is None:
+            raise ValueError(
+                f"preserve_end_of_sequence=True finds the ends by 'attention_mask', and the batch has the keys "
+                f"{list(sequences)}: add it, or pass preserve_end_of_sequence=False."
+            )
+        end = mask.sum(dim=1).long() - 1  # assumes padding on the right
+        rows = torch.arange(len(mask), device=mask.device)
+        for name, value in shorter.items():
+            value[rows, end.clamp(max=curr_seq_len - 1)] = sequences[name][rows, end]
     result = copy.copy(batch)  # keeps the type, such as BatchEncoding
-    for name, value in shorter.items():
-        result[name] = value
+    result.update(shorter)
     return result
 
 
+@dataclass(repr=False, eq=False)
 class SeqLengthWarmup(Method):
     """Increase the sequence length during training.
 
@@ -131,31 +141,24 @@ class SeqLengthWarmup(Method):
     computes_losses = True  # of the batch of maximal length
     acts_on = frozenset({Event.INIT, Event.AFTER_DATALOADER})
 
-    def __init__(
-        self,
-        duration: float = 0.3,
-        min_seq_length: int = 8,
-        max_seq_length: int = 1024,
-        step_size: int = 8,
-        truncate: bool = True,
-        preserve_end_of_sequence: bool = False,
-        *,
-        non_sequence_keys: Collection[str] = (),
-    ) -> None:
-        check_interval("[0, 1]", duration=duration)
-        check_counts(min_seq_length=min_seq_length, max_seq_length=max_seq_length, step_size=step_size)
-        if max_seq_length < min_seq_length:
+    duration: float = 0.3
+    min_seq_length: int = 8
+    max_seq_length: int = 1024
+    step_size: int = 8
+    truncate: bool = True
+    preserve_end_of_sequence: bool = False
+    _: KW_ONLY
+    non_sequence_keys: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        check_interval("[0, 1]", duration=self.duration)
+        check_counts(min_seq_length=self.min_seq_length, max_seq_length=self.max_seq_length, step_size=self.step_size)
+        if self.max_seq_length < self.min_seq_length:
             raise ValueError(
-                f"max_seq_length={max_seq_length!r} is less than min_seq_length={min_seq_length!r}: sequences grow "
-                f"from the one to the other."
+                f"max_seq_length={self.max_seq_length!r} is less than min_seq_length={self.min_seq_length!r}: the "
+                f"length grows from the one to the other."
             )
-        self.duration = duration
-        self.min_seq_length = min_seq_length
-        self.max_seq_length = max_seq_length
-        self.step_size = step_size
-        self.truncate = truncate
-        self.preserve_end_of_sequence = preserve_end_of_sequence
-        self.non_sequence_keys = ensure_tuple(non_sequence_keys)
+        self.non_sequence_keys = ensure_tuple(self.non_sequence_keys)
         self._activated = False  # set it to True to skip the microbatch of maximal length
         self._is_checked = False
 
@@ -170,11 +173,11 @@ class SeqLengthWarmup(Method):
         num_steps = (self.max_seq_length - self.min_seq_length) // self.step_size
         return self.min_seq_length + self.step_size * int(num_steps * warmup_done)
 
-    def match(self, event: Event, state: "State") -> bool:
+    def match(self, event: Event, state: State) -> bool:
         """Return whether the model has yet to be validated, or a batch has just been loaded."""
         return (event == Event.INIT and not self._is_checked) or event == Event.AFTER_DATALOADER
 
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Validate the model on INIT, and shorten the sequences on AFTER_DATALOADER."""
         if event == Event.INIT:
             if not isinstance(getattr(unwrap_model(state.model), "model", None), nn.Module):
@@ -187,7 +190,13 @@ class SeqLengthWarmup(Method):
         length = self.seq_length(self._warmup_done(state))
         # Before the batch is shortened, since the maximal batch is made from it.
         if not self._activated and not state.deepspeed_enabled:
-            _run_maximal_batch(state, _of_length(state.batch, self.max_seq_length, self.non_sequence_keys))
+            # Repeat shorter sequences up to the length: memory depends on the number of tokens, not on their values.
+            maximal = dict(state.batch)
+            for name, value in _sequences(state.batch, self.non_sequence_keys).items():
+                if value.ndim > 1:
+                    steps = torch.arange(self.max_seq_length, device=value.device)
+                    maximal[name] = value[:, steps % value.shape[1]]
+            _run_maximal_batch(state, maximal)
             self._activated = True
         state.batch = set_batch_sequence_length(
             state.batch,
@@ -209,7 +218,7 @@ class SeqLengthWarmup(Method):
         super().load_state_dict(state)
         self._activated = bool(state.get("activated", False))
 
-    def _warmup_done(self, state: "State") -> float | Fraction:
+    def _warmup_done(self, state: State) -> float | Fraction:
         max_duration = state.max_duration
         if max_duration is None:
             raise RuntimeError(NO_LENGTH.format("SeqLengthWarmup"))
@@ -246,16 +255,6 @@ def _sequences(batch: Mapping[str, Any], non_sequence_keys: Collection[str]) -> 
     return sequences
 
 
-def _length_of(sequences: Mapping[str, Tensor]) -> int:
-    for value in sequences.values():
-        if value.ndim > 1:
-            return value.shape[1]
-    raise ValueError(
-        f"no tensor of the batch has a length dim: its keys are {list(sequences)}. Pass tensors of shape (batch, "
-        f"length, ...)."
-    )
-
-
 def _truncated(name: str, value: Tensor, length: int) -> Tensor:
     if value.ndim < 2:
         raise ValueError(
@@ -264,19 +263,6 @@ def _truncated(name: str, value: Tensor, length: int) -> Tensor:
         )
     # A copy even of a single sequence, whose slice is contiguous: the last token is written into it.
     return value[:, :length].clone(memory_format=torch.contiguous_format)
-
-
-def _keep_last_token(shorter: Mapping[str, Tensor], sequences: Mapping[str, Tensor], length: int) -> None:
-    mask = sequences.get("attention_mask")
-    if mask is None:
-        raise ValueError(
-            f"preserve_end_of_sequence=True finds the ends by 'attention_mask', and the batch has the keys "
-            f"{list(sequences)}: add it, or pass preserve_end_of_sequence=False."
-        )
-    end = mask.sum(dim=1).long() - 1  # assumes padding on the right
-    rows = torch.arange(len(mask), device=mask.device)
-    for name, value in shorter.items():
-        value[rows, end.clamp(max=length - 1)] = sequences[name][rows, end]
 
 
 def _cut_into_several(sequences: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
@@ -301,22 +287,20 @@ def _cut_into_several(sequences: Mapping[str, Tensor], length: int) -> dict[str,
     return shorter
 
 
-def _of_length(batch: Any, length: int, non_sequence_keys: Collection[str]) -> dict[str, Any]:
-    # Repeat shorter sequences up to the length: memory depends on the number of tokens, not on their values.
-    result = dict(batch)
-    for name, value in _sequences(batch, non_sequence_keys).items():
-        if value.ndim > 1:
-            result[name] = value[:, torch.arange(length, device=value.device) % value.shape[1]]
-    return result
-
-
-def _run_maximal_batch(state: "State", batch: dict[str, Any]) -> None:
+def _run_maximal_batch(state: State, batch: dict[str, Any]) -> None:
     """Run the first microbatch forward and backward without changing weights, gradients or random state.
 
     The allocator then holds the memory that the largest microbatch needs. With `state.auto_microbatching`, a
     microbatch that does not fit on some rank is halved on all ranks. Every rank must call this.
     """
-    size = _microbatch_size(state)
+    given: Any = state.device_train_microbatch_size
+    given = state.dataloader.batch_size if given is None else given
+    if given is None:
+        raise RuntimeError(
+            "the dataloader has batch_size=None, so the size of a microbatch is not known: set "
+            "device_train_microbatch_size."
+        )
+    size = max(int(given), 1)
     while not _fits(state, batch, size):
         if size == 1:
             raise RuntimeError(
@@ -328,23 +312,18 @@ def _run_maximal_batch(state: "State", batch: dict[str, Any]) -> None:
         state.device_train_microbatch_size = size
 
 
-def _microbatch_size(state: "State") -> int:
-    size: Any = state.device_train_microbatch_size
-    if size is None:
-        size = state.dataloader.batch_size  # raises an AttributeError if the dataloader has no such attribute
-    if size is None:
-        raise RuntimeError(
-            "the dataloader has batch_size=None, so the size of a microbatch is not known: set "
-            "device_train_microbatch_size."
-        )
-    return max(int(size), 1)
-
-
-def _fits(state: "State", batch: dict[str, Any], size: int) -> bool:
+def _fits(state: State, batch: dict[str, Any], size: int) -> bool:
     microbatch = {name: value[:size] if isinstance(value, Tensor) else value for name, value in batch.items()}
-    has_failed = False
+    device, has_failed = state.device.torch_device, False
     try:
-        _forward_backward(state, state.device.batch_to_device(microbatch))
+        # A resumed run skips this pass and must draw the same random numbers as this one. DDP builds its buckets in the
+        # first synchronized pass, which must be a training pass.
+        devices = [device.index] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), getattr(state.model, "no_sync", nullcontext)():
+            with precision_context(state, device.type):
+                microbatch = state.device.batch_to_device(microbatch)
+                loss = find_loss(state.model)(state.model(microbatch), microbatch)
+            loss.backward()
     except torch.OutOfMemoryError:
         if not state.auto_microbatching:
             raise
@@ -355,19 +334,6 @@ def _fits(state: "State", batch: dict[str, Any], size: int) -> bool:
     if not state.auto_microbatching:
         return True
     # All ranks must agree on the size, or their collectives in backward would not pair up.
-    failures = torch.tensor([int(has_failed)], dtype=torch.uint8, device=state.device.torch_device)
+    failures = torch.tensor([int(has_failed)], dtype=torch.uint8, device=device)
     dist.all_reduce(failures, reduce_operation="MAX")
     return not failures.item()
-
-
-def _forward_backward(state: "State", microbatch: Any) -> None:
-    devices = [state.device.torch_device.index] if state.device.torch_device.type == "cuda" else []
-    with ExitStack() as stack:
-        # A resumed run skips this pass and must draw the same random numbers as this one.
-        stack.enter_context(torch.random.fork_rng(devices=devices))
-        # DDP builds its buckets in the first synchronized pass, which must be a training pass.
-        stack.enter_context(getattr(state.model, "no_sync", nullcontext)())
-        with precision_context(state, state.device.torch_device.type):
-            outputs = state.model(microbatch)
-            loss = find_loss(state.model)(outputs, microbatch)
-        loss.backward()

@@ -2,20 +2,16 @@
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_interval
-from composer_algorithms._method import ModelSurgery, report
+from composer_algorithms._method import ModelSurgery, log_no_effect, report
 from composer_algorithms.metadata import METHODS
 from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
-
-if TYPE_CHECKING:
-    from composer_events.event import Event
-    from composer_events.logger import Logger
-    from composer_events.state import State
+from composer_events import Event, Logger, State
 
 __all__ = ["SqueezeExcite", "SqueezeExcite2d", "SqueezeExciteConv2d", "apply_squeeze_excite", "METADATA"]
 
@@ -141,12 +137,8 @@ def apply_squeeze_excite(
 
     replace_module_classes(model, {nn.Conv2d: excite}, optimizers)
     if not count_module_instances(model, SqueezeExciteConv2d):
-        _log.warning(
-            "SqueezeExcite has no effect on this %s: below it there is no Conv2d with at least min_channels=%r input "
-            "and output channels.",
-            type(model).__qualname__,
-            min_channels,
-        )
+        why = f"below it there is no Conv2d with at least {min_channels=} input and output channels"
+        log_no_effect(_log, "SqueezeExcite", model, why)
 
 
 class SqueezeExcite(ModelSurgery):
@@ -180,7 +172,7 @@ class SqueezeExcite(ModelSurgery):
         self.latent_channels = latent_channels
         self.min_channels = min_channels
 
-    def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Change the model, and log its number of squeeze-and-excitation layers."""
         apply_squeeze_excite(state.model, self.latent_channels, self.min_channels, state.optimizers)
         count = count_module_instances(state.model, SqueezeExciteConv2d)

@@ -9,18 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from composer_algorithms._arguments import accept_legacy_arguments, check_counts, check_interval
+from composer_algorithms._averaging import EMAParameters, compute_ema
 from composer_algorithms._method import Method, is_reached, parse_time
-from composer_algorithms.ema.averaging import EMAParameters, compute_ema
 from composer_algorithms.metadata import METHODS
 from composer_dist.wrapping import canonical_name
-from composer_events.event import Event
+from composer_events import Event, Logger, State
 from composer_time import Time, TimeUnit
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
-    from composer_events.logger import Logger
-    from composer_events.state import State
 
 __all__ = ["SWA", "METADATA"]
 
@@ -105,7 +102,7 @@ class SWA(Method):
         self._is_loaded = False
         self._reset()
 
-    def match(self, event: Event, state: "State") -> bool:
+    def match(self, event: Event, state: State) -> bool:
         """Return whether the event is INIT, or updates or ends the mean or the learning rate."""
         if event == Event.INIT:
             return True
@@ -118,7 +115,7 @@ class SWA(Method):
             return self.swa_started or is_reached(self.swa_start, state, "swa_start")
         return self.swa_started and (self.schedule_swa_lr or self._ends_at(event, state))
 
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Add the weights to the mean, or copy the mean into the model."""
         if event == Event.INIT:
             if not self._is_loaded:
@@ -126,7 +123,13 @@ class SWA(Method):
             self._is_loaded = False
             return
         if event == self._update_event:
-            self._begin_or_update(state)
+            if not self.swa_started:
+                self.swa_started = True
+                if self.schedule_swa_lr:
+                    self._base_lrs = [float(group["lr"]) for group in _only_optimizer(state).param_groups]
+            if self.step_counter % self.update_interval.value == 0:
+                self._add(state.model)
+            self.step_counter += 1
         if self._ends_at(event, state):
             self._finish(state)
         elif self.schedule_swa_lr:
@@ -187,36 +190,27 @@ class SWA(Method):
         self._base_lrs: list[float] = []
         self._loaded: dict[str, Tensor] = {}  # from a checkpoint, until the model's names are known
 
-    def _ends_at(self, event: Event, state: "State") -> bool:
+    def _ends_at(self, event: Event, state: State) -> bool:
         # A count of epochs advances between the last BATCH_END of an epoch and its EPOCH_END, and at the end of
         # training no batch follows.
         return event in (self._update_event, Event.EPOCH_END) and is_reached(self.swa_end, state, "swa_end")
 
-    def _begin_or_update(self, state: "State") -> None:
-        if not self.swa_started:
-            self.swa_started = True
-            if self.schedule_swa_lr:
-                self._base_lrs = [float(group["lr"]) for group in _only_optimizer(state).param_groups]
-        if self.step_counter % self.update_interval.value == 0:
-            self._add(state.model)
-        self.step_counter += 1
-
     def _add(self, model: nn.Module) -> None:
-        if self._loaded:
-            self._mean, self._loaded = _mean_of(model, self._loaded), {}
-        if self._mean is None:
-            self._mean = _mean_of(model, {})
+        if self._num_averaged == 0:
+            self._mean, self._loaded = _mean_of(model, {}), {}
         else:
             # The mean of n + 1 sets is the mean of n, moved by 1 / (n + 1) of the distance to the new one.
-            compute_ema(model, self._mean, self._num_averaged / (self._num_averaged + 1))
+            compute_ema(model, self._current_mean(model), self._num_averaged / (self._num_averaged + 1))
         self._num_averaged += 1
 
-    def _finish(self, state: "State") -> None:
-        # The window ended without an update after the checkpoint was loaded.
+    def _current_mean(self, model: nn.Module) -> EMAParameters:
         if self._loaded:
-            self._mean, self._loaded = _mean_of(state.model, self._loaded), {}
+            self._mean, self._loaded = _mean_of(model, self._loaded), {}
         assert self._mean is not None  # created by the first event of the window
-        self._mean.transfer_ema_params(state.model)
+        return self._mean
+
+    def _finish(self, state: State) -> None:
+        self._current_mean(state.model).transfer_ema_params(state.model)
         self._mean = None  # frees its memory
         self.swa_completed = True
         elapsed = state.get_elapsed_duration()
@@ -261,7 +255,7 @@ def _mean_of(model: nn.Module, saved: Mapping[str, Tensor]) -> EMAParameters:
     return mean
 
 
-def _only_optimizer(state: "State") -> "Optimizer":
+def _only_optimizer(state: State) -> "Optimizer":
     if len(state.optimizers) != 1:
         raise RuntimeError(
             f"schedule_swa_lr=True sets the learning rate of one optimizer, and there are {len(state.optimizers)}: use "

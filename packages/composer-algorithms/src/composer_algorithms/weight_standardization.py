@@ -1,7 +1,6 @@
 """Weight standardization: convolutions with filters of mean 0 and variance 1."""
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +8,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from composer_algorithms._arguments import check_counts, check_is_module
-from composer_algorithms._method import ModelSurgery, report
+from composer_algorithms._method import ModelSurgery, log_no_effect, report
 from composer_algorithms._optimizer_surgery import rename_in_optimizer
 from composer_algorithms.metadata import METHODS
-
-if TYPE_CHECKING:
-    from composer_events.event import Event
-    from composer_events.logger import Logger
-    from composer_events.state import State
+from composer_events import Event, Logger, State
 
 __all__ = ["WeightStandardization", "apply_weight_standardization", "METADATA"]
 
@@ -82,13 +77,8 @@ def apply_weight_standardization(module: nn.Module, n_last_layers_ignore: int = 
     for name in chosen:
         _standardize(name, convs[name])
     if not chosen:
-        _log.warning(
-            "WeightStandardization has no effect on this %s: it has %d convolutions, of which n_last_layers_ignore=%d "
-            "are left as they are.",
-            type(module).__qualname__,
-            len(convs),
-            n_last_layers_ignore,
-        )
+        why = f"it has {len(convs)} convolutions, of which {n_last_layers_ignore=} are left as they are"
+        log_no_effect(_log, "WeightStandardization", module, why)
     return len(chosen)
 
 
@@ -177,7 +167,7 @@ class WeightStandardization(ModelSurgery):
         check_counts(0, n_last_layers_ignore=n_last_layers_ignore)
         self.n_last_layers_ignore = n_last_layers_ignore
 
-    def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Standardize the convolutions, and log their number."""
         count = apply_weight_standardization(state.model, self.n_last_layers_ignore)
         # Optimizers created with named parameters keep the names in their groups.

@@ -1,10 +1,11 @@
-"""ALiBi as a function on a model."""
+"""ALiBi as a function on a model and as an Algorithm."""
 
 import copy
 import functools
 import logging
+import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_counts, warn_deprecated
+from composer_algorithms._arguments import check_counts, check_interval, warn_deprecated
+from composer_algorithms._method import ModelSurgery, log_no_effect
 from composer_algorithms.alibi.attention import (
     add_bias,
     attention_name,
@@ -22,8 +24,9 @@ from composer_algorithms.alibi.attention import (
     zero_and_freeze_expand_position_embeddings,
 )
 from composer_algorithms.module_surgery import ReplacementFunction, replace_module_classes
+from composer_events import Event, Logger, State
 
-__all__ = ["enlarge_mask", "apply_alibi"]
+__all__ = ["Alibi", "apply_alibi", "enlarge_mask"]
 
 _log = logging.getLogger("composer.algorithms.alibi")
 
@@ -76,12 +79,9 @@ def apply_alibi(
     replaced = replace_module_classes(model, policies, optimizers, include_root=True)
     if not replaced:
         known = [f"{one.__module__}.{one.__qualname__}" for one in policy_registry]
-        _log.warning(
-            "ALiBi has no effect on this %s: it has no module of a supported class. %s; register others in "
-            "policy_registry.",
-            type(model).__qualname__,
-            f"Supported are {', '.join(known)}" if known else "Without transformers no class is supported",
-        )
+        known_text = f"Supported are {', '.join(known)}" if known else "Without transformers no class is supported"
+        why = f"it has no module of a supported class. {known_text}; register others in policy_registry"
+        log_no_effect(_log, "ALiBi", model, why)
         return
     _switch_attention(model, max_sequence_length)
     _log.info("ALiBi: %d modules were changed, for up to %d tokens.", len(replaced), max_sequence_length)
@@ -92,10 +92,16 @@ def _switch_attention(model: nn.Module, max_sequence_length: int) -> None:
     biased = [module for module in model.modules() if hasattr(module, "alibi_slopes")]
     if not biased or find_spec("transformers") is None:
         return
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     register_attention_functions()
-    _give_own_configs(model)
+    # The caller may have built other models from the same configuration, or may build one later, without ALiBi. Shared
+    # copies stay shared.
+    copied: dict[int, Any] = {}
+    for module in model.modules():
+        held = {name: value for name, value in vars(module).items() if isinstance(value, PretrainedConfig)}
+        for name, config in held.items():
+            setattr(module, name, copy.deepcopy(config, copied))
     configs = [getattr(module, "config", None) for module in biased]
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):
@@ -110,20 +116,6 @@ def _switch_attention(model: nn.Module, max_sequence_length: int) -> None:
         uses_config = any(module.config is config for config in configs)
         if uses_config and module._can_set_attn_implementation():
             module.set_attn_implementation(attention_name(module.config._attn_implementation))
-
-
-def _give_own_configs(model: nn.Module) -> None:
-    """Replace the transformers configurations in a model with copies; shared ones stay shared.
-
-    The caller may have built other models from the same configuration, or may build one later, without ALiBi.
-    """
-    from transformers import PretrainedConfig
-
-    copied: dict[int, Any] = {}
-    for module in model.modules():
-        configs = {name: held for name, held in vars(module).items() if isinstance(held, PretrainedConfig)}
-        for name, config in configs.items():
-            setattr(module, name, copy.deepcopy(config, copied))
 
 
 def _attn(
@@ -218,25 +210,15 @@ def apply_legacy_alibi(
             return module
 
         replace_module_classes(model, {type(owner): without_positions}, optimizers, include_root=True)
-    for module in model.modules():
-        if isinstance(module, legacy["attention_module"]):
-            _replace_attention(module, max_sequence_length, **legacy)
+    enlarge: Callable[[nn.Module, int], nn.Module] | None = legacy.get("mask_replacement_function")
+    attention: Any
+    for attention in model.modules():
+        if isinstance(attention, legacy["attention_module"]):
+            register_alibi(attention, int(legacy.get("heads_per_layer") or attention.num_heads))
+            setattr(attention, str(attribute), types.MethodType(legacy["alibi_attention"], attention))
+            if enlarge is not None:
+                enlarge(attention, max_sequence_length)
     return True
-
-
-def _replace_attention(
-    module: nn.Module,
-    max_sequence_length: int,
-    attr_to_replace: str,
-    alibi_attention: Callable[..., Any],
-    heads_per_layer: int | None = None,
-    mask_replacement_function: Callable[[nn.Module, int], nn.Module] | None = None,
-    **others: Any,
-) -> None:
-    register_alibi(module, int(heads_per_layer or module.num_heads))  # pyright: ignore[reportArgumentType]  # a number
-    setattr(module, attr_to_replace, types.MethodType(alibi_attention, module))
-    if mask_replacement_function is not None:
-        mask_replacement_function(module, max_sequence_length)
 
 
 def _resolve(model: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -253,3 +235,94 @@ def _resolve(model: nn.Module, path: str) -> tuple[nn.Module, str]:
         f"position_embedding_attribute={path!r} does not exist in this {type(model).__qualname__}, nor does any suffix "
         f"of it: name the nn.Embedding of the positions, such as 'transformer.wpe'."
     )
+
+
+_log = logging.getLogger("composer.algorithms.alibi")
+_LEGACY = (*LEGACY_ARGUMENTS, "attention_module_name")
+
+
+class Alibi(ModelSurgery):
+    """Replace position embeddings with ALiBi on `INIT`, and train on shorter sequences.
+
+    On `AFTER_DATALOADER` each sequence of a batch is split into `1 / train_sequence_length_scaling` shorter ones: a
+    tensor of shape `(B, S)` becomes `(B / scaling, S * scaling)`. Values per example, such as class labels, are
+    repeated. Evaluation uses whole sequences. Loading a checkpoint of a model with ALiBi applies the algorithm.
+
+    Args:
+        max_sequence_length: Maximum length of the sequences in training and afterwards.
+        train_sequence_length_scaling: Length of training sequences as a fraction of those of the dataloader.
+        **legacy: Arguments of older releases, which are ignored.
+
+    Raises:
+        ValueError: If a number is not above 0; on `AFTER_DATALOADER`, if a batch cannot be split in this way.
+
+    Example:
+        >>> Alibi(max_sequence_length=1024)
+        Alibi(max_sequence_length=1024,train_sequence_length_scaling=0.25)
+
+    Reference:
+        Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation", ICLR
+        2022, arXiv:2108.12409.
+    """
+
+    surgery_rank = 1  # before algorithms that change the layers it replaces
+    acts_on = frozenset({Event.INIT, Event.AFTER_DATALOADER})
+
+    def __init__(self, max_sequence_length: int, train_sequence_length_scaling: float = 0.25, **legacy: Any) -> None:
+        check_legacy_arguments("Alibi", list(legacy), _LEGACY, "are not used any more: leave them out.", stacklevel=3)
+        check_counts(max_sequence_length=max_sequence_length)
+        check_interval("(0, inf)", train_sequence_length_scaling=train_sequence_length_scaling)
+        self.max_sequence_length = max_sequence_length
+        self.train_sequence_length_scaling = train_sequence_length_scaling
+        self._applied = False
+
+    def match(self, event: Event, state: State) -> bool:
+        """Return whether the event is the first INIT, or AFTER_DATALOADER."""
+        # Only the first INIT: a second pass would act on a model that has ALiBi already.
+        return (event == Event.INIT and not self._applied) or event == Event.AFTER_DATALOADER
+
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
+        """Apply ALiBi to the model, or split the sequences of the batch."""
+        if event == Event.INIT:
+            apply_alibi(state.model, self.max_sequence_length, state.optimizers)
+            self._applied = True
+        elif event == Event.AFTER_DATALOADER and isinstance(state.batch, Mapping):
+            state.batch = _cut(state.batch, self.train_sequence_length_scaling)
+
+    def __repr__(self) -> str:
+        return (
+            f"Alibi(max_sequence_length={self.max_sequence_length},"
+            f"train_sequence_length_scaling={self.train_sequence_length_scaling})"
+        )
+
+
+def _cut(batch: Mapping[str, Any], scaling: float) -> Mapping[str, Any]:
+    if scaling == 1:
+        return batch
+    tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor) and value.ndim}
+    sequences = {key: value for key, value in tensors.items() if value.ndim >= 2}
+    if not sequences:
+        return batch
+    # Other tensors, such as attention masks of higher rank, may have other leading dims.
+    old_size, old_length = sequences.get("input_ids", next(iter(sequences.values()))).shape[:2]
+    size, length = round(old_size / scaling), round(old_length * scaling)
+    if not (math.isclose(size, old_size / scaling) and math.isclose(length, old_length * scaling)):
+        raise ValueError(
+            f"a batch of {old_size} sequences of {old_length} tokens cannot be split into {old_size / scaling:g} of "
+            f"{old_length * scaling:g} by train_sequence_length_scaling={scaling!r}: choose lengths that the scaling "
+            f"divides."
+        )
+    # A copy, since the dataloader may keep its batches and yield them again.
+    cut: Any = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+    for key, value in tensors.items():
+        if value.shape[:2] == (old_size, old_length):
+            cut[key] = value.reshape(size, length, *value.shape[2:])
+        elif value.ndim == 1 and len(value) == old_size and size % old_size == 0:
+            cut[key] = value.repeat_interleave(size // old_size)
+        else:
+            raise ValueError(
+                f"the batch's {key!r} of shape {tuple(value.shape)} has neither a value for each of the {old_size} "
+                f"times {old_length} tokens nor one for each sequence, so it cannot be split by "
+                f"train_sequence_length_scaling={scaling!r}: remove it from the batch, or use a scaling of 1."
+            )
+    return cut

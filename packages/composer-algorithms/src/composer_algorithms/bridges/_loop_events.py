@@ -3,7 +3,8 @@
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,13 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_counts
-from composer_algorithms.bridges._refusals import check_algorithms, computes_between, refuse_unserved
+from composer_algorithms.bridges._refusals import computes_between
 from composer_dist import get_world_size
-from composer_events.algorithm import Algorithm
-from composer_events.data_spec import DataSpec
-from composer_events.engine import Engine, Traces
-from composer_events.event import Event
-from composer_events.state import State
+from composer_events import Algorithm, DataSpec, Engine, Event, State, Traces
 from composer_models.base import ComposerModel
 from composer_time import Timestamp, TimeUnit
 
@@ -48,23 +45,19 @@ class BridgedModel(ComposerModel):
 class LoopEvents:
     """State and engine of a foreign training loop.
 
-    Algorithms change the model: a `BridgedModel`, or the user's own. `bridge` is the name of the bridge in messages,
-    and `served` are the events that it runs; `of_state` are further arguments of `State`.
+    Algorithms change the model: a `BridgedModel`, or the user's own. `of_state` are further arguments of `State`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        algorithms: Algorithm | Iterable[Algorithm],
+        algorithms: Sequence[Algorithm],
         *,
-        bridge: str,
-        served: Collection[Event],
         device: torch.device,
         **of_state: Any,
     ) -> None:
         device_name = _DEVICES.get(device.type, device.type)
-        self.state = State(model, algorithms=check_algorithms(algorithms), device=device_name, **of_state)
-        refuse_unserved(self.state.algorithms, served, bridge, self.state)
+        self.state = State(model, algorithms=algorithms, device=device_name, **of_state)
         self.engine = Engine(self.state)
         self.is_fitting = False
         self.is_evaluating = False
@@ -104,6 +97,11 @@ class LoopEvents:
     def restart(self) -> None:
         """Reset the timestamp to 0."""
         self.state.timestamp = Timestamp()
+
+    def resume_without_state(self, why: str, **time: Any) -> None:
+        """Resume from a checkpoint of the other library alone, at the time that it has."""
+        warnings.warn(f"{why}: it was saved without algorithms, so they start from scratch there.", stacklevel=3)
+        self.state.timestamp = self.state.timestamp.copy(**time)
 
     def start_epoch(self) -> None:
         """Begin an epoch, unless a checkpoint resumes within it."""
@@ -220,10 +218,8 @@ class LoopEvents:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the result of `state_dict`."""
-        saved, present = (
-            [name for name, _ in state["algorithms"]],
-            [type(a).__qualname__ for a in self.state.algorithms],
-        )
+        saved = [name for name, _ in state["algorithms"]]
+        present = [type(one).__qualname__ for one in self.state.algorithms]
         if saved != present:
             raise ValueError(
                 f"algorithms={present!r} are not those of the checkpoint, {saved!r}: pass the same ones in the same "
@@ -507,12 +503,8 @@ class LoopBatch:
 
     def _refuse_unread(self, assigned: str, part: str) -> None:
         if self._unread:
+            names = ", ".join(trace.name for trace in self._unread.values())
             raise RuntimeError(
-                f"b.{assigned} was assigned, and {_names(self._unread)} changed the batch before, which was not read "
-                f"since. Compute it from b.{part} or b.batch, read in the block where it is needed, and not from "
-                f"variables of your own."
+                f"b.{assigned} was assigned, and {names} changed the batch before, which was not read since. Compute "
+                f"it from b.{part} or b.batch, read where it is needed, and not from variables of your own."
             )
-
-
-def _names(traces: Traces) -> str:
-    return ", ".join(trace.name for trace in traces.values())

@@ -9,12 +9,9 @@ from torch import nn
 from composer_algorithms._arguments import takes_keyword
 from composer_algorithms._optimizer_surgery import as_optimizers
 from composer_algorithms._pairs import PairMixing
-from composer_algorithms.ema import EMA
 from composer_algorithms.selective_backprop import SelectiveBackprop
-from composer_events.algorithm import Algorithm
-from composer_events.event import Event
+from composer_events import Algorithm, Event, State
 from composer_events.explanation import declared_events
-from composer_events.state import State
 
 _BETWEEN = frozenset({Event.AFTER_FORWARD, Event.BEFORE_LOSS})
 # Events in the training loops of other libraries' trainers.
@@ -31,24 +28,35 @@ SERVED_BY_TRAINERS = frozenset(
 )
 
 
-def refuse_unserved(algorithms: Iterable[Algorithm], served: Collection[Event], bridge: str, state: State) -> None:
-    """Reject algorithms that may act on an event that the bridge does not run."""
-    for algorithm in algorithms:
-        unserved = [event.name for event in Event if event not in served and event in events_of(algorithm, state)]
-        if unserved:
+def check_algorithms(
+    algorithms: Any, bridge: str = "this loop", served: Collection[Event] = tuple(Event)
+) -> list[Algorithm]:
+    """Return one or several algorithms as a list, and reject those that a bridge does not support.
+
+    `served` are the events that the bridge runs. A bridge that runs all of them also creates a graph of the gradients.
+    """
+    listed = [algorithms] if isinstance(algorithms, Algorithm) else list(algorithms)
+    for algorithm in listed:
+        if not isinstance(algorithm, Algorithm):
+            hint = f"{algorithm.__name__}(...)" if isinstance(algorithm, type) else "such as MixUp(alpha=0.2)"
+            raise TypeError(f"algorithms holds {algorithm!r}, which is not an Algorithm: pass objects, {hint}.")
+        unserved = {event: event.name for event in Event if event not in served}
+        why = ", ".join(name for event, name in unserved.items() if event in events_of(algorithm))
+        if why:
+            why = f"acts on {why}, which {bridge} never runs, so it would do nothing there"
+        elif unserved and algorithm.backwards_create_graph:
+            why = f"differentiates through the gradients (backwards_create_graph=True), which {bridge} does not support"
+        if why:
             raise ValueError(
-                f"{algorithm!r} acts on {', '.join(unserved)}, which {bridge} never runs, so it would do nothing "
-                f"there. Leave it out, or use composer_algorithms.bridges.loop.AlgorithmLoop, which has all events."
+                f"{algorithm!r} {why}. Leave it out, or use composer_algorithms.bridges.loop.AlgorithmLoop, which has "
+                f"all events."
             )
+    return listed
 
 
-def events_of(algorithm: Algorithm, state: State | None = None) -> Collection[Event]:
-    """Return the events on which an algorithm may act: those it declares, or those that `match` accepts or names."""
-    state = state or State(None, rank_zero_seed=0)
-    if isinstance(algorithm, EMA):
-        # Its other events only decide which weights the model holds; any event around an evaluation serves for that.
-        return (Event.INIT, algorithm._update_event)
-    declared = declared_events(algorithm)
+def events_of(algorithm: Algorithm) -> Collection[Event]:
+    """Return the events that an algorithm needs: those it declares, or those that `match` accepts or names."""
+    declared: Collection[Event] | None = getattr(algorithm, "needed_events", None) or declared_events(algorithm)
     if declared is not None:
         return declared
     code = getattr(type(algorithm).match, "__code__", None)
@@ -56,7 +64,7 @@ def events_of(algorithm: Algorithm, state: State | None = None) -> Collection[Ev
     found = {Event[name] for name in getattr(code, "co_names", ()) if name in Event.__members__}
     for event in Event:
         with suppress(Exception):  # outside of training, `match` may lack parts of the state
-            if algorithm.match(event, state):
+            if algorithm.match(event, State(None, rank_zero_seed=0)):
                 found.add(event)
     return found
 
@@ -77,43 +85,35 @@ def check_optimizers(optimizer: Any, model: nn.Module) -> None:
         )
 
 
+def refuse(
+    algorithms: Iterable[Algorithm], is_unfit: Callable[[Algorithm], bool], where: str, why: str, instead: str
+) -> None:
+    """Reject algorithms that cannot be used with a setting of the loop."""
+    for algorithm in algorithms:
+        if is_unfit(algorithm):
+            raise ValueError(f"{algorithm!r} cannot be used {where}: {why}. {instead}")
+
+
 def refuse_cut_batches(algorithms: Iterable[Algorithm], argument: str, num_microbatches: int) -> None:
     """Reject algorithms that act on whole batches if a batch arrives in several pieces."""
-    for algorithm in algorithms:
-        if num_microbatches > 1 and isinstance(algorithm, PairMixing) and algorithm.draw_per == "batch":
-            raise ValueError(
-                f"{algorithm!r} mixes whole batches, and with {argument}={num_microbatches} the dataloader returns "
-                f"them in {num_microbatches} pieces. Use draw_per='microbatch', or {argument}=1."
-            )
-
-
-def refuse_graphs(algorithms: Iterable[Algorithm], where: str) -> None:
-    """Reject algorithms that differentiate through the gradients."""
-    for algorithm in algorithms:
-        if algorithm.backwards_create_graph:
-            raise ValueError(
-                f"{algorithm!r} differentiates through the gradients (backwards_create_graph=True), for which {where} "
-                f"creates no graph. Leave it out, or use composer_algorithms.bridges.loop.AlgorithmLoop."
-            )
-
-
-def refuse(algorithms: Iterable[Algorithm], kinds: tuple[type, ...], where: str, why: str, instead: str) -> None:
-    """Reject algorithms of the given classes."""
-    for algorithm in algorithms:
-        if isinstance(algorithm, kinds):
-            raise ValueError(f"{algorithm!r} cannot be used {where}: {why}. {instead}")
+    refuse(
+        algorithms if num_microbatches > 1 else (),
+        lambda one: isinstance(one, PairMixing) and one.draw_per == "batch",
+        f"with {argument}={num_microbatches}",
+        f"it mixes whole batches, which the dataloader returns in {num_microbatches} pieces",
+        f"Use draw_per='microbatch', or {argument}=1.",
+    )
 
 
 def refuse_without_reduction(algorithms: Iterable[Algorithm], name: str, loss_fn: Callable[..., Any]) -> None:
     """Reject SelectiveBackprop with a loss that cannot give a value for each example."""
-    if not takes_keyword(loss_fn, "reduction"):
-        refuse(
-            algorithms,
-            (SelectiveBackprop,),
-            f"with {name}={loss_fn!r}",
-            "it requires the loss of each example, with reduction='none'",
-            "Add the parameter reduction='mean' to the function.",
-        )
+    refuse(
+        () if takes_keyword(loss_fn, "reduction") else algorithms,
+        lambda one: isinstance(one, SelectiveBackprop),
+        f"with {name}={loss_fn!r}",
+        "it requires the loss of each example, with reduction='none'",
+        "Add the parameter reduction='mean' to the function.",
+    )
 
 
 def computes_between(algorithm: Algorithm) -> bool:
@@ -125,13 +125,3 @@ def computes_between(algorithm: Algorithm) -> bool:
 def needs_model_loss(algorithm: Algorithm) -> bool:
     """Return whether an algorithm computes losses in addition to that of the loop."""
     return bool(getattr(algorithm, "interpolate_loss", False) or getattr(algorithm, "computes_losses", False))
-
-
-def check_algorithms(algorithms: Any) -> list[Algorithm]:
-    """Return one or several algorithms as a list, after a check of their types."""
-    listed = [algorithms] if isinstance(algorithms, Algorithm) else list(algorithms)
-    for algorithm in listed:
-        if not isinstance(algorithm, Algorithm):
-            hint = f"{algorithm.__name__}(...)" if isinstance(algorithm, type) else "such as MixUp(alpha=0.2)"
-            raise TypeError(f"algorithms holds {algorithm!r}, which is not an Algorithm: pass objects, {hint}.")
-    return listed

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from composer_algorithms.bridges._loop_events import needs_closure
 from composer_algorithms.bridges.loop import AlgorithmLoop, LoopBatch
-from composer_events.algorithm import Algorithm
-from composer_events.callback import Callback
+from composer_events import Algorithm, Callback
 from composer_events.parallelism import is_sharded
 from composer_time import Time
 

@@ -1,6 +1,5 @@
 """Algorithms in a custom training loop in plain PyTorch."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -16,12 +15,8 @@ from composer_algorithms.bridges._loop_events import (
     needs_closure,
     shallow_copy,
 )
-from composer_algorithms.bridges._refusals import check_optimizers, refuse_cut_batches
-from composer_events.algorithm import Algorithm
-from composer_events.callback import Callback
-from composer_events.engine import Engine
-from composer_events.event import Event
-from composer_events.state import State
+from composer_algorithms.bridges._refusals import check_algorithms, check_optimizers, refuse_cut_batches
+from composer_events import Algorithm, Callback, Engine, Event, State
 from composer_models.base import model_eval_mode
 from composer_time import Time
 
@@ -61,9 +56,6 @@ class AlgorithmLoop:
         TypeError: If an object is not an algorithm.
         ValueError: If arguments are incompatible with each other, or with an algorithm.
 
-    Warns:
-        UserWarning: When the loop continues after `max_duration`, once.
-
     Example:
         >>> from composer_algorithms import LabelSmoothing
         >>> data = torch.utils.data.TensorDataset(torch.rand(8, 4), torch.arange(8) % 2)
@@ -95,9 +87,7 @@ class AlgorithmLoop:
         check_optimizers(optimizer, model)
         self._events = LoopEvents(
             model,
-            algorithms,
-            bridge="this loop",
-            served=tuple(Event),
+            check_algorithms(algorithms),
             device=next(model.parameters()).device,  # there are some, since the optimizer holds them
             rank_zero_seed=torch.initial_seed() % 2**32 if seed is None else seed,
             optimizers=optimizer,
@@ -126,7 +116,6 @@ class AlgorithmLoop:
         self._create_graph = any(algorithm.backwards_create_graph for algorithm in self.state.algorithms)
         self._pieces: list[Any] = []  # microbatches of the current batch so far
         self._num_pieces = 0  # number of microbatches in the whole batch
-        self._is_warned = False  # that training continues after max_duration
 
     @contextmanager
     def batch(self, *parts: Any) -> Iterator[LoopBatch]:
@@ -139,7 +128,6 @@ class AlgorithmLoop:
             RuntimeError: If the block assigns no loss, or an optimizer evaluates each batch more than once: use
                 `train_batch`.
         """
-        self._warn_of_the_end(level=4)  # contextlib adds frames between this function and the caller
         for optimizer in self.optimizers:
             if needs_closure(optimizer):
                 raise RuntimeError(
@@ -166,7 +154,6 @@ class AlgorithmLoop:
         Returns:
             The mean of the losses, detached; `None` until the last of `num_microbatches` has arrived.
         """
-        self._warn_of_the_end(level=3)
         losses: list[Tensor] = []
 
         def look() -> Tensor:
@@ -251,18 +238,7 @@ class AlgorithmLoop:
         Save it together with the model, both inside one `evaluation` block or both outside: with EMA, the model holds
         one of two sets of weights, and this state the other one. With `num_microbatches`, save between whole batches;
         otherwise a resumed run has other random numbers and dropout masks than this one.
-
-        Warns:
-            UserWarning: In the middle of a batch.
         """
-        if 0 < len(self._pieces) < self._num_pieces:
-            warnings.warn(
-                f"loop.state_dict() was called after {len(self._pieces)} of the {self._num_pieces} parts of a batch. "
-                f"A resumed run starts this batch over, with other random numbers than this run: save when "
-                f"loop.state.timestamp.batch has advanced.",
-                UserWarning,
-                stacklevel=2,
-            )
         return self._events.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -306,7 +282,6 @@ class AlgorithmLoop:
         optimizer.zero_grad()
 
     def _unscale(self) -> None:
-        """Unscale the gradients before algorithms see them."""
         if self.state.scaler is not None:
             for optimizer in self.optimizers:
                 self.state.scaler.unscale_(optimizer)
@@ -349,18 +324,6 @@ class AlgorithmLoop:
         self._pieces.append(piece)
         self._epochs.count()
         return piece
-
-    def _warn_of_the_end(self, level: int) -> None:
-        duration = self.state.max_duration
-        if self._is_warned or duration is None or self.state.timestamp < duration:
-            return
-        self._is_warned = True
-        warnings.warn(
-            f"the loop continues after max_duration={duration.to_timestring()!r}: schedules of the algorithms ended "
-            f"there. Set max_duration to the length of the loop, or end the loop there.",
-            UserWarning,
-            stacklevel=level,
-        )
 
     def _is_whole(self) -> bool:
         return len(self._pieces) == self._num_pieces

@@ -2,6 +2,6 @@
 """Layers that blur before downsampling."""
 
 from composer_algorithms.blurpool import BlurConv2d, BlurMaxPool2d, BlurPool2d, blur_2d, blurmax_pool2d
-from composer_algorithms.blurpool.layers import _default_2d_filter as _default_2d_filter
+from composer_algorithms.blurpool import _default_2d_filter as _default_2d_filter
 
 __all__ = ["BlurConv2d", "BlurMaxPool2d", "BlurPool2d", "blur_2d", "blurmax_pool2d"]

@@ -1,7 +1,6 @@
 """Residual blocks that are dropped at random."""
 
-from composer_algorithms.stochastic_depth import StochasticDepth, apply_stochastic_depth
-from composer_algorithms.stochastic_depth.layers import layer_mapping
+from composer_algorithms.stochastic_depth import StochasticDepth, apply_stochastic_depth, layer_mapping
 
 _STOCHASTIC_LAYER_MAPPING = layer_mapping()
 

@@ -2,13 +2,16 @@
 """Helpers for registering modules for ALiBi."""
 
 from composer_algorithms.alibi.attention import register_alibi, zero_and_freeze_expand_position_embeddings
-from composer_algorithms.alibi.attention_surgery_functions import policy_registry
-from composer_algorithms.alibi.registry import AlibiReplacementFunction, PolicyRegistry
+from composer_algorithms.alibi.attention_surgery_functions import (
+    AlibiReplacementFunction,
+    PolicyRegistry,
+    policy_registry,
+)
 
 __all__ = [
     "register_alibi",
     "zero_and_freeze_expand_position_embeddings",
-    "policy_registry",
     "AlibiReplacementFunction",
     "PolicyRegistry",
+    "policy_registry",
 ]

@@ -1,9 +1,10 @@
-"""Gated linear units as a function on a BERT model and as an Algorithm."""
+"""Gated linear units: feed-forward layers of BERT in which one projection gates another one."""
 
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,15 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._method import ModelSurgery
+from composer_algorithms.metadata import METHODS
 from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
+from composer_events import Event, Logger, State
 from composer_models.optional import MissingConditionalImportError
 
-if TYPE_CHECKING:
-    from composer_events.event import Event
-    from composer_events.logger import Logger
-    from composer_events.state import State
+__all__ = ["BERTGatedFFOutput", "GatedLinearUnits", "apply_gated_linear_units", "METADATA"]
 
-__all__ = ["GatedLinearUnits", "apply_gated_linear_units", "BERTGatedFFOutput"]
+METADATA = METHODS["gated_linear_units"]
 
 
 class BERTGatedFFOutput(nn.Module):
@@ -115,7 +115,16 @@ def apply_gated_linear_units(
     """
     _check_activation(act_fn)
     bert_classes = _bert_classes()
-    bert = _find_bert(model, bert_classes["BertPreTrainedModel"])
+    bert: Any = model
+    while not isinstance(bert, bert_classes["BertPreTrainedModel"]) and isinstance(
+        getattr(bert, "model", None), nn.Module
+    ):
+        bert = bert.model  # the attribute of HuggingFaceModel and similar wrappers
+    if not isinstance(bert, bert_classes["BertPreTrainedModel"]):
+        raise TypeError(
+            f"the model is a {type(model).__qualname__}, and gated linear units are for BERT models of transformers "
+            f"(BertPreTrainedModel): leave GatedLinearUnits out, or pass such a model."
+        )
     intermediates = [one for one in bert.modules() if isinstance(one, bert_classes["BertIntermediate"])]
     if not intermediates:
         return  # already replaced by an earlier call
@@ -131,7 +140,10 @@ def apply_gated_linear_units(
             gated_layer_bias=gated_layer_bias,
             non_gated_layer_bias=non_gated_layer_bias,
         )
-        _initialize(layer, float(getattr(bert.config, "initializer_range", 0.02)))
+        for linear in (layer.gated_layer, layer.non_gated_layer, layer.wo):
+            nn.init.normal_(linear.weight, std=float(getattr(bert.config, "initializer_range", 0.02)))
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
         return layer
 
     policies = {
@@ -160,18 +172,6 @@ def _bert_classes() -> dict[str, type[nn.Module]]:
     return {name: getattr(modeling_bert, name) for name in names}
 
 
-def _find_bert(model: nn.Module, bert_class: type[nn.Module]) -> Any:
-    bert: Any = model
-    while not isinstance(bert, bert_class) and isinstance(getattr(bert, "model", None), nn.Module):
-        bert = bert.model  # the attribute of HuggingFaceModel and similar wrappers
-    if not isinstance(bert, bert_class):
-        raise TypeError(
-            f"the model is a {type(model).__qualname__}, and gated linear units are for BERT models of transformers "
-            f"(BertPreTrainedModel): leave GatedLinearUnits out, or pass such a model."
-        )
-    return bert
-
-
 def _activation(act_fn: str | _Activation | None, intermediates: Sequence[Any]) -> _Activation:
     if isinstance(act_fn, str):
         from transformers.activations import ACT2FN  # already loaded with the classes of BERT
@@ -190,14 +190,7 @@ def _activation(act_fn: str | _Activation | None, intermediates: Sequence[Any]) 
     return found[0]
 
 
-@torch.no_grad()
-def _initialize(layer: BERTGatedFFOutput, initializer_range: float) -> None:
-    for linear in (layer.gated_layer, layer.non_gated_layer, layer.wo):
-        linear.weight.normal_(mean=0.0, std=initializer_range)
-        if linear.bias is not None:
-            linear.bias.zero_()
-
-
+@dataclass(repr=False, eq=False)
 class GatedLinearUnits(ModelSurgery):
     """Replace the feed-forward layers of BERT in `state.model` with gated ones on `INIT`, in place.
 
@@ -226,23 +219,17 @@ class GatedLinearUnits(ModelSurgery):
 
     surgery_rank = 1
 
-    def __init__(
-        self,
-        act_fn: str | _Activation | None = None,
-        gated_layer_bias: bool = False,
-        non_gated_layer_bias: bool = False,
-    ) -> None:
-        _check_activation(act_fn)
-        _bert_classes()  # raises early if transformers is missing
-        self.act_fn = act_fn
-        self.gated_layer_bias = gated_layer_bias
-        self.non_gated_layer_bias = non_gated_layer_bias
+    act_fn: str | _Activation | None = None
+    gated_layer_bias: bool = False
+    non_gated_layer_bias: bool = False
 
-    def apply(self, event: "Event", state: "State", logger: "Logger | None") -> None:
+    def __post_init__(self) -> None:
+        _check_activation(self.act_fn)
+        _bert_classes()  # raises early if transformers is missing
+
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Replace the feed-forward layers."""
-        apply_gated_linear_units(
-            state.model, state.optimizers, self.act_fn, self.gated_layer_bias, self.non_gated_layer_bias
-        )
+        apply_gated_linear_units(state.model, state.optimizers, **self.arguments())
         count = count_module_instances(state.model, BERTGatedFFOutput)
         _log.info("GatedLinearUnits: %d feed-forward layers have a gate.", count)
 
@@ -250,7 +237,4 @@ class GatedLinearUnits(ModelSurgery):
         act_fn: Any = self.act_fn
         if callable(act_fn) and act_fn in _NAMED_FUNCTIONS:
             act_fn = _NAMED_FUNCTIONS[act_fn]
-        return (
-            f"GatedLinearUnits(act_fn={act_fn!r}, gated_layer_bias={self.gated_layer_bias!r}, "
-            f"non_gated_layer_bias={self.non_gated_layer_bias!r})"
-        )
+        return super().__repr__().replace(f"act_fn={self.act_fn!r}", f"act_fn={act_fn!r}")

@@ -1,24 +1,24 @@
-"""EMA as an Algorithm: when to update the average, and when to exchange it with the weights being trained."""
+"""EMA: evaluate and save an exponential moving average of the weights being trained."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from composer_algorithms._arguments import warn_deprecated
+from composer_algorithms._averaging import EMAParameters, averaging_settings, compute_ema, start_time
 from composer_algorithms._method import Method, is_reached
-from composer_algorithms.ema.averaging import EMAParameters, averaging_settings, compute_ema, start_time
+from composer_algorithms.metadata import METHODS
+from composer_algorithms.module_surgery import get_model_context_manager
 from composer_dist.wrapping import canonical_name
-from composer_events.event import Event
+from composer_events import Event, Logger, State
 from composer_time import Time, TimeUnit
 
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
-    from composer_events.state import State
+__all__ = ["EMA", "EMAParameters", "compute_ema", "get_model_context_manager", "METADATA"]
 
-__all__ = ["EMA"]
+METADATA = METHODS["ema"]
 
 # Since the last event before these, the model may have been moved, sharded or loaded.
 _MODEL_MAY_HAVE_MOVED = frozenset(
@@ -35,14 +35,8 @@ _EVALUATIONS_END = frozenset({Event.EVAL_AFTER_ALL, Event.EVAL_STANDALONE_END})
 # they see must not depend on whether a checkpoint was just saved.
 _TRAINING = frozenset(
     {
-        Event.ITERATION_START,
-        Event.EPOCH_START,
-        Event.BEFORE_DATALOADER,
-        Event.BATCH_START,
-        Event.BATCH_END,
-        Event.EPOCH_END,
-        Event.ITERATION_END,
-        Event.FIT_END,
+        *(Event.ITERATION_START, Event.EPOCH_START, Event.BEFORE_DATALOADER, Event.BATCH_START),
+        *(Event.BATCH_END, Event.EPOCH_END, Event.ITERATION_END, Event.FIT_END),
     }
 )
 # Events on which the two sets may have to be exchanged.
@@ -62,9 +56,14 @@ class _ActiveWeights:
         self.is_average = False
         self._among_evaluators = False
 
-    def concerned_by(self, event: Event, state: "State") -> bool:
+    def concerned_by(self, event: Event, state: State) -> bool:
         """Return whether `follow` would act on this event."""
-        if event in _CHECKPOINTS and not _is_save_due(event, state):
+        # A checkpoint callback is recognized by its interval: its class is in a package that this one cannot import.
+        if event in _CHECKPOINTS and not any(
+            callable(is_due := getattr(callback, "is_save_due", None) or getattr(callback, "save_interval", None))
+            and is_due(state, event)
+            for callback in state.callbacks
+        ):
             return False
         wanted = self._wanted(event)
         return wanted is not None and wanted != self.is_average
@@ -88,15 +87,6 @@ class _ActiveWeights:
         if event == Event.EVAL_END and not self._among_evaluators:
             return False
         return None
-
-
-def _is_save_due(event: Event, state: "State") -> bool:
-    # Checkpoint callbacks are recognized by their interval: their class is in a package that this one cannot import.
-    for callback in state.callbacks:
-        is_due: object = getattr(callback, "is_save_due", None) or getattr(callback, "save_interval", None)
-        if callable(is_due) and is_due(state, event):
-            return True
-    return False
 
 
 class EMA(Method):
@@ -175,13 +165,15 @@ class EMA(Method):
         self._reset()
         self._loaded_before_init = False
         self._update_event = Event.BATCH_END if self.update_interval.unit == TimeUnit.BATCH else Event.EPOCH_END
+        # At its other events it decides which weights the model holds; any event around an evaluation serves for that.
+        self.needed_events = (Event.INIT, self._update_event)
 
     @property
     def ema_weights_active(self) -> bool:
         """True while the model holds the average, and `ema_model` the weights being trained."""
         return self._active.is_average
 
-    def match(self, event: Event, state: "State") -> bool:
+    def match(self, event: Event, state: State) -> bool:
         """Return whether the event is INIT, or starts, updates, moves or exchanges the average."""
         if event == Event.INIT:
             return True
@@ -191,14 +183,19 @@ class EMA(Method):
             return self._starts_now or (self.ema_started and self._is_update_due(state))
         return self.ema_started and (event in _MODEL_MAY_HAVE_MOVED or self._active.concerned_by(event, state))
 
-    def apply(self, event: Event, state: "State", logger: "Logger | None") -> None:
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Start or update the average, or exchange it with the weights in the model."""
+        loaded = None
         if event == Event.INIT:
-            self._begin_run(state)
-        self._loaded_before_init = False
+            # Loaded a second time below, since only now can the names be compared with those of the model.
+            loaded = self.state_dict() if self._loaded_before_init else None
+            self._reset()
         if self.ema_model is None:
             # Before the average starts, a placeholder for the tensors that a checkpoint may hold.
             self.ema_model = EMAParameters(state.model)
+        if loaded is not None:
+            self.load_state_dict(loaded)
+        self._loaded_before_init = False
         average = self.ema_model
         # First, so that an exchange can trade storages instead of copying values.
         if event in _MODEL_MAY_HAVE_MOVED:
@@ -220,17 +217,11 @@ class EMA(Method):
         Raises:
             ValueError: If the model being trained currently holds the average, or no average exists yet.
         """
-        if self.ema_weights_active:
+        if self.ema_weights_active or self.ema_model is None or not self.ema_started:
             raise ValueError(
-                "the average is currently in the model being trained (ema_weights_active=True): use that model, or "
-                "get_training_model for the weights being trained."
+                f"{'The model holds the average' if self.ema_weights_active else 'EMA has no average yet'} "
+                f"(ema_weights_active={self.ema_weights_active}, ema_started={self.ema_started}): use that model."
             )
-        if not self.ema_started:
-            raise ValueError(
-                f"EMA has no average yet (ema_started=False): it begins at the first {self._update_event.value!r} "
-                f"event from ema_start={str(self.ema_start)!r} on. Until then use the model itself."
-            )
-        assert self.ema_model is not None  # since the average exists
         self.ema_model.transfer_ema_params(model)
         return model
 
@@ -246,12 +237,11 @@ class EMA(Method):
         Raises:
             ValueError: If the model being trained currently holds its own weights.
         """
-        if not self.ema_weights_active:
+        if not self.ema_weights_active or self.ema_model is None:
             raise ValueError(
                 "the weights being trained are currently in the model (ema_weights_active=False): use that model, or "
                 "get_ema_model for the average."
             )
-        assert self.ema_model is not None  # since the average exists
         self.ema_model.transfer_ema_params(model)
         return model
 
@@ -310,18 +300,10 @@ class EMA(Method):
         self._starts_now = False
         self._active = _ActiveWeights()
 
-    def _begin_run(self, state: "State") -> None:
-        # Loaded a second time below, since only now can the names be compared with those of the model.
-        loaded = self.state_dict() if self._loaded_before_init else None
-        self._reset()
-        self.ema_model = EMAParameters(state.model)
-        if loaded is not None:
-            self.load_state_dict(loaded)
-
-    def _is_update_due(self, state: "State") -> bool:
+    def _is_update_due(self, state: State) -> bool:
         return state.timestamp.get(self.update_interval.unit).value % self.update_interval.value == 0
 
-    def _start_or_update(self, state: "State") -> None:
+    def _start_or_update(self, state: State) -> None:
         assert self.ema_model is not None  # created by `apply`
         if self._starts_now:
             self.ema_model = EMAParameters(state.model)
@@ -357,30 +339,27 @@ def read_parameters(state: Mapping[str, Any], current: EMAParameters | None, str
             f"to {FORMAT}: update composer-algorithms."
         )
     current = current or EMAParameters(None)
-    parameters, buffers = _saved_tensors(state, current)
-    loaded = EMAParameters(None)
-    loaded.named_parameters_dict = _fitted(parameters, current.named_parameters_dict, "parameters", strict)
-    loaded.named_buffers_dict = _fitted(buffers, current.named_buffers_dict, "buffers", strict)
-    return loaded
-
-
-def _saved_tensors(state: Mapping[str, Any], current: EMAParameters) -> tuple[Tensors, Tensors]:
     saved = state["ema_model"]
     if "training_model" in state and state["ema_weights_active"]:
         saved = state["training_model"]  # older states hold both sets; this needs the one not in the model
     if "named_parameters_dict" in saved:
-        return saved["named_parameters_dict"], saved["named_buffers_dict"]
-    if not current.named_parameters_dict:
+        parameters, buffers = saved["named_parameters_dict"], saved["named_buffers_dict"]
+    elif current.named_parameters_dict:
+        names = _names_as_wanted(saved, [*current.named_parameters_dict, *current.named_buffers_dict])
+        found = {wanted: saved[name] for name, wanted in names.items()}
+        parameters, buffers = (
+            {name: found[name] for name in wanted if name in found}
+            for wanted in (current.named_parameters_dict, current.named_buffers_dict)
+        )
+    else:
         raise RuntimeError(
             "the checkpoint has EMA's state as Composer saved it before 0.13, which does not distinguish "
             "parameters from buffers: load it after EMA has acted on Event.INIT, where it sees the model."
         )
-    names = _names_as_wanted(saved, [*current.named_parameters_dict, *current.named_buffers_dict])
-    found = {wanted: saved[name] for name, wanted in names.items()}
-    return (
-        {name: found[name] for name in current.named_parameters_dict if name in found},
-        {name: found[name] for name in current.named_buffers_dict if name in found},
-    )
+    loaded = EMAParameters(None)
+    loaded.named_parameters_dict = _fitted(parameters, current.named_parameters_dict, "parameters", strict)
+    loaded.named_buffers_dict = _fitted(buffers, current.named_buffers_dict, "buffers", strict)
+    return loaded
 
 
 def _fitted(saved: Tensors, current: Tensors, kind: str, strict: bool) -> dict[str, Tensor]:

@@ -60,7 +60,10 @@ class AveragingPlan:
         for targets, sources in self._groups:
             average_all(targets, sources, None)  # an EMA does not use the count of earlier updates
         for target, source in self._mixed:
-            _average_mixed(target, place_like(source, target), smoothing)
+            # In the wider dtype: a small update would be lost in the rounding of a 16-bit average.
+            dtype = torch.promote_types(target.dtype, source.dtype)
+            source = place_like(source, target).to(device=target.device, dtype=dtype)
+            target.copy_(torch.lerp(target.to(dtype), source, 1 - smoothing))
         for target, source in self._copied:
             target.copy_(place_like(source, target))
 
@@ -92,13 +95,6 @@ class Fingerprint:
             and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._members))
             and list(map(_KIND, self._parameters)) == self._kinds
         )
-
-
-def _average_mixed(target: Tensor, source: Tensor, smoothing: float) -> None:
-    # In the wider dtype: a small update would be lost in the rounding of a 16-bit average.
-    dtype = torch.promote_types(target.dtype, source.dtype)
-    source = source.to(device=target.device, dtype=dtype)
-    target.copy_(torch.lerp(target.to(dtype), source, 1 - smoothing))
 
 
 class EMAParameters:
@@ -199,11 +195,6 @@ class EMAParameters:
                 if stored.device != current.device or is_dtensor(stored) != is_dtensor(current):
                     tensors[name] = place_like(stored, current)  # invalidates a kept plan: its fingerprint differs
 
-    def kept_plan(self, model: nn.Module) -> AveragingPlan | None:
-        """Return the plan kept for updates from this model, unless the model or the set has changed since."""
-        plan, fingerprint = self._plan
-        return plan if fingerprint is not None and fingerprint.is_of(model) else None
-
     def keep_plan(self, plan: AveragingPlan, model: nn.Module) -> None:
         """Keep a plan for further updates from this model, if it stays valid.
 
@@ -215,7 +206,11 @@ class EMAParameters:
         if not (is_sharded(model) or is_model_deepspeed(model) or any(map(is_expanded, tensors))):
             self._plan = (plan, Fingerprint(model, self.named_parameters_dict, self.named_buffers_dict))
             # The plan and the fingerprint reference the model's parameters, so they must not outlive the model.
-            weakref.finalize(model, _forget_plan, weakref.ref(self)).atexit = False  # do not run at exit
+            forget = weakref.WeakMethod(self._forget_plan)
+            weakref.finalize(model, lambda: (own := forget()) is not None and own()).atexit = False  # not at exit
+
+    def _forget_plan(self) -> None:
+        self._plan = (None, None)
 
     def __getstate__(self) -> dict[str, Any]:
         # A plan refers to the tensors of this process's model, so a copy must build its own.
@@ -234,11 +229,6 @@ class EMAParameters:
     def _write_back(self, model: nn.Module, pairs: Iterable[tuple[dict[str, Tensor], str, Tensor, Tensor]]) -> None:
         own = self.named_parameters_dict
         write_parameters(model, {name: current for tensors, name, _, current in pairs if tensors is own})
-
-
-def _forget_plan(average: "weakref.ref[EMAParameters]") -> None:
-    if (parameters := average()) is not None:
-        parameters._plan = (None, None)
 
 
 def parameters_in(model: nn.Module, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -266,16 +256,12 @@ def give_own_memory(tensor: Tensor) -> None:
 
 
 def _can_trade_storages(stored: Tensor, current: Tensor) -> bool:
-    return (
-        stored.dtype == current.dtype
-        and stored.device == current.device
-        and all(_owns_whole_storage(tensor) or is_expanded(tensor) for tensor in (stored, current))
-    )
+    def owns_whole_storage(tensor: Tensor) -> bool:
+        # Subclasses that wrap other tensors (DTensor, quantized ones) have this method, and a storage that is empty.
+        return not hasattr(tensor, "__tensor_flatten__") and tensor.untyped_storage().nbytes() == tensor.nbytes
 
-
-def _owns_whole_storage(tensor: Tensor) -> bool:
-    # Subclasses that wrap other tensors (DTensor, quantized ones) have this method, and a storage that is empty.
-    return not hasattr(tensor, "__tensor_flatten__") and tensor.untyped_storage().nbytes() == tensor.nbytes
+    is_alike = _KIND(stored) == _KIND(current)
+    return is_alike and all(owns_whole_storage(tensor) or is_expanded(tensor) for tensor in (stored, current))
 
 
 @torch.no_grad()
@@ -304,10 +290,12 @@ def compute_ema(model: nn.Module, ema_model: nn.Module | EMAParameters, smoothin
     """
     check_interval("[0, 1]", smoothing=smoothing)
     smoothing = float(smoothing)
-    if isinstance(ema_model, EMAParameters) and (plan := ema_model.kept_plan(model)) is not None:
-        # Outside of the context below, which does nothing for the models whose plans are kept.
-        plan.step(smoothing)  # matching the tensors by name takes longer than the arithmetic
-        return
+    if isinstance(ema_model, EMAParameters):
+        plan, fingerprint = ema_model._plan
+        if plan is not None and fingerprint is not None and fingerprint.is_of(model):
+            # Outside of the context below, which does nothing for the models whose plans are kept.
+            plan.step(smoothing)  # matching the tensors by name takes longer than the arithmetic
+            return
     check_is_module(model, "weights to average")
     with get_model_context_manager(model):
         if isinstance(ema_model, EMAParameters):

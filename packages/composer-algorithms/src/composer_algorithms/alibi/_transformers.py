@@ -9,10 +9,9 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Model
 from transformers.models.roberta.modeling_roberta import RobertaEmbeddings, RobertaSelfAttention
 
 from composer_algorithms.alibi.attention import add_bias, register_alibi, zero_and_freeze_expand_position_embeddings
-from composer_algorithms.alibi.registry import PolicyRegistry
 
 
-def register_policies(registry: PolicyRegistry) -> None:
+def register_policies(registry: Any) -> None:
     registry.register(GPT2Model)(_gpt2_embedding)
     registry.register(GPT2Attention)(_gpt2_attention)
     registry.register(BertEmbeddings, RobertaEmbeddings)(_bert_embedding)
@@ -53,16 +52,13 @@ def _bert_embedding(module: nn.Module, module_index: int, max_sequence_length: i
 def _bert_attention(module: nn.Module, module_index: int, max_sequence_length: int) -> nn.Module:
     attention: Any = module
     register_alibi(module, attention.num_attention_heads)
-    # The mark keeps a second application from adding the bias twice.
-    if not _has_attention_interface(module) and not hasattr(module, "_adds_alibi"):
+    # BERT looks up its attention function in the registry only since transformers 5. The mark keeps a second call from
+    # adding the bias twice.
+    has_interface = "ALL_ATTENTION_FUNCTIONS" in type(module).forward.__code__.co_names
+    if not has_interface and not hasattr(module, "_adds_alibi"):
         module.register_forward_pre_hook(_add_bias_to_mask, with_kwargs=True)
         attention._adds_alibi = True
     return module
-
-
-def _has_attention_interface(module: nn.Module) -> bool:
-    # BERT looks up its attention function in the registry only since transformers 5.
-    return "ALL_ATTENTION_FUNCTIONS" in type(module).forward.__code__.co_names
 
 
 def _add_bias_to_mask(

@@ -1,21 +1,39 @@
-"""Low-rank factorization of linear layers and convolutions, fitted to their weights or to data."""
+"""Factorization: replacement of large matrices in a network with products of two smaller ones."""
 
+import logging
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.optim import Optimizer
+
+from composer_algorithms._arguments import check_interval, check_is_module
+from composer_algorithms._method import ModelSurgery, log_no_effect, report
+from composer_algorithms.metadata import METHODS
+from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
+from composer_events import Event, Logger, State
 
 __all__ = [
-    "LowRankSolution",
-    "factorize_conv2d",
-    "factorize_matrix",
+    "Factorize",
+    "apply_factorization",
     "FactorizedConv2d",
     "FactorizedLinear",
     "factorizing_could_speedup",
+    "LowRankSolution",
+    "factorize_conv2d",
+    "factorize_matrix",
+    "LOG_NUM_CONV2D_REPLACEMENTS_KEY",
+    "LOG_NUM_LINEAR_REPLACEMENTS_KEY",
+    "METADATA",
 ]
+
+METADATA = METHODS["factorize"]
 
 
 @dataclass(slots=True)
@@ -93,7 +111,12 @@ def factorize_matrix(
         k, is_new = -1, False
     else:
         first, second = _truncated(first if second is None else first @ second, k)
-        first, second = _alternate(x, y - offset, first, second, n_iters)
+        unconstrained = _solve(x, y - offset) if n_iters else None
+        for _ in range(n_iters):
+            second = _solve(x @ first, y - offset)
+            assert unconstrained is not None
+            # For a given `second`, the best `first` is the unconstrained solution times the pseudoinverse of `second`.
+            first = _solve(second.t(), unconstrained.t()).t()
     product = x @ first if second is None else x @ first @ second
     # The best bias for the new factors is the mean of what they leave over.
     if bias is not None and is_new:
@@ -161,7 +184,10 @@ def factorize_conv2d(
     x = patches.transpose(1, 2).flatten(0, 1)
     first = Wa.flatten(1).t()
     second = None if Wb is None else Wb.flatten(1).t()
-    bias = _joint_bias(second, biasA, biasB)
+    bias = biasA if second is None else biasB
+    if second is not None and biasA is not None:
+        # The second layer maps the bias of the first one to a constant, which the second bias absorbs.
+        bias = biasA @ second if biasB is None else biasA @ second + biasB
     y = x @ first if second is None else x @ first @ second
     if bias is not None:
         y = y + bias
@@ -171,13 +197,6 @@ def factorize_conv2d(
     if solution.Wb is not None:
         solution.Wb = solution.Wb.t().reshape(out_channels, -1, 1, 1)
     return solution
-
-
-def _joint_bias(second: Tensor | None, bias_a: Tensor | None, bias_b: Tensor | None) -> Tensor | None:
-    if second is None or bias_a is None:
-        return bias_a if second is None else bias_b
-    # The second layer maps the bias of the first one to a constant, which the second bias absorbs.
-    return bias_a @ second if bias_b is None else bias_a @ second + bias_b
 
 
 def _padded(images: Tensor, padding: Any, kernel_size: torch.Size) -> Tensor:
@@ -197,16 +216,6 @@ def _truncated(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return left[:, :rank] * root, root[:, None] * right[:rank]
 
 
-def _alternate(x: Tensor, y: Tensor, first: Tensor, second: Tensor, n_iters: int) -> tuple[Tensor, Tensor]:
-    unconstrained = _solve(x, y) if n_iters else None
-    for _ in range(n_iters):
-        second = _solve(x @ first, y)
-        assert unconstrained is not None
-        # For a given `second`, the best `first` is the unconstrained solution times the pseudoinverse of `second`.
-        first = _solve(second.t(), unconstrained.t()).t()
-    return first, second
-
-
 def _solve(a: Tensor, b: Tensor) -> Tensor:
     # By the pseudoinverse: on GPUs lstsq requires full rank, which the data may lack.
     return torch.linalg.pinv(a) @ b
@@ -223,19 +232,16 @@ def factorizing_could_speedup(module: nn.Module, latent_size: int | float) -> bo
         >>> factorizing_could_speedup(nn.Linear(512, 512), 0.25), factorizing_could_speedup(nn.Linear(512, 512), 0.5)
         (True, False)
     """
-    if isinstance(module, FactorizedConv2d):
-        return _latent_size(latent_size, module.in_channels, module.out_channels) < module.latent_channels
-    if isinstance(module, FactorizedLinear):
-        return _latent_size(latent_size, module.in_features, module.out_features) < module.latent_features
-    if isinstance(module, nn.Conv2d):
-        if module.groups != 1:
-            return False
-        most = _max_rank(module.in_channels * math.prod(module.kernel_size), module.out_channels)
-        return _latent_size(latent_size, module.in_channels, module.out_channels) <= most
-    if isinstance(module, nn.Linear):
-        most = _max_rank(module.in_features, module.out_features)
-        return _latent_size(latent_size, module.in_features, module.out_features) <= most
-    return False
+    if isinstance(module, (FactorizedConv2d, nn.Conv2d)):
+        sizes, pixels = (module.in_channels, module.out_channels), math.prod(module.kernel_size)
+    elif isinstance(module, (FactorizedLinear, nn.Linear)):
+        sizes, pixels = (module.in_features, module.out_features), 1
+    else:
+        return False
+    if isinstance(module, _Factorized):
+        return _latent_size(latent_size, *sizes) < module._latent_size
+    is_grouped = isinstance(module, nn.Conv2d) and module.groups != 1
+    return not is_grouped and _latent_size(latent_size, *sizes) <= _max_rank(sizes[0] * pixels, sizes[1])
 
 
 class _Factorized(nn.Module):
@@ -278,7 +284,7 @@ class _Factorized(nn.Module):
 
     def solution_for_rank(self, input: Tensor, rank: int) -> LowRankSolution:
         """Return the weights that `set_rank` would set."""
-        raise TypeError(f"{type(self).__qualname__} does not define solution_for_rank: use one of its subclasses.")
+        raise NotImplementedError
 
     @torch.no_grad()
     def apply_solution(self, solution: LowRankSolution) -> None:
@@ -296,7 +302,7 @@ class _Factorized(nn.Module):
         return matrix.contiguous()
 
     def _set_latent_attributes(self) -> None:
-        pass
+        raise NotImplementedError
 
     @torch.no_grad()
     def _copy_from(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -348,8 +354,8 @@ class FactorizedConv2d(_Factorized):
             raise NotImplementedError(
                 f"groups={kwargs['groups']!r}: a grouped convolution is factorized already. Use groups=1."
             )
-        latent = _latent_size(latent_channels, in_channels, out_channels)
-        _check_latent("latent_channels", latent_channels, latent, self.max_rank(in_channels, out_channels, kernel_size))
+        most = self.max_rank(in_channels, out_channels, kernel_size)
+        latent = _latent_size(latent_channels, in_channels, out_channels, most)
         placement = {name: kwargs[name] for name in ("device", "dtype") if name in kwargs}
         kwargs.pop("bias", None)
         first = nn.Conv2d(in_channels, latent, kernel_size, bias=False, **kwargs)
@@ -461,8 +467,7 @@ class FactorizedLinear(_Factorized):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        latent = _latent_size(latent_features, in_features, out_features)
-        _check_latent("latent_features", latent_features, latent, self.max_rank(in_features, out_features))
+        latent = _latent_size(latent_features, in_features, out_features, self.max_rank(in_features, out_features))
         super().__init__(
             nn.Linear(in_features, latent, bias=False, device=device, dtype=dtype),
             nn.Linear(latent, out_features, bias=bias, device=device, dtype=dtype),
@@ -542,8 +547,13 @@ class FactorizedLinear(_Factorized):
         self.module0.out_features = self.module1.in_features = self._latent_size
 
 
-def _latent_size(latent: int | float, num_in: int, num_out: int) -> int:
-    return max(1, int(latent * min(num_in, num_out))) if latent < 1 else int(latent)
+def _latent_size(latent: int | float, num_in: int, num_out: int, most: float = math.inf) -> int:
+    size = max(1, int(latent * min(num_in, num_out))) if latent < 1 else int(latent)
+    if size > most:
+        raise ValueError(
+            f"a latent size of {latent!r} means {size}, and two such layers do more work than one: pass {most} or less."
+        )
+    return size
 
 
 def _max_rank(fan_in: int, fan_out: int) -> int:
@@ -552,9 +562,138 @@ def _max_rank(fan_in: int, fan_out: int) -> int:
     return math.ceil(fan_in * fan_out / (fan_in + fan_out) - 1)
 
 
-def _check_latent(argument: str, value: int | float, latent: int, most: int) -> None:
-    if latent > most:
-        raise ValueError(
-            f"{argument}={value!r} means a latent size of {latent}, with which two layers do more work than one: pass "
-            f"{most} or less."
+LOG_NUM_CONV2D_REPLACEMENTS_KEY = "factorize/num_conv2d_replacements"
+LOG_NUM_LINEAR_REPLACEMENTS_KEY = "factorize/num_linear_replacements"
+
+_log = logging.getLogger("composer.algorithms.factorize")
+
+
+def apply_factorization(
+    model: nn.Module,
+    factorize_convs: bool = True,
+    factorize_linears: bool = True,
+    min_channels: int = 512,
+    latent_channels: int | float = 0.25,
+    min_features: int = 512,
+    latent_features: int | float = 0.25,
+    optimizers: Optimizer | Sequence[Optimizer] | None = None,
+) -> None:
+    """Replace each large convolution and linear layer in a model with two smaller ones.
+
+    The new weights are the best approximation of the old ones. Not replaced are layers that would not do less work,
+    grouped convolutions, subclasses with a `forward` of their own, layers whose weight is shared with another module or
+    parametrized, and the output of `torch.nn.MultiheadAttention`, which is not called as a module. A second call with
+    the same arguments changes nothing.
+
+    Args:
+        model: Changed in place.
+        factorize_convs: Replace each large enough `torch.nn.Conv2d` with a `FactorizedConv2d`.
+        factorize_linears: Replace each large enough `torch.nn.Linear` with a `FactorizedLinear`.
+        min_channels: Minimum number of input and output channels of replaced convolutions.
+        latent_channels: Latent channels, or below 1 a fraction of the smaller of input and output.
+        min_features: Minimum number of input and output features of replaced linear layers.
+        latent_features: Latent features, or below 1 a fraction of the smaller of input and output.
+        optimizers: Existing optimizers of the model, which get the new parameters.
+
+    Raises:
+        ValueError: If a latent size is not above 0.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU())
+        >>> apply_factorization(model, latent_features=64)
+        >>> model[0].latent_features
+        64
+
+    Reference:
+        Zhang et al., "Accelerating Very Deep Convolutional Networks for Classification and Detection", TPAMI 2016,
+        arXiv:1505.06798; Jaderberg et al., 2014, arXiv:1405.3866.
+    """
+    check_is_module(model, "layers to factorize")
+    check_interval("[-inf, inf]", min_channels=min_channels, min_features=min_features)
+    check_interval("(0, inf)", latent_channels=latent_channels, latent_features=latent_features)
+    # Counted before any replacement: a shared weight has to stay one tensor, which no two factors can be.
+    uses = Counter(id(tensor) for module in model.modules() for tensor in module.parameters(recurse=False))
+
+    def can_be_replaced(module: nn.Conv2d | nn.Linear, kind: type[nn.Module], latent_size: int | float) -> bool:
+        is_plain = type(module).forward is kind.forward and uses[id(module.weight)] == 1
+        return is_plain and factorizing_could_speedup(module, latent_size)
+
+    def factorize_conv(module: nn.Conv2d, module_index: int) -> nn.Module | None:
+        is_large = min(module.in_channels, module.out_channels) >= min_channels
+        if is_large and can_be_replaced(module, nn.Conv2d, latent_channels):
+            return FactorizedConv2d.from_conv2d(module, module_index, latent_channels)
+        return None
+
+    def factorize_linear(module: nn.Linear, module_index: int) -> nn.Module | None:
+        if isinstance(module, NonDynamicallyQuantizableLinear):  # MultiheadAttention reads the weight of its output
+            return None
+        is_large = min(module.in_features, module.out_features) >= min_features
+        if is_large and can_be_replaced(module, nn.Linear, latent_features):
+            return FactorizedLinear.from_linear(module, module_index, latent_features)
+        return None
+
+    if factorize_convs:
+        replace_module_classes(model, {nn.Conv2d: factorize_conv}, optimizers)
+    if factorize_linears:
+        replace_module_classes(model, {nn.Linear: factorize_linear}, optimizers)
+    if not count_module_instances(model, (FactorizedConv2d, FactorizedLinear)):
+        log_no_effect(
+            _log,
+            "Factorize",
+            model,
+            f"below it there is no Conv2d of {min_channels=} and no Linear of {min_features=} or more that would do "
+            f"less work with {latent_channels=} and {latent_features=}",
         )
+
+
+@dataclass(repr=False, eq=False)
+class Factorize(ModelSurgery):
+    """Replace each large convolution and linear layer in `state.model` with two smaller ones on `INIT`.
+
+    The optimizers' parameter groups are updated. It acts before algorithms that wrap modules. Loading a checkpoint of
+    the changed model applies the algorithm.
+
+    Args:
+        factorize_convs: Replace each large enough `torch.nn.Conv2d`.
+        factorize_linears: Replace each large enough `torch.nn.Linear`.
+        min_channels: Minimum number of input and output channels of replaced convolutions.
+        latent_channels: Latent channels, or below 1 a fraction of the smaller of input and output.
+        min_features: Minimum number of input and output features of replaced linear layers.
+        latent_features: Latent features, or below 1 a fraction of the smaller of input and output.
+
+    Raises:
+        ValueError: If a latent size is not above 0.
+
+    Example:
+        >>> Factorize(factorize_convs=False).latent_features
+        128
+
+    Reference:
+        Zhang et al., "Accelerating Very Deep Convolutional Networks for Classification and Detection", TPAMI 2016,
+        arXiv:1505.06798. The paper fits the factors to responses on data; here they are fitted to the weights, and to
+        data only in `FactorizedConv2d.set_rank` and `FactorizedLinear.set_rank`.
+    """
+
+    surgery_rank = 1  # before wrappers of modules
+
+    # These defaults differ from those of the function, as in Composer.
+    factorize_convs: bool = True
+    factorize_linears: bool = True
+    min_channels: int = 256
+    latent_channels: int | float = 0.25
+    min_features: int = 256
+    latent_features: int | float = 128
+
+    def __post_init__(self) -> None:
+        check_interval("[-inf, inf]", min_channels=self.min_channels, min_features=self.min_features)
+        check_interval("(0, inf)", latent_channels=self.latent_channels, latent_features=self.latent_features)
+
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
+        """Replace the layers, and log the number of factorized layers of each enabled kind."""
+        apply_factorization(state.model, **self.arguments(), optimizers=state.optimizers)
+        for is_enabled, key, layer in (
+            (self.factorize_convs, LOG_NUM_CONV2D_REPLACEMENTS_KEY, FactorizedConv2d),
+            (self.factorize_linears, LOG_NUM_LINEAR_REPLACEMENTS_KEY, FactorizedLinear),
+        ):
+            if is_enabled:
+                report(_log, logger, {key: count_module_instances(state.model, layer)})

@@ -1,13 +1,14 @@
-"""Registry of the functions that add ALiBi to modules."""
+"""Registry of the modules that support ALiBi, with GPT-2, BERT and RoBERTa if transformers is installed."""
 
 import inspect
 import typing
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Protocol, TypeVar
 
 from torch import nn
 
-__all__ = ["AlibiReplacementFunction", "PolicyRegistry"]
+__all__ = ["AlibiReplacementFunction", "PolicyRegistry", "policy_registry"]
 
 
 class AlibiReplacementFunction(Protocol):
@@ -80,3 +81,12 @@ def _check_signature(function: Callable[..., object]) -> None:
         raise TypeError(f"{name} annotates its parameters with {kinds}, but they must be torch.nn.Module, int and int.")
     if parameters[2] != "max_sequence_length":
         raise NameError(f"{name} calls its third parameter {parameters[2]!r}: call it 'max_sequence_length'.")
+
+
+policy_registry = PolicyRegistry()
+"""Maps module classes to the functions that add ALiBi to their instances."""
+
+if find_spec("transformers") is not None:
+    from composer_algorithms.alibi._transformers import register_policies
+
+    register_policies(policy_registry)

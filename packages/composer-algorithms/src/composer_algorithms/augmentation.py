@@ -15,27 +15,7 @@ from torch import Tensor
 from composer_algorithms._draws import draw_integer, draw_uniform
 from composer_algorithms._tensors import from_pixels, is_pil, to_pixels
 
-__all__ = [
-    "AugmentationFunction",
-    "augmentation_sets",
-    "autocontrast",
-    "brightness",
-    "brightness_original",
-    "color",
-    "color_original",
-    "contrast",
-    "contrast_original",
-    "equalize",
-    "posterize",
-    "rotate",
-    "sharpness",
-    "sharpness_original",
-    "shear_x",
-    "shear_y",
-    "solarize",
-    "translate_x",
-    "translate_y",
-]
+__all__ = ["AugmentationFunction", "augmentation_sets", "image_as_type", "map_pillow_function"]
 
 AugmentationFunction: TypeAlias = Callable[[Image, float], Image]
 """Function of a PIL image and a level that returns another image."""
