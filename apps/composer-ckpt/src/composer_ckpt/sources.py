@@ -25,7 +25,7 @@ from composer_checkpoint.remote.fetch import (
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.stores.opening import reach
 from composer_checkpoint.tensors import Kind, TensorSource, as_stored, find_kind, follow_pointers, open_checkpoint
-from composer_ckpt.options import Accept, reaching_stores
+from composer_ckpt.options import Accept
 from composer_ckpt.output import Result, UsageError
 
 _RANK = "{rank}"
@@ -87,9 +87,7 @@ def fetched(path: str, tmp_dir: str | None = None, jobs: int = _JOBS) -> Iterato
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="composer-ckpt-", dir=tmp_dir) as folder:
-        with reaching_stores(path):
-            local = _fetch(path, Path(folder), jobs)
-        yield local
+        yield _fetch(path, Path(folder), jobs)
 
 
 def verify_hashes(place: Path, kind: str) -> list[bool]:

@@ -73,10 +73,7 @@ def written_to(options: ConvertOptions) -> Iterator[str]:
     place = parse_uri(target).path.rstrip("/")
     if not place:
         raise UsageError(f"DST={target!r} is a whole store. Name a folder or a file in it.")
-    try:
-        store = maybe_create_object_store_from_uri(target)
-    except NotImplementedError as error:
-        raise UsageError(f"DST={target!r}: {error}") from error
+    store = maybe_create_object_store_from_uri(target)
     assert store is not None  # only local paths have no store
     with store:
         older = _older(store, place, is_folder=options.is_folder)

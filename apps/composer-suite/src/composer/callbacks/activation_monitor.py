@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from composer_dist.wrapping import unwrap_model
-from composer_events.arguments import check_flags, check_text_lists, to_time
+from composer_events.arguments import check_text_lists, to_time
 from composer_events.callback import Callback
 from composer_time import Time, TimeUnit
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from composer_events.logger import Logger
-    from composer_events.logger_destination import LoggerDestination
     from composer_events.state import State
 
 __all__ = ["ActivationMonitor", "compute_kurtosis"]
@@ -59,7 +58,6 @@ class ActivationMonitor(Callback):
             separately, which gives as many values as there are samples.
 
     Raises:
-        TypeError: If an argument has the wrong type.
         ValueError: If the interval has another unit, or is less than 1.
 
     Example:
@@ -75,7 +73,6 @@ class ActivationMonitor(Callback):
         whole_outputs: bool = False,
     ) -> None:
         check_text_lists(ignore_module_types=ignore_module_types)
-        check_flags(only_log_wandb=only_log_wandb, whole_outputs=whole_outputs)
         self.interval = to_time("interval", interval, TimeUnit.BATCH)
         if self.interval.unit not in _UNITS or int(self.interval) < 1:
             raise ValueError(f"interval={interval!r} must be batches or epochs, 1 or more, such as '25ba' or '1ep'.")
@@ -117,7 +114,8 @@ class ActivationMonitor(Callback):
         self._last_logged = self._now(state.timestamp)
         metrics = _by_name(self._seen)
         self._stop_watching()
-        wandb = [place for place in logger.destinations if _is_wandb(place)] if self.only_log_wandb else []
+        takers = logger.destinations if self.only_log_wandb else ()
+        wandb = [place for place in takers if getattr(place, "shows_many_metrics", False)]
         step = state.timestamp.num_batches
         for destination in wandb:
             destination.log_metrics(metrics, step)
@@ -128,17 +126,7 @@ class ActivationMonitor(Callback):
         """Remove hooks left by a failed forward pass."""
         self._stop_watching()
 
-    def eval_start(self, state: State, logger: Logger) -> None:
-        """Remove hooks left by a failed forward pass."""
-        self._stop_watching()
-
-    def predict_start(self, state: State, logger: Logger) -> None:
-        """Remove hooks left by a failed forward pass."""
-        self._stop_watching()
-
-    def close(self, state: State, logger: Logger) -> None:
-        """Remove the hooks."""
-        self._stop_watching()
+    eval_start = predict_start = close = fit_start
 
     def _stop_watching(self) -> None:
         for handle in self._handles:
@@ -243,8 +231,3 @@ def _nested(item: Any, suffix: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(item, Sequence) and not isinstance(item, str):
         for index, part in enumerate(item):
             yield from _nested(part, f"{suffix}_{index}")
-
-
-def _is_wandb(destination: LoggerDestination) -> bool:
-    # By name, since importing the class would also import W&B's client.
-    return any(kind.__name__ == "WandBLogger" for kind in type(destination).__mro__)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from composer_dist import dist
-from composer_events.arguments import check_counts, check_mappings, check_texts
+from composer_events.arguments import check_counts
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ class MemoryMonitor(Callback):
             ranks, under names that end in `_avg`, `_min` and `_max`. Default: never.
 
     Raises:
-        TypeError: If an argument has the wrong type.
         ValueError: If the interval is not positive.
 
     Example:
@@ -54,11 +53,8 @@ class MemoryMonitor(Callback):
     def __init__(
         self, memory_keys: Mapping[str, str] | None = None, dist_aggregate_batch_interval: int | None = None
     ) -> None:
-        check_mappings(memory_keys=memory_keys)
         if dist_aggregate_batch_interval is not None:
             check_counts(dist_aggregate_batch_interval=dist_aggregate_batch_interval)
-        names: dict[str, Any] = {f"memory_keys[{key!r}]": name for key, name in (memory_keys or {}).items()}
-        check_texts(**names)
         self.memory_keys = dict(_NAMES if memory_keys is None else memory_keys)
         self.dist_aggregate_batch_interval = dist_aggregate_batch_interval
         self._is_on_cpu = False

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from composer_dist import dist
 from composer_dist.wrapping import canonical_name
-from composer_events.arguments import check_counts, check_flags
+from composer_events.arguments import check_counts
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ class OptimizerMonitor(Callback):
         batch_log_interval: Interval in batches.
 
     Raises:
-        TypeError: If an argument has the wrong type.
         ValueError: If the interval is not positive.
 
     Example:
@@ -44,7 +43,6 @@ class OptimizerMonitor(Callback):
     """
 
     def __init__(self, log_optimizer_metrics: bool = True, batch_log_interval: int = 10) -> None:
-        check_flags(log_optimizer_metrics=log_optimizer_metrics)
         check_counts(batch_log_interval=batch_log_interval)
         self.log_optimizer_metrics = log_optimizer_metrics
         self.batch_log_interval = batch_log_interval

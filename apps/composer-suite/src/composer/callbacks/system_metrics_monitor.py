@@ -11,7 +11,6 @@ import torch
 
 from composer.loggers._service_queue import require, warn_logging_problem
 from composer_dist import dist
-from composer_events.arguments import check_flags
 from composer_events.callback import Callback
 from composer_events.logger import log_lazily
 
@@ -44,26 +43,22 @@ class SystemMetricsMonitor(Callback):
         log_all_data: Whether to log the values of all ranks, as `<key>_rank_<r>`, instead of the minimum and maximum.
 
     Raises:
-        TypeError: If `log_all_data` is not a bool.
         MissingConditionalImportError: If psutil is not installed, or nvidia-ml-py if there are GPUs.
     """
 
     def __init__(self, log_all_data: bool = False) -> None:
-        check_flags(log_all_data=log_all_data)
         self.log_all_data = log_all_data
         self._look_for_machine()
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Log in training."""
-        self._log(state, logger)
+        """Log the latest reading."""
+        of_host, of_gpu = self._machine.latest()
+        if self._has_gpu:
+            # A new dict, since the same reading may be logged again.
+            of_host = of_host | _named_by_rank(dist.all_gather_object(of_gpu), self.log_all_data)
+        log_lazily(state, logger, _copy, of_host)
 
-    def eval_batch_start(self, state: State, logger: Logger) -> None:
-        """Log in evaluation."""
-        self._log(state, logger)
-
-    def predict_batch_start(self, state: State, logger: Logger) -> None:
-        """Log in prediction."""
-        self._log(state, logger)
+    eval_batch_start = predict_batch_start = batch_start
 
     def close(self, state: State, logger: Logger) -> None:
         """Stop reading."""
@@ -83,13 +78,6 @@ class SystemMetricsMonitor(Callback):
         self._has_gpu = torch.cuda.is_available() and torch.version.hip is None
         reading = _reading(HostReader(), GPUReader() if self._has_gpu else None)
         self._machine = BackgroundReader("The machine's load", reading, _FRESH_S)
-
-    def _log(self, state: State, logger: Logger) -> None:
-        of_host, of_gpu = self._machine.latest()
-        if self._has_gpu:
-            # A new dict, since the same reading may be logged again.
-            of_host = of_host | _named_by_rank(dist.all_gather_object(of_gpu), self.log_all_data)
-        log_lazily(state, logger, _copy, of_host)
 
 
 def _copy(now: Timestamp, numbers: dict[str, float]) -> dict[str, float]:
@@ -200,42 +188,36 @@ class BackgroundReader(Generic[T]):
 
     def __init__(self, what: str, read: Callable[[], T], interval_s: float) -> None:
         self._what, self._read, self._interval_s = what, read, interval_s
-        self._readings: _Readings[T] | None = None
+        self._readings: list[T] = []  # the latest one; shared with the thread, which does not refer to this object
+        self._ends = threading.Event()
 
     def latest(self) -> T:
         """Return the latest reading. The first call reads and starts the thread."""
-        if self._readings is not None:
-            return self._readings.latest
-        first = self._read()
-        self._readings = readings = _Readings(first)
-        # The thread does not refer to this object, so that an unclosed reader is garbage collected and ends the thread.
-        arguments = (self._what, self._read, self._interval_s, readings)
-        threading.Thread(target=_keep_reading, args=arguments, name="composer-reader", daemon=True).start()
-        return first
+        if not self._readings:
+            self._readings, self._ends = [self._read()], threading.Event()
+            # An unclosed reader is garbage collected, which ends its thread.
+            arguments = (self._what, self._read, self._interval_s, self._readings, self._ends)
+            threading.Thread(target=_keep_reading, args=arguments, name="composer-reader", daemon=True).start()
+        return self._readings[0]
 
     def close(self) -> None:
         """Stop the thread. The next `latest` starts another one."""
-        if self._readings is not None:
-            self._readings.ends.set()
-            self._readings = None
+        self._ends.set()
+        self._readings = []
 
     def __del__(self) -> None:
         self.close()
 
 
-class _Readings(Generic[T]):
-    def __init__(self, first: T) -> None:
-        self.latest = first
-        self.ends = threading.Event()
-
-
-def _keep_reading(what: str, read: Callable[[], T], interval_s: float, readings: _Readings[T]) -> None:
+def _keep_reading(
+    what: str, read: Callable[[], T], interval_s: float, readings: list[T], ends: threading.Event
+) -> None:
     try:
         read()  # discarded: psutil measures some values since the last call in the same thread
-        while not readings.ends.wait(interval_s):
-            readings.latest = read()
+        while not ends.wait(interval_s):
+            readings[0] = read()
     except Exception as error:  # a monitor must not end training
-        if not readings.ends.is_set():
+        if not ends.is_set():
             warn_logging_problem(
                 f"{what} can no longer be read, so the last reading stays: {type(error).__name__}: {error}"
             )

@@ -40,11 +40,6 @@ class LoggedImages:
         """The approximate memory of the copies, in bytes."""
         return self._snapshot.size_bytes
 
-    @property
-    def num_channels(self) -> set[int]:
-        """The numbers of channels of the images."""
-        return {image.shape[2] for image in self._images}
-
     def read(self) -> PixelsAndMasks:
         """Wait for the copies, and yield each image, with values from 0 to 255, and its masks."""
         self._snapshot.wait()

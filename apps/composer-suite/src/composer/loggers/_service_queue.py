@@ -14,10 +14,9 @@ from importlib import import_module
 from pathlib import Path
 from shutil import copyfile, rmtree
 from tempfile import mkdtemp
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from composer.loggers._logged_values import LoggedImages, Snapshot
+from composer.loggers._logged_values import LoggedImages, PixelsAndMasks, Snapshot
 from composer_dist import dist, get_global_rank
 from composer_events.arguments import check_seconds
 from composer_events.logger_destination import LoggerDestination
@@ -31,7 +30,8 @@ __all__ = [
     "PATIENCE_S",
     "Outbox",
     "QueuedLogger",
-    "UncaughtErrors",
+    "fatal_error",
+    "id_of_uncaught",
     "open_on_ranks",
     "require",
     "warn_logging_problem",
@@ -268,12 +268,15 @@ def _named(error: BaseException) -> str:
 class QueuedLogger(LoggerDestination):
     """Base class of loggers that make all calls to a service, in order, through an `Outbox`.
 
-    `_send_hyperparameters` and `_send_metrics` run on its thread, with values that are on the host.
+    The methods `_send_...` run on its thread, with values that are on the host.
 
     Args:
         rank_zero_only: Whether only rank 0 logs.
         patience_s: Seconds that the start and the end of the run wait for the service.
     """
+
+    _images_name = "Images"
+    _shows_masks = False
 
     def __init__(self, rank_zero_only: bool, patience_s: float) -> None:
         self._enabled = not rank_zero_only or get_global_rank() == 0
@@ -287,6 +290,26 @@ class QueuedLogger(LoggerDestination):
         """Log metrics at a step."""
         self._post(self._send_metrics, metrics, step)
 
+    def log_images(
+        self,
+        images: Any,
+        name: str | None = None,
+        channels_last: bool = False,
+        step: int | None = None,
+        masks: dict[str, Any] | None = None,
+        mask_class_labels: dict[int, str] | None = None,
+        use_table: bool = False,
+    ) -> None:
+        """Log images, with masks and in a table if the service shows them.
+
+        Raises:
+            ValueError: If an item is not an image, or masks do not fit the images.
+        """
+        if self._enabled:
+            logged = LoggedImages(images, channels_last, masks if self._shows_masks else None)
+            more = name or self._images_name, step, mask_class_labels, use_table
+            self._outbox.post(lambda: self._send_images(logged.read(), *more), size_bytes=logged.size_bytes)
+
     def fit_end(self, state: "State", logger: "Logger") -> None:
         """Wait until all calls to the service are done."""
         self._outbox.drain()
@@ -297,18 +320,17 @@ class QueuedLogger(LoggerDestination):
     def _send_metrics(self, values: dict[str, Any], step: int | None) -> None:
         raise NotImplementedError
 
+    def _send_images(
+        self, images: PixelsAndMasks, name: str, step: int | None, labels: dict[int, str] | None, use_table: bool
+    ) -> None:
+        raise NotImplementedError
+
     def _post(self, send: Callable[..., None], values: Mapping[str, Any], *rest: Any, is_kept: bool = False) -> None:
         """Queue a call with a copy of values, if this rank logs."""
         if self._enabled:
             snapshot = Snapshot(values)  # now, since tensors may be changed in place before the call is made
             size_bytes = 0 if is_kept else snapshot.size_bytes
             self._outbox.post(lambda: send(snapshot.read(), *rest), size_bytes=size_bytes, is_kept=is_kept)
-
-    def _post_images(self, send: Callable[..., None], images: Any, channels_last: bool, masks: Any, *rest: Any) -> None:
-        """Queue a call with copies of images and masks, if this rank logs."""
-        if self._enabled:
-            logged = LoggedImages(images, channels_last, masks)
-            self._outbox.post(lambda: send(logged.read(), *rest), size_bytes=logged.size_bytes)
 
     def _post_file(self, file: Path, send: Callable[[Path], None]) -> None:
         """Queue a call with a copy of a file, which may change before it is sent."""
@@ -380,36 +402,24 @@ def require(module: str, *, extra: str, package: str | None = None) -> Any:
         raise MissingConditionalImportError(extra, package or top.replace("_", "-")) from error
 
 
-class UncaughtErrors:
-    """Detection of an exception that ends the process, between `watch` and `stop`.
+def id_of_uncaught() -> int | None:
+    """Return the id of the last uncaught exception. A reference would keep its frames, with their tensors, alive."""
+    return None if getattr(sys, "last_value", None) is None else id(sys.last_value)
 
-    The previous `sys.excepthook` is still called. `stop` restores it, unless another hook was installed since.
+
+def fatal_error(*, was_busy: bool, id_of_earlier: int | None) -> BaseException | None:
+    """Return the exception being handled or, if work was left undone, the one that has ended the process.
+
+    At interpreter exit, the exception is no longer being handled, and only `sys.last_value` refers to it.
+
+    Args:
+        was_busy: Whether work was left undone.
+        id_of_earlier: The id of an exception raised before the run, for example in an earlier cell of a notebook.
     """
-
-    def __init__(self) -> None:
-        self._before: Any = None
-        self._hook: Any = None
-        self._has_seen = False
-
-    def watch(self) -> None:
-        """Install the hook."""
-        # `_hook` is kept, since each access to a bound method creates a new object, and `stop` compares with `is`.
-        self._before, self._hook, self._has_seen = sys.excepthook, self._notice, False
-        sys.excepthook = self._hook
-
-    def has_failed(self) -> bool:
-        """Return whether an exception is being handled or has ended the process."""
-        return self._has_seen or sys.exc_info()[1] is not None
-
-    def stop(self) -> None:
-        """Remove the hook."""
-        if self._hook is not None and sys.excepthook is self._hook:
-            sys.excepthook = self._before
-        self._hook = None
-
-    def _notice(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._has_seen = True
-        self._before(kind, error, trace)
+    error = sys.exc_info()[1]
+    if error is None and was_busy and id_of_uncaught() not in (None, id_of_earlier):
+        return sys.last_value
+    return error
 
 
 def warn_logging_problem(message: str) -> None:

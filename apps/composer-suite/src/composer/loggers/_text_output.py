@@ -1,25 +1,27 @@
-"""Text for the console: settings of a run, tables and captured streams."""
+"""Text for the console and log files: settings of a run, tables, captured streams, and a file that retries writes."""
 
+import io
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any, TextIO, cast
 
+from composer.loggers._service_queue import warn_logging_problem
 from composer_dist import get_local_rank
-from composer_events.arguments import check_flags
 from composer_events.hparams import convert_flat_dict_to_nested_dict
 from composer_events.logger import Logger
 from composer_events.logger_destination import BufferedDestination, format_log_data_value
 from composer_events.state import State
 
-__all__ = ["StreamCapture", "TextLogger", "aligned", "format_config", "table_as_json", "table_as_text", "to_plain"]
-
 _RULE = "*" * 30
-# Strings that YAML reads without quotes. They contain no " #", which starts a comment, and no ": ", which ends a key.
-_PLAIN = re.compile(r"[A-Za-z_/](?:[\w./()=,+<>*-]| (?! |#|$)|:(?! |$))*")
+# Strings that YAML reads without quotes, also in lists.
+_PLAIN = re.compile(r"[A-Za-z_/][\w./()=+<>*-]*")
 # YAML 1.1 reads these words as booleans or null.
 _OF_OTHER_KINDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 
@@ -59,18 +61,13 @@ def _scalar(value: Any) -> str:
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _OF_OTHER_KINDS:
         return value
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_quoted(name)}: {_quoted(item)}' for name, item in value.items())}}}"
+        return f"{{{', '.join(f'{_scalar(name)}: {_scalar(item)}' for name, item in value.items())}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_quoted, value))}]"
+        return f"[{', '.join(map(_scalar, value))}]"
     if isinstance(value, float):
         return _float(value)
     # Escape characters that YAML readers or the console reject.
     return json.dumps(value, ensure_ascii=not (isinstance(value, str) and value.isprintable()))
-
-
-def _quoted(item: Any) -> str:
-    """Convert an item of a list or mapping, in which an unquoted string would end at a comma."""
-    return json.dumps(item, ensure_ascii=not item.isprintable()) if isinstance(item, str) else _scalar(item)
 
 
 def _float(value: float) -> str:
@@ -103,17 +100,8 @@ def table_as_text(columns: Sequence[str], rows: Sequence[Sequence[Any]], indent:
         -----  -------
         first   0.5123
         b      12.0000
-
-    Raises:
-        ValueError: If the number of cells in a row is not the number of columns.
     """
     columns = [str(column) for column in columns]
-    for number, row in enumerate(rows):
-        if len(row) != len(columns):
-            raise ValueError(
-                f"rows[{number}]={list(row)!r} has {len(row)} cells, and the table {len(columns)} columns: "
-                f"{', '.join(columns)}. Give each row a cell for each column."
-            )
     cells = [[_cell(value) for value in row] for row in rows]
     is_number = [all(isinstance(row[column], int | float) for row in rows) for column in range(len(columns))]
     head, *body = aligned([columns, *cells], is_number)
@@ -151,12 +139,10 @@ class TextLogger(BufferedDestination):
         log_traces: Whether to also write the actions of algorithms.
 
     Raises:
-        TypeError: If an argument has the wrong type.
         ValueError: If the stream is another string.
     """
 
     def __init__(self, stream: str | TextIO, log_traces: bool) -> None:
-        check_flags(log_traces=log_traces)
         name = stream.lower() if isinstance(stream, str) else None
         if name not in (None, "stdout", "stderr") or (name is None and not callable(getattr(stream, "write", None))):
             kind = ValueError if isinstance(stream, str) else TypeError
@@ -180,9 +166,7 @@ class TextLogger(BufferedDestination):
         """Write the settings of the run."""
         self._show_hparams()
 
-    def predict_start(self, state: State, logger: Logger) -> None:
-        """Write the settings of the run."""
-        self._show_hparams()
+    predict_start = fit_start
 
     def _show_hparams(self) -> None:
         if not self._has_shown_hparams and get_local_rank() == 0:
@@ -254,3 +238,85 @@ class StreamCapture:
         if self._listen is not None:
             self._listen(text)
         return result
+
+
+class KeptFile:
+    """File for appending.
+
+    The first failed write, for example on a full disk, causes a warning. The bytes stay in memory until a write
+    succeeds.
+
+    Args:
+        path: The path of the file.
+        buffer_size: The number of bytes to buffer; less than 0 for the default of the system.
+        is_continued: Whether to append to an existing file.
+    """
+
+    def __init__(self, path: Path, buffer_size: int, is_continued: bool) -> None:
+        self.path = path
+        # Unbuffered: with Python's own buffer, it is unknown after a failed write which bytes are in the file.
+        self._file = path.open("ab" if is_continued else "wb", buffering=0)
+        self._gathered = bytearray()
+        self._buffer_size = io.DEFAULT_BUFFER_SIZE if buffer_size < 0 else buffer_size
+        self._has_warned = self._is_in_child = False
+
+    def write(self, text: bytes) -> None:
+        """Append bytes."""
+        self._gathered += text
+        if self._is_in_child:
+            # Only up to the last line end; progress bars end their lines with a carriage return.
+            self._offer(max(self._gathered.rfind(b"\n"), self._gathered.rfind(b"\r")) + 1)
+        elif len(self._gathered) >= self._buffer_size:
+            self._offer()
+
+    def begin_in_child(self) -> None:
+        """Drop the parent's buffer in a forked process, and write whole lines only.
+
+        Parent and child write to the same file, and this copy is never closed.
+        """
+        self._gathered.clear()
+        self._is_in_child = True
+        # Children of multiprocessing skip `atexit`; this flushes a last line without a line end.
+        Finalize(None, self.flush, exitpriority=0)
+
+    def flush(self) -> None:
+        """Write the buffer."""
+        self._offer()
+
+    def sync(self) -> None:
+        """Write the buffer, and sync the file to the disk."""
+        try:
+            if self._offer():
+                os.fsync(self._file.fileno())
+        except OSError as error:  # pipes and some file systems do not support fsync
+            self._warn(error)
+
+    def close(self) -> None:
+        """Close the file. Bytes that still cannot be written are lost, with a warning."""
+        num_lost = 0 if self._offer() else len(self._gathered)
+        self._file.close()
+        if num_lost:
+            warn_logging_problem(
+                f"The last {num_lost} bytes of the log are not in {str(self.path)!r}: it could not be written to."
+            )
+
+    def _offer(self, size: int | None = None) -> bool:
+        """Write the buffer, or its first `size` bytes, and return whether it is empty."""
+        left = len(self._gathered) if size is None else size
+        try:
+            while left:  # an unbuffered write may write fewer bytes
+                written = self._file.write(self._gathered[:left])
+                del self._gathered[:written]
+                left -= written
+        except OSError as error:
+            self._warn(error)
+        return not self._gathered
+
+    def _warn(self, error: OSError) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warn_logging_problem(
+            f"{str(self.path)!r} cannot be written to now; training continues: {error}. Logged lines are "
+            f"kept in memory and written later."
+        )

@@ -36,7 +36,6 @@ class ConsoleLogger(TextLogger):
         tables: The logged tables, as JSON.
 
     Raises:
-        TypeError: If an argument has the wrong type.
         ValueError: If the interval is in another unit, or the stream is another string.
 
     Example:

@@ -13,9 +13,8 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 from composer.loggers._logged_values import Snapshot
-from composer.loggers._retrying_file import KeptFile
-from composer.loggers._text_output import StreamCapture, table_as_json
-from composer_events.arguments import check_counts, check_flags, check_numbers, check_places, overrides
+from composer.loggers._text_output import KeptFile, StreamCapture, table_as_json
+from composer_events.arguments import check_counts, check_flags, check_numbers, overrides
 from composer_events.formatting import check_placeholders, format_name_with_dist
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination, format_log_data_value
@@ -51,7 +50,6 @@ class FileLogger(LoggerDestination):
         is_resuming: Whether to append to an existing file. The Trainer sets it.
 
     Raises:
-        TypeError: If an argument has the wrong type.
         ValueError: If `flush_interval` is less than 1.
     """
 
@@ -67,13 +65,10 @@ class FileLogger(LoggerDestination):
         flush_interval: int = 100,
         overwrite: bool = False,
     ) -> None:
-        check_places(filename=filename)
-        check_places(remote_file_name=remote_file_name, may_be_none=True)
         check_placeholders(filename=filename, remote_file_name=remote_file_name)
         check_counts(flush_interval=flush_interval)
         check_numbers(buffer_size=buffer_size)
-        check_flags(capture_stdout=capture_stdout, capture_stderr=capture_stderr)
-        check_flags(log_traces=log_traces, overwrite=overwrite)
+        check_flags(overwrite=overwrite)
         self.filename_format = os.fspath(filename)
         self.remote_file_name_format = self.filename_format if remote_file_name is None else os.fspath(remote_file_name)
         self.buffer_size, self.flush_interval = buffer_size, flush_interval
@@ -153,9 +148,7 @@ class FileLogger(LoggerDestination):
         """Sync the file to the disk."""
         self._flush(logger)
 
-    def eval_start(self, state: State, logger: Logger) -> None:
-        """Sync the file to the disk."""
-        self._flush(logger)
+    eval_start = epoch_start
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Write the lines whose values are available, and sync the file at the interval."""

@@ -2,23 +2,28 @@
 
 import fnmatch
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from composer.loggers._logged_values import LoggedImages, as_number
-from composer.loggers._service_queue import PATIENCE_S, QueuedLogger, UncaughtErrors, open_on_ranks, require
+from composer.loggers._logged_values import PixelsAndMasks, as_number
+from composer.loggers._service_queue import (
+    PATIENCE_S,
+    QueuedLogger,
+    fatal_error,
+    id_of_uncaught,
+    open_on_ranks,
+    require,
+)
 from composer_dist import get_global_rank
 from composer_events.arguments import (
     check_counts,
     check_flags,
-    check_mappings,
-    check_places,
     check_seconds,
     check_text_lists,
-    check_texts,
 )
 from composer_events.hparams import convert_nested_dict_to_flat_dict
 from composer_events.logger import Logger
@@ -189,7 +194,6 @@ def _impatiently() -> Iterator[None]:
 
 
 _DEFAULT_EXPERIMENT = "my-mlflow-experiment"
-_CHANNELS = {1, 3, 4}
 _SYSTEM_METRICS = {
     "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "5",
     "MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING": "6",
@@ -197,7 +201,7 @@ _SYSTEM_METRICS = {
 
 
 class MLFlowLogger(QueuedLogger):
-    """Logger for MLflow: hyperparameters, metrics, tables and images. It also registers models.
+    """Logger for MLflow: hyperparameters, metrics, tables and images without masks. It also registers models.
 
     Metrics are buffered and sent in order by a separate thread. While a Trainer is open, its run is MLflow's active run
     in the main thread, so that calls such as `mlflow.log_artifact` use it. The hyperparameters `mlflow_experiment_id`
@@ -234,9 +238,10 @@ class MLFlowLogger(QueuedLogger):
 
     Raises:
         MissingConditionalImportError: If mlflow is not installed; the extra `mlflow` brings it.
-        TypeError: If an argument has the wrong type.
         ValueError: If the registry is Unity Catalog and the prefix does not have the form `catalog.schema`.
     """
+
+    _images_name = "image"
 
     def __init__(
         self,
@@ -264,14 +269,8 @@ class MLFlowLogger(QueuedLogger):
         check_counts(flush_interval=flush_interval)
         check_counts(0, log_duplicated_metric_every_n_steps=log_duplicated_metric_every_n_steps)
         check_seconds(may_be_zero=True, logging_buffer_seconds=logging_buffer_seconds)
-        check_mappings(tags=tags, rename_metrics=rename_metrics)
         check_text_lists(ignore_metrics=ignore_metrics, ignore_hyperparameters=ignore_hyperparameters)
-        check_flags(rank_zero_only=rank_zero_only, synchronous=synchronous)
-        check_flags(log_system_metrics=log_system_metrics, resume=resume)
-        check_texts(experiment_name=experiment_name, run_name=run_name, run_group=run_group, may_be_none=True)
-        check_texts(model_registry_prefix=model_registry_prefix)
-        check_texts(model_registry_uri=model_registry_uri, may_be_none=True)
-        check_places(tracking_uri=tracking_uri, may_be_none=True)
+        check_flags(resume=resume)
         if model_registry_uri == _UNITY_CATALOG and len(model_registry_prefix.split(".")) != 2:
             raise ValueError(
                 f"When registering to Unity Catalog, model_registry_prefix must be in the form catalog.schema, such as "
@@ -306,7 +305,7 @@ class MLFlowLogger(QueuedLogger):
         self.experiment_id: str | None = None
         self.run_id: str | None = None
         self.run_url: str | None = None
-        self._uncaught = UncaughtErrors()
+        self._id_of_uncaught = id_of_uncaught()
         self._batch: Batch | None = None  # this and the cache belong to the outbox's thread
         self._metrics_cache: dict[str, tuple[float, int]] = {}
 
@@ -336,43 +335,6 @@ class MLFlowLogger(QueuedLogger):
 
         self._post(send, {"rows": [list(row) for row in rows]})
 
-    def log_images(
-        self,
-        images: Any,
-        name: str = "image",
-        channels_last: bool = False,
-        step: int | None = None,
-        masks: dict[str, Any] | None = None,
-        mask_class_labels: dict[int, str] | None = None,
-        use_table: bool = True,
-    ) -> None:
-        """Log each image as `<name>_<i>`. MLflow does not support masks.
-
-        Raises:
-            ValueError: If an item is not an image, or does not have 1, 3 or 4 channels.
-        """
-        if not self._enabled:
-            return
-        if masks or mask_class_labels:
-            warnings.warn(
-                f"masks and mask_class_labels of the images {name!r} are left out: MLflow shows none. Log the masks as "
-                f"images, or give the Trainer a WandBLogger or CometMLLogger as well.",
-                UserWarning,
-                stacklevel=2,
-            )
-        logged = LoggedImages(images, channels_last)
-        if others := logged.num_channels - _CHANNELS:
-            raise ValueError(
-                f"the images {name!r} have {min(others)} channels. MLflow shows 1, 3 or 4. Is channels_last="
-                f"{channels_last!r} right?"
-            )
-
-        def send() -> None:
-            for index, (image, _) in enumerate(logged.read()):
-                self.client.log_image(image=image, key=f"{name}_{index}", run_id=self.run_id, step=step or 0)
-
-        self._outbox.post(send, size_bytes=logged.size_bytes)
-
     def init(self, state: State, logger: Logger) -> None:
         """Start or continue the run. Every rank must call this."""
         self.run_name = self.run_name or state.run_name
@@ -387,7 +349,6 @@ class MLFlowLogger(QueuedLogger):
             return
         self.experiment_id, self.run_id = own
         if self._enabled:
-            self._uncaught.watch()
             self._activate()
 
     def after_load(self, state: State, logger: Logger) -> None:
@@ -407,9 +368,7 @@ class MLFlowLogger(QueuedLogger):
         """Send the buffer."""
         self._send()
 
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        """Send the buffer."""
-        self._send()
+    epoch_end = eval_end
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Send the buffer, and wait until it has been sent."""
@@ -420,8 +379,10 @@ class MLFlowLogger(QueuedLogger):
         """End the run, as failed after an exception, and wait until all values have been sent."""
         if not self._enabled:
             return
-        status = "FAILED" if self._uncaught.has_failed() else "FINISHED"
-        self._uncaught.stop()
+        # In an interactive session, an uncaught error has not ended the process, and may be unrelated.
+        is_script = not hasattr(sys, "ps1")
+        error = fatal_error(was_busy=is_script, id_of_earlier=self._id_of_uncaught)
+        status = "FINISHED" if error is None else "FAILED"
         self._send()
         # A service that is known to be down gets no retries below, which would delay the exit by minutes.
         is_well = self._outbox.drain() and not self._outbox.num_errors
@@ -539,6 +500,12 @@ class MLFlowLogger(QueuedLogger):
 
     def _send_hyperparameters(self, values: dict[str, Any]) -> None:
         self._in_batch().send_params(values)
+
+    def _send_images(
+        self, images: PixelsAndMasks, name: str, step: int | None, labels: dict[int, str] | None, use_table: bool
+    ) -> None:
+        for index, (image, _) in enumerate(images):
+            self.client.log_image(image=image, key=f"{name}_{index}", run_id=self.run_id, step=step or 0)
 
     def _gather(self, values: dict[str, Any], step: int, logged_at_ms: int) -> None:
         for name, value in values.items():

@@ -33,7 +33,6 @@ class ProgressBarLogger(TextLogger):
         log_traces: Whether to also write the actions of algorithms, above the bars.
 
     Raises:
-        TypeError: If an argument has the wrong type.
         ValueError: If the stream is another string.
     """
 

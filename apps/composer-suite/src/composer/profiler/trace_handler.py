@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:
+    from composer_events.state import State
     from composer_time import Timestamp
 
-__all__ = ["TraceHandler"]
+__all__ = ["TraceHandler", "profiler_of"]
 
 
 class TraceHandler(Callback):
@@ -66,3 +67,17 @@ class TraceHandler(Callback):
         Args:
             filepath: The file, which must be left in place.
         """
+
+
+def profiler_of(state: State, callback: Callback) -> Any:
+    """Return the profiler of a run, which a callback needs.
+
+    Raises:
+        RuntimeError: If the Trainer has none.
+    """
+    if state.profiler is None:
+        raise RuntimeError(
+            f"A {type(callback).__name__} needs a profiler, and the Trainer has none. Give it one: "
+            f"Trainer(profiler=Profiler(schedule, trace_handlers))."
+        )
+    return state.profiler

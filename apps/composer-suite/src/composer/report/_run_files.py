@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from composer.loggers._logged_values import Snapshot, as_number
-from composer.loggers._retrying_file import KeptFile
-from composer.loggers._text_output import to_plain
+from composer.loggers._text_output import KeptFile, to_plain
 
 if TYPE_CHECKING:
     from composer_time import Timestamp
@@ -158,7 +157,7 @@ class FactFiles:
 
     def write(self, name: str, value: Any) -> None:
         """Replace a file if its content has changed."""
-        text = _as_json(value)
+        text = json.dumps(to_plain(value), indent=1)
         if self._texts.get(name) == text:  # as in most flushes, since facts rarely change
             return
         path, unfinished = self._folder / name, self._folder / f".{name}.unfinished"
@@ -170,13 +169,6 @@ class FactFiles:
         except OSError as error:  # a full disk must not end the training, nor fill the log with warnings
             _log.log(DEBUG if self._has_warned else WARNING, "%s could not be written: %s", path, error)
             self._has_warned = True
-
-
-def _as_json(value: Any) -> str:
-    try:
-        return json.dumps(value, indent=1, default=str)
-    except Exception:  # settings may have unsupported keys or contain themselves
-        return json.dumps(to_plain(value), indent=1)
 
 
 def keep_lines(path: Path, num_lines: int) -> int:

@@ -15,6 +15,8 @@ from composer.report.runs import AXES, Curve, Run, read_run
 
 __all__ = ["describe_runs", "largest_triangles"]
 
+_DIGITS: Final = 8  # significant digits
+
 
 def describe_runs(
     folders: Sequence[str | os.PathLike[str]], *, max_points: int = 4000, verify: bool = False
@@ -80,10 +82,15 @@ def _points(curve: Curve, max_points: int) -> dict[str, Any]:
     values = [curve.values[index] for index in kept]
     return {
         # JSON has no NaN: the curve gets a gap, and the page shows the value from the second entry.
-        "values": [value if math.isfinite(value) else None for value in values],
+        "values": [_short(value) if math.isfinite(value) else None for value in values],
         "not_finite": {str(index): str(value) for index, value in enumerate(values) if not math.isfinite(value)},
-        **{axis: [curve.at[axis][index] for index in kept] for axis in AXES},
+        **{axis: [_short(curve.at[axis][index]) for index in kept] for axis in AXES},
     }
+
+
+def _short(value: float) -> float:
+    """Round a number of a curve, since more digits would enlarge the page, and no screen shows them."""
+    return int(value) if value.is_integer() and abs(value) < 10**_DIGITS else float(f"{value:.{_DIGITS}g}")
 
 
 def _flat(config: Any, prefix: str = "") -> list[tuple[str, Any]]:

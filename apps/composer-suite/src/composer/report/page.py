@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from composer.report.description import describe_runs
 from composer_models import MissingConditionalImportError
@@ -18,8 +18,6 @@ except ImportError as error:
     raise MissingConditionalImportError("report", "plotly") from error
 
 __all__ = ["write_described", "write_page"]
-
-_DIGITS: Final = 8  # significant digits; more would enlarge the page, and no screen shows them
 
 _SCRIPTS = ("page_parts.js", "page_curves.js", "page.js")  # in the order of their dependencies
 # The security policy forbids network access: the page must work offline, and must not leak its data.
@@ -71,9 +69,8 @@ def write_page(
 
 def write_described(described: dict[str, Any], path: str | os.PathLike[str]) -> Path:
     """Write the page for the result of `describe_runs`, and return the path."""
-    shown = {**described, "runs": [{**run, "curves": _short_curves(run["curves"])} for run in described["runs"]]}
     # Browsers reject a whole JSON text that contains NaN, so a NaN that got this far is an error here.
-    data = json.dumps(shown, allow_nan=False, separators=(",", ":"))
+    data = json.dumps(described, allow_nan=False, separators=(",", ":"))
     here = files("composer.report")
     page = _TEMPLATE.format(
         style=here.joinpath("page.css").read_text(),
@@ -92,17 +89,3 @@ def write_described(described: dict[str, Any], path: str | os.PathLike[str]) -> 
     unfinished.write_text(page, encoding="utf-8")
     unfinished.replace(path)
     return path
-
-
-def _short_curves(curves: dict[str, Any]) -> dict[str, Any]:
-    """Round the numbers of curves, which make up most of the page."""
-    return {
-        name: {key: [_short(each) for each in part] if isinstance(part, list) else part for key, part in curve.items()}
-        for name, curve in curves.items()
-    }
-
-
-def _short(value: Any) -> Any:
-    if type(value) is not float:
-        return value
-    return int(value) if value.is_integer() and abs(value) < 10**_DIGITS else float(f"{value:.{_DIGITS}g}")

@@ -6,16 +6,16 @@ import copy
 import datetime
 import itertools
 import os
-import sys
 import time
 import traceback
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from composer.loggers._service_queue import warn_logging_problem
-from composer.report._activity import Acting, StepTime
+from composer.loggers._service_queue import fatal_error, id_of_uncaught, warn_logging_problem
 from composer.report._run_facts import (
+    Acting,
+    StepTime,
     environment,
     fit_settings,
     profiler_times,
@@ -27,7 +27,7 @@ from composer.report._run_files import FactFiles, MetricLines
 from composer.report.runs import ACTING, CONFIG, METRICS, STATUS, TIMES, now_at, read_json
 from composer_checkpoint.lock import FolderInUseError, FolderLock
 from composer_dist import get_global_rank
-from composer_events.arguments import check_counts, check_flags, check_places
+from composer_events.arguments import check_counts, check_flags
 from composer_events.event import Event
 from composer_events.formatting import check_placeholders, format_name_with_dist
 from composer_events.logger_destination import LoggerDestination
@@ -93,7 +93,6 @@ class RunRecorder(LoggerDestination):
     Raises:
         FileExistsError: At the start of training, if the folder holds a run, or another process writes to it.
         OSError: At the start of training, if the folder cannot be written.
-        TypeError: If an argument has the wrong type.
         ValueError: If `flush_interval` is less than 1.
 
     Example:
@@ -111,10 +110,9 @@ class RunRecorder(LoggerDestination):
         page: bool = True,
         is_optional: bool = False,
     ) -> None:
-        check_places(folder=folder)
         check_placeholders(folder=folder)
         check_counts(flush_interval=flush_interval)
-        check_flags(overwrite=overwrite, page=page, is_optional=is_optional)
+        check_flags(overwrite=overwrite)
         self.folder_format = os.fspath(folder)
         self.flush_interval = flush_interval
         self.overwrite = overwrite
@@ -287,16 +285,12 @@ class RunRecorder(LoggerDestination):
             self._lines.write(waits=True)
 
     def eval_standalone_end(self, state: State, logger: Logger) -> None:
-        """Clear the failure of an earlier evaluation."""
+        """Clear the failure of an earlier evaluation or prediction."""
         self._has_worked = True
         if not self._has_fit_failed:
             self._failure = None
 
-    def predict_end(self, state: State, logger: Logger) -> None:
-        """Clear the failure of an earlier prediction."""
-        self._has_worked = True
-        if not self._has_fit_failed:
-            self._failure = None
+    predict_end = eval_standalone_end
 
     def close(self, state: State, logger: Logger) -> None:
         """Write the remaining lines and the outcome of the run; the files stay open for `post_close`."""
@@ -419,26 +413,6 @@ class RunRecorder(LoggerDestination):
             write_page([self.folder], self.folder / "report.html")
         except OSError as error:
             _log.warning("The page about %s could not be written: %s", self.folder, error)
-
-
-def id_of_uncaught() -> int | None:
-    """Return the id of the last uncaught exception. A reference would keep its frames, with their tensors, alive."""
-    return None if getattr(sys, "last_value", None) is None else id(sys.last_value)
-
-
-def fatal_error(*, was_busy: bool, id_of_earlier: int | None) -> BaseException | None:
-    """Return the exception being handled or, if work was left undone, the one that has ended the process.
-
-    At interpreter exit, the exception is no longer being handled, and only `sys.last_value` refers to it.
-
-    Args:
-        was_busy: Whether work was left undone.
-        id_of_earlier: The id of an exception raised before the run, for example in an earlier cell of a notebook.
-    """
-    error = sys.exc_info()[1]
-    if error is None and was_busy and id_of_uncaught() not in (None, id_of_earlier):
-        return sys.last_value
-    return error
 
 
 class Plan:
