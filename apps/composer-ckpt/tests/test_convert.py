@@ -362,12 +362,12 @@ def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(how, run, tmp
         (["convert", "w.pt", "out.pt", "--include", "nothing*"], "fits none"),
         (["convert", "w.pt", "out.pt", "--exclude", "*"], "leave none"),
         (["convert", "w.pt", ""], "DST=''"),
-        (["convert", "", "out.pt"], "SRC=''"),
+        (["convert", "", "out.pt"], "there is no checkpoint at ''"),
         (["convert", "missing.pt", "out.pt"], "no checkpoint at 'missing.pt'"),
         (["convert", "w.pt", "out_{rank}.pt"], "--world-size"),
         (["convert", "w.pt", "out.pt", "--world-size", "2"], "--world-size"),
         (["convert", "w.pt", "out.pt", "--to", "local", "--world-size", "2"], "{rank}"),
-        (["convert", "w.pt", "out.safetensors", "--optimizer"], "weights alone"),
+        (["convert", "w.pt", "out.safetensors", "--optimizer"], "does not apply to DST"),
         (["convert", "empty.pt", "out.pt"], "no weights"),
         (["reshard", "w.pt", "out", "--world-size", "2"], "not cut"),
         (["reshard", "sharded", "out", "--world-size", "2", "--max-shard-size", "1KB"], "--world-size N"),
@@ -416,7 +416,7 @@ def test_an_option_of_hugging_face_folders_is_refused_where_none_is_written(opti
     before = sorted(os.listdir())
     code, _, errors = run(*arguments, *option)
     assert code == 2
-    assert f"{option[0]} is of Hugging Face folders" in errors
+    assert f"{option[0]} does not apply to DST" in errors
     assert "Leave it out." in errors
     assert sorted(os.listdir()) == before
 
@@ -424,11 +424,17 @@ def test_an_option_of_hugging_face_folders_is_refused_where_none_is_written(opti
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["hf", "out.pt", "--optimizer", "--resumption"], "--optimizer, --resumption are of what resumes a run"),
-        (["w.safetensors", "out.pt", "--resumption"], "--resumption is of what resumes a run"),
-        (["sharded", "out.pt", "--trust"], "--trust is of .pt files, and SRC='sharded' is dcp"),
-        (["ep2.pt", "out.pt", "--deepspeed-weights", "16bit"], "--deepspeed-weights is of DeepSpeed's folders"),
-        (["ep2.pt", "out.pt", "--trust-remote-code"], "--trust-remote-code is of Hugging Face folders"),
+        (
+            ["hf", "out.pt", "--optimizer", "--resumption"],
+            "--optimizer, --resumption does not apply to SRC, which is hf",
+        ),
+        (["w.safetensors", "out.pt", "--resumption"], "--resumption does not apply to SRC, which is safetensors"),
+        (["sharded", "out.pt", "--trust"], "--trust does not apply to SRC, which is dcp"),
+        (
+            ["ep2.pt", "out.pt", "--deepspeed-weights", "16bit"],
+            "--deepspeed-weights does not apply to SRC, which is composer",
+        ),
+        (["ep2.pt", "out.pt", "--trust-remote-code"], "--trust-remote-code does not apply to composer and pt"),
     ],
 )
 def test_an_option_of_another_kind_of_source_is_refused(arguments, words, run, with_folder):

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from composer_checkpoint import (
     hash_tensor,
 )
 from composer_checkpoint.tensors import StoredTensor, TensorSource, aliases_of, find_kind, refuse_quantized
-from composer_ckpt.folders import describe_folder
+from composer_ckpt.folders import saved_description
 from composer_ckpt.inspect import describe, statistics
 from composer_ckpt.output import ExitCode, Result, as_lines, counted, first_few, progress_bar
 from composer_ckpt.sources import fetched, find_files, kind_of, opened, place_of, verify_hashes
@@ -194,11 +193,7 @@ def _finite(value: float) -> float | None:
 
 
 def _config(source: TensorSource) -> dict[str, Any]:
-    saved: Any = source.state.get("integrations", {})
-    saved = saved.get("huggingface") if isinstance(saved, dict) else None
-    if not saved and os.path.isdir(source.path):
-        saved = describe_folder(source.path)
-    config: Any = saved
+    config: Any = saved_description(source)
     for key in ("model", "config", "content"):
         config = config.get(key) if isinstance(config, dict) else None
     return dict(_flat("", config)) if isinstance(config, dict) else {}
@@ -295,22 +290,16 @@ def _hold(checks: list[Check], name: str, check: Callable[[], str]) -> int:
 def _hashes(place: Path, kind: str) -> str:
     sealed = verify_hashes(place, kind)
     if not all(sealed):
-        for path in find_files(place, kind):
-            _check_zip(path)
+        for path in (path for path in find_files(place, kind) if path.is_file() and zipfile.is_zipfile(path)):
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise CorruptCheckpointError(
+                    f"{path}: the bytes of {damaged!r} do not have their checksum. Use another checkpoint."
+                )
         bare = f"{sealed.count(False)} of {counted(len(sealed), 'file')}"
         return f"no manifest in {bare}: only structure and checksums were checked"
     return f"every byte of {counted(len(sealed), 'file')} is as it was written"
-
-
-def _check_zip(path: Path) -> None:
-    if not path.is_file() or not zipfile.is_zipfile(path):
-        return
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise CorruptCheckpointError(
-            f"{path}: the bytes of {damaged!r} do not have their checksum. Use another checkpoint."
-        )
 
 
 def _read(local: str, kind: str, options: argparse.Namespace, checks: list[Check], hashes: dict[str, str]) -> str:

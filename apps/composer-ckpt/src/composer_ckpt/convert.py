@@ -10,13 +10,13 @@ import torch
 from composer_checkpoint import CheckpointConflictError, UnfittingWeightsError
 from composer_checkpoint.remote.fetch import get_file
 from composer_checkpoint.tensors import StoredTensor, TensorSource, refuse_quantized, refuse_sparse
-from composer_ckpt.options import Accept, ConvertOptions
+from composer_ckpt.options import ConvertOptions
 from composer_ckpt.output import Result, UsageError, first_few, format_size, progress_bar
 from composer_ckpt.sources import opened
 from composer_ckpt.targets import clear_leftovers, may_replace, publish, written_to
 from composer_ckpt.to_checkpoint import plan_checkpoint
 from composer_ckpt.to_hugging_face import plan_folder
-from composer_ckpt.weights import BLOCK_NUMEL, refuse_without_numbers, select
+from composer_ckpt.weights import BLOCK_NUMEL, Weights, refuse_without_numbers, select
 
 
 def convert(arguments: argparse.Namespace) -> Result:
@@ -24,15 +24,15 @@ def convert(arguments: argparse.Namespace) -> Result:
     _take_old_spellings(arguments)
     options = ConvertOptions.parse(arguments)
 
-    def open_source(stack: ExitStack, accept: Accept) -> TensorSource:
-        more = {"trust": options.trust, "accept": accept, "zero_weights": options.deepspeed_weights}
+    def open_source(stack: ExitStack) -> TensorSource:
+        more = {"trust": options.trust, "zero_weights": options.deepspeed_weights}
         return stack.enter_context(opened(options.source, **options.opening, **more))
 
     return write_converted(options, [options.source, options.base_model], open_source)
 
 
 def write_converted(
-    options: ConvertOptions, sources: Iterable[str | None], open_source: Callable[[ExitStack, Accept], TensorSource]
+    options: ConvertOptions, sources: Iterable[str | None], open_source: Callable[[ExitStack], TensorSource]
 ) -> Result:
     """Write a checkpoint in the format that the options select."""
     conflicts: list[str] = []
@@ -49,12 +49,11 @@ def write_converted(
             if not options.dry_run:
                 raise  # a dry run reports the conflict and shows the rest of the plan
             conflicts.append(str(error))
-        source = open_source(stack, options.check_source)
+        source = open_source(stack)
+        options.check_source(source.format)
         plan = plan_folder(source, writing, stack) if options.to == "hf" else plan_checkpoint(source, writing)
         plan.target = options.target  # for the report; `local` may be a temporary path
         plan.warnings += conflicts
-        if plan.check is not None:
-            plan.check()
         if not options.dry_run:
             clear_leftovers(local, options.world_size)  # of a run that was killed
             with progress_bar("writing", plan.size_bytes, quiet=options.quiet) as progress:
@@ -98,13 +97,8 @@ def merge(arguments: argparse.Namespace) -> Result:
     arguments.source = names[0]
     options = ConvertOptions.parse(arguments)
 
-    def open_merged(stack: ExitStack, accept: Accept) -> TensorSource:
-        # The first one describes the model.
-        accepts = [accept, *[None] * (len(names) - 1)]
-        sources = [
-            stack.enter_context(opened(name, **options.opening, accept=own))
-            for name, own in zip(names, accepts, strict=True)
-        ]
+    def open_merged(stack: ExitStack) -> TensorSource:
+        sources = [stack.enter_context(opened(name, **options.opening)) for name in names]
         return _merged(sources, names, shares, options)
 
     result = write_converted(options, names, open_merged)
@@ -119,7 +113,11 @@ def _merged(
     first = sources[0]
     weights = [dict(source.weights) for source in sources]
     for name, own in zip(names[1:], weights[1:], strict=True):
-        _check_alike(weights[0], own, names[0], name)
+        if told := _differences(weights[0], own, names[0], name):
+            raise UnfittingWeightsError(
+                f"{names[0]} and {name} are not of one model. Weights {told}. Convert them to one format first if only "
+                f"the names differ."
+            )
     # Integers, such as step counters, come from the first source.
     averaged = {name for name, t in weights[0].items() if t.dtype.is_floating_point or t.dtype.is_complex}
     for own in weights:
@@ -165,15 +163,10 @@ def _add(total: torch.Tensor, tensor: torch.Tensor, share: float) -> None:
         piece.add_(part.to(total.dtype), alpha=share)
 
 
-def _check_alike(a: dict[str, StoredTensor], b: dict[str, StoredTensor], name_a: str, name_b: str) -> None:
+def _differences(a: Weights, b: Weights, name_a: str, name_b: str) -> str:
     lists = (
         (f"only in {name_a}", [name for name in a if name not in b]),
         (f"only in {name_b}", [name for name in b if name not in a]),
         ("of other shapes", [name for name in a if name in b and a[name].shape != b[name].shape]),
     )
-    told = "; ".join(f"{len(found)} {what}: {first_few(found)}" for what, found in lists if found)
-    if told:
-        raise UnfittingWeightsError(
-            f"{name_a} and {name_b} are not of one model. Weights {told}. Convert them to one format first if only the "
-            f"names differ."
-        )
+    return "; ".join(f"{len(found)} {what}: {first_few(found)}" for what, found in lists if found)

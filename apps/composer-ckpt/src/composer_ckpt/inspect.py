@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from composer_checkpoint.tensors import StoredTensor, TensorSource, aliases_of
-from composer_ckpt.folders import describe_folder
+from composer_ckpt.folders import saved_description
 from composer_ckpt.output import ExitCode, Result, as_lines, counted, format_size, progress_bar
 from composer_ckpt.sources import opened
 from composer_ckpt.weights import BLOCK_NUMEL, blocks_of, dtype_name, has_numbers, layout_of, select
@@ -36,10 +36,7 @@ def describe(source: TensorSource, name: str, tensors: Mapping[str, StoredTensor
     state = source.state
     metadata = _dict(state.get("metadata"))
     environment = _dict(metadata.get("composer_env_info"))
-    saved = _dict(_dict(state.get("integrations")).get("huggingface"))
-    if not saved and source.format == "hf":
-        saved = _dict(describe_folder(source.path))
-    hugging_face = describe_hugging_face(saved)
+    hugging_face = describe_hugging_face(_dict(saved_description(source)))
     aliases = aliases_of(tensors)
     # Old checkpoints and other formats lack entries, and any value may have an unexpected type: nothing here raises.
     entries = [

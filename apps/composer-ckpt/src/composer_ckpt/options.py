@@ -10,30 +10,23 @@ from composer_checkpoint.remote.fetch import is_uri
 from composer_checkpoint.tensors import StoredTensor
 from composer_ckpt.output import UsageError, counted, first_few, format_size
 
-Accept = Callable[[str], object]
 Progress = Callable[[int], object]
 _HAVE_STATE = ("pt", "dcp", "local")
 _FOLDERS = ("hf", "dcp")
 _SUFFIXES = {".pt": "pt", ".pth": "pt", ".safetensors": "safetensors"}
 _OF_HF = ("peft", "base_model", "format", "max_shard_size", "config", "config_override", "tokenizer", "push_to_hub")
 
-# Options, the formats that they apply to, and the two parts of the message for any other format.
-_Rule = tuple[tuple[str, ...], tuple[str, ...], str, str]
-_FOR_TARGET: tuple[_Rule, ...] = (
-    (("world_size",), ("local", "dcp"), "of per-rank files and sharded folders", "this writes {format}"),
-    (("optimizer", "resumption"), _HAVE_STATE, "of what resumes a run", "this writes {format}, of weights alone"),
-    (_OF_HF, ("hf",), "of Hugging Face folders", "this writes {format}"),
-)
-_FOR_SOURCE: tuple[_Rule, ...] = (
-    (("trust",), ("composer", "pt"), "of .pt files", "SRC={source!r} is {format}"),
-    (("deepspeed_weights",), ("deepspeed",), "of DeepSpeed's folders", "SRC={source!r} is {format}"),
-    (
-        ("optimizer", "resumption"),
-        ("composer", "deepspeed", *_HAVE_STATE),
-        "of what resumes a run",
-        "SRC={source!r} is {format}, of which weights alone are read",
-    ),
-)
+# The formats of the target, and of the source, that an option applies to.
+_FOR_TARGET = {
+    "world_size": ("local", "dcp"),
+    **dict.fromkeys(("optimizer", "resumption"), _HAVE_STATE),
+    **dict.fromkeys(_OF_HF, ("hf",)),
+}
+_FOR_SOURCE = {
+    "trust": ("composer", "pt", "pickle"),
+    "deepspeed_weights": ("deepspeed",),
+    **dict.fromkeys(("optimizer", "resumption"), ("composer", "deepspeed", "pickle", *_HAVE_STATE)),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +73,7 @@ class ConvertOptions:
         options = cls(**given)
         if options.to == "local" and options.world_size is None:
             raise UsageError("--to local needs --world-size N, for how many ranks.")
-        options._refuse_unfitting(_FOR_TARGET, options.to)
+        options._check_options(_FOR_TARGET, "DST", options.to)
         if options.push_to_hub is None and (options.private or options.test_uploaded_model):
             name = "--private" if options.private else "--test-uploaded-model"
             raise UsageError(f"{name} needs --push-to-hub REPO, such as 'me/my-model'.")
@@ -97,21 +90,18 @@ class ConvertOptions:
         verify = not (self.no_verify or self.dry_run)
         return {"kind": self.kind, "tmp_dir": self.tmp_dir, "jobs": self.jobs, "verify": verify}
 
-    def check_source(self, kind: str) -> None:
-        """Raise a `UsageError` if options do not apply to the kind of the source."""
-        self._refuse_unfitting(_FOR_SOURCE, kind)
-        if self.trust_remote_code and "hf" not in (kind, self.to):
-            found = f"SRC={self.source!r} is {kind}, and this writes {self.to}"
-            raise UsageError(f"--trust-remote-code is of Hugging Face folders, and {found}. Leave it out.")
+    def check_source(self, format: str) -> None:
+        """Raise a `UsageError` if options do not apply to the format of the source."""
+        self._check_options(_FOR_SOURCE, "SRC", format)
+        if self.trust_remote_code and "hf" not in (format, self.to):
+            raise UsageError(f"--trust-remote-code does not apply to {format} and {self.to}. Leave it out.")
 
-    def _refuse_unfitting(self, rules: tuple[_Rule, ...], format: str) -> None:
+    def _check_options(self, accepted: Mapping[str, tuple[str, ...]], what: str, format: str) -> None:
         defaults = {field.name: field.default for field in fields(self)}
-        for names, accepted, whose, found in rules:
-            given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) != defaults[name]]
-            if given and format not in accepted:
-                verb, them = ("is", "it") if len(given) == 1 else ("are", "them")
-                found = found.format(format=format, source=self.source)
-                raise UsageError(f"{', '.join(given)} {verb} {whose}, and {found}. Leave {them} out.")
+        given = [name for name, formats in accepted.items() if format not in formats]
+        unfit = [f"--{name.replace('_', '-')}" for name in given if getattr(self, name) != defaults[name]]
+        if unfit:
+            raise UsageError(f"{', '.join(unfit)} does not apply to {what}, which is {format}. Leave it out.")
 
 
 def _format_of(target: str, to: str | None) -> str:
@@ -145,7 +135,6 @@ class Plan:
     renamed: Mapping[str, str]  # new names by old ones
     warnings: list[str]
     dropped_aliases: Mapping[str, str] = field(default_factory=dict)  # left out, since the target has the kept names
-    check: Callable[[], None] | None = None  # compares tensors that must be equal, also in a dry run
 
     @property
     def size_bytes(self) -> int:

@@ -31,10 +31,10 @@ _ALWAYS = ("integrations", "metadata")  # kept with weights alone
 
 def plan_checkpoint(source: TensorSource, options: ConvertOptions) -> Plan:
     """Plan a checkpoint of the format `options.to`."""
-    chosen = choose_weights(source, options)
+    chosen, renamed, changes = choose_weights(source, options)
     notes = notes_on_the_rest(source)
     target = cast(Target, options.to)
-    tree = _tree(source, options, chosen.tensors, notes)
+    tree = _tree(source, options, chosen, notes)
     weights: Weights = tree["state"]["model"]
     aliases = aliases_of(weights)
     own = {name: tensor for name, tensor in weights.items() if name not in aliases}
@@ -53,8 +53,8 @@ def plan_checkpoint(source: TensorSource, options: ConvertOptions) -> Plan:
         files={Path(options.target).name: written},
         write=lambda progress: _write(tree, own, aliases, _info(source), options, progress),
         largest_source=max((tensor.size_bytes for tensor in source.tensors.values()), default=0),
-        cast=chosen.cast,
-        renamed=chosen.renamed,
+        cast=changes,
+        renamed=renamed,
         warnings=notes,
     )
 
@@ -62,7 +62,7 @@ def plan_checkpoint(source: TensorSource, options: ConvertOptions) -> Plan:
 def _tree(source: TensorSource, options: ConvertOptions, weights: Weights, notes: list[str]) -> dict[str, Any]:
     state: dict[str, Any] = {"model": weights}
     if source.format == "hf":
-        saved = saved_description(source, options)
+        saved = saved_description(source, trust_remote_code=options.trust_remote_code)
         if saved is None:
             notes.append("there is no config.json, so the checkpoint does not identify its model")
             state["model"] = {f"{_PREFIX}{name}": tensor for name, tensor in weights.items()}

@@ -38,12 +38,12 @@ _KINDS: dict[str, Target] = {"safetensors": "safetensors", "bin": "pt"}
 def plan_folder(source: TensorSource, options: ConvertOptions, stack: ExitStack) -> Plan:
     """Plan a folder, reading only descriptions of tensors. The stack closes other sources that are opened."""
     metadata = metadata_of(source, options)
-    chosen = choose_weights(source, options)
-    refuse_sparse(chosen.tensors, "--to hf")
-    refuse_quantized(chosen.tensors, "--to hf")
+    chosen, renamed, changes = choose_weights(source, options)
+    refuse_sparse(chosen, "--to hf")
+    refuse_quantized(chosen, "--to hf")
     notes = [*_notes_on_adapters(metadata, options), *notes_on_the_rest(source)]
     is_adapter = metadata.peft_config is not None and options.peft != "merge"
-    weights = _named_as_in_composer(chosen.tensors, source, metadata)
+    weights = _named_as_in_composer(chosen, source, metadata)
     if source.format == "hf" and metadata.peft_config is not None:  # an adapter folder contains only trained weights
         metadata = replace(metadata, trained_beside_adapter=trained_beside_adapter(weights))
     if metadata.peft_config is not None and not is_adapter:
@@ -58,6 +58,7 @@ def plan_folder(source: TensorSource, options: ConvertOptions, stack: ExitStack)
         )
     if is_adapter and (others := of_other_adapters(weights)):
         notes.append(f"left out, since they are of other adapters than 'default': {first_few(others)}")
+    check_ties(pieces, weights)  # also in a dry run
     refuse_unfit(published, _KINDS[options.format], options.target, what="--to hf")
     size = options.max_shard_size or DEFAULT_SHARD_BYTES
     files = plan_files(published, size, format=options.format, is_adapter=is_adapter)
@@ -69,11 +70,10 @@ def plan_folder(source: TensorSource, options: ConvertOptions, stack: ExitStack)
         files=files,
         write=lambda progress: _write(files, metadata, dropped, options, progress),
         largest_source=max((tensor.size_bytes for tensor in weights.values()), default=0),
-        cast=chosen.cast,
-        renamed=chosen.renamed,
+        cast=changes,
+        renamed=renamed,
         warnings=notes,
         dropped_aliases=dropped,
-        check=lambda: check_ties(pieces, weights),
     )
 
 

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import TypeVar
@@ -169,17 +168,8 @@ def cast(tensors: Mapping[str, StoredTensor], precision: str) -> Weights:
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenWeights:
-    """The weights to convert."""
-
-    tensors: Weights
-    renamed: dict[str, str]  # new names by old ones
-    cast: dict[str, int]  # number of weights by the change of dtype
-
-
-def choose_weights(source: TensorSource, options: ConvertOptions) -> ChosenWeights:
-    """Return the weights to convert."""
+def choose_weights(source: TensorSource, options: ConvertOptions) -> tuple[Weights, dict[str, str], dict[str, int]]:
+    """Return the weights to convert, their new names by old ones, and the number of weights by the change of dtype."""
     if source.missing:
         raise CorruptCheckpointError(
             f"{options.source}: {len(source.missing)} tensors of the index are in no file: "
@@ -202,9 +192,7 @@ def choose_weights(source: TensorSource, options: ConvertOptions) -> ChosenWeigh
         for name, tensor in converted.items()
         if weights[name].dtype != tensor.dtype
     )
-    return ChosenWeights(
-        converted, {before: after for before, after in names.items() if before != after}, dict(changes)
-    )
+    return converted, {before: after for before, after in names.items() if before != after}, dict(changes)
 
 
 def notes_on_the_rest(source: TensorSource) -> list[str]:

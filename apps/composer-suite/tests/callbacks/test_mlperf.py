@@ -5,7 +5,6 @@ import re
 import sys
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from composer.callbacks.mlperf import MLPerfCallback, get_system_description

@@ -12,7 +12,7 @@ from composer.algorithms import EMA, SWA, LabelSmoothing, LowPrecisionLayerNorm,
 from composer.core import Algorithm, Time
 from composer.models import ComposerModel
 from composer.report import RunRecorder, read_run
-from composer.report._run_facts import fit_settings, typed_settings
+from composer.report._run_files import fit_settings, typed_settings
 from composer.report.description import describe_runs
 
 

@@ -9,6 +9,10 @@ from composer._lazy import lazy_face
 if TYPE_CHECKING:
     from composer.callbacks._cuda_memory import MemorySnapshot as MemorySnapshot
     from composer.callbacks._cuda_memory import OOMObserver as OOMObserver
+    from composer.callbacks._layers import ActivationMonitor as ActivationMonitor
+    from composer.callbacks._layers import OptimizerMonitor as OptimizerMonitor
+    from composer.callbacks._machine import MemoryMonitor as MemoryMonitor
+    from composer.callbacks._machine import SystemMetricsMonitor as SystemMetricsMonitor
     from composer.callbacks._single_event import FreeOutputs as FreeOutputs
     from composer.callbacks._single_event import LRMonitor as LRMonitor
     from composer.callbacks._single_event import NaNMonitor as NaNMonitor
@@ -16,20 +20,20 @@ if TYPE_CHECKING:
     from composer.callbacks._speed import SpeedMonitor as SpeedMonitor
     from composer.callbacks._stoppers import EarlyStopper as EarlyStopper
     from composer.callbacks._stoppers import ThresholdStopper as ThresholdStopper
-    from composer.callbacks.activation_monitor import ActivationMonitor as ActivationMonitor
     from composer.callbacks.export_for_inference import ExportForInferenceCallback as ExportForInferenceCallback
     from composer.callbacks.generate import Generate as Generate
     from composer.callbacks.hf_checkpointer import HuggingFaceCheckpointer as HuggingFaceCheckpointer
     from composer.callbacks.image_visualizer import ImageVisualizer as ImageVisualizer
-    from composer.callbacks.memory_monitor import MemoryMonitor as MemoryMonitor
     from composer.callbacks.mlperf import MLPerfCallback as MLPerfCallback
-    from composer.callbacks.optimizer_monitor import OptimizerMonitor as OptimizerMonitor
-    from composer.callbacks.system_metrics_monitor import SystemMetricsMonitor as SystemMetricsMonitor
     from composer_checkpoint.loader import LoadCheckpoint as LoadCheckpoint
     from composer_checkpoint.saver import CheckpointSaver as CheckpointSaver
 __all__ = [
     "MemorySnapshot",
     "OOMObserver",
+    "ActivationMonitor",
+    "OptimizerMonitor",
+    "MemoryMonitor",
+    "SystemMetricsMonitor",
     "FreeOutputs",
     "LRMonitor",
     "NaNMonitor",
@@ -37,15 +41,11 @@ __all__ = [
     "SpeedMonitor",
     "EarlyStopper",
     "ThresholdStopper",
-    "ActivationMonitor",
     "ExportForInferenceCallback",
     "Generate",
     "HuggingFaceCheckpointer",
     "ImageVisualizer",
-    "MemoryMonitor",
     "MLPerfCallback",
-    "OptimizerMonitor",
-    "SystemMetricsMonitor",
     "LoadCheckpoint",
     "CheckpointSaver",
 ]
@@ -55,18 +55,16 @@ __getattr__, __dir__ = lazy_face(
     __name__,
     {
         "composer.callbacks._cuda_memory": ["MemorySnapshot", "OOMObserver"],
+        "composer.callbacks._layers": ["ActivationMonitor", "OptimizerMonitor"],
+        "composer.callbacks._machine": ["MemoryMonitor", "SystemMetricsMonitor"],
         "composer.callbacks._single_event": ["FreeOutputs", "LRMonitor", "NaNMonitor"],
         "composer.callbacks._speed": ["RuntimeEstimator", "SpeedMonitor"],
         "composer.callbacks._stoppers": ["EarlyStopper", "ThresholdStopper"],
-        "composer.callbacks.activation_monitor": ["ActivationMonitor"],
         "composer.callbacks.export_for_inference": ["ExportForInferenceCallback"],
         "composer.callbacks.generate": ["Generate"],
         "composer.callbacks.hf_checkpointer": ["HuggingFaceCheckpointer"],
         "composer.callbacks.image_visualizer": ["ImageVisualizer"],
-        "composer.callbacks.memory_monitor": ["MemoryMonitor"],
         "composer.callbacks.mlperf": ["MLPerfCallback"],
-        "composer.callbacks.optimizer_monitor": ["OptimizerMonitor"],
-        "composer.callbacks.system_metrics_monitor": ["SystemMetricsMonitor"],
         "composer_checkpoint.loader": ["LoadCheckpoint"],
         "composer_checkpoint.saver": ["CheckpointSaver"],
     },

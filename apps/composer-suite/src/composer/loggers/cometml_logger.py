@@ -4,8 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from composer.loggers._logged_values import PixelsAndMasks
-from composer.loggers._service_queue import PATIENCE_S, QueuedLogger, require
+from composer.loggers._service_queue import PATIENCE_S, PixelsAndMasks, QueuedLogger, require
 from composer_dist import get_global_rank
 from composer_events.logger import Logger
 from composer_events.state import State

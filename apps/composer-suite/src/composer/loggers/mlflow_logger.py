@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from composer.loggers._logged_values import PixelsAndMasks, as_number
 from composer.loggers._service_queue import (
     PATIENCE_S,
+    PixelsAndMasks,
     QueuedLogger,
+    as_number,
     fatal_error,
     id_of_uncaught,
     open_on_ranks,
@@ -42,129 +43,6 @@ _INVALID = "INVALID_PARAMETER_VALUE"  # MLflow's error code for an invalid metri
 
 # Environment variables that make MLflow's client try once. By default it retries for minutes.
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
-
-
-class Batch:
-    """Buffered values that are sent in one request.
-
-    Args:
-        client: An `MlflowClient`.
-        run_id: The run.
-        buffer_seconds: The age of the oldest value at which the buffer is sent.
-    """
-
-    def __init__(self, client: Any, run_id: str, buffer_seconds: float) -> None:
-        self._client, self._run_id, self._buffer_seconds = client, run_id, buffer_seconds
-        self._metrics: list[Any] = []
-        self._refused: set[str] = set()
-        self._since = 0.0
-
-    def add(self, name: str, value: float, timestamp_ms: int, step: int) -> None:
-        """Buffer a value."""
-        from mlflow.entities import Metric  # already loaded, with the client
-
-        if name in self._refused:
-            return
-        if not self._metrics:
-            self._since = time.monotonic()
-        self._metrics.append(Metric(name, value, timestamp_ms, step))
-
-    def send_if_due(self) -> None:
-        """Send the buffer if it is old enough or fills a request."""
-        is_old = bool(self._metrics) and time.monotonic() - self._since >= self._buffer_seconds
-        if is_old or len(self._metrics) >= _MOST_METRICS:
-            self.send()
-
-    def send(self) -> None:
-        """Send the buffer."""
-        # Emptied first: after an error, the same values must not be sent again with the next ones.
-        metrics, self._metrics = self._metrics, []
-        self._log_batch("metrics", metrics, _MOST_METRICS)
-
-    def send_params(self, params: Mapping[str, Any]) -> None:
-        """Send hyperparameters."""
-        from mlflow.entities import Param  # already loaded, with the client
-
-        self._log_batch("params", [Param(name, str(value)) for name, value in params.items()], _MOST_PARAMS)
-
-    def _log_batch(self, kind: str, items: list[Any], most: int) -> None:
-        """Send items in as few requests as possible.
-
-        MLflow rejects a whole request because of one invalid metric name or, in a resumed run, one changed parameter.
-        The items of such a request are then sent by name. A metric that is rejected again is no longer sent.
-
-        Raises:
-            MlflowException: The first error, after all other items are sent.
-        """
-        from mlflow.exceptions import MlflowException  # already loaded, with the client
-
-        errors: list[Exception] = []
-        for start in range(0, len(items), most):
-            part = items[start : start + most]
-            try:
-                self._client.log_batch(self._run_id, **{kind: part})
-            except MlflowException as error:
-                if kind == "metrics" and error.error_code != _INVALID:
-                    raise
-            else:
-                continue
-            for name in dict.fromkeys(item.key for item in part):
-                try:
-                    self._client.log_batch(self._run_id, **{kind: [item for item in part if item.key == name]})
-                except MlflowException as error:
-                    if kind == "metrics":
-                        if error.error_code != _INVALID:
-                            raise
-                        self._refused.add(name)
-                    errors.append(error)
-        if errors:
-            raise errors[0]
-
-
-def begin_run(
-    client: Any, experiment_name: str, run_name: str, tags: Mapping[str, Any], *, resume: bool
-) -> tuple[str, str]:
-    """Return the ids of the experiment and the run, which are created if they do not exist."""
-    experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
-    if experiment_id is None:
-        experiment = client.get_experiment_by_name(experiment_name)
-        experiment_id = _create_experiment(client, experiment_name) if experiment is None else experiment.experiment_id
-    run_id = os.environ.get("MLFLOW_RUN_ID")
-    if run_id is None and resume:
-        # By tag, since users may rename runs in MLflow.
-        named = tags["run_name"].replace("'", "\\'")
-        found = client.search_runs(
-            [experiment_id], f"tags.run_name = '{named}'", max_results=1, order_by=["attributes.start_time DESC"]
-        )
-        run_id = found[0].info.run_id if found else None
-    if run_id is None:
-        texts = {name: str(value) for name, value in tags.items()}
-        run_id = client.create_run(experiment_id, run_name=run_name, tags=texts).info.run_id
-    return experiment_id, run_id
-
-
-def end_run(mlflow: Any, run_id: str, status: str, *, is_patient: bool) -> None:
-    """End the run, if it is still the active one of this thread.
-
-    Args:
-        mlflow: The module.
-        run_id: The run.
-        status: The final status, in MLflow's terms.
-        is_patient: Whether to retry, and to warn on failure.
-    """
-    active = mlflow.active_run()
-    if active is None or active.info.run_id != run_id:
-        return
-    try:
-        with nullcontext() if is_patient else _impatiently():
-            mlflow.end_run(status)
-    except Exception as error:
-        if is_patient:  # otherwise, a warning was already issued
-            warnings.warn(
-                f"MLFlowLogger could not end run {run_id}: {type(error).__name__}: {error}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
 
 
 def _create_experiment(client: Any, name: str) -> str:
@@ -306,8 +184,11 @@ class MLFlowLogger(QueuedLogger):
         self.run_id: str | None = None
         self.run_url: str | None = None
         self._id_of_uncaught = id_of_uncaught()
-        self._batch: Batch | None = None  # this and the cache belong to the outbox's thread
+        # These belong to the outbox's thread.
         self._metrics_cache: dict[str, tuple[float, int]] = {}
+        self._buffered: list[Any] = []
+        self._buffered_since_s = 0.0
+        self._refused: set[str] = set()  # names of metrics
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Log hyperparameters."""
@@ -362,7 +243,7 @@ class MLFlowLogger(QueuedLogger):
     def batch_end(self, state: State, logger: Logger) -> None:
         """Send the buffer if it is old enough, at the interval."""
         if self._enabled and state.timestamp.num_batches % self.flush_interval == 0:
-            self._outbox.post(lambda: self._in_batch().send_if_due(), is_kept=True)
+            self._outbox.post(self._send_if_due, is_kept=True)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Send the buffer."""
@@ -387,9 +268,17 @@ class MLFlowLogger(QueuedLogger):
         # A service that is known to be down gets no retries below, which would delay the exit by minutes.
         is_well = self._outbox.drain() and not self._outbox.num_errors
         self._outbox.close(lambda: self.client.set_terminated(self.run_id, status))
-        if self.run_id is not None:
+        active = self._mlflow.active_run()
+        if active is None or active.info.run_id != self.run_id:
+            return
+        try:
             # `set_terminated` ends the run, and this ends its role as the active run of this thread.
-            end_run(self._mlflow, self.run_id, status, is_patient=is_well)
+            with nullcontext() if is_well else _impatiently():
+                self._mlflow.end_run(status)
+        except Exception as error:
+            if is_well:  # otherwise, a warning was already issued
+                text = f"MLFlowLogger could not end run {self.run_id}: {type(error).__name__}: {error}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     @property
     def client(self) -> Any:
@@ -489,17 +378,33 @@ class MLFlowLogger(QueuedLogger):
             )
 
     def _begin(self) -> tuple[str, str]:
-        assert self.run_name is not None, "`init` has set it"
-        experiment_id, run_id = begin_run(
-            self.client, self.experiment_name, self.run_name, self.tags, resume=self.resume
-        )
+        """Return the ids of the experiment and the run, which are created if they do not exist."""
+        experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if experiment_id is None:
+            experiment = self.client.get_experiment_by_name(self.experiment_name)
+            experiment_id = (
+                _create_experiment(self.client, self.experiment_name)
+                if experiment is None
+                else experiment.experiment_id
+            )
+        run_id = os.environ.get("MLFLOW_RUN_ID")
+        if run_id is None and self.resume:
+            # By tag, since users may rename runs in MLflow.
+            wanted = "tags.run_name = '{}'".format(self.tags["run_name"].replace("'", "\\'"))
+            newest = ["attributes.start_time DESC"]
+            found = self.client.search_runs([experiment_id], wanted, max_results=1, order_by=newest)
+            run_id = found[0].info.run_id if found else None
+        if run_id is None:
+            texts = {name: str(value) for name, value in self.tags.items()}
+            run_id = self.client.create_run(experiment_id, run_name=self.run_name, tags=texts).info.run_id
         self.run_id, self._metrics_cache = run_id, {}
-        buffer_seconds = 0 if self.synchronous else self.logging_buffer_seconds
-        self._batch = Batch(self.client, run_id, buffer_seconds)
+        self._buffered, self._refused = [], set()
         return experiment_id, run_id
 
     def _send_hyperparameters(self, values: dict[str, Any]) -> None:
-        self._in_batch().send_params(values)
+        from mlflow.entities import Param  # already loaded, with the client
+
+        self._log_batch("params", [Param(name, str(value)) for name, value in values.items()], _MOST_PARAMS)
 
     def _send_images(
         self, images: PixelsAndMasks, name: str, step: int | None, labels: dict[int, str] | None, use_table: bool
@@ -508,6 +413,8 @@ class MLFlowLogger(QueuedLogger):
             self.client.log_image(image=image, key=f"{name}_{index}", run_id=self.run_id, step=step or 0)
 
     def _gather(self, values: dict[str, Any], step: int, logged_at_ms: int) -> None:
+        from mlflow.entities import Metric  # already loaded, with the client
+
         for name, value in values.items():
             number = as_number(value)
             if number is None:
@@ -516,16 +423,60 @@ class MLFlowLogger(QueuedLogger):
             if before and before[0] == number and step < before[1] + self.log_duplicated_metric_every_n_steps:
                 continue
             self._metrics_cache[name] = (number, step)
-            self._in_batch().add(self.rename_metrics.get(name, name), number, logged_at_ms, step)
-        self._in_batch().send_if_due()
+            name = self.rename_metrics.get(name, name)
+            if name not in self._refused:
+                self._buffered_since_s = self._buffered_since_s if self._buffered else time.monotonic()
+                self._buffered.append(Metric(name, number, logged_at_ms, step))
+        self._send_if_due()
+
+    def _send_if_due(self) -> None:
+        """Send the buffer if it is old enough or fills a request."""
+        age_s = time.monotonic() - self._buffered_since_s
+        is_old = bool(self._buffered) and (self.synchronous or age_s >= self.logging_buffer_seconds)
+        if is_old or len(self._buffered) >= _MOST_METRICS:
+            self._send_buffer()
+
+    def _send_buffer(self) -> None:
+        # Emptied first: after an error, the same values must not be sent again with the next ones.
+        metrics, self._buffered = self._buffered, []
+        self._log_batch("metrics", metrics, _MOST_METRICS)
+
+    def _log_batch(self, kind: str, items: list[Any], most: int) -> None:
+        """Send items in as few requests as possible.
+
+        MLflow rejects a whole request because of one invalid metric name or, in a resumed run, one changed parameter.
+        The items of such a request are then sent by name. A metric that is rejected again is no longer sent.
+
+        Raises:
+            MlflowException: The first error, after all other items are sent.
+        """
+        from mlflow.exceptions import MlflowException  # already loaded, with the client
+
+        errors: list[Exception] = []
+        for start in range(0, len(items), most):
+            part = items[start : start + most]
+            try:
+                self.client.log_batch(self.run_id, **{kind: part})
+            except MlflowException as error:
+                if kind == "metrics" and error.error_code != _INVALID:
+                    raise
+            else:
+                continue
+            for name in dict.fromkeys(item.key for item in part):
+                try:
+                    self.client.log_batch(self.run_id, **{kind: [item for item in part if item.key == name]})
+                except MlflowException as error:
+                    if kind == "metrics":
+                        if error.error_code != _INVALID:
+                            raise
+                        self._refused.add(name)
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _send(self) -> None:
         if self._enabled:
-            self._outbox.post(lambda: self._in_batch().send(), is_kept=True)
-
-    def _in_batch(self) -> Batch:
-        assert self._batch is not None, "the outbox makes calls only after the run has begun"
-        return self._batch
+            self._outbox.post(self._send_buffer, is_kept=True)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -6,8 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from composer.loggers._logged_values import PixelsAndMasks
-from composer.loggers._service_queue import PATIENCE_S, QueuedLogger, require
+from composer.loggers._service_queue import PATIENCE_S, PixelsAndMasks, QueuedLogger, require
 from composer_dist import get_global_rank
 from composer_events.hparams import convert_nested_dict_to_flat_dict
 from composer_events.logger import Logger

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from composer.loggers._logged_values import Snapshot
-from composer.loggers._service_queue import PATIENCE_S, Outbox, require
+from composer.loggers._service_queue import PATIENCE_S, Outbox, Snapshot, require
 from composer_events.arguments import check_counts, check_text_lists, to_time
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination, format_log_data_value

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from composer.loggers._logged_values import PixelsAndMasks, as_number
-from composer.loggers._service_queue import PATIENCE_S, QueuedLogger, require
+from composer.loggers._service_queue import PATIENCE_S, PixelsAndMasks, QueuedLogger, as_number, require
 from composer_dist import get_global_rank
 from composer_events.arguments import check_counts
 from composer_events.hparams import convert_nested_dict_to_flat_dict

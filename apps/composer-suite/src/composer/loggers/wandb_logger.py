@@ -11,8 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from composer.loggers._logged_values import PixelsAndMasks
-from composer.loggers._service_queue import QueuedLogger, open_on_ranks, require
+from composer.loggers._service_queue import PixelsAndMasks, QueuedLogger, open_on_ranks, require
 from composer_dist import get_global_rank, get_world_size
 from composer_events.logger import Logger
 from composer_events.state import State

@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from composer.loggers._logged_values import as_number
+from composer.loggers._service_queue import as_number
 from composer.profiler.json_trace_merger import (
     describes_process,
     extend_trace,

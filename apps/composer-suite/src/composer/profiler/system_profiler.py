@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from composer.callbacks.system_metrics_monitor import BackgroundReader
+from composer.callbacks._machine import BackgroundReader
 from composer.loggers._service_queue import require, warn_logging_problem
 from composer.profiler.trace_handler import profiler_of
 from composer_events.arguments import check_seconds

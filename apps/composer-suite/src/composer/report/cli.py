@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from composer.report.description import describe_runs
+from composer.report.description import describe_runs, write_described
 
 __all__ = ["main"]
 
@@ -36,8 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     output = Path(asked.output or Path(asked.folders[0]) / "report.html")
     try:
-        from composer.report.page import write_described  # needs plotly, which --json does not
-
         path = write_described(described, output)
     except (ImportError, OSError, ValueError) as error:
         return _fail(error)
