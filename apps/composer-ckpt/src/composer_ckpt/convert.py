@@ -11,12 +11,12 @@ from composer_checkpoint import CheckpointConflictError, UnfittingWeightsError
 from composer_checkpoint.remote.fetch import get_file
 from composer_checkpoint.tensors import StoredTensor, TensorSource, refuse_quantized, refuse_sparse
 from composer_ckpt.options import ConvertOptions
-from composer_ckpt.output import Result, UsageError, first_few, format_size, progress_bar
+from composer_ckpt.output import Result, UsageError, format_size, progress_bar
 from composer_ckpt.sources import opened
 from composer_ckpt.targets import clear_leftovers, may_replace, publish, written_to
 from composer_ckpt.to_checkpoint import plan_checkpoint
 from composer_ckpt.to_hugging_face import plan_folder
-from composer_ckpt.weights import BLOCK_NUMEL, Weights, refuse_without_numbers, select
+from composer_ckpt.weights import BLOCK_NUMEL, differences, refuse_without_numbers, select
 
 
 def convert(arguments: argparse.Namespace) -> Result:
@@ -113,7 +113,7 @@ def _merged(
     first = sources[0]
     weights = [dict(source.weights) for source in sources]
     for name, own in zip(names[1:], weights[1:], strict=True):
-        if told := _differences(weights[0], own, names[0], name):
+        if told := differences(weights[0], own, f"only in {names[0]}", f"only in {name}"):
             raise UnfittingWeightsError(
                 f"{names[0]} and {name} are not of one model. Weights {told}. Convert them to one format first if only "
                 f"the names differ."
@@ -161,12 +161,3 @@ def _add(total: torch.Tensor, tensor: torch.Tensor, share: float) -> None:
     # the whole would need more memory.
     for piece, part in zip(total.split(BLOCK_NUMEL), tensor.split(BLOCK_NUMEL), strict=True):
         piece.add_(part.to(total.dtype), alpha=share)
-
-
-def _differences(a: Weights, b: Weights, name_a: str, name_b: str) -> str:
-    lists = (
-        (f"only in {name_a}", [name for name in a if name not in b]),
-        (f"only in {name_b}", [name for name in b if name not in a]),
-        ("of other shapes", [name for name in a if name in b and a[name].shape != b[name].shape]),
-    )
-    return "; ".join(f"{len(found)} {what}: {first_few(found)}" for what, found in lists if found)

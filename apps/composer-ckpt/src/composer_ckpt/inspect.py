@@ -252,11 +252,8 @@ def _text_or_none(value: Any) -> str | None:
 def draw_tree(tensors: Sequence[Mapping[str, Any]], limit: int | None = None) -> list[str]:
     r"""Return lines with the shape, dtype and size of each tensor, and the total of each branch.
 
-    Names below a branch continue its name after a dot, or after the slash that ends it.
-
-    Args:
-        tensors: Entries of `inspect --json`.
-        limit: Maximum number of lines; branches are folded to stay below it.
+    Names below a branch continue its name after a dot, or after the slash that ends it. Branches are folded to stay
+    below `limit` lines.
 
     Example:
         >>> tensor = {"name": "fc.weight", "shape": [2, 3], "dtype": "float32", "bytes": 24, "alias_of": None}

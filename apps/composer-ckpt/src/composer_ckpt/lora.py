@@ -46,30 +46,10 @@ def find_ties(base: Mapping[str, StoredTensor], model: torch.nn.Module | None) -
     return list({frozenset(pair): pair for pair in (*aliases_of(base).items(), *of_model)}.values())
 
 
-def settle_ties(
-    before: Mapping[str, StoredTensor], merged: Weights, pairs: Iterable[Pair], are_alike: Callable[[str, str], bool]
-) -> list[Pair]:
-    """Return the pairs that an adapter has made different, and share, in place, the tensor of those changed equally."""
-    apart: list[Pair] = []
-    for alias, kept in pairs:
-        is_changed = [merged[name] is not before[name] for name in (alias, kept)]
-        if not any(is_changed) or are_one(merged[alias], merged[kept]):
-            continue
-        if all(is_changed) and are_alike(alias, kept):
-            merged[alias] = merged[kept]
-        else:
-            apart.append((alias, kept))
-    return apart
-
-
 def untied_config(
     metadata: HuggingFaceMetadata, apart: Iterable[Pair], model: torch.nn.Module | None, *, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Return a model's configuration without ties between the given weights.
-
-    Raises:
-        IncompatibleCheckpointError: If the model ties them regardless of its configuration.
-    """
+    """Return a model's configuration without ties between the given weights."""
     config: dict[str, Any] = {**metadata.config, _TIED: False}
     text = config.get("text_config")  # read by multimodal models in transformers 4
     if isinstance(text, Mapping) and text.get(_TIED):
@@ -131,11 +111,7 @@ class LayerChange:
 
     @property
     def pair(self) -> tuple[StoredTensor, StoredTensor]:
-        """The right and the left factor of the product.
-
-        Raises:
-            IncompatibleCheckpointError: If there are other parts than these two.
-        """
+        """The right and the left factor of the product."""
         one = self.parts.get("lora_A") or self.parts.get("lora_embedding_A")
         other = self.parts.get("lora_B") or self.parts.get("lora_embedding_B")
         if one is None or other is None or len(self.parts) > 2:
@@ -146,11 +122,7 @@ class LayerChange:
         return one, other
 
     def added_to(self, weight: StoredTensor, name: str, unusual: str) -> StoredTensor:
-        """Return the changed weight, which is computed when it is read.
-
-        Raises:
-            IncompatibleCheckpointError: If its dtype or its shape does not fit; the message ends with `unusual`.
-        """
+        """Return the changed weight, which is computed when it is read. Errors mention `unusual` settings."""
         one, other = self.pair
         if weight.dtype not in _ADDABLE:
             raise IncompatibleCheckpointError(
@@ -213,17 +185,7 @@ def merge_adapters(
     The merged model computes the same as the adapted one. If the base ties two weights and the adapter changes one of
     them, as LoRA on an embedding does, both are returned, with a configuration that does not tie them.
 
-    Args:
-        weights: Weights by their names in the checkpoint.
-        metadata: Metadata with the adapter's configuration.
-        options: `base_model` is the path of the base, if it is not among the weights.
-        stack: Keeps the base open.
-
-    Returns:
-        The weights, their metadata, and notes for the user.
-
-    Raises:
-        IncompatibleCheckpointError: If there is no base, or the adapter cannot be merged.
+    The stack keeps a base open that is not among the weights. Also returned are metadata and notes for the user.
     """
     config = metadata.peft_config or {}
     _check_adapter(config, weights)
@@ -236,22 +198,27 @@ def merge_adapters(
     for name, tensor in weights.items():
         if f".modules_to_save.{_ADAPTER}." in name:
             merged[_plain_name(name.replace(f".modules_to_save.{_ADAPTER}.", "."))] = tensor
+    # Settings that may explain why an adapter does not fit its base.
+    names = [name for name in ("layer_replication", "target_parameters", "use_qalora") if config.get(name)]
+    unusual = f", with {', '.join(names)}" if names else ""
     for module, parts in _by_module(weights).items():
         target = f"{_plain_name(module)}.weight"
         if target not in merged:
             raise IncompatibleCheckpointError(
-                f"the adapter has weights for {module!r}, which the base does not have{_unusual(config)}."
+                f"the adapter has weights for {module!r}, which the base does not have{unusual}."
             )
         is_turned = _is_turned(config, parts, merged[target], model, target)
         is_begun = options.base_model is None or target in trained  # the adapter's initialization is already applied
         begin = None if is_begun else _begin(config, module, is_turned)
-        changes[target] = LayerChange(parts, _scaling(config, module), is_turned, begin)
+        rank, alpha = _rank_and_alpha(config, module)
+        scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        changes[target] = LayerChange(parts, scaling, is_turned, begin)
         # Lazily, so that one layer at a time is in memory.
-        merged[target] = changes[target].added_to(merged[target], target, _unusual(config))
-    ties = [*find_ties(base, model)]
+        merged[target] = changes[target].added_to(merged[target], target, unusual)
+    ties = find_ties(base, model)
     _begin_tied(base, merged, changes, ties)
     _put_tokens(weights, base, merged, config, ties)
-    return _untied(base, merged, changes, metadata, options, model)
+    return _untied(base, merged, changes, ties, metadata, options, model)
 
 
 def _base_of(
@@ -277,8 +244,14 @@ def _base_of(
             f"init_lora_weights={config['init_lora_weights']!r} has changed the base that the adapter was trained "
             f"with, and {options.source} does not say how. Merge a checkpoint of the whole model, without --base-model."
         )
-    base, metadata = _base_at(options, metadata, stack)
-    return base, renamed_by(trained, _plain_name), metadata
+    source = stack.enter_context(opened(options.base_model, tmp_dir=options.tmp_dir, jobs=options.jobs))
+    described = metadata_of(source, replace(options, source=options.base_model))
+    prefix = _PREFIX if source.format == "hf" else ""
+    base = {f"{prefix}{name}": tensor for name, tensor in cast(dict(source.weights), options.output_precision).items()}
+    # Training may have added tokens, so the checkpoint's tokenizer comes first.
+    tokenizer = metadata.tokenizer_files or described.tokenizer_files
+    described = replace(described, tokenizer_files=tokenizer, peft_config=metadata.peft_config)
+    return base, renamed_by(trained, _plain_name), described
 
 
 def _begin(config: Mapping[str, Any], module: str, is_turned: bool) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -343,6 +316,7 @@ def _untied(
     base: Weights,
     merged: Weights,
     changes: Mapping[str, LayerChange],
+    ties: Iterable[Pair],
     metadata: HuggingFaceMetadata,
     options: ConvertOptions,
     model: Any,
@@ -355,7 +329,15 @@ def _untied(
             return ours is other and have_same_elements(merged[alias], merged[kept])
         return have_same_elements(base[alias], base[kept]) and ours.is_same_as(other)
 
-    apart = settle_ties(base, merged, find_ties(base, model), are_alike)
+    apart: list[Pair] = []
+    for alias, kept in ties:
+        is_changed = [merged[name] is not base[name] for name in (alias, kept)]
+        if not any(is_changed) or are_one(merged[alias], merged[kept]):
+            continue
+        if all(is_changed) and are_alike(alias, kept):
+            merged[alias] = merged[kept]
+        else:
+            apart.append((alias, kept))
     metadata = replace(metadata, peft_config=None, peft_class="")
     if not apart:
         return merged, metadata, []
@@ -382,25 +364,6 @@ def _check_adapter(config: Mapping[str, Any], weights: Iterable[str]) -> None:
         )
 
 
-def _unusual(config: Mapping[str, Any]) -> str:
-    """Return the settings that may explain why an adapter does not fit its base."""
-    names = [name for name in ("layer_replication", "target_parameters", "use_qalora") if config.get(name)]
-    return f", with {', '.join(names)}" if names else ""
-
-
-def _base_at(
-    options: ConvertOptions, metadata: HuggingFaceMetadata, stack: ExitStack
-) -> tuple[Weights, HuggingFaceMetadata]:
-    assert options.base_model is not None
-    source = stack.enter_context(opened(options.base_model, tmp_dir=options.tmp_dir, jobs=options.jobs))
-    described = metadata_of(source, replace(options, source=options.base_model))
-    prefix = _PREFIX if source.format == "hf" else ""
-    base = {f"{prefix}{name}": tensor for name, tensor in cast(dict(source.weights), options.output_precision).items()}
-    tokenizer = metadata.tokenizer_files or described.tokenizer_files
-    # Training may have added tokens, so the checkpoint's tokenizer comes first.
-    return base, replace(described, tokenizer_files=tokenizer, peft_config=metadata.peft_config)
-
-
 def _plain_name(name: str) -> str:
     name = _PREFIX + name.removeprefix(_BASE) if name.startswith(_BASE) else name
     return name.replace(".token_adapter.", ".").replace(".base_layer.", ".").replace(".original_module.", ".")
@@ -418,11 +381,6 @@ def _by_module(weights: Weights) -> dict[str, Weights]:
 def _rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[Any, Any]:
     rank = _of_pattern(config.get("rank_pattern"), module, config.get("r", 8))  # 8 is peft's default of both
     return rank, _of_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
-
-
-def _scaling(config: Mapping[str, Any], module: str) -> float:
-    rank, alpha = _rank_and_alpha(config, module)
-    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
 def _of_pattern(patterns: Any, module: str, default: Any) -> Any:
@@ -443,7 +401,9 @@ def _is_turned(config: Mapping[str, Any], parts: Weights, weight: StoredTensor, 
     name = published_name(target).removesuffix(".weight")
     layer = None if model is None else dict(model.named_modules(remove_duplicate=False)).get(name)
     if layer is not None:
-        return type(layer).__name__ == "Conv1D"
+        from transformers.pytorch_utils import Conv1D  # already loaded, with the model
+
+        return isinstance(layer, Conv1D)
     # Without the model, the shapes decide, unless the weight is square.
     if len(weight.shape) == 2 and weight.shape[0] != weight.shape[1] and "lora_B" in parts:
         return parts["lora_B"].shape[0] != weight.shape[0]

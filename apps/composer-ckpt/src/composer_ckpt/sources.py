@@ -43,10 +43,10 @@ def opened(
     trust: bool = False,
     **options: Any,
 ) -> Iterator[TensorSource]:
-    """Open a checkpoint, local or in an object store.
+    """Open a checkpoint, local or in an object store, with arguments of the command line.
 
     Args:
-        path: As given on the command line.
+        path: Path, URI or per-rank files.
         kind: Kind of the checkpoint, or `'auto'` to detect it.
         tmp_dir: Folder for downloads.
         jobs: Number of concurrent downloads.

@@ -30,12 +30,7 @@ _LEGACY_PT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # files of torch.save b
 def may_replace(
     target: str, sources: Iterable[str | None], *, overwrite: bool, is_folder: bool, world_size: int | None = None
 ) -> bool:
-    """Return the `overwrite` flag for a local target, which must be absent, empty or a replaceable checkpoint.
-
-    Raises:
-        UsageError: If the target is a source, or a folder that contains one or the current folder.
-        CheckpointConflictError: If the target exists and must not be replaced.
-    """
+    """Return the `overwrite` flag for a local target, which must be absent, empty or a replaceable checkpoint."""
     final = Path(os.path.realpath(target))  # links must not hide that source and target are the same
     needed = [Path.cwd(), *(Path(os.path.realpath(source)) for source in sources if source and not is_uri(source))]
     if any(final in (place, *place.parents) for place in needed):

@@ -23,7 +23,15 @@ from composer_ckpt.folders import metadata_of
 from composer_ckpt.lora import has_base, merge_adapters, of_other_adapters
 from composer_ckpt.options import ConvertOptions, Plan, Progress
 from composer_ckpt.output import DEFAULT_SHARD_BYTES, MismatchError, UsageError, first_few
-from composer_ckpt.weights import Weights, choose_weights, notes_on_the_rest, once_each, refuse_doubles, renamed_by
+from composer_ckpt.weights import (
+    Weights,
+    choose_weights,
+    differences,
+    notes_on_the_rest,
+    once_each,
+    refuse_doubles,
+    renamed_by,
+)
 from composer_hf.adapters import is_adapter_weight
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
@@ -93,16 +101,16 @@ def _notes_on_adapters(metadata: HuggingFaceMetadata, options: ConvertOptions) -
     """Return notes on adapters, and raise if options for adapters have no effect."""
     if metadata.peft_config is None:
         if options.peft == "adapter" or options.base_model is not None:
-            given = "--peft adapter" if options.peft == "adapter" else f"--base-model {options.base_model!r}"
-            raise UsageError(f"{given} is for adapters, and {options.source} is of a model without one. Leave it out.")
+            raise UsageError(
+                f"--peft adapter and --base-model are for adapters, and {options.source} is of a model without one. "
+                f"Leave them out."
+            )
         return ["there is no adapter to merge"] if options.peft == "merge" else []
-    if options.peft != "merge":  # the adapter is written alone
-        for name, value in (("--base-model", options.base_model), ("--max-shard-size", options.max_shard_size)):
-            if value is not None:
-                raise UsageError(
-                    f"{name} {value!r} is for whole models, and the adapter is written alone, as one file. Give --peft "
-                    f"merge, or leave it out."
-                )
+    if options.peft != "merge" and (options.base_model, options.max_shard_size) != (None, None):
+        raise UsageError(
+            "--base-model and --max-shard-size are for whole models, and the adapter is written alone, as one file. "
+            "Give --peft merge, or leave them out."
+        )
     return []
 
 
@@ -186,14 +194,10 @@ def in_memory_weights(weights: Mapping[str, StoredTensor], model: "PreTrainedMod
             found.setdefault(alias, found[kept])
         elif alias in found:
             found[kept] = found[alias]
-    missing = [name for name in expected if name not in found]
-    surplus = [name for name in found if name not in expected]
-    other = [name for name in found if name in expected and found[name].shape != tuple(expected[name].shape)]
-    lists = (("missing", missing), ("not in the model", surplus), ("of another shape", other))
-    if told := [f"{len(names)} {what}: {first_few(names, 8)}" for what, names in lists if names]:
+    if told := differences(expected, found, "missing", "not in the model"):
         raise UnfittingWeightsError(
-            f"the weights do not fit the {type(model).__name__} that the folder's config.json describes: "
-            f"{'; '.join(told)}. Put the config.json that fits into the folder."
+            f"the weights do not fit the {type(model).__name__} that the folder's config.json describes: {told}. Put "
+            f"the config.json that fits into the folder."
         )
     return {name: found[name] for name in expected}
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -81,15 +81,7 @@ def select(
 ) -> dict[str, T]:
     """Return the tensors whose names match a pattern of `include`, if it is given, and none of `exclude`.
 
-    Args:
-        tensors: Tensors by name.
-        include: Shell patterns.
-        exclude: Shell patterns.
-        option: Name of the option for `include`, for messages.
-
-    Example:
-        >>> select({"h.0.weight": 1, "h.0.bias": 2, "wte": 3}, ["h.*"], ["*bias"])
-        {'h.0.weight': 1}
+    `option` is the name of the option for `include`, for messages.
     """
     for given_by, patterns in ((option, include), ("--exclude", exclude)):
         for pattern in patterns or ():
@@ -213,10 +205,15 @@ def notes_on_the_rest(source: TensorSource) -> list[str]:
 
 
 def without_wrappers(name: str) -> str:
-    """Return a weight's name without the parts that `torch.compile`, FSDP and activation checkpointing insert.
-
-    Example:
-        >>> without_wrappers("layer._orig_mod.weight")
-        'layer.weight'
-    """
+    """Return a weight's name without the parts that `torch.compile`, FSDP and activation checkpointing insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any], only_a: str, only_b: str) -> str:
+    """Return the differences in the names and shapes of two models' weights, `''` without any."""
+    lists = (
+        (only_a, [name for name in a if name not in b]),
+        (only_b, [name for name in b if name not in a]),
+        ("of another shape", [name for name in a if name in b and tuple(a[name].shape) != tuple(b[name].shape)]),
+    )
+    return "; ".join(f"{len(found)} {what}: {first_few(found)}" for what, found in lists if found)

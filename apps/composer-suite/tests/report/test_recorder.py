@@ -20,7 +20,7 @@ from composer.loggers._service_queue import Snapshot
 from composer.models import ComposerClassifier, ComposerModel
 from composer.report import RunRecorder, read_run
 from composer.report.cli import main
-from composer.report.description import describe_runs, largest_triangles
+from composer.report.runs import describe_runs, largest_triangles
 
 
 class Logs(Callback):

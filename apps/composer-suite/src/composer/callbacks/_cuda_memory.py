@@ -13,6 +13,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from xml.sax.saxutils import escape
@@ -20,7 +21,7 @@ from xml.sax.saxutils import escape
 import torch
 from torch.cuda import _memory_viz
 
-from composer_checkpoint.remote.logger import RemoteUploaderDownloader, maybe_create_remote_uploader_downloader_from_uri
+from composer_checkpoint.remote.logger import maybe_create_remote_uploader_downloader_from_uri
 from composer_checkpoint.save_folder import ensure_folder_is_empty
 from composer_checkpoint.stores.base import parse_uri
 from composer_events.arguments import check_counts, check_flags, to_time
@@ -50,19 +51,7 @@ Snapshot = Mapping[str, Any]
 
 
 class MemoryRecorder(Callback):
-    """Callback that records the history of the CUDA allocator, and writes it to files.
-
-    Args:
-        max_entries: Number of the allocator's last actions to keep.
-        folder: Local folder; may use `{run_name}` and the placeholders of ranks.
-        filename: Name of the files, or their prefix, also with placeholders of time.
-        remote_file_name: Folder of the files for loggers that keep files, or a URI to upload them to. `None` uploads
-            nothing.
-        overwrite: Whether the folder may contain files, and the object store may contain files of these names.
-
-    Raises:
-        ValueError: If `max_entries` is less than 1.
-    """
+    """Base class of callbacks that record the history of the CUDA allocator, and write it to files."""
 
     _title: ClassVar[str]
 
@@ -143,66 +132,14 @@ class MemoryRecorder(Callback):
 
 def _add_uploader(address: str, state: State, logger: Logger) -> None:
     """Add an uploader for the object store of a URI, unless a logger already uploads there."""
-    backend, bucket, _ = parse_uri(address)
-    places = logger.destinations
-    if any(isinstance(place, RemoteUploaderDownloader) and place.serves(backend, bucket) for place in places):
-        return
-    uploader = maybe_create_remote_uploader_downloader_from_uri(address, [])
+    uploader = maybe_create_remote_uploader_downloader_from_uri(address, logger.destinations)
     if uploader is not None:
-        logger.destinations = (*places, uploader)
+        logger.destinations = (*logger.destinations, uploader)
         state.callbacks.append(uploader)
         uploader.init(state, logger)  # the engine has already run `init` of the loggers
 
 
 _MAX_FRAMES: Final = 24  # innermost frames of a stack, since the outer ones rarely differ
-
-# A box is [left, right, bottom, top, stack]. Boxes do not overlap, so the first match is the box under the pointer.
-_PAGE: Final = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>$TITLE</title>
-<style>
-body { font: 13px sans-serif; margin: 1em; }
-canvas { width: 100%; height: 60vh; border: 1px solid #999; }
-pre { min-height: 20em; white-space: pre-wrap; }
-</style>
-</head>
-<body>
-<h1>$TITLE</h1>
-<div id="plots"></div>
-<pre id="about">Point at a box.</pre>
-<script type="application/json" id="composer-data">$DATA</script>
-<script>
-const data = JSON.parse(document.getElementById("composer-data").textContent);
-const about = document.getElementById("about");
-for (const plot of data.plots) {
-  const heading = document.createElement("h2");
-  heading.textContent = plot.title;
-  const canvas = document.createElement("canvas");
-  document.getElementById("plots").append(heading, canvas);
-  canvas.width = canvas.clientWidth;
-  canvas.height = canvas.clientHeight;
-  const ink = canvas.getContext("2d");
-  const across = canvas.width / Math.max(plot.width, 1), up = canvas.height / Math.max(plot.height, 1);
-  for (const [left, right, bottom, top, stack] of plot.boxes) {
-    ink.fillStyle = `hsl(${stack * 47 % 360} 60% 65%)`;
-    ink.fillRect(left * across, canvas.height - top * up,
-                 Math.max((right - left) * across, 1), Math.max((top - bottom) * up, 1));
-  }
-  ink.fillStyle = "#c00";
-  for (const mark of plot.marks) ink.fillRect(mark * across, 0, 2, canvas.height);
-  canvas.addEventListener("mousemove", (event) => {
-    const x = event.offsetX * canvas.width / canvas.clientWidth / across;
-    const y = (canvas.height - event.offsetY * canvas.height / canvas.clientHeight) / up;
-    const index = plot.boxes.findIndex(([l, r, b, t]) => l <= x && x < r && b <= y && y < t);
-    about.textContent = index < 0 ? "" : plot.notes[index] + "\\n" + data.stacks[plot.boxes[index][4]];
-  });
-}
-</script>
-</body>
-</html>
-"""
 
 
 def timeline_page(snapshot: Snapshot) -> str:
@@ -326,8 +263,9 @@ def _blocks(segment: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]
 
 def _page(title: str, plots: list[dict[str, Any]], stacks: dict[str, int]) -> str:
     data = json.dumps({"plots": plots, "stacks": list(stacks)}, separators=(",", ":"))
+    page = files("composer.callbacks").joinpath("memory_page.html").read_text()
     # A file name with `</script>` must not end the element that contains the data.
-    return _PAGE.replace("$TITLE", title).replace("$DATA", data.replace("</", "<\\/"))
+    return page.replace("$TITLE", title).replace("$DATA", data.replace("</", "<\\/"))
 
 
 _WIDTH: Final = 1200
@@ -344,10 +282,7 @@ class _Frame:
 
 
 def draw_flamegraph(folded: str) -> str:
-    """Return a flame graph as SVG.
-
-    Args:
-        folded: Lines such as `outermost;inner;innermost 4096`: a stack and its size in bytes.
+    """Return a flame graph as SVG, of lines such as `outermost;inner;innermost 4096`: a stack and its size in bytes.
 
     Reference:
         Gregg. "The Flame Graph", Communications of the ACM 59(6), 2016.

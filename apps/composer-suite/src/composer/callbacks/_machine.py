@@ -221,11 +221,7 @@ GPU_KEYS: Final = ("gpu_percentage", "memory_percentage", "gpu_temperature_C", "
 
 
 class HostReader:
-    """Reader of the load of the whole machine.
-
-    Raises:
-        MissingConditionalImportError: If psutil is not installed.
-    """
+    """Reader of the load of the whole machine."""
 
     def __init__(self) -> None:
         self._psutil = require("psutil", extra="system")
@@ -247,11 +243,7 @@ class HostReader:
 
 
 class GPUReader:
-    """Reader of the load of this rank's GPU, through its driver, without synchronization.
-
-    Raises:
-        MissingConditionalImportError: If nvidia-ml-py is not installed.
-    """
+    """Reader of the load of this rank's GPU, through its driver, without synchronization."""
 
     def __init__(self) -> None:
         self._nvml: Any = require("pynvml", extra="system", package="nvidia-ml-py")
@@ -282,18 +274,7 @@ T = TypeVar("T")
 class BackgroundReader(Generic[T]):
     """Reader that reads once in the calling thread, and then at an interval in a separate thread until it is closed.
 
-    A failed reading ends the thread with a warning, and the last successful reading is kept.
-
-    Args:
-        what: Name of the readings, for the warning.
-        read: Function that reads. It is first called by the first `latest`, which raises its errors.
-        interval_s: Time between two readings, in seconds.
-
-    Example:
-        >>> reader = BackgroundReader("the answer", lambda: 42, interval_s=1.0)
-        >>> reader.latest()
-        42
-        >>> reader.close()
+    A failed reading ends the thread with a warning that begins with `what`, and the last successful reading is kept.
     """
 
     def __init__(self, what: str, read: Callable[[], T], interval_s: float) -> None:

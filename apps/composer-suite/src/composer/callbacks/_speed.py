@@ -144,11 +144,7 @@ _SECONDS: Final = {"seconds": 1, "minutes": 60, "hours": 60 * 60, "days": 24 * 6
 
 
 def seconds_per(time_unit: str) -> int:
-    """Return the length of a time unit in seconds.
-
-    Raises:
-        ValueError: If the unit is unknown.
-    """
+    """Return the length of a time unit in seconds."""
     if time_unit not in tuple(_SECONDS):  # a tuple can also be searched for values that are not hashable
         raise ValueError(f"time_unit={time_unit!r} must be one of {', '.join(map(repr, _SECONDS))}.")
     return _SECONDS[time_unit]

@@ -15,8 +15,6 @@ from composer_events.metric_entries import higher_is_better, metric_with, number
 from composer_time import Time, TimeUnit
 
 if TYPE_CHECKING:
-    import torch
-
     from composer_events.logger import Logger
     from composer_events.state import State
 
@@ -33,17 +31,7 @@ _NAMED: Final[dict[str, Comparison]] = {
 
 
 class MetricStopper(Callback):
-    """Callback that checks a metric after each epoch and evaluation.
-
-    Args:
-        monitor: Name of the metric, or of an entry of a metric with several numbers.
-        dataloader_label: `'train'`, or the label of an evaluator.
-        comp: Comparison of two values: its name, or a function of the new and the old value. `None` chooses it by the
-            metric's `higher_is_better`, or else by the metric's name.
-
-    Raises:
-        ValueError: If `comp` is an unknown name.
-    """
+    """Base class of callbacks that check a metric after each epoch and evaluation."""
 
     def __init__(self, monitor: str, dataloader_label: str, comp: str | Comparison | None) -> None:
         self.monitor = monitor

@@ -51,11 +51,6 @@ PixelsAndMasks: TypeAlias = "Iterator[tuple[NDArray[np.uint8], dict[str, NDArray
 class LoggedImages:
     """Copy of images at the time of logging. Shapes are checked immediately, pixels are read later.
 
-    Args:
-        images: One image, a stack of images, or a sequence of images.
-        channels_last: Whether channels are the last axis, not the first.
-        masks: Segmentation masks by name, one per image.
-
     Raises:
         ValueError: If an axis is empty, an image has more than three or fewer than two axes, or the number or the axes
             of the masks do not match the images.
@@ -133,14 +128,8 @@ class Snapshot:
     """Copy of values by name.
 
     Tensors on an accelerator are copied asynchronously: the copy is queued after the work that computes them, and only
-    reading synchronizes.
-
-    Args:
-        values: Numbers, tensors, arrays, text, or containers of these. Later changes to them do not affect the copy.
-
-    Attributes:
-        values: The copies. Types and shapes are valid immediately, the contents of tensors only after `wait`.
-        size_bytes: Approximate memory of the copies, in bytes.
+    reading synchronizes. The types and shapes in `values` are valid immediately, the contents of tensors only after
+    `wait`.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -220,10 +209,6 @@ class Outbox:
       so a service that hangs cannot keep the process alive.
 
     Before `open` or `begin`, calls are queued but not made. After `close`, the queue can be opened again.
-
-    Args:
-        service: The name of the service in warnings.
-        patience_s: Seconds to wait in `open`, `drain` and `close`.
     """
 
     def __init__(self, service: str, *, patience_s: float = PATIENCE_S) -> None:
@@ -254,9 +239,7 @@ class Outbox:
     def open(self, connect: Callable[[], TResult], *raised: type[Exception]) -> TResult | None:
         """Make the first call, wait for it, and start making the queued calls.
 
-        Args:
-            connect: The first call.
-            *raised: Exception types that the user must fix, such as those for a wrong argument. They are raised here.
+        Exceptions of the types `raised`, such as those for a wrong argument, are raised here.
 
         Returns:
             The value of `connect`. `None`, with a warning, if it raised, in which case no calls are made, or if it
@@ -284,13 +267,7 @@ class Outbox:
         return None
 
     def post(self, call: Callable[[], Any], *, size_bytes: int = 0, is_kept: bool = False) -> None:
-        """Queue a call, and return at once.
-
-        Args:
-            call: The call. Its return value is ignored.
-            size_bytes: Approximate memory that it takes in the queue.
-            is_kept: Whether it must not be dropped.
-        """
+        """Queue a call that takes about `size_bytes` of memory, and return at once. Kept calls are never dropped."""
         line = self._line
         with line.changed:
             # An empty queue accepts anything, or a call larger than its capacity could never be made.
@@ -324,11 +301,7 @@ class Outbox:
         return not num_left
 
     def close(self, finish: Callable[[], Any] | None = None) -> None:
-        """Make the last call, wait until all are done, and end the thread.
-
-        Args:
-            finish: The last call, made only if the first one succeeded.
-        """
+        """Make the last call, if the first one succeeded, wait until all are done, and end the thread."""
         line = self._line
         if line.thread is None:
             return
@@ -430,10 +403,6 @@ class QueuedLogger(LoggerDestination):
     """Base class of loggers that make all calls to a service, in order, through an `Outbox`.
 
     The methods `_send_...` run on its thread, with values that are on the host.
-
-    Args:
-        rank_zero_only: Whether only rank 0 logs.
-        patience_s: Seconds that the start and the end of the run wait for the service.
     """
 
     _images_name = "Images"
@@ -516,14 +485,8 @@ def open_on_ranks(
 ) -> list[TResult | None]:
     """Open an outbox on the ranks that use it, and return the result of each rank. Every rank must call this.
 
-    Args:
-        outbox: The outbox.
-        connect: The first call.
-        *raised: Exception types that the user must fix. They are raised on all ranks.
-        is_enabled: Whether this rank opens it.
-
-    Returns:
-        By rank, the value of `connect`; `None` if it was not called, raised or took too long.
+    Exceptions of the types `raised` are raised on all ranks. A result is `None` if `connect` was not called, raised
+    another exception, or took too long.
     """
     found, error = None, None
     if is_enabled:
@@ -544,12 +507,7 @@ def open_on_ranks(
 
 
 def require(module: str, *, extra: str, package: str | None = None) -> Any:
-    """Import a library of an optional extra of this distribution.
-
-    Args:
-        module: The module.
-        extra: The extra that brings it.
-        package: Its name in package registries; by default that of the module.
+    """Import a library of an optional extra of this distribution; `package` is its name in package registries.
 
     Raises:
         MissingConditionalImportError: If it is not installed.
@@ -572,10 +530,7 @@ def fatal_error(*, was_busy: bool, id_of_earlier: int | None) -> BaseException |
     """Return the exception being handled or, if work was left undone, the one that has ended the process.
 
     At interpreter exit, the exception is no longer being handled, and only `sys.last_value` refers to it.
-
-    Args:
-        was_busy: Whether work was left undone.
-        id_of_earlier: The id of an exception raised before the run, for example in an earlier cell of a notebook.
+    `id_of_earlier` is that of an exception raised before the run, for example in an earlier cell of a notebook.
     """
     error = sys.exc_info()[1]
     if error is None and was_busy and id_of_uncaught() not in (None, id_of_earlier):

@@ -135,15 +135,7 @@ def _to_json(value: Any) -> Any:
 
 
 class TextLogger(BufferedDestination):
-    """Base class of loggers that write text to a stream, beginning with the settings of the run.
-
-    Args:
-        stream: `'stderr'`, `'stdout'` or a text stream.
-        log_traces: Whether to also write the actions of algorithms.
-
-    Raises:
-        ValueError: If the stream is another string.
-    """
+    """Base class of loggers that write text to a stream, beginning with the settings of the run."""
 
     def __init__(self, stream: str | TextIO, log_traces: bool) -> None:
         name = stream.lower() if isinstance(stream, str) else None

@@ -314,12 +314,7 @@ class KeptFile:
     """File for appending.
 
     The first failed write, for example on a full disk, causes a warning. The bytes stay in memory until a write
-    succeeds.
-
-    Args:
-        path: The path of the file.
-        buffer_size: The number of bytes to buffer; less than 0 for the default of the system.
-        is_continued: Whether to append to an existing file.
+    succeeds. A `buffer_size` less than 0 is the default of the system.
     """
 
     def __init__(self, path: Path, buffer_size: int, is_continued: bool) -> None:
@@ -393,12 +388,7 @@ class KeptFile:
 
 
 class StreamCapture:
-    """Hook that passes text written to `sys.stdout` or `sys.stderr` to a listener.
-
-    Args:
-        name: `'stdout'` or `'stderr'`. The current stream of this name is captured.
-        listen: Function that is called with each text, after the stream has written it.
-    """
+    """Hook that passes text written to `sys.stdout` or `sys.stderr` to a listener, after the stream has written it."""
 
     def __init__(self, name: str, listen: Callable[[str], None]) -> None:
         self._stream: Any = getattr(sys, name)

@@ -86,13 +86,10 @@ class Marker:
     It is a context manager and a decorator, with or without parentheses. Use `start` and `finish` for work that is
     neither a block nor a function. If the profiler skips the batch when the work begins, nothing is recorded.
 
+    The other arguments are those of `Profiler.marker`.
+
     Args:
         profiler: The profiler, which has the timestamp, the current action and the trace handlers.
-        name: Name in the trace.
-        actions: Actions of the profiler in which the marker records.
-        record_instant_on_start: Whether to also record an instant when the work begins.
-        record_instant_on_finish: Whether to also record an instant when it ends.
-        categories: Categories in the trace.
 
     Attributes:
         begin_ns: Time of the last recorded beginning, in nanoseconds since 1970.

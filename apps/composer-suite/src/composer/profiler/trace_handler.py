@@ -55,15 +55,7 @@ class TraceHandler(Callback):
         wall_clock_time_ns: int,
         values: Mapping[str, int | float],
     ) -> None:
-        """Process values that change over time.
-
-        Args:
-            name: Name of the counter, such as `'cpu'`.
-            categories: Categories of the counter.
-            timestamp: Timestamp of training.
-            wall_clock_time_ns: Nanoseconds since 1970.
-            values: Values by name.
-        """
+        """Process values by name that change over time; the others are those of `process_duration_event`."""
 
     def process_chrome_json_trace_file(self, filepath: str) -> None:
         """Process a trace file in Chrome's format, possibly compressed by gzip.

@@ -265,9 +265,6 @@ class StepTime:
     """Total duration of each part of a step, measured on the host.
 
     Devices work asynchronously, so their time appears in the part in which the host synchronizes.
-
-    Attributes:
-        seconds: The total of each part so far.
     """
 
     def __init__(self) -> None:
@@ -290,25 +287,12 @@ _PLAIN = frozenset({bool, int, float})
 
 
 class MetricLines:
-    """File with one line per time in training.
-
-    Args:
-        path: The file.
-        is_continued: Whether to append to an existing file.
-
-    Attributes:
-        num_lines: The number of lines written.
-    """
+    """File with one line per time in training."""
 
     def __init__(self, path: Path, *, is_continued: bool) -> None:
         self.num_lines = 0
         self._file = KeptFile(path, -1, is_continued)
-        self._pending: deque[_Line] = deque()
-
-    @property
-    def num_pending(self) -> int:
-        """The number of pending lines."""
-        return len(self._pending)
+        self.pending: deque[_Line] = deque()
 
     def add(self, stamp: Timestamp, step: int | None, metrics: Mapping[str, Any]) -> None:
         """Add values; those on a device stay pending until their copies have arrived."""
@@ -316,10 +300,10 @@ class MetricLines:
             with suppress(Exception):  # such as a NumPy number or a `Time`; a foreign object may raise anything
                 step = int(step)
             step = step if type(step) is int else None
-        last = self._pending[-1] if self._pending else None
+        last = self.pending[-1] if self.pending else None
         if last is None or not last.has_room(stamp, step, metrics):
             last = _Line(stamp, step)
-            self._pending.append(last)
+            self.pending.append(last)
         if _PLAIN.issuperset(map(type, metrics.values())):  # fast path for the most common case
             last.known |= metrics
             return
@@ -334,8 +318,8 @@ class MetricLines:
 
     def write(self, *, waits: bool) -> None:
         """Write the leading lines whose values are available, or wait for all of them."""
-        while self._pending and (waits or all(snapshot.is_ready() for snapshot in self._pending[0].coming)):
-            line = self._pending.popleft().as_json()
+        while self.pending and (waits or all(snapshot.is_ready() for snapshot in self.pending[0].coming)):
+            line = self.pending.popleft().as_json()
             if line["metrics"]:  # empty if all values were text or on a failed device
                 self._file.write(json.dumps(line).encode() + b"\n")
                 self.num_lines += 1
@@ -408,11 +392,7 @@ _log = getLogger(__name__)
 
 
 class FactFiles:
-    """JSON files in a folder. Failed writes are logged, the first one as a warning.
-
-    Args:
-        folder: The folder.
-    """
+    """JSON files in a folder. Failed writes are logged, the first one as a warning."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

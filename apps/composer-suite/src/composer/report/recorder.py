@@ -194,11 +194,8 @@ class RunRecorder(LoggerDestination):
     def note_failure(self, error: BaseException, cause: str | None = None) -> None:
         """Record the failure of training or of an evaluation at once, since the process may not reach `close`.
 
-        The next `fit` clears it. A later successful evaluation also clears the failure of an evaluation.
-
-        Args:
-            error: The exception.
-            cause: A cause outside this process, such as the traceback of another rank.
+        The next `fit` clears it. A later successful evaluation also clears the failure of an evaluation. `cause` is one
+        outside this process, such as the traceback of another rank.
         """
         self._cause = cause
         self._note(error)
@@ -269,7 +266,7 @@ class RunRecorder(LoggerDestination):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Flush the files at the interval, and bound the memory of pending lines."""
-        if self._lines is not None and self._lines.num_pending >= _MOST_PENDING:
+        if self._lines is not None and len(self._lines.pending) >= _MOST_PENDING:
             self._lines.write(waits=False)  # a batch must not wait for the device
         rested_s = time.monotonic() - self._flushed_at_s
         if rested_s >= _LONGEST_REST_S or (
@@ -422,7 +419,7 @@ class RunRecorder(LoggerDestination):
         )
 
     def _write_page(self) -> None:
-        from composer.report.description import write_page
+        from composer.report.runs import write_page
 
         try:
             write_page([self.folder], self.folder / "report.html")
