@@ -149,5 +149,5 @@ def test_an_address_that_nothing_is_read_from_is_a_usage_error(arguments, conten
     code, _, errors = run(*arguments)
     assert code == 2
     address = next(argument for argument in arguments if "://" in argument)
-    assert errors.startswith(f"composer-ckpt: {address!r} cannot be read: there is no store for ")
+    assert errors.startswith(f"composer-ckpt: {address!r}: nothing here ")
     assert errors.count("\n") == 1

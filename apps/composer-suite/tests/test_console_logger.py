@@ -220,11 +220,6 @@ def test_tables_come_with_metrics_and_not_with_each_line_of_progress(make_traine
     assert sum("mine" in line for line in rest) == 1
 
 
-def test_a_row_that_does_not_fit_its_table_is_named():
-    with pytest.raises(ValueError, match=r"rows\[1\]=\[1\] has 1 cells, and the table 2 columns: a, b"):
-        ConsoleLogger(stream="stdout").log_table(["a", "b"], [[1, 2], [1]])
-
-
 def test_what_the_next_block_has_may_be_replaced(make_trainer):
     class Drops(ConsoleLogger):
         def batch_end(self, state, logger):

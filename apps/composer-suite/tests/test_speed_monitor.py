@@ -11,7 +11,7 @@ from torchmetrics import MeanMetric
 
 from composer import Trainer
 from composer.callbacks import SpeedMonitor
-from composer.callbacks.device_flops import GPU_AVAILABLE_FLOPS, find_device, get_gpu_flops_available
+from composer.callbacks._speed import GPU_AVAILABLE_FLOPS, find_device, get_gpu_flops_available
 from composer.core import Precision, State, Timestamp
 from composer.loggers import Logger, LoggerDestination
 from composer.models import ComposerClassifier, ComposerModel

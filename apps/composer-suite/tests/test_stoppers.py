@@ -150,7 +150,7 @@ def test_training_stops_once_the_threshold_is_passed_and_not_at_it():
 
 
 def test_a_metric_that_does_not_exist_is_named_with_the_nearest():
-    with pytest.raises(ValueError, match=r"no metric 'Qualty'.*Did you mean 'Quality'"):
+    with pytest.raises(ValueError, match=r"no metric 'Qualty'; its metrics are \['Quality'\]"):
         epochs_trained(ThresholdStopper("Qualty", "held-out", 0.5), [0.1])
 
 

@@ -68,7 +68,7 @@ def _code_of(error: Exception) -> int | None:
             return ExitCode.UNSAFE
         case MismatchError():
             return ExitCode.MISMATCH
-        case UsageError():
+        case UsageError() | NotImplementedError():  # the latter for addresses of stores that do not exist
             return ExitCode.USAGE
         case CheckpointError() | OSError() | ValueError() | TypeError() | ImportError():
             return ExitCode.FAILURE
@@ -211,7 +211,7 @@ def _add_conversion(command: argparse.ArgumentParser) -> None:
 
 
 def _add_merge(commands: Any) -> None:
-    command = _command(commands, "merge", "merging", "merge", "average the weights of several checkpoints of one model")
+    command = _command(commands, "merge", "convert", "merge", "average the weights of several checkpoints of one model")
     add = command.add_argument
     add("sources", metavar="SRC", nargs="+", help="checkpoints of one model; the first one describes it")
     add("target", metavar="DST", help="the folder or file to write")
@@ -222,7 +222,7 @@ def _add_merge(commands: Any) -> None:
 
 
 def _add_reshard(commands: Any) -> None:
-    command = _command(commands, "reshard", "reshard", "reshard", "split a checkpoint into other files of its format")
+    command = _command(commands, "reshard", "extract", "reshard", "split a checkpoint into other files of its format")
     add = command.add_argument
     add("source", metavar="SRC", help="the checkpoint")
     add("target", metavar="DST", help="the folder to write, or per-rank files with {rank} in the name")

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,12 +18,11 @@ from composer_checkpoint import (
     hash_tensor,
 )
 from composer_checkpoint.tensors import StoredTensor, TensorSource, aliases_of, find_kind, refuse_quantized
-from composer_ckpt.dtypes import BLOCK_NUMEL, blocks_of, dtype_name, has_numbers, layout_of
-from composer_ckpt.folders import describe_folder
+from composer_ckpt.folders import saved_description
 from composer_ckpt.inspect import describe, statistics
 from composer_ckpt.output import ExitCode, Result, as_lines, counted, first_few, progress_bar
-from composer_ckpt.selection import select
 from composer_ckpt.sources import fetched, find_files, kind_of, opened, place_of, verify_hashes
+from composer_ckpt.weights import BLOCK_NUMEL, blocks_of, dtype_name, has_numbers, layout_of, select
 
 _PREFIX = "model."
 
@@ -115,33 +113,17 @@ def _compare(name: str, a: StoredTensor, b: StoredTensor, options: argparse.Name
 def _explicit_elements(name: str, a: StoredTensor, b: StoredTensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield, piece by piece, the elements that are explicit in at least one of two sparse tensors of one layout."""
     try:
-        values = _on_common_indices(_coordinates(a.read()), _coordinates(b.read()))
+        pair = [(t if t.layout == torch.sparse_coo else t.to_sparse_coo()).coalesce() for t in (a.read(), b.read())]
+        # Adding zeros at the indices of the other tensor gives both the same indices.
+        zeros = [torch.zeros_like(t.values(), dtype=u.dtype) for t, u in (pair, pair[::-1])]
+        added = [torch.sparse_coo_tensor(t.indices(), z, t.shape) for t, z in zip(pair, zeros, strict=True)]
+        values = [(t + z).coalesce().values() for t, z in zip(pair, reversed(added), strict=True)]
     except (RuntimeError, NotImplementedError) as error:  # torch lacks these operations for some dtypes and layouts
         raise IncompatibleCheckpointError(
             f"{name} is a tensor of layout {a.read().layout}, of a kind that is not compared ({error!s:.200}). Choose "
             f"others with --keys, or load the files with load_file() and compare it dense."
         ) from error
     yield from zip(*(each.reshape(-1).split(BLOCK_NUMEL) for each in values), strict=True)
-
-
-def _coordinates(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor if tensor.layout == torch.sparse_coo else tensor.to_sparse_coo()).coalesce()
-
-
-def _on_common_indices(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if a.sparse_dim() != b.sparse_dim():
-        raise RuntimeError(f"{a.sparse_dim()} of its dims are sparse, and {b.sparse_dim()} in the other file")
-    places = torch.cat([a.indices(), b.indices()], dim=1)
-    if not places.shape[1]:
-        return a.values(), b.values()
-    # The inverse of `unique` maps each index of both tensors to its place in the union.
-    known, order = torch.unique(places, dim=1, return_inverse=True)
-    found: list[torch.Tensor] = []
-    for tensor, own in ((a, order[: a.indices().shape[1]]), (b, order[a.indices().shape[1] :])):
-        values = torch.zeros((known.shape[1], *tensor.values().shape[1:]), dtype=tensor.dtype)
-        values[own] = tensor.values()
-        found.append(values)
-    return found[0], found[1]
 
 
 def _num_unequal(a: StoredTensor, b: StoredTensor) -> int:
@@ -211,11 +193,7 @@ def _finite(value: float) -> float | None:
 
 
 def _config(source: TensorSource) -> dict[str, Any]:
-    saved: Any = source.state.get("integrations", {})
-    saved = saved.get("huggingface") if isinstance(saved, dict) else None
-    if not saved and os.path.isdir(source.path):
-        saved = describe_folder(source.path)
-    config: Any = saved
+    config: Any = saved_description(source)
     for key in ("model", "config", "content"):
         config = config.get(key) if isinstance(config, dict) else None
     return dict(_flat("", config)) if isinstance(config, dict) else {}
@@ -312,22 +290,16 @@ def _hold(checks: list[Check], name: str, check: Callable[[], str]) -> int:
 def _hashes(place: Path, kind: str) -> str:
     sealed = verify_hashes(place, kind)
     if not all(sealed):
-        for path in find_files(place, kind):
-            _check_zip(path)
+        for path in (path for path in find_files(place, kind) if path.is_file() and zipfile.is_zipfile(path)):
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise CorruptCheckpointError(
+                    f"{path}: the bytes of {damaged!r} do not have their checksum. Use another checkpoint."
+                )
         bare = f"{sealed.count(False)} of {counted(len(sealed), 'file')}"
         return f"no manifest in {bare}: only structure and checksums were checked"
     return f"every byte of {counted(len(sealed), 'file')} is as it was written"
-
-
-def _check_zip(path: Path) -> None:
-    if not path.is_file() or not zipfile.is_zipfile(path):
-        return
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise CorruptCheckpointError(
-            f"{path}: the bytes of {damaged!r} do not have their checksum. Use another checkpoint."
-        )
 
 
 def _read(local: str, kind: str, options: argparse.Namespace, checks: list[Check], hashes: dict[str, str]) -> str:

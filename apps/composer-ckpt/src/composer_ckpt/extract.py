@@ -1,8 +1,9 @@
-"""The commands `composer-ckpt extract` and `composer-ckpt repair`."""
+"""The commands `composer-ckpt reshard`, `extract` and `repair`, which copy tensors as they are."""
 
 import argparse
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,16 +24,105 @@ from composer_checkpoint.tensors import (
     StoredTensor,
     TensorSource,
     aliases_of,
+    find_kind,
+    plan_shards,
     refuse_unfit,
+    stream_local,
     stream_pt,
     stream_safetensors,
+    stream_sharded,
+    stream_shards,
     tensors_in,
 )
-from composer_ckpt.dtypes import dtype_name, layout_of
-from composer_ckpt.output import Result, UsageError, counted, format_size, progress_bar
-from composer_ckpt.selection import refuse_doubles, select
-from composer_ckpt.sources import folder_of, opened
+from composer_ckpt.folders import is_weight_file
+from composer_ckpt.output import DEFAULT_SHARD_BYTES, Result, UsageError, counted, format_size, progress_bar
+from composer_ckpt.sources import fetched, folder_of, opened, place_of
 from composer_ckpt.targets import clear_leftovers, may_replace
+from composer_ckpt.weights import dtype_name, layout_of, refuse_doubles, select
+
+
+def reshard(options: argparse.Namespace) -> Result:
+    """Run `composer-ckpt reshard`."""
+    with fetched(options.source, options.tmp_dir, options.jobs) as local:
+        return _reshard(local, options)
+
+
+def _reshard(local: str, options: argparse.Namespace) -> Result:
+    place = place_of(local)
+    kind = options.kind if options.kind != "auto" else find_kind(place)
+    by_size = kind in ("hf", "safetensors")
+    if not by_size and kind not in ("dcp", "local"):
+        raise UsageError(
+            f"SRC={options.source!r} is {kind}, which is not cut into files of its own format. Use convert --to dcp or "
+            f"--to hf."
+        )
+    # Some formats are split by size and the others by rank, and each needs or rejects --world-size accordingly.
+    if by_size == (options.world_size is not None) or (options.max_shard_size is not None and not by_size):
+        raise UsageError(
+            f"a checkpoint of the format {kind} is cut by {'--max-shard-size' if by_size else '--world-size N'}."
+        )
+    _prepare_target(options, is_folder=kind != "local", world_size=options.world_size)
+    with opened(local, kind, verify=not options.dry_run) as source:
+        total = sum(tensor.size_bytes for tensor in source.tensors.values())
+        plan = _plan(source, kind, options)
+        if not options.dry_run:
+            with progress_bar("writing", total, quiet=options.quiet) as progress:
+                _write(source, kind, place, options, progress)
+    what = f"{counted(len(source.tensors), 'tensor')}, {format_size(total)}, in {counted(len(plan), 'file')}"
+    return _written(options, what, format=kind, files=plan, bytes=total)
+
+
+def _prepare_target(options: argparse.Namespace, *, is_folder: bool, world_size: int | None = None) -> None:
+    if is_uri(options.target):
+        raise UsageError(f"DST={options.target!r} is in a store. Write on this machine, and copy it afterwards.")
+    if not options.dry_run:
+        sources = [options.source]
+        options.overwrite = may_replace(options.target, sources, overwrite=options.overwrite, is_folder=is_folder)
+        clear_leftovers(options.target, world_size)
+
+
+def _written(options: argparse.Namespace, what: str, **data: Any) -> Result:
+    verb = "would write" if options.dry_run else "wrote"
+    return Result(f"{verb} {what} to {options.target}", {"source": options.source, "target": options.target, **data})
+
+
+def _plan(source: TensorSource, kind: str, options: argparse.Namespace) -> list[str]:
+    match kind:
+        case "dcp":
+            return [f"__{rank}_0.distcp" for rank in range(options.world_size)]
+        case "local":
+            return [Path(options.target.replace("{rank}", str(rank))).name for rank in range(options.world_size)]
+        case _:
+            shards = _shards(source, options)
+            for name, tensors in shards.items():
+                refuse_unfit(tensors, "safetensors", Path(options.target, name))
+            return list(shards)
+
+
+def _shards(source: TensorSource, options: argparse.Namespace) -> dict[str, Any]:
+    # Aliases are metadata of safetensors, so a tied tensor is written once.
+    own = {name: tensor for name, tensor in source.weights.items() if name not in source.aliases}
+    return plan_shards(own, options.max_shard_size or DEFAULT_SHARD_BYTES)
+
+
+def _write(source: TensorSource, kind: str, place: Path, options: argparse.Namespace, progress: Any) -> None:
+    # `encoded` describes the encoding of the files that are replaced.
+    info = {} if source.manifest is None else {k: v for k, v in source.manifest.info.items() if k != "encoded"}
+    settings = {"info": info, "overwrite": options.overwrite, "progress": progress}
+    if kind == "dcp":
+        stream_sharded(source.tree, options.target, num_files=options.world_size, **settings)
+        return
+    if kind == "local":
+        stream_local(source.tree, options.target, world_size=options.world_size, **settings)
+        return
+    need = sum(tensor.size_bytes for tensor in source.tensors.values())
+    with write_atomically(
+        options.target, overwrite=options.overwrite, folder=True, need_bytes=need, keep_others=True
+    ) as folder:
+        for path in sorted(place.iterdir()) if place.is_dir() else ():
+            if path.is_file() and not is_weight_file(path.name):
+                shutil.copyfile(path, folder / path.name)
+        stream_shards(_shards(source, options), folder, aliases=source.aliases, progress=progress)
 
 
 def extract(options: argparse.Namespace) -> Result:
@@ -40,14 +130,7 @@ def extract(options: argparse.Namespace) -> Result:
     target = Path(options.target)
     if target.suffix not in (".safetensors", ".pt", ".json"):
         raise UsageError(f"DST={options.target!r} is none of .safetensors, .pt and .json. Choose one of these endings.")
-    if is_uri(options.target):
-        raise UsageError(
-            f"DST={options.target!r} is in a store, and extract writes on this machine. Copy it afterwards."
-        )
-    # Checked before the source is opened, which may mean a long download.
-    if not options.dry_run:
-        options.overwrite = may_replace(options.target, [options.source], overwrite=options.overwrite, is_folder=False)
-        clear_leftovers(options.target)
+    _prepare_target(options, is_folder=False)  # before the source is opened, which may mean a long download
     more = {"tmp_dir": options.tmp_dir, "jobs": options.jobs, "verify": not options.dry_run}
     with opened(options.source, options.kind, **more) as source:
         if target.suffix == ".json":
@@ -70,9 +153,8 @@ def extract(options: argparse.Namespace) -> Result:
                     stream_pt(tensors, unfinished, progress=progress)
                 else:
                     stream_safetensors(own, unfinished, aliases=aliases, progress=progress)
-    data = {"source": options.source, "target": options.target, "tensors": list(tensors), "bytes": total}
-    verb = "would write" if options.dry_run else "wrote"
-    return Result(f"{verb} {counted(len(tensors), 'tensor')}, {format_size(total)}, to {options.target}", data)
+    what = f"{counted(len(tensors), 'tensor')}, {format_size(total)},"
+    return _written(options, what, tensors=list(tensors), bytes=total)
 
 
 def _named(source: TensorSource) -> dict[str, StoredTensor]:
@@ -95,10 +177,8 @@ def _extract_data(source: TensorSource, target: Path, options: argparse.Namespac
     if not options.dry_run:
         with write_atomically(target, overwrite=options.overwrite) as unfinished:
             unfinished.write_text(text + "\n")
-    count = len(tensors_in(source.tree))
-    data = {"source": options.source, "target": options.target, "tensors": [], "bytes": len(text)}
-    verb = "would write" if options.dry_run else "wrote"
-    return Result(f"{verb} all but the elements of {counted(count, 'tensor')} to {options.target}", data)
+    what = f"all but the elements of {counted(len(tensors_in(source.tree)), 'tensor')}"
+    return _written(options, what, tensors=[], bytes=len(text))
 
 
 def _as_json(value: Any, depth: int = 0) -> Any:

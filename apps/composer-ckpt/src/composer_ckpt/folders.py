@@ -89,18 +89,18 @@ def _entry(content: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {"file_extension": ".json", "content": dict(content), "class": name}
 
 
-def saved_description(source: TensorSource, options: ConvertOptions) -> Mapping[str, Any] | None:
+def saved_description(source: TensorSource, *, trust_remote_code: bool = False) -> Mapping[str, Any] | None:
     """Return the description in the checkpoint, or of its Hugging Face folder, if there is one."""
     integrations = source.state.get("integrations")
     saved = integrations.get("huggingface") if isinstance(integrations, Mapping) else None
     if not saved and source.format == "hf":
-        saved = describe_folder(source.path, trust_remote_code=options.trust_remote_code)
+        saved = describe_folder(source.path, trust_remote_code=trust_remote_code)
     return saved if isinstance(saved, Mapping) and saved else None
 
 
 def metadata_of(source: TensorSource, options: ConvertOptions) -> HuggingFaceMetadata:
     """Return the model's metadata, with `--config`, `--config-override` and `--tokenizer` applied."""
-    saved = saved_description(source, options)
+    saved = saved_description(source, trust_remote_code=options.trust_remote_code)
     if saved is not None:
         metadata = HuggingFaceMetadata.from_saved(saved, options.source)
         if source.format == "hf" and metadata.peft_config is not None and not metadata.config:

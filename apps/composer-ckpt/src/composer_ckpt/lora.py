@@ -1,4 +1,4 @@
-"""Merging of LoRA weights into their base model, one layer at a time."""
+"""Merging of LoRA weights into their base model, one layer at a time, with weights that the model ties."""
 
 import math
 import re
@@ -10,21 +10,80 @@ from typing import Any
 import torch
 
 from composer_checkpoint import IncompatibleCheckpointError
-from composer_checkpoint.tensors import StoredTensor
-from composer_ckpt.dtypes import dtype_name
+from composer_checkpoint.formats.tensor_source import are_one
+from composer_checkpoint.tensors import StoredTensor, aliases_of
 from composer_ckpt.folders import metadata_of
 from composer_ckpt.options import ConvertOptions
 from composer_ckpt.output import counted, first_few
-from composer_ckpt.selection import cast, renamed_by
 from composer_ckpt.sources import opened
-from composer_ckpt.ties import Pair, find_ties, have_same_elements, settle_ties, under_each_name, untied_config
+from composer_ckpt.weights import Weights, blocks_of, cast, dtype_name, renamed_by
 from composer_hf.adapters import base_after_init, changes_base, is_adapter_weight
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
-from composer_hf.published_weights import published_name
+from composer_hf.published_weights import published_name, tied_names
+
+_PREFIX = "model."
+_TIED = "tie_word_embeddings"
+Pair = tuple[str, str]
+
+
+def under_each_name(base: Mapping[str, StoredTensor], model: torch.nn.Module | None) -> Weights:
+    """Return weights with tied ones under each of their names, since a folder has them under one."""
+    found = dict(base)
+    for pair in _ties_of_model(model).items():
+        own = {published_name(name): name for name in found}
+        for missing, there in (pair, pair[::-1]):
+            if missing not in own and there in own:
+                found[f"{_PREFIX}{missing}"] = found[own[there]]
+    return found
+
+
+def find_ties(base: Mapping[str, StoredTensor], model: torch.nn.Module | None) -> list[Pair]:
+    """Return pairs of names of one weight, tied by the model or stored once in the checkpoint."""
+    own = {published_name(name): name for name in base}
+    of_model = [(own[a], own[b]) for a, b in _ties_of_model(model).items() if a in own and b in own]
+    # Sets of two names, since a pair may occur in both orders.
+    return list({frozenset(pair): pair for pair in (*aliases_of(base).items(), *of_model)}.values())
+
+
+def untied_config(
+    metadata: HuggingFaceMetadata, apart: Iterable[Pair], model: torch.nn.Module | None, *, trust_remote_code: bool
+) -> dict[str, Any]:
+    """Return a model's configuration without ties between the given weights."""
+    config: dict[str, Any] = {**metadata.config, _TIED: False}
+    text = config.get("text_config")  # read by multimodal models in transformers 4
+    if isinstance(text, Mapping) and text.get(_TIED):
+        config["text_config"] = {**text, _TIED: False}
+    if model is not None:
+        # Some classes ignore the setting, so a model with the new configuration is checked.
+        untied = meta_model(replace(metadata, config=config, peft_config=None), trust_remote_code=trust_remote_code)
+        ties = tied_names(untied)
+        for alias, kept in apart:
+            one, other = published_name(alias), published_name(kept)
+            if ties.get(one, one) == ties.get(other, other):
+                raise IncompatibleCheckpointError(
+                    f"the adapter changes one of {one!r} and {other!r}, and {type(untied).__name__} has them as one "
+                    f"weight also with {_TIED}=False, so that no merged model computes the same as the adapted one. "
+                    f"Write the adapter with --peft adapter."
+                )
+    return config
+
+
+def have_same_elements(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether two tensors are equal bit by bit, read piece by piece unless they share storage."""
+    if are_one(one, other):
+        return True
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    # As bytes, since NaN is not equal to itself.
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in blocks_of(one, other))
+
+
+def _ties_of_model(model: torch.nn.Module | None) -> dict[str, str]:
+    return {} if model is None else tied_names(model)  # pyright: ignore[reportArgumentType]  # of transformers
+
 
 _BASE = "model.base_model.model."
-_PREFIX = "model."
 _ADAPTER = "default"
 _TOKENS = "trainable_tokens_delta"
 # Settings that keep LoRA a product added to a weight, or that only select the weights. All others are rejected.
@@ -39,7 +98,6 @@ _PLAIN_SETTINGS = frozenset(
     }
 )
 _ADDABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-Weights = dict[str, StoredTensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +111,7 @@ class LayerChange:
 
     @property
     def pair(self) -> tuple[StoredTensor, StoredTensor]:
-        """The right and the left factor of the product.
-
-        Raises:
-            IncompatibleCheckpointError: If there are other parts than these two.
-        """
+        """The right and the left factor of the product."""
         one = self.parts.get("lora_A") or self.parts.get("lora_embedding_A")
         other = self.parts.get("lora_B") or self.parts.get("lora_embedding_B")
         if one is None or other is None or len(self.parts) > 2:
@@ -68,11 +122,7 @@ class LayerChange:
         return one, other
 
     def added_to(self, weight: StoredTensor, name: str, unusual: str) -> StoredTensor:
-        """Return the changed weight, which is computed when it is read.
-
-        Raises:
-            IncompatibleCheckpointError: If its dtype or its shape does not fit; the message ends with `unusual`.
-        """
+        """Return the changed weight, which is computed when it is read. Errors mention `unusual` settings."""
         one, other = self.pair
         if weight.dtype not in _ADDABLE:
             raise IncompatibleCheckpointError(
@@ -135,17 +185,7 @@ def merge_adapters(
     The merged model computes the same as the adapted one. If the base ties two weights and the adapter changes one of
     them, as LoRA on an embedding does, both are returned, with a configuration that does not tie them.
 
-    Args:
-        weights: Weights by their names in the checkpoint.
-        metadata: Metadata with the adapter's configuration.
-        options: `base_model` is the path of the base, if it is not among the weights.
-        stack: Keeps the base open.
-
-    Returns:
-        The weights, their metadata, and notes for the user.
-
-    Raises:
-        IncompatibleCheckpointError: If there is no base, or the adapter cannot be merged.
+    The stack keeps a base open that is not among the weights. Also returned are metadata and notes for the user.
     """
     config = metadata.peft_config or {}
     _check_adapter(config, weights)
@@ -158,22 +198,27 @@ def merge_adapters(
     for name, tensor in weights.items():
         if f".modules_to_save.{_ADAPTER}." in name:
             merged[_plain_name(name.replace(f".modules_to_save.{_ADAPTER}.", "."))] = tensor
+    # Settings that may explain why an adapter does not fit its base.
+    names = [name for name in ("layer_replication", "target_parameters", "use_qalora") if config.get(name)]
+    unusual = f", with {', '.join(names)}" if names else ""
     for module, parts in _by_module(weights).items():
         target = f"{_plain_name(module)}.weight"
         if target not in merged:
             raise IncompatibleCheckpointError(
-                f"the adapter has weights for {module!r}, which the base does not have{_unusual(config)}."
+                f"the adapter has weights for {module!r}, which the base does not have{unusual}."
             )
         is_turned = _is_turned(config, parts, merged[target], model, target)
         is_begun = options.base_model is None or target in trained  # the adapter's initialization is already applied
         begin = None if is_begun else _begin(config, module, is_turned)
-        changes[target] = LayerChange(parts, _scaling(config, module), is_turned, begin)
+        rank, alpha = _rank_and_alpha(config, module)
+        scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        changes[target] = LayerChange(parts, scaling, is_turned, begin)
         # Lazily, so that one layer at a time is in memory.
-        merged[target] = changes[target].added_to(merged[target], target, _unusual(config))
-    ties = [*find_ties(base, model)]
+        merged[target] = changes[target].added_to(merged[target], target, unusual)
+    ties = find_ties(base, model)
     _begin_tied(base, merged, changes, ties)
     _put_tokens(weights, base, merged, config, ties)
-    return _untied(base, merged, changes, metadata, options, model)
+    return _untied(base, merged, changes, ties, metadata, options, model)
 
 
 def _base_of(
@@ -199,8 +244,14 @@ def _base_of(
             f"init_lora_weights={config['init_lora_weights']!r} has changed the base that the adapter was trained "
             f"with, and {options.source} does not say how. Merge a checkpoint of the whole model, without --base-model."
         )
-    base, metadata = _base_at(options, metadata, stack)
-    return base, renamed_by(trained, _plain_name), metadata
+    source = stack.enter_context(opened(options.base_model, tmp_dir=options.tmp_dir, jobs=options.jobs))
+    described = metadata_of(source, replace(options, source=options.base_model))
+    prefix = _PREFIX if source.format == "hf" else ""
+    base = {f"{prefix}{name}": tensor for name, tensor in cast(dict(source.weights), options.output_precision).items()}
+    # Training may have added tokens, so the checkpoint's tokenizer comes first.
+    tokenizer = metadata.tokenizer_files or described.tokenizer_files
+    described = replace(described, tokenizer_files=tokenizer, peft_config=metadata.peft_config)
+    return base, renamed_by(trained, _plain_name), described
 
 
 def _begin(config: Mapping[str, Any], module: str, is_turned: bool) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -265,6 +316,7 @@ def _untied(
     base: Weights,
     merged: Weights,
     changes: Mapping[str, LayerChange],
+    ties: Iterable[Pair],
     metadata: HuggingFaceMetadata,
     options: ConvertOptions,
     model: Any,
@@ -277,7 +329,15 @@ def _untied(
             return ours is other and have_same_elements(merged[alias], merged[kept])
         return have_same_elements(base[alias], base[kept]) and ours.is_same_as(other)
 
-    apart = settle_ties(base, merged, find_ties(base, model), are_alike)
+    apart: list[Pair] = []
+    for alias, kept in ties:
+        is_changed = [merged[name] is not base[name] for name in (alias, kept)]
+        if not any(is_changed) or are_one(merged[alias], merged[kept]):
+            continue
+        if all(is_changed) and are_alike(alias, kept):
+            merged[alias] = merged[kept]
+        else:
+            apart.append((alias, kept))
     metadata = replace(metadata, peft_config=None, peft_class="")
     if not apart:
         return merged, metadata, []
@@ -304,25 +364,6 @@ def _check_adapter(config: Mapping[str, Any], weights: Iterable[str]) -> None:
         )
 
 
-def _unusual(config: Mapping[str, Any]) -> str:
-    """Return the settings that may explain why an adapter does not fit its base."""
-    names = [name for name in ("layer_replication", "target_parameters", "use_qalora") if config.get(name)]
-    return f", with {', '.join(names)}" if names else ""
-
-
-def _base_at(
-    options: ConvertOptions, metadata: HuggingFaceMetadata, stack: ExitStack
-) -> tuple[Weights, HuggingFaceMetadata]:
-    assert options.base_model is not None
-    source = stack.enter_context(opened(options.base_model, tmp_dir=options.tmp_dir, jobs=options.jobs))
-    described = metadata_of(source, replace(options, source=options.base_model))
-    prefix = _PREFIX if source.format == "hf" else ""
-    base = {f"{prefix}{name}": tensor for name, tensor in cast(dict(source.weights), options.output_precision).items()}
-    tokenizer = metadata.tokenizer_files or described.tokenizer_files
-    # Training may have added tokens, so the checkpoint's tokenizer comes first.
-    return base, replace(described, tokenizer_files=tokenizer, peft_config=metadata.peft_config)
-
-
 def _plain_name(name: str) -> str:
     name = _PREFIX + name.removeprefix(_BASE) if name.startswith(_BASE) else name
     return name.replace(".token_adapter.", ".").replace(".base_layer.", ".").replace(".original_module.", ".")
@@ -340,11 +381,6 @@ def _by_module(weights: Weights) -> dict[str, Weights]:
 def _rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[Any, Any]:
     rank = _of_pattern(config.get("rank_pattern"), module, config.get("r", 8))  # 8 is peft's default of both
     return rank, _of_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
-
-
-def _scaling(config: Mapping[str, Any], module: str) -> float:
-    rank, alpha = _rank_and_alpha(config, module)
-    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
 def _of_pattern(patterns: Any, module: str, default: Any) -> Any:
@@ -365,7 +401,9 @@ def _is_turned(config: Mapping[str, Any], parts: Weights, weight: StoredTensor, 
     name = published_name(target).removesuffix(".weight")
     layer = None if model is None else dict(model.named_modules(remove_duplicate=False)).get(name)
     if layer is not None:
-        return type(layer).__name__ == "Conv1D"
+        from transformers.pytorch_utils import Conv1D  # already loaded, with the model
+
+        return isinstance(layer, Conv1D)
     # Without the model, the shapes decide, unless the weight is square.
     if len(weight.shape) == 2 and weight.shape[0] != weight.shape[1] and "lora_B" in parts:
         return parts["lora_B"].shape[0] != weight.shape[0]

@@ -1,42 +1,32 @@
-"""Options of `convert` and `merge`, checked against the formats of target and source."""
+"""Options of `convert` and `merge`, checked against the formats, and the plan that is made of them."""
 
 import argparse
 import os
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from composer_checkpoint.remote.fetch import is_uri, parse_uri
-from composer_ckpt.output import UsageError
+from composer_checkpoint.remote.fetch import is_uri
+from composer_checkpoint.tensors import StoredTensor
+from composer_ckpt.output import UsageError, counted, first_few, format_size
 
-Accept = Callable[[str], object]
+Progress = Callable[[int], object]
 _HAVE_STATE = ("pt", "dcp", "local")
 _FOLDERS = ("hf", "dcp")
 _SUFFIXES = {".pt": "pt", ".pth": "pt", ".safetensors": "safetensors"}
-# A folder with such a name would look like the file that was meant.
-_UNKNOWN_ENDING = re.compile(r".*[^/.](\.[A-Za-z][A-Za-z0-9]*)")  # not a version, as in llama-3.1-8b
-_OTHER_FILE = re.compile(r".*(\.(?:bin|ckpt|gguf|json|npz|onnx|pkl|tar|tgz|zip)|\.(?:pt|pth|tar)\.[a-z0-9]+)")
 _OF_HF = ("peft", "base_model", "format", "max_shard_size", "config", "config_override", "tokenizer", "push_to_hub")
 
-# Options, the formats that they apply to, and the two parts of the message for any other format.
-_Rule = tuple[tuple[str, ...], tuple[str, ...], str, str]
-_FOR_TARGET: tuple[_Rule, ...] = (
-    (("world_size",), ("local", "dcp"), "of per-rank files and sharded folders", "this writes {format}"),
-    (("optimizer", "resumption"), _HAVE_STATE, "of what resumes a run", "this writes {format}, of weights alone"),
-    (_OF_HF, ("hf",), "of Hugging Face folders", "this writes {format}"),
-)
-_FOR_SOURCE: tuple[_Rule, ...] = (
-    (("trust",), ("composer", "pt"), "of .pt files", "SRC={source!r} is {format}"),
-    (("deepspeed_weights",), ("deepspeed",), "of DeepSpeed's folders", "SRC={source!r} is {format}"),
-    (
-        ("optimizer", "resumption"),
-        ("composer", "deepspeed", *_HAVE_STATE),
-        "of what resumes a run",
-        "SRC={source!r} is {format}, of which weights alone are read",
-    ),
-)
+# The formats of the target, and of the source, that an option applies to.
+_FOR_TARGET = {
+    "world_size": ("local", "dcp"),
+    **dict.fromkeys(("optimizer", "resumption"), _HAVE_STATE),
+    **dict.fromkeys(_OF_HF, ("hf",)),
+}
+_FOR_SOURCE = {
+    "trust": ("composer", "pt", "pickle"),
+    "deepspeed_weights": ("deepspeed",),
+    **dict.fromkeys(("optimizer", "resumption"), ("composer", "deepspeed", "pickle", *_HAVE_STATE)),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +73,7 @@ class ConvertOptions:
         options = cls(**given)
         if options.to == "local" and options.world_size is None:
             raise UsageError("--to local needs --world-size N, for how many ranks.")
-        options._refuse_unfitting(_FOR_TARGET, options.to)
+        options._check_options(_FOR_TARGET, "DST", options.to)
         if options.push_to_hub is None and (options.private or options.test_uploaded_model):
             name = "--private" if options.private else "--test-uploaded-model"
             raise UsageError(f"{name} needs --push-to-hub REPO, such as 'me/my-model'.")
@@ -100,39 +90,24 @@ class ConvertOptions:
         verify = not (self.no_verify or self.dry_run)
         return {"kind": self.kind, "tmp_dir": self.tmp_dir, "jobs": self.jobs, "verify": verify}
 
-    def check_source(self, kind: str) -> None:
-        """Raise a `UsageError` if options do not apply to the kind of the source."""
-        self._refuse_unfitting(_FOR_SOURCE, kind)
-        if self.trust_remote_code and "hf" not in (kind, self.to):
-            found = f"SRC={self.source!r} is {kind}, and this writes {self.to}"
-            raise UsageError(f"--trust-remote-code is of Hugging Face folders, and {found}. Leave it out.")
+    def check_source(self, format: str) -> None:
+        """Raise a `UsageError` if options do not apply to the format of the source."""
+        self._check_options(_FOR_SOURCE, "SRC", format)
+        if self.trust_remote_code and "hf" not in (format, self.to):
+            raise UsageError(f"--trust-remote-code does not apply to {format} and {self.to}. Leave it out.")
 
-    def _refuse_unfitting(self, rules: tuple[_Rule, ...], format: str) -> None:
+    def _check_options(self, accepted: Mapping[str, tuple[str, ...]], what: str, format: str) -> None:
         defaults = {field.name: field.default for field in fields(self)}
-        for names, accepted, whose, found in rules:
-            given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) != defaults[name]]
-            if given and format not in accepted:
-                verb, them = ("is", "it") if len(given) == 1 else ("are", "them")
-                found = found.format(format=format, source=self.source)
-                raise UsageError(f"{', '.join(given)} {verb} {whose}, and {found}. Leave {them} out.")
-
-
-@contextmanager
-def reaching_stores(address: str) -> Iterator[None]:
-    """Raise a `UsageError` if no object store has the scheme of a URI."""
-    try:
-        yield
-    except NotImplementedError as error:
-        raise UsageError(
-            f"{address!r} cannot be read: there is no store for {parse_uri(address).backend}:// addresses. Use s3, gs, "
-            f"oci, azure, sftp, hf, dbfs, or another scheme that fsspec knows; of the web, name a file with its ending."
-        ) from error
+        given = [name for name, formats in accepted.items() if format not in formats]
+        unfit = [f"--{name.replace('_', '-')}" for name in given if getattr(self, name) != defaults[name]]
+        if unfit:
+            raise UsageError(f"{', '.join(unfit)} does not apply to {what}, which is {format}. Leave it out.")
 
 
 def _format_of(target: str, to: str | None) -> str:
     """Return the format to write. An explicit `--to` takes precedence over the name of the target."""
     is_local = "{rank}" in target
-    suffix = _suffix_format(target, is_free=to is not None or is_local or os.path.isdir(target))
+    suffix = _SUFFIXES.get(os.path.splitext(target)[1])
     found = to or ("local" if is_local else suffix or "hf")
     if (found == "local") != (is_local and suffix == "pt"):
         raise UsageError(
@@ -146,16 +121,60 @@ def _format_of(target: str, to: str | None) -> str:
     return found
 
 
-def _suffix_format(target: str, *, is_free: bool) -> str | None:
-    """Return the format of a file's suffix; raise for an unknown one, unless the name is free."""
-    for end, kind in _SUFFIXES.items():
-        if target.endswith(end):
-            return kind
-    ending = _OTHER_FILE.fullmatch(target) or (None if is_free else _UNKNOWN_ENDING.fullmatch(target))
-    if ending is not None:
-        raise UsageError(
-            f"DST={target!r} ends in {ending[1]!r}, which is not a known target. Known are {', '.join(_SUFFIXES)} for "
-            f"files, and for a Hugging Face folder a name without an ending; with --to pt, safetensors, dcp, local or "
-            f"hf, a name may have an ending that no other kind of file has."
-        )
-    return None
+@dataclass(slots=True)
+class Plan:
+    """A conversion: the tensors of each file, and a function to write them."""
+
+    source: str
+    target: str
+    formats: tuple[str, str]
+    files: Mapping[str, Mapping[str, StoredTensor]]
+    write: Callable[[Progress], None]  # everything under its final name, completely or not at all
+    largest_source: int  # bytes
+    cast: Mapping[str, int]  # number of tensors by the change of dtype
+    renamed: Mapping[str, str]  # new names by old ones
+    warnings: list[str]
+    dropped_aliases: Mapping[str, str] = field(default_factory=dict)  # left out, since the target has the kept names
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all tensors to write, in bytes."""
+        return sum(tensor.size_bytes for tensors in self.files.values() for tensor in tensors.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory of tensors, in bytes: one as read and as written, and a copy."""
+        largest = max((t.size_bytes for tensors in self.files.values() for t in tensors.values()), default=0)
+        return self.largest_source + 2 * max(largest, self.largest_source)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as `convert --json` prints it."""
+        shards = [
+            {"file": name, "bytes": sum(t.size_bytes for t in tensors.values()), "tensors": list(tensors)}
+            for name, tensors in self.files.items()
+        ]
+        return {
+            "source": self.source,
+            "target": self.target,
+            "formats": list(self.formats),
+            "shards": shards,
+            "dropped_aliases": dict(self.dropped_aliases),
+            "renamed": dict(self.renamed),
+            "cast": dict(self.cast),
+            "peak_bytes": self.peak_bytes,
+            "warnings": list(self.warnings),
+        }
+
+    def lines(self) -> list[str]:
+        """Return the plan as text."""
+        count = sum(len(tensors) for tensors in self.files.values())
+        lines = [
+            f"plan: {self.formats[0]} {self.source} -> {self.formats[1]} {self.target}",
+            f"      {counted(count, 'tensor')}, {format_size(self.size_bytes)}, in "
+            f"{counted(len(self.files), 'file')}; tensors take at most {format_size(self.peak_bytes)} of memory",
+        ]
+        if self.dropped_aliases:
+            aliases = [f"{alias} -> {name}" for alias, name in self.dropped_aliases.items()]
+            lines.append(f"      {len(aliases)} tied dropped ({first_few(aliases, 3)})")
+        lines += [f"      {counted(number, 'tensor')} {change}" for change, number in self.cast.items()]
+        return lines + [f"      note: {warning}" for warning in self.warnings]

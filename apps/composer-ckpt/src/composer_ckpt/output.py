@@ -17,10 +17,7 @@ _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes of a size such as `'1GB'` or `'500MiB'`.
-
-    Raises:
-        argparse.ArgumentTypeError: If it is not a size above 0.
+    """Return the number of bytes of a size.
 
     Example:
         >>> parse_size("1.5GB"), parse_size("2kib"), parse_size("7")
@@ -35,12 +32,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: float) -> str:
-    """Return a size in the largest decimal unit that is not larger than it.
-
-    Example:
-        >>> format_size(1500), format_size(6_740_000_000), format_size(12)
-        ('1.50 kB', '6.74 GB', '12 B')
-    """
+    """Return a size in the largest decimal unit that is not larger than it, such as `'1.50 kB'` for 1500."""
     for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size_bytes >= factor:
             return f"{size_bytes / factor:.2f} {unit}"
@@ -48,22 +40,12 @@ def format_size(size_bytes: float) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """Return a count with its noun, in singular or plural.
-
-    Example:
-        >>> counted(1, "tensor"), counted(2, "tensor")
-        ('1 tensor', '2 tensors')
-    """
+    """Return a count with its noun, such as `'2 tensors'`."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def first_few(names: Sequence[str], most: int = 5) -> str:
-    """Return the first names, and how many more there are.
-
-    Example:
-        >>> first_few(["a", "b", "c"], 2)
-        'a, b and 1 more'
-    """
+    """Return the first names, and how many more there are, such as `'a, b and 1 more'`."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

@@ -25,7 +25,6 @@ from composer_checkpoint.remote.fetch import (
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.stores.opening import reach
 from composer_checkpoint.tensors import Kind, TensorSource, as_stored, find_kind, follow_pointers, open_checkpoint
-from composer_ckpt.options import Accept, reaching_stores
 from composer_ckpt.output import Result, UsageError
 
 _RANK = "{rank}"
@@ -42,19 +41,17 @@ def opened(
     jobs: int = _JOBS,
     verify: bool = False,
     trust: bool = False,
-    accept: Accept | None = None,
     **options: Any,
 ) -> Iterator[TensorSource]:
-    """Open a checkpoint, local or in an object store.
+    """Open a checkpoint, local or in an object store, with arguments of the command line.
 
     Args:
-        path: As given on the command line.
+        path: Path, URI or per-rank files.
         kind: Kind of the checkpoint, or `'auto'` to detect it.
         tmp_dir: Folder for downloads.
         jobs: Number of concurrent downloads.
         verify: Whether to compare it with its hashes first, as far as it has any.
         trust: Whether to load a file that contains more than data, which runs its code.
-        accept: Called with the kind before anything is read; raises if it does not fit the other arguments.
         **options: Arguments of `open_checkpoint`.
 
     Raises:
@@ -64,8 +61,6 @@ def opened(
     """
     with fetched(path, tmp_dir, jobs) as local:
         found = kind_of(local) if kind == "auto" else cast(Kind, kind)
-        if accept is not None:
-            accept(found)
         try:
             if verify:
                 verify_hashes(place_of(local), found)
@@ -81,15 +76,11 @@ def opened(
 @contextmanager
 def fetched(path: str, tmp_dir: str | None = None, jobs: int = _JOBS) -> Iterator[str]:
     """Yield the local path of a checkpoint; downloads are deleted afterwards."""
-    if not path:
-        raise UsageError("SRC='' is not a path. Name a checkpoint.")
     if not is_uri(path):
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="composer-ckpt-", dir=tmp_dir) as folder:
-        with reaching_stores(path):
-            local = _fetch(path, Path(folder), jobs)
-        yield local
+        yield _fetch(path, Path(folder), jobs)
 
 
 def verify_hashes(place: Path, kind: str) -> list[bool]:

@@ -9,16 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from zipfile import ZipFile, is_zipfile
 
-from composer_checkpoint import CheckpointConflictError, NoCheckpointError, RemoteUploader
+from composer_checkpoint import CheckpointConflictError, NoCheckpointError
 from composer_checkpoint.commit import is_of_checkpoint, refuse_existing, remove_leftovers_of
 from composer_checkpoint.remote.fetch import is_uri, maybe_create_object_store_from_uri, parse_uri
+from composer_checkpoint.remote.publish import publish_checkpoint
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.tensors import find_kind
 from composer_ckpt.options import ConvertOptions
 from composer_ckpt.output import MismatchError, UsageError, counted, first_few
 
 _RANK = "{rank}"
-# Files by which readers recognize a checkpoint: deleted first and uploaded last, so that no partial one is recognized.
+# Files by which readers recognize a checkpoint, which are deleted before others are replaced.
 _MARKS = frozenset({"config.json", "adapter_config.json", ".metadata", "composer_manifest.json"})
 # Extensions that commands write only for checkpoints, and those of compressed checkpoints.
 _BY_ENDING = (".safetensors", ".json", ".gz", ".bz2", ".xz", ".lzma", ".lz4", ".lzo", ".zst")
@@ -29,16 +30,11 @@ _LEGACY_PT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # files of torch.save b
 def may_replace(
     target: str, sources: Iterable[str | None], *, overwrite: bool, is_folder: bool, world_size: int | None = None
 ) -> bool:
-    """Return the `overwrite` flag for a local target, which must be absent, empty or a replaceable checkpoint.
-
-    Raises:
-        UsageError: If the target is a source, or a folder that contains one or the current folder.
-        CheckpointConflictError: If the target exists and must not be replaced.
-    """
-    if not target:
-        raise UsageError("DST='' is not a path. Name the file or folder to write.")
+    """Return the `overwrite` flag for a local target, which must be absent, empty or a replaceable checkpoint."""
     final = Path(os.path.realpath(target))  # links must not hide that source and target are the same
-    _refuse_what_is_needed(target, final, sources)
+    needed = [Path.cwd(), *(Path(os.path.realpath(source)) for source in sources if source and not is_uri(source))]
+    if any(final in (place, *place.parents) for place in needed):
+        raise UsageError(f"DST={target!r} is or contains a source or the current folder. Choose another name.")
     if _RANK in target:
         for rank in range(world_size or 0):
             refuse_existing(Path(os.path.abspath(target.replace(_RANK, str(rank)))), overwrite)
@@ -63,8 +59,7 @@ def clear_leftovers(target: str, world_size: int | None = None) -> None:
 def written_to(options: ConvertOptions) -> Iterator[str]:
     """Yield the path to write to: a local target itself, or a temporary path that is then uploaded.
 
-    The files by which readers recognize a checkpoint are uploaded last, after all others have arrived. With
-    `--overwrite`, weights of the older checkpoint are deleted.
+    With `--overwrite`, weights of the older checkpoint are deleted.
     """
     target = options.target
     if not is_uri(target):
@@ -73,10 +68,7 @@ def written_to(options: ConvertOptions) -> Iterator[str]:
     place = parse_uri(target).path.rstrip("/")
     if not place:
         raise UsageError(f"DST={target!r} is a whole store. Name a folder or a file in it.")
-    try:
-        store = maybe_create_object_store_from_uri(target)
-    except NotImplementedError as error:
-        raise UsageError(f"DST={target!r}: {error}") from error
+    store = maybe_create_object_store_from_uri(target)
     assert store is not None  # only local paths have no store
     with store:
         older = _older(store, place, is_folder=options.is_folder)
@@ -89,17 +81,7 @@ def written_to(options: ConvertOptions) -> Iterator[str]:
             local = Path(folder, posixpath.basename(place))
             yield os.fspath(local)
             if not options.dry_run:
-                _upload(local, target, place, store, older, options.jobs)
-
-
-def _refuse_what_is_needed(target: str, final: Path, sources: Iterable[str | None]) -> None:
-    for source in sources:
-        read = None if not source or is_uri(source) else Path(os.path.realpath(source))
-        if read is not None and (read == final or final in read.parents):
-            raise UsageError(f"DST={target!r} is or contains {source!r}, which is read. Choose another name.")
-    here = Path.cwd()
-    if final == here or final in here.parents:
-        raise UsageError(f"DST={target!r} contains the current folder. Name a folder of its own.")
+                _upload(local, place, store, older, options.jobs)
 
 
 def _refuse_what_is_no_checkpoint(target: str, final: Path, *, is_folder: bool) -> None:
@@ -145,26 +127,15 @@ def _older(store: ObjectStore, place: str, *, is_folder: bool) -> list[str]:
     return [place]
 
 
-def _upload(local: Path, target: str, place: str, store: ObjectStore, older: list[str], jobs: int) -> None:
+def _upload(local: Path, place: str, store: ObjectStore, older: list[str], jobs: int) -> None:
     if local.is_dir():
-        files = {posixpath.join(place, p.relative_to(local).as_posix()): p for p in local.rglob("*") if p.is_file()}
-    else:
-        files = {place: local}
-    marks = {name: path for name, path in files.items() if path.name in _MARKS}
-    below = {name: name.removeprefix(f"{place}/") for name in older}
-    surplus = [name for name in older if name not in files and is_of_checkpoint(below[name])]
-    if local.is_dir():
-        # An old mark next to new weights would look like a complete checkpoint.
-        for name in [*(name for name in older if below[name] in _MARKS), *surplus]:
-            store.delete_object(name)
-    uploader = RemoteUploader(target, num_concurrent_uploads=jobs)
-    try:
-        for group in ({name: path for name, path in files.items() if name not in marks}, marks):
-            pending = [uploader.upload_file_async(name, path, True, copy=False) for name, path in sorted(group.items())]
-            for upload in pending:
-                upload.result()
-    finally:
-        uploader.wait_and_close()
+        written = {posixpath.join(place, path.relative_to(local).as_posix()) for path in local.rglob("*")}
+        for name in older:
+            below = name.removeprefix(f"{place}/")
+            # An old mark next to new weights would look like a complete checkpoint.
+            if below in _MARKS or (name not in written and is_of_checkpoint(below)):
+                store.delete_object(name)
+    publish_checkpoint(local, store, place, overwrite=True, num_concurrent_uploads=jobs)
 
 
 def publish(folder: str, repo: str, options: ConvertOptions) -> str:

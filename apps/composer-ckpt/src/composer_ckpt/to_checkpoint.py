@@ -6,9 +6,8 @@ from typing import Any, cast
 
 import torch
 
-from composer_checkpoint import CorruptCheckpointError, verify, write_atomically
+from composer_checkpoint import verify, write_atomically
 from composer_checkpoint.tensors import (
-    StoredTensor,
     Target,
     TensorSource,
     aliases_of,
@@ -20,30 +19,27 @@ from composer_checkpoint.tensors import (
     tensors_in,
 )
 from composer_ckpt.folders import saved_description
-from composer_ckpt.options import ConvertOptions
-from composer_ckpt.output import MismatchError, first_few
-from composer_ckpt.plans import Plan, Progress
-from composer_ckpt.selection import renamed_by
-from composer_ckpt.weights import choose_weights, notes_on_the_rest
+from composer_ckpt.options import ConvertOptions, Plan, Progress
+from composer_ckpt.to_hugging_face import in_memory_weights, read_back, trained_beside_adapter, with_adapter
+from composer_ckpt.weights import Weights, choose_weights, notes_on_the_rest, renamed_by
+from composer_hf.metadata import HuggingFaceMetadata
+from composer_hf.model_classes import meta_model
 
 _PREFIX = "model."
 _ALWAYS = ("integrations", "metadata")  # kept with weights alone
-Weights = dict[str, StoredTensor]
 
 
 def plan_checkpoint(source: TensorSource, options: ConvertOptions) -> Plan:
     """Plan a checkpoint of the format `options.to`."""
-    chosen = choose_weights(source, options)
+    chosen, renamed, changes = choose_weights(source, options)
     notes = notes_on_the_rest(source)
     target = cast(Target, options.to)
-    tree = _tree(source, options, chosen.tensors, notes)
+    tree = _tree(source, options, chosen, notes)
     weights: Weights = tree["state"]["model"]
     aliases = aliases_of(weights)
     own = {name: tensor for name, tensor in weights.items() if name not in aliases}
     content = own if target == "safetensors" else tree
     refuse_unfit(content, target, options.target, what=f"--to {target}", aliases=aliases)
-    if target == "dcp":
-        notes += _notes_on_keys(tree)
     written = own
     if target != "safetensors":
         # With the optimizer's state; tensors that share storage are written once.
@@ -57,33 +53,16 @@ def plan_checkpoint(source: TensorSource, options: ConvertOptions) -> Plan:
         files={Path(options.target).name: written},
         write=lambda progress: _write(tree, own, aliases, _info(source), options, progress),
         largest_source=max((tensor.size_bytes for tensor in source.tensors.values()), default=0),
-        cast=chosen.cast,
-        renamed=chosen.renamed,
-        names_with_nan=chosen.names_with_nan,
+        cast=changes,
+        renamed=renamed,
         warnings=notes,
     )
-
-
-def _notes_on_keys(tree: Mapping[str, Any]) -> list[str]:
-    """Return a note on keys that are not strings, such as the numbers of an optimizer's parameters."""
-    changed: list[str] = []
-
-    def note(name: str, value: Any) -> None:
-        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            place = f"{name}/{key}" if name else str(key)
-            if isinstance(value, Mapping) and not isinstance(key, str):
-                changed.append(place)
-            if isinstance(item, Mapping | list):
-                note(place, item)
-
-    note("", tree)
-    return [f"keys that are not strings become strings: {first_few(changed)}"] if changed else []
 
 
 def _tree(source: TensorSource, options: ConvertOptions, weights: Weights, notes: list[str]) -> dict[str, Any]:
     state: dict[str, Any] = {"model": weights}
     if source.format == "hf":
-        saved = saved_description(source, options)
+        saved = saved_description(source, trust_remote_code=options.trust_remote_code)
         if saved is None:
             notes.append("there is no config.json, so the checkpoint does not identify its model")
             state["model"] = {f"{_PREFIX}{name}": tensor for name, tensor in weights.items()}
@@ -111,11 +90,6 @@ def _named_as_in_composer(
     weights: Weights, saved: Mapping[str, Any], options: ConvertOptions, notes: list[str]
 ) -> Weights:
     """Return a folder's weights as named in memory by the installed transformers, below `model.`."""
-    # Imported late, since only folders need transformers.
-    from composer_ckpt.in_memory import in_memory_weights
-    from composer_ckpt.to_hugging_face import trained_beside_adapter, with_adapter
-    from composer_hf.metadata import HuggingFaceMetadata
-    from composer_hf.model_classes import meta_model
 
     metadata = HuggingFaceMetadata.from_saved(saved, options.source)
     if (peft_config := metadata.peft_config) is not None:
@@ -157,7 +131,7 @@ def _write(
         else:
             stream_safetensors(own, unfinished, info={**info, "layout": "composer"}, aliases=aliases, progress=progress)
         if not options.no_verify:
-            _read_back(unfinished)
+            read_back(unfinished, verify)
 
 
 def _write_local(tree: dict[str, Any], info: Mapping[str, Any], options: ConvertOptions, progress: Progress) -> None:
@@ -167,17 +141,8 @@ def _write_local(tree: dict[str, Any], info: Mapping[str, Any], options: Convert
     files = [Path(options.target.replace("{rank}", str(rank))) for rank in range(options.world_size)]
     try:
         for path in files if not options.no_verify else ():
-            _read_back(path)
+            read_back(path, verify)
     except BaseException:
         for path in files:  # the files have their final names already, so they must not stay
             path.unlink(missing_ok=True)
         raise
-
-
-def _read_back(path: Path) -> None:
-    try:
-        verify(path)
-    except CorruptCheckpointError as error:
-        raise MismatchError(
-            f"the written checkpoint differs from the source: {error} It was deleted. Check the disk."
-        ) from error

@@ -1,11 +1,16 @@
-"""Planning of a Hugging Face folder: the mapping of the checkpoint's weights to the folder's, tensor by tensor."""
+"""Planning of a Hugging Face folder, and the names of its weights in memory."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from composer_checkpoint import CorruptCheckpointError, verify_file
+import torch
+from transformers import PreTrainedModel
+
+from composer_checkpoint import CorruptCheckpointError, UnfittingWeightsError, verify_file
 from composer_checkpoint.tensors import (
     StoredTensor,
     Target,
@@ -16,32 +21,37 @@ from composer_checkpoint.tensors import (
 )
 from composer_ckpt.folders import metadata_of
 from composer_ckpt.lora import has_base, merge_adapters, of_other_adapters
-from composer_ckpt.options import ConvertOptions
+from composer_ckpt.options import ConvertOptions, Plan, Progress
 from composer_ckpt.output import DEFAULT_SHARD_BYTES, MismatchError, UsageError, first_few
-from composer_ckpt.plans import Plan, Progress
-from composer_ckpt.selection import once_each, refuse_doubles, renamed_by
-from composer_ckpt.weights import choose_weights, notes_on_the_rest
+from composer_ckpt.weights import (
+    Weights,
+    choose_weights,
+    differences,
+    notes_on_the_rest,
+    once_each,
+    refuse_doubles,
+    renamed_by,
+)
 from composer_hf.adapters import is_adapter_weight
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
-from composer_hf.published_weights import PublishedPiece, plan_weights, published_name
+from composer_hf.published_weights import PublishedPiece, plan_weights, published_name, tied_names
 from composer_hf.publishing import on_meta, pretrained_folder
 from composer_hf.weight_files import check_ties, main_dtype, plan_files, published_tensors, total_bytes, write_files
 
 _PREFIX = "model."
 _KINDS: dict[str, Target] = {"safetensors": "safetensors", "bin": "pt"}
-Weights = dict[str, StoredTensor]
 
 
 def plan_folder(source: TensorSource, options: ConvertOptions, stack: ExitStack) -> Plan:
     """Plan a folder, reading only descriptions of tensors. The stack closes other sources that are opened."""
     metadata = metadata_of(source, options)
-    chosen = choose_weights(source, options)
-    refuse_sparse(chosen.tensors, "--to hf")
-    refuse_quantized(chosen.tensors, "--to hf")
+    chosen, renamed, changes = choose_weights(source, options)
+    refuse_sparse(chosen, "--to hf")
+    refuse_quantized(chosen, "--to hf")
     notes = [*_notes_on_adapters(metadata, options), *notes_on_the_rest(source)]
     is_adapter = metadata.peft_config is not None and options.peft != "merge"
-    weights = _named_as_in_composer(chosen.tensors, source, metadata)
+    weights = _named_as_in_composer(chosen, source, metadata)
     if source.format == "hf" and metadata.peft_config is not None:  # an adapter folder contains only trained weights
         metadata = replace(metadata, trained_beside_adapter=trained_beside_adapter(weights))
     if metadata.peft_config is not None and not is_adapter:
@@ -56,6 +66,7 @@ def plan_folder(source: TensorSource, options: ConvertOptions, stack: ExitStack)
         )
     if is_adapter and (others := of_other_adapters(weights)):
         notes.append(f"left out, since they are of other adapters than 'default': {first_few(others)}")
+    check_ties(pieces, weights)  # also in a dry run
     refuse_unfit(published, _KINDS[options.format], options.target, what="--to hf")
     size = options.max_shard_size or DEFAULT_SHARD_BYTES
     files = plan_files(published, size, format=options.format, is_adapter=is_adapter)
@@ -67,12 +78,10 @@ def plan_folder(source: TensorSource, options: ConvertOptions, stack: ExitStack)
         files=files,
         write=lambda progress: _write(files, metadata, dropped, options, progress),
         largest_source=max((tensor.size_bytes for tensor in weights.values()), default=0),
-        cast=chosen.cast,
-        renamed=chosen.renamed,
-        names_with_nan=chosen.names_with_nan,
+        cast=changes,
+        renamed=renamed,
         warnings=notes,
         dropped_aliases=dropped,
-        check=lambda: check_ties(pieces, weights),
     )
 
 
@@ -92,16 +101,16 @@ def _notes_on_adapters(metadata: HuggingFaceMetadata, options: ConvertOptions) -
     """Return notes on adapters, and raise if options for adapters have no effect."""
     if metadata.peft_config is None:
         if options.peft == "adapter" or options.base_model is not None:
-            given = "--peft adapter" if options.peft == "adapter" else f"--base-model {options.base_model!r}"
-            raise UsageError(f"{given} is for adapters, and {options.source} is of a model without one. Leave it out.")
+            raise UsageError(
+                f"--peft adapter and --base-model are for adapters, and {options.source} is of a model without one. "
+                f"Leave them out."
+            )
         return ["there is no adapter to merge"] if options.peft == "merge" else []
-    if options.peft != "merge":  # the adapter is written alone
-        for name, value in (("--base-model", options.base_model), ("--max-shard-size", options.max_shard_size)):
-            if value is not None:
-                raise UsageError(
-                    f"{name} {value!r} is for whole models, and the adapter is written alone, as one file. Give --peft "
-                    f"merge, or leave it out."
-                )
+    if options.peft != "merge" and (options.base_model, options.max_shard_size) != (None, None):
+        raise UsageError(
+            "--base-model and --max-shard-size are for whole models, and the adapter is written alone, as one file. "
+            "Give --peft merge, or leave them out."
+        )
     return []
 
 
@@ -163,9 +172,88 @@ def _write(
         info = {"dropped_aliases": dict(dropped)} if dropped else {}
         write_files(folder, files, format=options.format, info=info, progress=progress)
         for file in files if not options.no_verify else ():
-            try:
-                verify_file(folder / file)
-            except CorruptCheckpointError as error:
-                raise MismatchError(
-                    f"the written checkpoint differs from the source: {error} It was deleted. Check the disk."
-                ) from error
+            read_back(folder / file, verify_file)
+
+
+def read_back(path: Path, verify: Callable[[Path], object]) -> None:
+    """Raise a `MismatchError` if a file or folder is not as it was written."""
+    try:
+        verify(path)
+    except CorruptCheckpointError as error:
+        raise MismatchError(
+            f"the written checkpoint differs from the source: {error} It was deleted. Check the disk."
+        ) from error
+
+
+def in_memory_weights(weights: Mapping[str, StoredTensor], model: "PreTrainedModel") -> Weights:
+    """Return a folder's weights as in the model's state dict, with tied weights under all of their names."""
+    expected = model.state_dict()
+    found = _put_together(weights, model) if weights.keys() - expected.keys() else dict(weights)
+    for alias, kept in tied_names(model).items():
+        if kept in found:
+            found.setdefault(alias, found[kept])
+        elif alias in found:
+            found[kept] = found[alias]
+    if told := differences(expected, found, "missing", "not in the model"):
+        raise UnfittingWeightsError(
+            f"the weights do not fit the {type(model).__name__} that the folder's config.json describes: {told}. Put "
+            f"the config.json that fits into the folder."
+        )
+    return {name: found[name] for name in expected}
+
+
+def _put_together(weights: Mapping[str, StoredTensor], model: "PreTrainedModel") -> Weights:
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:  # before transformers 5, names in memory and on disk are the same
+        return dict(weights)
+    steps = get_model_conversion_mapping(model)
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    converters = [step for step in steps if isinstance(step, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    groups: dict[str, list[tuple[str, str]]] = {}
+    found: Weights = {}
+    for name in sorted(weights, key=_natural):  # the order in which experts are stacked
+        new, pattern = rename_source_key(name, renamings, converters)
+        if pattern is None:
+            if new in found:
+                raise UnfittingWeightsError(
+                    f"two weights of the folder would both be called {new!r} in the {type(model).__name__}; the second "
+                    f"is {name!r}. Leave one of them out."
+                )
+            found[new] = weights[name]
+        else:
+            groups.setdefault(new, []).append((name, pattern))
+    for target, parts in groups.items():
+        makes = _maker(by_pattern[parts[0][1]], target, parts, weights, model)
+        # Run on meta tensors first, to get names and shapes without reading the weights.
+        like = makes(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        for name, described in like.items():
+            found[name] = StoredTensor(
+                described.dtype,
+                tuple(described.shape),
+                # Defaults bind the loop variables now; the function runs after the loop.
+                lambda makes=makes, name=name: makes(StoredTensor.read)[name].contiguous(),
+            )
+    return found
+
+
+def _maker(
+    converter: Any, target: str, parts: list[tuple[str, str]], weights: Mapping[str, StoredTensor], model: Any
+) -> Callable[[Callable[[StoredTensor], torch.Tensor]], dict[str, torch.Tensor]]:
+    """Return a function that fuses the parts of a weight, which it reads through its argument."""
+
+    def make(read: Callable[[StoredTensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        own = deepcopy(converter)  # converters collect tensors, and this one is used more than once
+        for name, pattern in parts:
+            own.add_tensor(target, name, pattern, read(weights[name]))
+        made = own.convert(target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    return make
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    # Numbers compare as numbers, so that expert 10 follows expert 9. The tuples make them comparable with text.
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

@@ -7,7 +7,7 @@ from contextlib import suppress
 from importlib import import_module
 from opcode import opmap
 from types import FrameType, ModuleType
-from typing import Final, NoReturn
+from typing import Final
 
 from composer._former_modules import GONE
 
@@ -58,7 +58,7 @@ def lazy_face(
             message = f"{face}.{name} is gone: {GONE.get(hint, hint)}"
             raise ImportError(message, name=face) if _is_imported(sys._getframe(1)) else AttributeError(message)
         else:
-            _raise_unknown(face, name, home.keys() | modules)
+            raise AttributeError(f"module {face!r} has no attribute {name!r}")
         setattr(sys.modules[face], name, value)
         return value
 
@@ -130,14 +130,3 @@ def _is_imported(asker: FrameType | None) -> bool:
     # For `from package import name`, importlib first checks whether a submodule must be imported.
     by_package = asker.f_globals.get("__name__") == "importlib._bootstrap"
     return by_package or asker.f_code.co_code[asker.f_lasti] == _IMPORT_FROM
-
-
-def _raise_unknown(face: str, name: str, known: Iterable[str]) -> NoReturn:
-    message = f"module {face!r} has no attribute {name!r}"
-    if not name.startswith("_"):  # private names are usually probes, for example by inspect or pickle
-        from difflib import get_close_matches  # only needed for misspelled names
-
-        nearest = get_close_matches(name, known, n=1)
-        if nearest:
-            message += f"; the nearest name is {nearest[0]!r}"
-    raise AttributeError(message)

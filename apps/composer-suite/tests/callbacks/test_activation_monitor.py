@@ -17,7 +17,9 @@ SELDOM = "100ba"
 
 
 class WandBLogger(LoggerDestination):
-    """Keeps what W&B would get; the monitor knows such loggers by their name."""
+    """Keeps what W&B would get."""
+
+    shows_many_metrics = True
 
     def __init__(self):
         self.steps = []

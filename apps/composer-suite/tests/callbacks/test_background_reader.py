@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from composer.callbacks.system_metrics_monitor import BackgroundReader
+from composer.callbacks._machine import BackgroundReader
 
 
 def eventually(is_so, timeout_s=120.0):

@@ -160,14 +160,14 @@ def test_modes_are_restored_when_generating_fails():
 
 
 def test_a_model_that_cannot_generate_is_named(make_trainer):
-    with pytest.raises(ValueError, match="ComposerClassifier has no method 'generate'"):
+    with pytest.raises(ValueError, match="ComposerClassifier cannot generate text: it needs a method 'generate'"):
         make_trainer(callbacks=Generate(["a"], "1ba"), max_duration="1ep").fit()
 
 
 def test_a_model_without_a_tokenizer_is_named():
     model = Counter()
     model.tokenizer = None
-    with pytest.raises(ValueError, match="Counter has no tokenizer"):
+    with pytest.raises(ValueError, match="Counter cannot generate text: it needs"):
         train(Generate(["a"], "1ba"), model)
 
 

@@ -151,9 +151,3 @@ def test_sixteen_bit_images_become_something_that_numpy_knows(make_trainer, imag
 def test_settings_that_make_no_sense_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         ImageVisualizer(**settings)
-
-
-@pytest.mark.parametrize("key", ["nope", 7])
-def test_a_key_that_the_batch_lacks_is_named_with_what_the_batch_is(make_trainer, images, key):
-    with pytest.raises(ValueError, match=rf"input_key={key!r}.*nothing in the batch, a (list|tuple)"):
-        train(make_trainer, ImageVisualizer(input_key=key), loader(images))

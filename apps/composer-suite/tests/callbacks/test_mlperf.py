@@ -5,7 +5,6 @@ import re
 import sys
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from composer.callbacks.mlperf import MLPerfCallback, get_system_description
@@ -117,14 +116,6 @@ def test_several_evaluators_are_refused(make_callback, make_trainer, make_loader
     two = [Evaluator(label=label, dataloader=make_loader(6, 3)) for label in ("plain", "hard")]
     with pytest.raises(ValueError, match=r"one evaluator.*\['plain', 'hard'\]"):
         run(make_trainer, make_loader, make_callback(), eval_dataloader=two)
-
-
-def test_data_whose_batches_have_no_size_is_refused(make_callback, make_trainer, make_loader):
-    batches = [(torch.ones(2, 2), torch.zeros(2, dtype=torch.long))]
-    with pytest.raises(TypeError, match="train_dataloader is a list"):
-        make_trainer(
-            train_dataloader=batches, callbacks=make_callback(), max_duration="1ep", device_train_microbatch_size=2
-        ).fit()
 
 
 def test_samples_of_streams_are_counted_over_all_ranks(make_callback, make_trainer, make_data, tmp_path):

@@ -97,18 +97,14 @@ def test_a_run_that_fails_leaves_traces_in_which_every_span_ends(tmp_path):
     assert phases(trace, "event/train_batch") == ["B", "E"] * 3  # those of the cycle that was cut off are no cycle
 
 
-def test_spans_end_when_training_fails_and_not_when_it_is_closed(tmp_path):
-    handler, recorder = JSONTraceHandler(folder=str(tmp_path)), EventRecorder()
-    trainer = make_trainer([handler, recorder], callbacks=Fails(6))
+def test_spans_end_when_training_fails_and_not_when_it_is_closed():
+    recorder = EventRecorder()
+    trainer = make_trainer(recorder, callbacks=Fails(6))
     with pytest.raises(OSError, match="the disk is full"):
         trainer.fit()
     ends = {span.name: span.begin_ns + span.duration_ns for span in recorder.spans}
     assert ends["event/fit"] == ends["event/epoch"] == ends["event/batch"] == ends["event/train_batch"]
     trainer.close()
-    trace = json.loads((tmp_path / "merged_trace.json").read_text())
-    assert [event["ts"] for event in trace if event["ph"] == "E" and event["name"] == "event/fit"] == [
-        ends["event/fit"] // 1000
-    ]
 
 
 def test_training_that_goes_on_after_a_failure_has_spans_of_its_own(tmp_path):
@@ -145,8 +141,7 @@ def test_the_copies_of_a_logger_have_what_the_files_have(tmp_path, max_duration)
         trainer.fit()
     copies = {name.removeprefix("run/traces/"): text for name, text in keeps.files.items()}
     assert copies == {path.name: path.read_text() for path in tmp_path.iterdir()}
-    last = json.loads(copies["ep0-ba3-rank0.json" if max_duration == "1ep" else "ep1-ba7-rank0.json"])
-    assert phases(last, "event/fit")[-1] == "E"
+    assert [unclosed(json.loads(text)) for text in copies.values()] == [[]] * len(copies)
 
 
 @pytest.mark.parametrize("num_traces_to_keep", [0, 1])
@@ -182,7 +177,7 @@ def fail_on_both_ranks(folder):
     fail_while_training(f"{folder}/traces")
 
 
-def test_a_run_that_fails_in_its_first_cycle_leaves_what_was_recorded(tmp_path, caplog):
+def test_a_run_that_fails_in_its_first_cycle_leaves_what_was_recorded(tmp_path):
     keeps = Keeps()
     handler, _ = fail_while_training(tmp_path / "traces", batch=1, loggers=keeps, torch_folder=tmp_path / "torch")
     assert handler.saved_traces == [str(tmp_path / "traces" / "ep0-ba1-rank0.json")]
@@ -195,22 +190,12 @@ def test_a_run_that_fails_in_its_first_cycle_leaves_what_was_recorded(tmp_path, 
         assert "aten::linear" in {event["name"] for event in trace}
     of_torch = json.loads((tmp_path / "torch" / "rank0.1.pt.trace.json").read_text())
     assert of_torch["global_rank"] == 0
-    assert "No trace was written" not in caplog.text
 
 
 @pytest.mark.parametrize("event", ["before_loss", "before_dataloader", "epoch_start"])
-def test_a_run_that_fails_before_anything_was_recorded_says_so_once(tmp_path, caplog, event):
+def test_a_run_that_fails_before_anything_was_recorded_leaves_no_file(tmp_path, event):
     fail_while_training(tmp_path / "traces", batch=0, event=event, torch_folder=tmp_path / "torch")
     assert [*(tmp_path / "traces").iterdir(), *(tmp_path / "torch").iterdir()] == []
-    [said] = [record.getMessage() for record in caplog.records if record.name.startswith("composer.profiler")]
-    assert said.startswith(f"No trace was written to {tmp_path / 'traces'}: training has failed at batch 0, before ")
-
-
-def test_torchs_profiler_says_so_where_nobody_else_writes_a_trace(tmp_path, caplog):
-    trainer = make_trainer(EventRecorder(), callbacks=Fails(0), torch_folder=tmp_path)
-    with pytest.raises(OSError, match="the disk is full"), trainer:
-        trainer.fit()
-    assert f"No trace was written to {tmp_path}: training has failed at batch 0, before " in caplog.text
 
 
 def test_a_first_cycle_that_training_has_no_time_for_leaves_none(tmp_path):

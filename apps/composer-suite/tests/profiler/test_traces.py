@@ -131,7 +131,8 @@ def test_recording_pauses_while_a_trace_is_written(tmp_path):
     events = json.loads((tmp_path / "torch" / "rank0.2.pt.trace.json").read_text())["traceEvents"]
     names = {event["name"] for event in events}
     assert any("torch_profiler.py" in name and "batch_end" in name for name in names)  # stacks are recorded
-    assert not [name for name in names if "json_trace_" in name and ("_save" in name or "_merge" in name)]
+    writing = {"_save", "_merge", "merge_traces", "extend_trace"}
+    assert not [name for name in names if "json_trace_" in name and name.rpartition(": ")[2] in writing]
 
 
 def test_an_epoch_that_is_shorter_than_a_cycle_has_a_trace_of_its_own(tmp_path):
@@ -516,7 +517,7 @@ def test_all_spans_of_saved_cycles_end_and_no_others_are_added(tmp_path):
     assert begins == ends
     assert [batch for _, batch, *_ in spans_of(trace, "event/epoch")] == [0, 4]
     last = json.loads(Path(handler.saved_traces[-1]).read_text())
-    assert {event["name"] for event in last if event["ph"] == "E"} >= {"event/epoch", "event/iteration", "event/fit"}
+    assert {event["name"] for event in last if event["ph"] == "E"} >= {"event/epoch", "event/train_batch"}
     assert phases(trace, "event/train_batch") == ["B", "E"] * 6
 
 

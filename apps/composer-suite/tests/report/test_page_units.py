@@ -10,7 +10,7 @@ from composer.callbacks import RuntimeEstimator, SpeedMonitor
 from composer.models import ComposerModel
 from composer.profiler import EventRecorder, Profiler, cyclic_schedule
 from composer.report import RunRecorder
-from composer.report.description import describe_runs
+from composer.report.runs import describe_runs
 
 SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
 

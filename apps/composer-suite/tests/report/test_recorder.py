@@ -16,11 +16,11 @@ from composer import Trainer
 from composer.algorithms import GradientClipping, LabelSmoothing
 from composer.callbacks import ThresholdStopper
 from composer.core import Algorithm, Callback, Engine, Evaluator, Event, State, Time
-from composer.loggers._logged_values import Snapshot
+from composer.loggers._service_queue import Snapshot
 from composer.models import ComposerClassifier, ComposerModel
 from composer.report import RunRecorder, read_run
 from composer.report.cli import main
-from composer.report.description import describe_runs, largest_triangles
+from composer.report.runs import describe_runs, largest_triangles
 
 
 class Logs(Callback):
@@ -598,7 +598,7 @@ def test_short_curves_stay_whole(num_points):
 
 
 def test_acting_takes_little_memory_however_long_the_run_is():
-    from composer.report._activity import Acting
+    from composer.report._run_files import Acting
 
     acting = Acting()
     for batch in range(0, 100_000, 3):
@@ -660,7 +660,7 @@ def test_who_acts_in_an_evaluation_before_any_batch_acts_in_the_first(tmp_path):
 )
 def test_a_slow_callback_belongs_to_the_part_that_its_event_is_in_or_ends(tmp_path, monkeypatch, event, part):
     clock = [0.0]
-    monkeypatch.setattr("composer.report._activity.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("composer.report._run_files.time.perf_counter", lambda: clock[0])
 
     class IsSlow(Callback):
         def run_event(self, happens, state, logger):

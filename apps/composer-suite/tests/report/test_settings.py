@@ -12,8 +12,8 @@ from composer.algorithms import EMA, SWA, LabelSmoothing, LowPrecisionLayerNorm,
 from composer.core import Algorithm, Time
 from composer.models import ComposerModel
 from composer.report import RunRecorder, read_run
-from composer.report._run_facts import fit_settings, typed_settings
-from composer.report.description import describe_runs
+from composer.report._run_files import fit_settings, typed_settings
+from composer.report.runs import describe_runs
 
 
 def train(folder, run_name, *, lr=0.1, alpha=0.2, half_life="10ba", batch_size=4, max_duration="1ep", **more):

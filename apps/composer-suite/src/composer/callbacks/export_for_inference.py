@@ -10,8 +10,6 @@ from torch import nn
 
 from composer.utils.inference import ExportFormat, Transform, export_with_logger
 from composer_dist.wrapping import unwrap_model
-from composer_events.arguments import check_functions, check_places, check_text_lists
-from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:
@@ -36,7 +34,6 @@ class ExportForInferenceCallback(Callback):
         output_names: For `'onnx'`.
 
     Raises:
-        TypeError: If an argument has the wrong type.
         ValueError: If the format is unknown; at the end of training, if the model is not a `torch.nn.Module`.
 
     Example:
@@ -53,14 +50,10 @@ class ExportForInferenceCallback(Callback):
         input_names: Sequence[str] | None = None,
         output_names: Sequence[str] | None = None,
     ) -> None:
-        check_places(save_path=save_path)
         if save_object_store is not None and not callable(getattr(save_object_store, "upload_object", None)):
             raise TypeError(
                 f"save_object_store={save_object_store!r} must be an ObjectStore, such as S3ObjectStore('b'), or None."
             )
-        check_text_lists(input_names=input_names, output_names=output_names)
-        for transform in ensure_tuple(transforms):
-            check_functions(transforms=transform)
         self.save_format = save_format
         self.save_path = save_path
         self.save_object_store = save_object_store
@@ -68,7 +61,7 @@ class ExportForInferenceCallback(Callback):
         self.transforms = transforms
         self.input_names = input_names
         self.output_names = output_names
-        self._needs_sample = _to_format(save_format) in _NEED_SAMPLE and sample_input is None
+        self._needs_sample = ExportFormat(save_format) in _NEED_SAMPLE and sample_input is None
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         """Copy the first batch, if the format needs one."""
@@ -104,10 +97,3 @@ class ExportForInferenceCallback(Callback):
             input_names=self.input_names,
             output_names=self.output_names,
         )
-
-
-def _to_format(save_format: Any) -> ExportFormat:
-    try:
-        return ExportFormat(save_format)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"save_format={save_format!r} is not a format: {error}") from None

@@ -12,7 +12,7 @@ from composer_dist import dist
 from composer_dist.devices import get_precision_context
 from composer_dist.reproducibility import seed_context
 from composer_dist.wrapping import unwrap_model
-from composer_events.arguments import check_counts, check_text_lists, to_time
+from composer_events.arguments import check_counts, to_time
 from composer_events.callback import Callback
 from composer_events.event import Event
 from composer_events.intervals import create_interval_scheduler
@@ -38,7 +38,6 @@ class Generate(Callback):
         **generate_kwargs: Further arguments of `generate`, such as `max_new_tokens`.
 
     Raises:
-        TypeError: If an argument has the wrong type.
         ValueError: If `prompts` is empty or the batch size is not positive; in training, if the model cannot
             generate.
 
@@ -53,11 +52,9 @@ class Generate(Callback):
         batch_size: int | None = None,
         **generate_kwargs: Any,
     ) -> None:
-        several = [prompts] if isinstance(prompts, str) else prompts
-        check_text_lists(prompts=several)
-        if not several:
+        self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not self.prompts:
             raise ValueError(f"prompts={prompts!r} must be a sequence of texts, one or more.")
-        self.prompts = list(several)
         self.batch_size = len(self.prompts) if batch_size is None else batch_size
         check_counts(batch_size=self.batch_size)
         self.generate_kwargs = generate_kwargs
@@ -116,17 +113,11 @@ class Generate(Callback):
 def _generating(model: Any) -> tuple[Any, Any]:
     """Return the model without its parallel wrappers, and its tokenizer."""
     model = unwrap_model(model)
-    name = type(model).__name__
-    if not callable(getattr(model, "generate", None)):
-        raise ValueError(
-            f"{name} has no method 'generate', and the callback Generate needs one. Train a HuggingFaceModel, or give "
-            f"your model generate(input_ids, attention_mask, **settings)."
-        )
     tokenizer = getattr(model, "tokenizer", None)
-    if tokenizer is None:
+    if tokenizer is None or not hasattr(model, "generate"):
         raise ValueError(
-            f"{name} has no tokenizer, and the callback Generate needs one. Give it: HuggingFaceModel(..., "
-            f"tokenizer=tokenizer)."
+            f"{type(model).__name__} cannot generate text: it needs a method 'generate' and a tokenizer, as "
+            f"HuggingFaceModel(..., tokenizer=tokenizer) has."
         )
     return model, tokenizer
 

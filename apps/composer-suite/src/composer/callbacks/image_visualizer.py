@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from composer_events.arguments import check_counts, check_flags, check_texts, to_time
+from composer_events.arguments import check_counts, to_time
 from composer_events.callback import Callback
 from composer_models.targets import infer_target_type
 from composer_time import Time, TimeUnit
@@ -40,7 +40,6 @@ class ImageVisualizer(Callback):
         target_key: Location of the targets, with `mode='segmentation'`.
 
     Raises:
-        TypeError: If an argument has the wrong type.
         ValueError: If the mode is unknown or the interval has another unit; when images are logged, if a key is not in
             the batch.
 
@@ -57,9 +56,7 @@ class ImageVisualizer(Callback):
         input_key: Any = 0,
         target_key: Any = 1,
     ) -> None:
-        check_texts(mode=mode)
         check_counts(num_images=num_images)
-        check_flags(channels_last=channels_last)
         self.mode = mode.lower()
         if self.mode not in _MODES:
             raise ValueError(f"mode={mode!r} must be one of {', '.join(map(repr, _MODES))}.")
@@ -101,15 +98,15 @@ class ImageVisualizer(Callback):
 
     def _log_inputs(self, state: State, logger: Logger, name: str) -> None:
         if logger.takes("log_images"):
-            images = _item(state, "input_key", self.input_key)
+            images = state.batch_get_item(self.input_key)
             if _are_images(images):
                 logger.log_images(self._for_log(images), name=name, channels_last=self.channels_last, use_table=True)
 
     def _log_segmented(self, state: State, logger: Logger, name: str) -> None:
         if not logger.takes("log_images"):
             return
-        keys = {"input_key": self.input_key, "target_key": self.target_key}
-        images, targets = (_item(state, name, key)[: self.num_images] for name, key in keys.items())
+        keys = self.input_key, self.target_key
+        images, targets = (state.batch_get_item(key)[: self.num_images] for key in keys)
         outputs: Any = state.outputs
         outputs = torch.stack(tuple(outputs)) if isinstance(outputs, Sequence) else outputs
         predicted, true = _as_classes(outputs[: self.num_images].detach(), targets)
@@ -125,23 +122,6 @@ class ImageVisualizer(Callback):
     def _for_log(self, tensor: Tensor) -> Any:
         tensor = tensor[: self.num_images].detach().cpu()
         return tensor.float().numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()  # NumPy lacks bfloat16
-
-
-def _item(state: State, name: str, key: Any) -> Any:
-    """Return a part of the batch.
-
-    Raises:
-        ValueError: If the batch has no such part.
-    """
-    try:
-        return state.batch_get_item(key)
-    except Exception as error:
-        batch = state.batch
-        parts = f" with the keys {list(batch)}" if isinstance(batch, Mapping) else ""
-        raise ValueError(
-            f"ImageVisualizer({name}={key!r}) finds nothing in the batch, a {type(batch).__name__}{parts}. Give the "
-            "index or the key of that part of it, or a function of the batch."
-        ) from error
 
 
 def _are_images(value: Any) -> bool:

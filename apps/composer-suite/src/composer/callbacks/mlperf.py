@@ -15,17 +15,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from composer.loggers._service_queue import require
 from composer_dist import dist
 from composer_events.arguments import (
     check_counts,
-    check_flags,
     check_numbers,
-    check_places,
-    check_text_lists,
-    check_texts,
 )
 from composer_events.callback import Callback
 from composer_events.hparams import get_composer_env_dict
@@ -68,7 +64,6 @@ class MLPerfCallback(Callback):
 
     Raises:
         MissingConditionalImportError: If mlperf-logging is not installed.
-        TypeError: If an argument has the wrong type.
         ValueError: If an argument has a value that is not listed above; at the start of training, if there are several
             evaluators.
         FileExistsError: At the start, if the result already exists.
@@ -101,14 +96,8 @@ class MLPerfCallback(Callback):
         for name, (value, accepted) in given.items():
             if value not in accepted:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, accepted))}.")
-        check_places(root_folder=root_folder)
         check_counts(0, index=index)
-        check_texts(metric_name=metric_name, metric_label=metric_label, submitter=submitter)
-        check_texts(system_name=system_name, may_be_none=True)
-        check_flags(exit_at_target=exit_at_target)
         check_numbers(target=target)
-        if not isinstance(cache_clear_cmd, str):
-            check_text_lists(cache_clear_cmd=cache_clear_cmd)
         if host_processors_per_node is not None:
             check_counts(host_processors_per_node=host_processors_per_node)
         if cache_clear_cmd is not None and not cache_clear_cmd:
@@ -230,18 +219,7 @@ class MLPerfCallback(Callback):
         if len(state.evaluators) > 1:
             labels = [evaluator.label for evaluator in state.evaluators]
             raise ValueError(f"MLPerf requires one evaluator, but the Trainer has {len(labels)}: {labels}. Give one.")
-        loaders = {"train_dataloader": state.train_dataloader}
-        if state.evaluators:
-            loaders["eval_dataloader"] = state.evaluators[0].dataloader.dataloader
-        for name, loader in loaders.items():
-            if not isinstance(loader, DataLoader):
-                raise TypeError(
-                    f"{name} is a {type(loader).__name__}, and MLPerf requires the sizes of a torch DataLoader. "
-                    f"Give the Trainer one, before fit."
-                )
         loader: Any = state.train_dataloader
-        if loader.batch_size is None:
-            raise ValueError("train_dataloader has batch_size=None, and MLPerf requires the batch size. Give one.")
         constants, microbatch = self._constants, state.device_train_microbatch_size
         sizes: dict[str, Any] = {
             constants.SEED: state.seed,
@@ -250,8 +228,8 @@ class MLPerfCallback(Callback):
             constants.GRADIENT_ACCUMULATION_STEPS: -(-loader.batch_size // int(microbatch or loader.batch_size)),
             constants.TRAIN_SAMPLES: _num_samples(loader),
         }
-        if "eval_dataloader" in loaders:
-            sizes[constants.EVAL_SAMPLES] = _num_samples(loaders["eval_dataloader"])
+        if state.evaluators:
+            sizes[constants.EVAL_SAMPLES] = _num_samples(state.evaluators[0].dataloader.dataloader)
         return sizes
 
     def _log_evaluation(self, epoch: int, accuracy: float, succeeds: bool) -> None:
@@ -318,6 +296,10 @@ def get_system_description(
             "submit it.",
             stacklevel=2,
         )
+    try:
+        import psutil
+    except ImportError:
+        psutil = None
     accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else _UNKNOWN
     machine = get_composer_env_dict()
     default_name = f"{dist.get_world_size()}x{(accelerator or machine['cpu_model']).replace(' ', '_')}_composer"
@@ -329,9 +311,9 @@ def get_system_description(
         "number_of_nodes": num_nodes,
         "host_processors_per_node": _UNKNOWN if host_processors_per_node is None else host_processors_per_node,
         "host_processor_model_name": machine["cpu_model"],
-        "host_processor_core_count": _UNKNOWN if (cores := _num_cores()) is None else cores,
+        "host_processor_core_count": psutil.cpu_count(logical=False) if psutil else _UNKNOWN,
         "host_processor_vcpu_count": os.cpu_count(),
-        "host_memory_capacity": _memory_capacity(),
+        "host_memory_capacity": f"{psutil.virtual_memory().total / 1e9:.0f} GB" if psutil else _UNKNOWN,
         "accelerators_per_node": dist.get_local_world_size() if accelerator else 0,
         "accelerator_model_name": accelerator,
         "accelerator_memory_capacity": (
@@ -346,27 +328,3 @@ def get_system_description(
         "operating_system": f"{platform.system()} {platform.release()}",
         "system_name": default_name if system_name is None else system_name,
     }
-
-
-def _num_cores() -> int | None:
-    """Return the number of physical cores, or `None` where `/proc/cpuinfo` is missing."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            processors = [dict(_fields(text)) for text in file.read().split("\n\n") if text.strip()]
-    except OSError:
-        return None
-    # Hardware threads share the id of their core, which is unique only within a processor.
-    cores = {(each.get("physical id"), each["core id"]) for each in processors if "core id" in each}
-    return len(cores) or None
-
-
-def _fields(text: str) -> list[tuple[str, str]]:
-    return [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in text.splitlines())]
-
-
-def _memory_capacity() -> str:
-    try:
-        size_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return _UNKNOWN
-    return f"{size_bytes / 1e9:.0f} GB"

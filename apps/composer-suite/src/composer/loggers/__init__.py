@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 from composer._lazy import lazy_face
 
 if TYPE_CHECKING:
+    from composer.loggers._text_output import ConsoleLogger as ConsoleLogger
+    from composer.loggers._text_output import ProgressBarLogger as ProgressBarLogger
     from composer.loggers.cometml_logger import CometMLLogger as CometMLLogger
-    from composer.loggers.console_logger import ConsoleLogger as ConsoleLogger
     from composer.loggers.file_logger import FileLogger as FileLogger
     from composer.loggers.in_memory_logger import InMemoryLogger as InMemoryLogger
     from composer.loggers.mlflow_logger import MLFlowLogger as MLFlowLogger
     from composer.loggers.mosaicml_logger import MosaicMLLogger as MosaicMLLogger
     from composer.loggers.neptune_logger import NeptuneLogger as NeptuneLogger
-    from composer.loggers.progress_bar_logger import ProgressBarLogger as ProgressBarLogger
     from composer.loggers.slack_logger import SlackLogger as SlackLogger
     from composer.loggers.tensorboard_logger import TensorboardLogger as TensorboardLogger
     from composer.loggers.wandb_logger import WandBLogger as WandBLogger
@@ -24,14 +24,14 @@ __all__ = [
     "RemoteUploaderDownloader",
     "Logger",
     "LoggerDestination",
-    "CometMLLogger",
     "ConsoleLogger",
+    "ProgressBarLogger",
+    "CometMLLogger",
     "FileLogger",
     "InMemoryLogger",
     "MLFlowLogger",
     "MosaicMLLogger",
     "NeptuneLogger",
-    "ProgressBarLogger",
     "SlackLogger",
     "TensorboardLogger",
     "WandBLogger",
@@ -42,14 +42,13 @@ __getattr__, __dir__ = lazy_face(
         "composer_checkpoint.remote.logger": ["RemoteUploaderDownloader"],
         "composer_events.logger": ["Logger"],
         "composer_events.logger_destination": ["LoggerDestination"],
+        "composer.loggers._text_output": ["ConsoleLogger", "ProgressBarLogger"],
         "composer.loggers.cometml_logger": ["CometMLLogger"],
-        "composer.loggers.console_logger": ["ConsoleLogger"],
         "composer.loggers.file_logger": ["FileLogger"],
         "composer.loggers.in_memory_logger": ["InMemoryLogger"],
         "composer.loggers.mlflow_logger": ["MLFlowLogger"],
         "composer.loggers.mosaicml_logger": ["MosaicMLLogger"],
         "composer.loggers.neptune_logger": ["NeptuneLogger"],
-        "composer.loggers.progress_bar_logger": ["ProgressBarLogger"],
         "composer.loggers.slack_logger": ["SlackLogger"],
         "composer.loggers.tensorboard_logger": ["TensorboardLogger"],
         "composer.loggers.wandb_logger": ["WandBLogger"],

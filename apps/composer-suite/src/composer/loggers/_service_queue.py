@@ -1,4 +1,4 @@
-"""Base class of loggers for services, which call them through a bounded queue and a thread."""
+"""Base class of loggers for services, which call them through a bounded queue and a thread, with copies of values."""
 
 import atexit
 import logging
@@ -7,20 +7,22 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from shutil import copyfile, rmtree
 from tempfile import mkdtemp
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from composer.loggers._logged_values import LoggedImages, Snapshot
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from composer_dist import dist, get_global_rank
 from composer_events.arguments import check_seconds
-from composer_events.logger_destination import LoggerDestination
+from composer_events.logger_destination import LoggerDestination, detached_copy, format_log_data_value, map_values
 from composer_models import MissingConditionalImportError
 
 if TYPE_CHECKING:
@@ -28,14 +30,162 @@ if TYPE_CHECKING:
     from composer_events.state import State
 
 __all__ = [
-    "PATIENCE_S",
+    "LoggedImages",
     "Outbox",
+    "PATIENCE_S",
+    "PixelsAndMasks",
     "QueuedLogger",
-    "UncaughtErrors",
+    "Snapshot",
+    "as_number",
+    "fatal_error",
+    "id_of_uncaught",
     "open_on_ranks",
     "require",
+    "to_8_bits",
     "warn_logging_problem",
 ]
+
+PixelsAndMasks: TypeAlias = "Iterator[tuple[NDArray[np.uint8], dict[str, NDArray[Any]]]]"
+
+
+class LoggedImages:
+    """Copy of images at the time of logging. Shapes are checked immediately, pixels are read later.
+
+    Raises:
+        ValueError: If an axis is empty, an image has more than three or fewer than two axes, or the number or the axes
+            of the masks do not match the images.
+    """
+
+    def __init__(self, images: Any, channels_last: bool = False, masks: Mapping[str, Any] | None = None) -> None:
+        self._snapshot = Snapshot({"images": images, "masks": dict(masks or {})})
+        images = _one_by_one(self._snapshot.values["images"], 3)
+        self._images = [_to_hwc(image, channels_last) for image in images]
+        self._masks = {
+            name: _to_masks(name, stack, len(images)) for name, stack in self._snapshot.values["masks"].items()
+        }
+
+    @property
+    def size_bytes(self) -> int:
+        """The approximate memory of the copies, in bytes."""
+        return self._snapshot.size_bytes
+
+    def read(self) -> PixelsAndMasks:
+        """Wait for the copies, and yield each image, with values from 0 to 255, and its masks."""
+        self._snapshot.wait()
+        for index, image in enumerate(self._images):
+            yield to_8_bits(_to_numpy(image)), {name: _to_numpy(masks[index]) for name, masks in self._masks.items()}
+
+
+def to_8_bits(image: NDArray[Any]) -> NDArray[np.uint8]:
+    """Convert an image to values from 0 to 255: booleans and floats in [0, 1] are scaled, others are clipped."""
+    # The range of floats is not part of their type: images in [0, 1] and in [0, 255] are both common.
+    if image.dtype == bool or (np.issubdtype(image.dtype, np.floating) and image.min() >= 0 and image.max() <= 1):
+        image = np.round(image * 255.0)
+    return image.clip(0, 255).astype(np.uint8)
+
+
+def _one_by_one(images: Any, max_axes: int) -> list[torch.Tensor]:
+    if isinstance(images, Sequence):
+        return [torch.as_tensor(image) for image in images]
+    stack = torch.as_tensor(images)
+    return [stack] if stack.ndim <= max_axes else list(stack)
+
+
+def _to_hwc(image: torch.Tensor, channels_last: bool) -> torch.Tensor:
+    squeezed = image.squeeze()
+    if image.numel() == 0 or image.ndim < 2 or squeezed.ndim > 3:
+        raise ValueError(
+            f"an image of shape {tuple(image.shape)} cannot be shown. An image has a height, a width and perhaps "
+            f"channels, none of them 0; several images go into a list, or into one array along its first axis."
+        )
+    if squeezed.ndim < 3:
+        return squeezed.reshape(*squeezed.shape, *[1] * (3 - squeezed.ndim))
+    return squeezed if channels_last else squeezed.movedim(0, -1)
+
+
+def _to_masks(name: str, stack: Any, num_images: int) -> list[torch.Tensor]:
+    masks = [mask.squeeze() for mask in _one_by_one(stack, 2)]
+    if len(masks) != num_images:
+        raise ValueError(f"masks[{name!r}] has {len(masks)} masks for {num_images} images. Give one for each image.")
+    for mask in masks:
+        if mask.ndim != 2:
+            raise ValueError(
+                f"masks[{name!r}] has a mask of shape {tuple(mask.shape)}. A mask must have the axes height and width, "
+                f"with the class index of each pixel."
+            )
+    return masks
+
+
+def _to_numpy(values: torch.Tensor) -> NDArray[Any]:
+    # NumPy has no bfloat16, and half precision is too coarse for scaling.
+    return (values.float() if values.dtype in (torch.bfloat16, torch.float16) else values).numpy()
+
+
+_BYTES_OF_A_NUMBER = 128  # approximate size of a name and a number in Python
+
+
+class Snapshot:
+    """Copy of values by name.
+
+    Tensors on an accelerator are copied asynchronously: the copy is queued after the work that computes them, and only
+    reading synchronizes. The types and shapes in `values` are valid immediately, the contents of tensors only after
+    `wait`.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._arrivals: dict[torch.device, torch.Event] = {}
+        self.size_bytes = 0
+        self.values: dict[str, Any] = {name: map_values(self._take, value) for name, value in values.items()}
+        for device, arrival in self._arrivals.items():
+            # One event for all copies of a device, since a stream runs them in order.
+            arrival.record(torch.accelerator.current_stream(device))
+
+    def is_ready(self) -> bool:
+        """Return whether `read` does not wait: all copies have arrived, or the device has failed and it raises."""
+        try:
+            return all(arrival.query() for arrival in self._arrivals.values())
+        except RuntimeError:  # the device has failed
+            return True
+
+    def wait(self) -> None:
+        """Wait until the values are on the host."""
+        for arrival in self._arrivals.values():
+            arrival.synchronize()
+
+    def read(self) -> dict[str, Any]:
+        """Wait, and return the values, with one-element tensors as numbers."""
+        self.wait()
+        return {name: map_values(_to_number, value) for name, value in self.values.items()}
+
+    def _take(self, value: Any) -> Any:
+        self.size_bytes += _BYTES_OF_A_NUMBER + _size_bytes(value)
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            return format_log_data_value(value)  # meta tensors have no data
+        if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+            return detached_copy(value)
+        self._arrivals.setdefault(value.device, torch.Event(value.device))
+        return value.detach().to("cpu", non_blocking=True)  # to pinned memory, so the host does not wait
+
+
+def _size_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        return int(value.element_size() * value.numel())  # an upper bound for sparse tensors
+    return int(getattr(value, "nbytes", 0))
+
+
+def _to_number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def as_number(value: Any) -> float | None:
+    """Return a value as a float for a curve, or `None` if it is not a number."""
+    if isinstance(value, str):
+        return None
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except Exception:  # arrays, tensors and foreign objects raise various errors
+        return None
+
 
 PATIENCE_S = 120.0
 """Seconds that the start and the end of a run wait for a service."""
@@ -59,10 +209,6 @@ class Outbox:
       so a service that hangs cannot keep the process alive.
 
     Before `open` or `begin`, calls are queued but not made. After `close`, the queue can be opened again.
-
-    Args:
-        service: The name of the service in warnings.
-        patience_s: Seconds to wait in `open`, `drain` and `close`.
     """
 
     def __init__(self, service: str, *, patience_s: float = PATIENCE_S) -> None:
@@ -93,9 +239,7 @@ class Outbox:
     def open(self, connect: Callable[[], TResult], *raised: type[Exception]) -> TResult | None:
         """Make the first call, wait for it, and start making the queued calls.
 
-        Args:
-            connect: The first call.
-            *raised: Exception types that the user must fix, such as those for a wrong argument. They are raised here.
+        Exceptions of the types `raised`, such as those for a wrong argument, are raised here.
 
         Returns:
             The value of `connect`. `None`, with a warning, if it raised, in which case no calls are made, or if it
@@ -123,13 +267,7 @@ class Outbox:
         return None
 
     def post(self, call: Callable[[], Any], *, size_bytes: int = 0, is_kept: bool = False) -> None:
-        """Queue a call, and return at once.
-
-        Args:
-            call: The call. Its return value is ignored.
-            size_bytes: Approximate memory that it takes in the queue.
-            is_kept: Whether it must not be dropped.
-        """
+        """Queue a call that takes about `size_bytes` of memory, and return at once. Kept calls are never dropped."""
         line = self._line
         with line.changed:
             # An empty queue accepts anything, or a call larger than its capacity could never be made.
@@ -163,11 +301,7 @@ class Outbox:
         return not num_left
 
     def close(self, finish: Callable[[], Any] | None = None) -> None:
-        """Make the last call, wait until all are done, and end the thread.
-
-        Args:
-            finish: The last call, made only if the first one succeeded.
-        """
+        """Make the last call, if the first one succeeded, wait until all are done, and end the thread."""
         line = self._line
         if line.thread is None:
             return
@@ -268,12 +402,11 @@ def _named(error: BaseException) -> str:
 class QueuedLogger(LoggerDestination):
     """Base class of loggers that make all calls to a service, in order, through an `Outbox`.
 
-    `_send_hyperparameters` and `_send_metrics` run on its thread, with values that are on the host.
-
-    Args:
-        rank_zero_only: Whether only rank 0 logs.
-        patience_s: Seconds that the start and the end of the run wait for the service.
+    The methods `_send_...` run on its thread, with values that are on the host.
     """
+
+    _images_name = "Images"
+    _shows_masks = False
 
     def __init__(self, rank_zero_only: bool, patience_s: float) -> None:
         self._enabled = not rank_zero_only or get_global_rank() == 0
@@ -287,6 +420,26 @@ class QueuedLogger(LoggerDestination):
         """Log metrics at a step."""
         self._post(self._send_metrics, metrics, step)
 
+    def log_images(
+        self,
+        images: Any,
+        name: str | None = None,
+        channels_last: bool = False,
+        step: int | None = None,
+        masks: dict[str, Any] | None = None,
+        mask_class_labels: dict[int, str] | None = None,
+        use_table: bool = False,
+    ) -> None:
+        """Log images, with masks and in a table if the service shows them.
+
+        Raises:
+            ValueError: If an item is not an image, or masks do not fit the images.
+        """
+        if self._enabled:
+            logged = LoggedImages(images, channels_last, masks if self._shows_masks else None)
+            more = name or self._images_name, step, mask_class_labels, use_table
+            self._outbox.post(lambda: self._send_images(logged.read(), *more), size_bytes=logged.size_bytes)
+
     def fit_end(self, state: "State", logger: "Logger") -> None:
         """Wait until all calls to the service are done."""
         self._outbox.drain()
@@ -297,18 +450,17 @@ class QueuedLogger(LoggerDestination):
     def _send_metrics(self, values: dict[str, Any], step: int | None) -> None:
         raise NotImplementedError
 
+    def _send_images(
+        self, images: PixelsAndMasks, name: str, step: int | None, labels: dict[int, str] | None, use_table: bool
+    ) -> None:
+        raise NotImplementedError
+
     def _post(self, send: Callable[..., None], values: Mapping[str, Any], *rest: Any, is_kept: bool = False) -> None:
         """Queue a call with a copy of values, if this rank logs."""
         if self._enabled:
             snapshot = Snapshot(values)  # now, since tensors may be changed in place before the call is made
             size_bytes = 0 if is_kept else snapshot.size_bytes
             self._outbox.post(lambda: send(snapshot.read(), *rest), size_bytes=size_bytes, is_kept=is_kept)
-
-    def _post_images(self, send: Callable[..., None], images: Any, channels_last: bool, masks: Any, *rest: Any) -> None:
-        """Queue a call with copies of images and masks, if this rank logs."""
-        if self._enabled:
-            logged = LoggedImages(images, channels_last, masks)
-            self._outbox.post(lambda: send(logged.read(), *rest), size_bytes=logged.size_bytes)
 
     def _post_file(self, file: Path, send: Callable[[Path], None]) -> None:
         """Queue a call with a copy of a file, which may change before it is sent."""
@@ -333,14 +485,8 @@ def open_on_ranks(
 ) -> list[TResult | None]:
     """Open an outbox on the ranks that use it, and return the result of each rank. Every rank must call this.
 
-    Args:
-        outbox: The outbox.
-        connect: The first call.
-        *raised: Exception types that the user must fix. They are raised on all ranks.
-        is_enabled: Whether this rank opens it.
-
-    Returns:
-        By rank, the value of `connect`; `None` if it was not called, raised or took too long.
+    Exceptions of the types `raised` are raised on all ranks. A result is `None` if `connect` was not called, raised
+    another exception, or took too long.
     """
     found, error = None, None
     if is_enabled:
@@ -361,12 +507,7 @@ def open_on_ranks(
 
 
 def require(module: str, *, extra: str, package: str | None = None) -> Any:
-    """Import a library of an optional extra of this distribution.
-
-    Args:
-        module: The module.
-        extra: The extra that brings it.
-        package: Its name in package registries; by default that of the module.
+    """Import a library of an optional extra of this distribution; `package` is its name in package registries.
 
     Raises:
         MissingConditionalImportError: If it is not installed.
@@ -380,36 +521,21 @@ def require(module: str, *, extra: str, package: str | None = None) -> Any:
         raise MissingConditionalImportError(extra, package or top.replace("_", "-")) from error
 
 
-class UncaughtErrors:
-    """Detection of an exception that ends the process, between `watch` and `stop`.
+def id_of_uncaught() -> int | None:
+    """Return the id of the last uncaught exception. A reference would keep its frames, with their tensors, alive."""
+    return None if getattr(sys, "last_value", None) is None else id(sys.last_value)
 
-    The previous `sys.excepthook` is still called. `stop` restores it, unless another hook was installed since.
+
+def fatal_error(*, was_busy: bool, id_of_earlier: int | None) -> BaseException | None:
+    """Return the exception being handled or, if work was left undone, the one that has ended the process.
+
+    At interpreter exit, the exception is no longer being handled, and only `sys.last_value` refers to it.
+    `id_of_earlier` is that of an exception raised before the run, for example in an earlier cell of a notebook.
     """
-
-    def __init__(self) -> None:
-        self._before: Any = None
-        self._hook: Any = None
-        self._has_seen = False
-
-    def watch(self) -> None:
-        """Install the hook."""
-        # `_hook` is kept, since each access to a bound method creates a new object, and `stop` compares with `is`.
-        self._before, self._hook, self._has_seen = sys.excepthook, self._notice, False
-        sys.excepthook = self._hook
-
-    def has_failed(self) -> bool:
-        """Return whether an exception is being handled or has ended the process."""
-        return self._has_seen or sys.exc_info()[1] is not None
-
-    def stop(self) -> None:
-        """Remove the hook."""
-        if self._hook is not None and sys.excepthook is self._hook:
-            sys.excepthook = self._before
-        self._hook = None
-
-    def _notice(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._has_seen = True
-        self._before(kind, error, trace)
+    error = sys.exc_info()[1]
+    if error is None and was_busy and id_of_uncaught() not in (None, id_of_earlier):
+        return sys.last_value
+    return error
 
 
 def warn_logging_problem(message: str) -> None:

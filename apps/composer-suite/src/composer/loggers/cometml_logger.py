@@ -4,10 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from composer.loggers._logged_values import PixelsAndMasks
-from composer.loggers._service_queue import PATIENCE_S, QueuedLogger, require
+from composer.loggers._service_queue import PATIENCE_S, PixelsAndMasks, QueuedLogger, require
 from composer_dist import get_global_rank
-from composer_events.arguments import check_flags, check_mappings, check_texts
 from composer_events.logger import Logger
 from composer_events.state import State
 
@@ -46,6 +44,9 @@ class CometMLLogger(QueuedLogger):
         ValueError, TypeError: If Comet rejects the arguments, or has no API key.
     """
 
+    _images_name = "Image"
+    _shows_masks = True
+
     def __init__(
         self,
         workspace: str | None = None,
@@ -59,9 +60,6 @@ class CometMLLogger(QueuedLogger):
         patience_s: float = PATIENCE_S,
     ) -> None:
         comet_ml = require("comet_ml", extra="comet")
-        check_mappings(exp_kwargs=exp_kwargs)
-        check_flags(log_code=log_code, log_graph=log_graph, rank_zero_only=rank_zero_only)
-        check_texts(workspace=workspace, project_name=project_name, name=name, may_be_none=True)
         super().__init__(rank_zero_only, patience_s)
         self.name: str | None = name
         self.rank_zero_only = rank_zero_only
@@ -85,23 +83,6 @@ class CometMLLogger(QueuedLogger):
             self.experiment.log_table(f"{name}.json", frame, orient="split", index=False)
 
         self._outbox.post(send, size_bytes=int(frame.memory_usage().sum()))
-
-    def log_images(
-        self,
-        images: Any,
-        name: str = "Image",
-        channels_last: bool = False,
-        step: int | None = None,
-        masks: dict[str, Any] | None = None,
-        mask_class_labels: dict[int, str] | None = None,
-        use_table: bool = True,
-    ) -> None:
-        """Log each image as `<name>_<i>`, and for each of its masks the image with an overlay, and the mask.
-
-        Raises:
-            ValueError: If an item is not an image, or masks do not fit the images.
-        """
-        self._post_images(self._send_images, images, channels_last, masks, name, step)
 
     def init(self, state: State, logger: Logger) -> None:
         """Name the experiment."""
@@ -134,7 +115,10 @@ class CometMLLogger(QueuedLogger):
     def _send_metrics(self, values: dict[str, Any], step: int | None) -> None:
         self.experiment.log_metrics(dic=values, step=step)
 
-    def _send_images(self, images: PixelsAndMasks, name: str, step: int | None) -> None:
+    def _send_images(
+        self, images: PixelsAndMasks, name: str, step: int | None, labels: dict[int, str] | None, use_table: bool
+    ) -> None:
+        # Each image as `<name>_<i>`, and for each of its masks the image with an overlay, and the mask.
         for index, (image, masks) in enumerate(images):
             self.experiment.log_image(image, name=f"{name}_{index}", step=step)
             for mask_name, mask in masks.items():

@@ -1,5 +1,6 @@
 """Log file per rank, with all logged values and the console output of the process."""
 
+import io
 import logging
 import os
 import re
@@ -8,20 +9,20 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
 from threading import RLock
 from typing import Any, NamedTuple
 
-from composer.loggers._logged_values import Snapshot
-from composer.loggers._retrying_file import KeptFile
-from composer.loggers._text_output import StreamCapture, table_as_json
-from composer_events.arguments import check_counts, check_flags, check_numbers, check_places, overrides
+from composer.loggers._service_queue import Snapshot, warn_logging_problem
+from composer.loggers._text_output import table_as_json
+from composer_events.arguments import check_counts, check_flags, check_numbers, overrides
 from composer_events.formatting import check_placeholders, format_name_with_dist
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination, format_log_data_value
 from composer_events.state import State
 
-__all__ = ["FileLogger"]
+__all__ = ["FileLogger", "KeptFile"]
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +52,6 @@ class FileLogger(LoggerDestination):
         is_resuming: Whether to append to an existing file. The Trainer sets it.
 
     Raises:
-        TypeError: If an argument has the wrong type.
         ValueError: If `flush_interval` is less than 1.
     """
 
@@ -67,13 +67,10 @@ class FileLogger(LoggerDestination):
         flush_interval: int = 100,
         overwrite: bool = False,
     ) -> None:
-        check_places(filename=filename)
-        check_places(remote_file_name=remote_file_name, may_be_none=True)
         check_placeholders(filename=filename, remote_file_name=remote_file_name)
         check_counts(flush_interval=flush_interval)
         check_numbers(buffer_size=buffer_size)
-        check_flags(capture_stdout=capture_stdout, capture_stderr=capture_stderr)
-        check_flags(log_traces=log_traces, overwrite=overwrite)
+        check_flags(overwrite=overwrite)
         self.filename_format = os.fspath(filename)
         self.remote_file_name_format = self.filename_format if remote_file_name is None else os.fspath(remote_file_name)
         self.buffer_size, self.flush_interval = buffer_size, flush_interval
@@ -153,9 +150,7 @@ class FileLogger(LoggerDestination):
         """Sync the file to the disk."""
         self._flush(logger)
 
-    def eval_start(self, state: State, logger: Logger) -> None:
-        """Sync the file to the disk."""
-        self._flush(logger)
+    eval_start = epoch_start
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Write the lines whose values are available, and sync the file at the interval."""
@@ -313,3 +308,110 @@ class _Entry(NamedTuple):
     text: str | Callable[[], str]
     prefix: str = ""
     snapshot: Snapshot | None = None
+
+
+class KeptFile:
+    """File for appending.
+
+    The first failed write, for example on a full disk, causes a warning. The bytes stay in memory until a write
+    succeeds. A `buffer_size` less than 0 is the default of the system.
+    """
+
+    def __init__(self, path: Path, buffer_size: int, is_continued: bool) -> None:
+        self.path = path
+        # Unbuffered: with Python's own buffer, it is unknown after a failed write which bytes are in the file.
+        self._file = path.open("ab" if is_continued else "wb", buffering=0)
+        self._gathered = bytearray()
+        self._buffer_size = io.DEFAULT_BUFFER_SIZE if buffer_size < 0 else buffer_size
+        self._has_warned = self._is_in_child = False
+
+    def write(self, text: bytes) -> None:
+        """Append bytes."""
+        self._gathered += text
+        if self._is_in_child:
+            # Only up to the last line end; progress bars end their lines with a carriage return.
+            self._offer(max(self._gathered.rfind(b"\n"), self._gathered.rfind(b"\r")) + 1)
+        elif len(self._gathered) >= self._buffer_size:
+            self._offer()
+
+    def begin_in_child(self) -> None:
+        """Drop the parent's buffer in a forked process, and write whole lines only.
+
+        Parent and child write to the same file, and this copy is never closed.
+        """
+        self._gathered.clear()
+        self._is_in_child = True
+        # Children of multiprocessing skip `atexit`; this flushes a last line without a line end.
+        Finalize(None, self.flush, exitpriority=0)
+
+    def flush(self) -> None:
+        """Write the buffer."""
+        self._offer()
+
+    def sync(self) -> None:
+        """Write the buffer, and sync the file to the disk."""
+        try:
+            if self._offer():
+                os.fsync(self._file.fileno())
+        except OSError as error:  # pipes and some file systems do not support fsync
+            self._warn(error)
+
+    def close(self) -> None:
+        """Close the file. Bytes that still cannot be written are lost, with a warning."""
+        num_lost = 0 if self._offer() else len(self._gathered)
+        self._file.close()
+        if num_lost:
+            warn_logging_problem(
+                f"The last {num_lost} bytes of the log are not in {str(self.path)!r}: it could not be written to."
+            )
+
+    def _offer(self, size: int | None = None) -> bool:
+        """Write the buffer, or its first `size` bytes, and return whether it is empty."""
+        left = len(self._gathered) if size is None else size
+        try:
+            while left:  # an unbuffered write may write fewer bytes
+                written = self._file.write(self._gathered[:left])
+                del self._gathered[:written]
+                left -= written
+        except OSError as error:
+            self._warn(error)
+        return not self._gathered
+
+    def _warn(self, error: OSError) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warn_logging_problem(
+            f"{str(self.path)!r} cannot be written to now; training continues: {error}. Logged lines are "
+            f"kept in memory and written later."
+        )
+
+
+class StreamCapture:
+    """Hook that passes text written to `sys.stdout` or `sys.stderr` to a listener, after the stream has written it."""
+
+    def __init__(self, name: str, listen: Callable[[str], None]) -> None:
+        self._stream: Any = getattr(sys, name)
+        self._listen: Callable[[str], None] | None = listen
+        self._write = self._stream.write
+        # If another hook replaced `write` on the instance, `stop` restores it; else it uncovers the class's method.
+        self._was_own = "write" in getattr(self._stream, "__dict__", {})
+        self._hook = self._write_and_tell  # kept for `is`: each access creates a new bound method
+        self._stream.write = self._hook
+
+    def stop(self) -> None:
+        """Restore the stream, and stop listening."""
+        self._listen = None
+        # A hook installed on top of this one still calls it, so this one stays and only writes to the stream.
+        if self._stream.write is not self._hook:
+            return
+        if self._was_own:
+            self._stream.write = self._write
+        else:
+            del self._stream.write
+
+    def _write_and_tell(self, text: str) -> Any:
+        result = self._write(text)
+        if self._listen is not None:
+            self._listen(text)
+        return result

@@ -2,23 +2,29 @@
 
 import fnmatch
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from composer.loggers._logged_values import LoggedImages, as_number
-from composer.loggers._service_queue import PATIENCE_S, QueuedLogger, UncaughtErrors, open_on_ranks, require
+from composer.loggers._service_queue import (
+    PATIENCE_S,
+    PixelsAndMasks,
+    QueuedLogger,
+    as_number,
+    fatal_error,
+    id_of_uncaught,
+    open_on_ranks,
+    require,
+)
 from composer_dist import get_global_rank
 from composer_events.arguments import (
     check_counts,
     check_flags,
-    check_mappings,
-    check_places,
     check_seconds,
     check_text_lists,
-    check_texts,
 )
 from composer_events.hparams import convert_nested_dict_to_flat_dict
 from composer_events.logger import Logger
@@ -37,129 +43,6 @@ _INVALID = "INVALID_PARAMETER_VALUE"  # MLflow's error code for an invalid metri
 
 # Environment variables that make MLflow's client try once. By default it retries for minutes.
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
-
-
-class Batch:
-    """Buffered values that are sent in one request.
-
-    Args:
-        client: An `MlflowClient`.
-        run_id: The run.
-        buffer_seconds: The age of the oldest value at which the buffer is sent.
-    """
-
-    def __init__(self, client: Any, run_id: str, buffer_seconds: float) -> None:
-        self._client, self._run_id, self._buffer_seconds = client, run_id, buffer_seconds
-        self._metrics: list[Any] = []
-        self._refused: set[str] = set()
-        self._since = 0.0
-
-    def add(self, name: str, value: float, timestamp_ms: int, step: int) -> None:
-        """Buffer a value."""
-        from mlflow.entities import Metric  # already loaded, with the client
-
-        if name in self._refused:
-            return
-        if not self._metrics:
-            self._since = time.monotonic()
-        self._metrics.append(Metric(name, value, timestamp_ms, step))
-
-    def send_if_due(self) -> None:
-        """Send the buffer if it is old enough or fills a request."""
-        is_old = bool(self._metrics) and time.monotonic() - self._since >= self._buffer_seconds
-        if is_old or len(self._metrics) >= _MOST_METRICS:
-            self.send()
-
-    def send(self) -> None:
-        """Send the buffer."""
-        # Emptied first: after an error, the same values must not be sent again with the next ones.
-        metrics, self._metrics = self._metrics, []
-        self._log_batch("metrics", metrics, _MOST_METRICS)
-
-    def send_params(self, params: Mapping[str, Any]) -> None:
-        """Send hyperparameters."""
-        from mlflow.entities import Param  # already loaded, with the client
-
-        self._log_batch("params", [Param(name, str(value)) for name, value in params.items()], _MOST_PARAMS)
-
-    def _log_batch(self, kind: str, items: list[Any], most: int) -> None:
-        """Send items in as few requests as possible.
-
-        MLflow rejects a whole request because of one invalid metric name or, in a resumed run, one changed parameter.
-        The items of such a request are then sent by name. A metric that is rejected again is no longer sent.
-
-        Raises:
-            MlflowException: The first error, after all other items are sent.
-        """
-        from mlflow.exceptions import MlflowException  # already loaded, with the client
-
-        errors: list[Exception] = []
-        for start in range(0, len(items), most):
-            part = items[start : start + most]
-            try:
-                self._client.log_batch(self._run_id, **{kind: part})
-            except MlflowException as error:
-                if kind == "metrics" and error.error_code != _INVALID:
-                    raise
-            else:
-                continue
-            for name in dict.fromkeys(item.key for item in part):
-                try:
-                    self._client.log_batch(self._run_id, **{kind: [item for item in part if item.key == name]})
-                except MlflowException as error:
-                    if kind == "metrics":
-                        if error.error_code != _INVALID:
-                            raise
-                        self._refused.add(name)
-                    errors.append(error)
-        if errors:
-            raise errors[0]
-
-
-def begin_run(
-    client: Any, experiment_name: str, run_name: str, tags: Mapping[str, Any], *, resume: bool
-) -> tuple[str, str]:
-    """Return the ids of the experiment and the run, which are created if they do not exist."""
-    experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
-    if experiment_id is None:
-        experiment = client.get_experiment_by_name(experiment_name)
-        experiment_id = _create_experiment(client, experiment_name) if experiment is None else experiment.experiment_id
-    run_id = os.environ.get("MLFLOW_RUN_ID")
-    if run_id is None and resume:
-        # By tag, since users may rename runs in MLflow.
-        named = tags["run_name"].replace("'", "\\'")
-        found = client.search_runs(
-            [experiment_id], f"tags.run_name = '{named}'", max_results=1, order_by=["attributes.start_time DESC"]
-        )
-        run_id = found[0].info.run_id if found else None
-    if run_id is None:
-        texts = {name: str(value) for name, value in tags.items()}
-        run_id = client.create_run(experiment_id, run_name=run_name, tags=texts).info.run_id
-    return experiment_id, run_id
-
-
-def end_run(mlflow: Any, run_id: str, status: str, *, is_patient: bool) -> None:
-    """End the run, if it is still the active one of this thread.
-
-    Args:
-        mlflow: The module.
-        run_id: The run.
-        status: The final status, in MLflow's terms.
-        is_patient: Whether to retry, and to warn on failure.
-    """
-    active = mlflow.active_run()
-    if active is None or active.info.run_id != run_id:
-        return
-    try:
-        with nullcontext() if is_patient else _impatiently():
-            mlflow.end_run(status)
-    except Exception as error:
-        if is_patient:  # otherwise, a warning was already issued
-            warnings.warn(
-                f"MLFlowLogger could not end run {run_id}: {type(error).__name__}: {error}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
 
 
 def _create_experiment(client: Any, name: str) -> str:
@@ -189,7 +72,6 @@ def _impatiently() -> Iterator[None]:
 
 
 _DEFAULT_EXPERIMENT = "my-mlflow-experiment"
-_CHANNELS = {1, 3, 4}
 _SYSTEM_METRICS = {
     "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "5",
     "MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING": "6",
@@ -197,7 +79,7 @@ _SYSTEM_METRICS = {
 
 
 class MLFlowLogger(QueuedLogger):
-    """Logger for MLflow: hyperparameters, metrics, tables and images. It also registers models.
+    """Logger for MLflow: hyperparameters, metrics, tables and images without masks. It also registers models.
 
     Metrics are buffered and sent in order by a separate thread. While a Trainer is open, its run is MLflow's active run
     in the main thread, so that calls such as `mlflow.log_artifact` use it. The hyperparameters `mlflow_experiment_id`
@@ -234,9 +116,10 @@ class MLFlowLogger(QueuedLogger):
 
     Raises:
         MissingConditionalImportError: If mlflow is not installed; the extra `mlflow` brings it.
-        TypeError: If an argument has the wrong type.
         ValueError: If the registry is Unity Catalog and the prefix does not have the form `catalog.schema`.
     """
+
+    _images_name = "image"
 
     def __init__(
         self,
@@ -264,14 +147,8 @@ class MLFlowLogger(QueuedLogger):
         check_counts(flush_interval=flush_interval)
         check_counts(0, log_duplicated_metric_every_n_steps=log_duplicated_metric_every_n_steps)
         check_seconds(may_be_zero=True, logging_buffer_seconds=logging_buffer_seconds)
-        check_mappings(tags=tags, rename_metrics=rename_metrics)
         check_text_lists(ignore_metrics=ignore_metrics, ignore_hyperparameters=ignore_hyperparameters)
-        check_flags(rank_zero_only=rank_zero_only, synchronous=synchronous)
-        check_flags(log_system_metrics=log_system_metrics, resume=resume)
-        check_texts(experiment_name=experiment_name, run_name=run_name, run_group=run_group, may_be_none=True)
-        check_texts(model_registry_prefix=model_registry_prefix)
-        check_texts(model_registry_uri=model_registry_uri, may_be_none=True)
-        check_places(tracking_uri=tracking_uri, may_be_none=True)
+        check_flags(resume=resume)
         if model_registry_uri == _UNITY_CATALOG and len(model_registry_prefix.split(".")) != 2:
             raise ValueError(
                 f"When registering to Unity Catalog, model_registry_prefix must be in the form catalog.schema, such as "
@@ -306,9 +183,12 @@ class MLFlowLogger(QueuedLogger):
         self.experiment_id: str | None = None
         self.run_id: str | None = None
         self.run_url: str | None = None
-        self._uncaught = UncaughtErrors()
-        self._batch: Batch | None = None  # this and the cache belong to the outbox's thread
+        self._id_of_uncaught = id_of_uncaught()
+        # These belong to the outbox's thread.
         self._metrics_cache: dict[str, tuple[float, int]] = {}
+        self._buffered: list[Any] = []
+        self._buffered_since_s = 0.0
+        self._refused: set[str] = set()  # names of metrics
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Log hyperparameters."""
@@ -336,43 +216,6 @@ class MLFlowLogger(QueuedLogger):
 
         self._post(send, {"rows": [list(row) for row in rows]})
 
-    def log_images(
-        self,
-        images: Any,
-        name: str = "image",
-        channels_last: bool = False,
-        step: int | None = None,
-        masks: dict[str, Any] | None = None,
-        mask_class_labels: dict[int, str] | None = None,
-        use_table: bool = True,
-    ) -> None:
-        """Log each image as `<name>_<i>`. MLflow does not support masks.
-
-        Raises:
-            ValueError: If an item is not an image, or does not have 1, 3 or 4 channels.
-        """
-        if not self._enabled:
-            return
-        if masks or mask_class_labels:
-            warnings.warn(
-                f"masks and mask_class_labels of the images {name!r} are left out: MLflow shows none. Log the masks as "
-                f"images, or give the Trainer a WandBLogger or CometMLLogger as well.",
-                UserWarning,
-                stacklevel=2,
-            )
-        logged = LoggedImages(images, channels_last)
-        if others := logged.num_channels - _CHANNELS:
-            raise ValueError(
-                f"the images {name!r} have {min(others)} channels. MLflow shows 1, 3 or 4. Is channels_last="
-                f"{channels_last!r} right?"
-            )
-
-        def send() -> None:
-            for index, (image, _) in enumerate(logged.read()):
-                self.client.log_image(image=image, key=f"{name}_{index}", run_id=self.run_id, step=step or 0)
-
-        self._outbox.post(send, size_bytes=logged.size_bytes)
-
     def init(self, state: State, logger: Logger) -> None:
         """Start or continue the run. Every rank must call this."""
         self.run_name = self.run_name or state.run_name
@@ -387,7 +230,6 @@ class MLFlowLogger(QueuedLogger):
             return
         self.experiment_id, self.run_id = own
         if self._enabled:
-            self._uncaught.watch()
             self._activate()
 
     def after_load(self, state: State, logger: Logger) -> None:
@@ -401,15 +243,13 @@ class MLFlowLogger(QueuedLogger):
     def batch_end(self, state: State, logger: Logger) -> None:
         """Send the buffer if it is old enough, at the interval."""
         if self._enabled and state.timestamp.num_batches % self.flush_interval == 0:
-            self._outbox.post(lambda: self._in_batch().send_if_due(), is_kept=True)
+            self._outbox.post(self._send_if_due, is_kept=True)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Send the buffer."""
         self._send()
 
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        """Send the buffer."""
-        self._send()
+    epoch_end = eval_end
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Send the buffer, and wait until it has been sent."""
@@ -420,15 +260,25 @@ class MLFlowLogger(QueuedLogger):
         """End the run, as failed after an exception, and wait until all values have been sent."""
         if not self._enabled:
             return
-        status = "FAILED" if self._uncaught.has_failed() else "FINISHED"
-        self._uncaught.stop()
+        # In an interactive session, an uncaught error has not ended the process, and may be unrelated.
+        is_script = not hasattr(sys, "ps1")
+        error = fatal_error(was_busy=is_script, id_of_earlier=self._id_of_uncaught)
+        status = "FINISHED" if error is None else "FAILED"
         self._send()
         # A service that is known to be down gets no retries below, which would delay the exit by minutes.
         is_well = self._outbox.drain() and not self._outbox.num_errors
         self._outbox.close(lambda: self.client.set_terminated(self.run_id, status))
-        if self.run_id is not None:
+        active = self._mlflow.active_run()
+        if active is None or active.info.run_id != self.run_id:
+            return
+        try:
             # `set_terminated` ends the run, and this ends its role as the active run of this thread.
-            end_run(self._mlflow, self.run_id, status, is_patient=is_well)
+            with nullcontext() if is_well else _impatiently():
+                self._mlflow.end_run(status)
+        except Exception as error:
+            if is_well:  # otherwise, a warning was already issued
+                text = f"MLFlowLogger could not end run {self.run_id}: {type(error).__name__}: {error}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     @property
     def client(self) -> Any:
@@ -528,19 +378,43 @@ class MLFlowLogger(QueuedLogger):
             )
 
     def _begin(self) -> tuple[str, str]:
-        assert self.run_name is not None, "`init` has set it"
-        experiment_id, run_id = begin_run(
-            self.client, self.experiment_name, self.run_name, self.tags, resume=self.resume
-        )
+        """Return the ids of the experiment and the run, which are created if they do not exist."""
+        experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if experiment_id is None:
+            experiment = self.client.get_experiment_by_name(self.experiment_name)
+            experiment_id = (
+                _create_experiment(self.client, self.experiment_name)
+                if experiment is None
+                else experiment.experiment_id
+            )
+        run_id = os.environ.get("MLFLOW_RUN_ID")
+        if run_id is None and self.resume:
+            # By tag, since users may rename runs in MLflow.
+            wanted = "tags.run_name = '{}'".format(self.tags["run_name"].replace("'", "\\'"))
+            newest = ["attributes.start_time DESC"]
+            found = self.client.search_runs([experiment_id], wanted, max_results=1, order_by=newest)
+            run_id = found[0].info.run_id if found else None
+        if run_id is None:
+            texts = {name: str(value) for name, value in self.tags.items()}
+            run_id = self.client.create_run(experiment_id, run_name=self.run_name, tags=texts).info.run_id
         self.run_id, self._metrics_cache = run_id, {}
-        buffer_seconds = 0 if self.synchronous else self.logging_buffer_seconds
-        self._batch = Batch(self.client, run_id, buffer_seconds)
+        self._buffered, self._refused = [], set()
         return experiment_id, run_id
 
     def _send_hyperparameters(self, values: dict[str, Any]) -> None:
-        self._in_batch().send_params(values)
+        from mlflow.entities import Param  # already loaded, with the client
+
+        self._log_batch("params", [Param(name, str(value)) for name, value in values.items()], _MOST_PARAMS)
+
+    def _send_images(
+        self, images: PixelsAndMasks, name: str, step: int | None, labels: dict[int, str] | None, use_table: bool
+    ) -> None:
+        for index, (image, _) in enumerate(images):
+            self.client.log_image(image=image, key=f"{name}_{index}", run_id=self.run_id, step=step or 0)
 
     def _gather(self, values: dict[str, Any], step: int, logged_at_ms: int) -> None:
+        from mlflow.entities import Metric  # already loaded, with the client
+
         for name, value in values.items():
             number = as_number(value)
             if number is None:
@@ -549,16 +423,60 @@ class MLFlowLogger(QueuedLogger):
             if before and before[0] == number and step < before[1] + self.log_duplicated_metric_every_n_steps:
                 continue
             self._metrics_cache[name] = (number, step)
-            self._in_batch().add(self.rename_metrics.get(name, name), number, logged_at_ms, step)
-        self._in_batch().send_if_due()
+            name = self.rename_metrics.get(name, name)
+            if name not in self._refused:
+                self._buffered_since_s = self._buffered_since_s if self._buffered else time.monotonic()
+                self._buffered.append(Metric(name, number, logged_at_ms, step))
+        self._send_if_due()
+
+    def _send_if_due(self) -> None:
+        """Send the buffer if it is old enough or fills a request."""
+        age_s = time.monotonic() - self._buffered_since_s
+        is_old = bool(self._buffered) and (self.synchronous or age_s >= self.logging_buffer_seconds)
+        if is_old or len(self._buffered) >= _MOST_METRICS:
+            self._send_buffer()
+
+    def _send_buffer(self) -> None:
+        # Emptied first: after an error, the same values must not be sent again with the next ones.
+        metrics, self._buffered = self._buffered, []
+        self._log_batch("metrics", metrics, _MOST_METRICS)
+
+    def _log_batch(self, kind: str, items: list[Any], most: int) -> None:
+        """Send items in as few requests as possible.
+
+        MLflow rejects a whole request because of one invalid metric name or, in a resumed run, one changed parameter.
+        The items of such a request are then sent by name. A metric that is rejected again is no longer sent.
+
+        Raises:
+            MlflowException: The first error, after all other items are sent.
+        """
+        from mlflow.exceptions import MlflowException  # already loaded, with the client
+
+        errors: list[Exception] = []
+        for start in range(0, len(items), most):
+            part = items[start : start + most]
+            try:
+                self.client.log_batch(self.run_id, **{kind: part})
+            except MlflowException as error:
+                if kind == "metrics" and error.error_code != _INVALID:
+                    raise
+            else:
+                continue
+            for name in dict.fromkeys(item.key for item in part):
+                try:
+                    self.client.log_batch(self.run_id, **{kind: [item for item in part if item.key == name]})
+                except MlflowException as error:
+                    if kind == "metrics":
+                        if error.error_code != _INVALID:
+                            raise
+                        self._refused.add(name)
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _send(self) -> None:
         if self._enabled:
-            self._outbox.post(lambda: self._in_batch().send(), is_kept=True)
-
-    def _in_batch(self) -> Batch:
-        assert self._batch is not None, "the outbox makes calls only after the run has begun"
-        return self._batch
+            self._outbox.post(self._send_buffer, is_kept=True)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

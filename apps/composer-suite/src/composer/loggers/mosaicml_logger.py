@@ -107,20 +107,14 @@ class MosaicMLLogger(LoggerDestination):
         self._log_metadata(_progress(state))
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Send the metrics of an evaluation."""
+        """Send the values logged since the last message."""
         self._log_metadata({}, now=True)
 
-    def predict_end(self, state: State, logger: Logger) -> None:
-        """Send the values logged during a prediction."""
-        self._log_metadata({}, now=True)
+    predict_end = close = eval_end
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Send the end time of training."""
         self._log_metadata({"train_finished_time": time.time(), **_progress(state)}, now=True)
-
-    def close(self, state: State, logger: Logger) -> None:
-        """Send the rest."""
-        self._log_metadata({}, now=True)
 
     def _log_metadata(self, metadata: Mapping[str, Any], *, now: bool = False) -> None:
         if not self._enabled:

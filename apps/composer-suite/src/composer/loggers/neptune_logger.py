@@ -6,10 +6,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from composer.loggers._logged_values import PixelsAndMasks
-from composer.loggers._service_queue import PATIENCE_S, QueuedLogger, require
+from composer.loggers._service_queue import PATIENCE_S, PixelsAndMasks, QueuedLogger, require
 from composer_dist import get_global_rank
-from composer_events.arguments import check_flags, check_texts
 from composer_events.hparams import convert_nested_dict_to_flat_dict
 from composer_events.logger import Logger
 from composer_events.state import State
@@ -38,7 +36,6 @@ class NeptuneLogger(QueuedLogger):
 
     Raises:
         MissingConditionalImportError: If neptune is not installed; the extra `neptune` brings it.
-        TypeError: If an argument has the wrong type.
         ValueError: If `base_namespace` is empty.
     """
 
@@ -55,9 +52,6 @@ class NeptuneLogger(QueuedLogger):
         **neptune_kwargs: Any,
     ) -> None:
         require("neptune", extra="neptune")
-        check_texts(project=project, api_token=api_token, may_be_none=True)
-        check_texts(base_namespace=base_namespace)
-        check_flags(rank_zero_only=rank_zero_only, upload_checkpoints=upload_checkpoints)
         if not base_namespace:
             raise ValueError("base_namespace='' must not be empty. Give a name such as 'training'.")
         super().__init__(rank_zero_only, patience_s)
@@ -89,30 +83,6 @@ class NeptuneLogger(QueuedLogger):
     def log_traces(self, traces: dict[str, Any]) -> None:
         """Log the actions of algorithms."""
         self._post(self._assign, traces, "traces", is_kept=True)
-
-    def log_images(
-        self,
-        images: Any,
-        name: str = "Images",
-        channels_last: bool = False,
-        step: int | None = None,
-        masks: dict[str, Any] | None = None,
-        mask_class_labels: dict[int, str] | None = None,
-        use_table: bool = True,
-    ) -> None:
-        """Log images. Neptune does not support masks.
-
-        Raises:
-            ValueError: If an item is not an image.
-        """
-
-        def send(logged: PixelsAndMasks) -> None:
-            from neptune.types import File  # already loaded, with the run
-
-            for image, _ in logged:
-                self.base_handler[f"images/{name}"].append(File.as_image(image / 255.0), step=step)
-
-        self._post_images(send, images, channels_last, None)
 
     def init(self, state: State, logger: Logger) -> None:
         """Start the run."""
@@ -173,6 +143,14 @@ class NeptuneLogger(QueuedLogger):
 
     def _send_hyperparameters(self, values: dict[str, Any]) -> None:
         self._assign(values, "hyperparameters")
+
+    def _send_images(
+        self, images: PixelsAndMasks, name: str, step: int | None, labels: dict[int, str] | None, use_table: bool
+    ) -> None:
+        from neptune.types import File  # already loaded, with the run
+
+        for image, _ in images:
+            self.base_handler[f"images/{name}"].append(File.as_image(image / 255.0), step=step)
 
     def _assign(self, values: dict[str, Any], namespace: str) -> None:
         from neptune.utils import stringify_unsupported  # already loaded, with the run

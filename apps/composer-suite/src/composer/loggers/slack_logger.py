@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from composer.loggers._logged_values import Snapshot
-from composer.loggers._service_queue import PATIENCE_S, Outbox, require
-from composer_events.arguments import check_counts, check_functions, check_text_lists, check_texts, to_time
+from composer.loggers._service_queue import PATIENCE_S, Outbox, Snapshot, require
+from composer_events.arguments import check_counts, check_text_lists, to_time
 from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination, format_log_data_value
 from composer_events.state import State
@@ -19,6 +18,8 @@ __all__ = ["SlackLogger"]
 
 _MOST_PER_MESSAGE = 50  # Slack's limit of blocks per message, with the header,
 _LONGEST = 3000  # and of characters per block
+_MOST_WAITS = 5  # per message; a channel takes about one message a second
+_RECONNECT_S = 1.0
 
 _log = logging.getLogger("composer.loggers.slack_logger")
 
@@ -45,8 +46,7 @@ class SlackLogger(LoggerDestination):
 
     Raises:
         MissingConditionalImportError: If slack-sdk is not installed; the extra `slack` brings it.
-        TypeError: If an argument has the wrong type.
-        ValueError: If the interval has another unit, or a pattern is not a regular expression.
+        ValueError: If the interval has another unit.
 
     Example:
         >>> from composer.loggers import SlackLogger
@@ -70,16 +70,25 @@ class SlackLogger(LoggerDestination):
         if self.log_interval.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH) or self.log_interval.value < 1:
             raise ValueError(f"log_interval={log_interval!r} must be in epochs ('1ep') or batches ('10ba').")
         check_counts(max_logs_per_message=max_logs_per_message)
-        check_functions(formatter_func=formatter_func)
-        check_texts(slack_logging_api_key=slack_logging_api_key, channel_id=channel_id, may_be_none=True)
         self.slack_logging_api_key = slack_logging_api_key or os.environ.get("SLACK_LOGGING_API_KEY")
         self.channel_id = channel_id or os.environ.get("SLACK_LOGGING_CHANNEL_ID")
-        self._tell_what_is_missing(include_keys)
-        self.client = slack_sdk.WebClient(retry_handlers=retry_handlers())
+        needs = {
+            "slack_logging_api_key (or SLACK_LOGGING_API_KEY) is not set, so Slack rejects messages": (
+                self.slack_logging_api_key
+            ),
+            "channel_id (or SLACK_LOGGING_CHANNEL_ID) is not set, so Slack rejects messages": self.channel_id,
+            "include_keys is empty, so everything is posted": include_keys,
+        }
+        for notice in (text for text, given in needs.items() if not given):
+            _log.warning("SlackLogger: %s.", notice)
+        # The client's own retries draw their delays from Python's global generator, which would change the random
+        # numbers of data augmentation in training.
+        self.client = slack_sdk.WebClient(retry_handlers=[])
         self.formatter_func = formatter_func
         self.max_logs_per_message = min(max_logs_per_message, _MOST_PER_MESSAGE)
         self.log_dict: dict[str, Any] = {}
-        self._wanted = _patterns(include_keys)
+        check_text_lists(include_keys=include_keys)
+        self._wanted = [re.compile(pattern) for pattern in include_keys or ()]
         self._outbox = Outbox(type(self).__name__, patience_s=patience_s)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
@@ -145,37 +154,24 @@ class SlackLogger(LoggerDestination):
         data = {name: snapshot.read()[name] for name, (snapshot, _) in kept.items()}
         step = max((step for _, step in kept.values() if step is not None), default=None)
         blocks = (self.formatter_func or _default_blocks)(data, step=step)
-        self.client.chat_postMessage(
-            token=self.slack_logging_api_key,
-            channel=self.channel_id,
-            blocks=blocks,
-            text=f"Logged {len(data)} items to Slack",
-        )
-
-    def _tell_what_is_missing(self, include_keys: Sequence[str]) -> None:
-        missing = []
-        if not self.slack_logging_api_key:
-            missing.append(
-                "slack_logging_api_key (or the variable SLACK_LOGGING_API_KEY) is not set, so Slack rejects messages"
-            )
-        if not self.channel_id:
-            missing.append(
-                "channel_id (or the variable SLACK_LOGGING_CHANNEL_ID) is not set, so Slack rejects messages"
-            )
-        if not include_keys:
-            missing.append("include_keys is empty, so everything is posted")
-        for notice in missing:
-            _log.warning("SlackLogger: %s.", notice)
-
-
-def _patterns(include_keys: Any) -> list[re.Pattern[str]]:
-    check_text_lists(include_keys=include_keys)
-    try:
-        return [re.compile(pattern) for pattern in include_keys or ()]
-    except re.error as error:
-        raise ValueError(
-            f"include_keys={include_keys!r} has {error.pattern!r}, which is not a regular expression: {error}."
-        ) from None
+        message = {
+            "token": self.slack_logging_api_key,
+            "channel": self.channel_id,
+            "blocks": blocks,
+            "text": f"Logged {len(data)} items to Slack",
+        }
+        for attempt in range(_MOST_WAITS + 1):
+            try:
+                self.client.chat_postMessage(**message)
+                return
+            except OSError:
+                if attempt:
+                    raise
+                time.sleep(_RECONNECT_S)
+            except require("slack_sdk.errors", extra="slack").SlackApiError as error:
+                if error.response.status_code != 429 or attempt == _MOST_WAITS:
+                    raise
+                time.sleep(int(error.response.headers.get("Retry-After", 1)))
 
 
 def _default_blocks(data: dict[str, Any], step: int | None) -> list[dict[str, Any]]:
@@ -184,35 +180,3 @@ def _default_blocks(data: dict[str, Any], step: int | None) -> list[dict[str, An
     if step is not None and len(blocks) < _MOST_PER_MESSAGE:
         blocks.insert(0, {"type": "header", "text": {"type": "plain_text", "text": f"step {step}"}})
     return blocks
-
-
-_RECONNECT_S = 1.0
-_MOST_WAITS = 5  # per message
-
-
-def retry_handlers() -> list[Any]:
-    """Return handlers for Slack's client that retry broken connections and rate-limited messages.
-
-    The client's default handlers draw their delays from Python's global generator, which would change the random
-    numbers of data augmentation in training.
-    """
-    builtin = require("slack_sdk.http_retry.builtin_handlers", extra="slack")
-    intervals = require("slack_sdk.http_retry.builtin_interval_calculators", extra="slack")
-
-    class WaitsAsAsked(builtin.RateLimitErrorRetryHandler):
-        """Retry of a rate-limited message after the delay that Slack requests; a channel takes about one per second."""
-
-        def prepare_for_next_attempt(
-            self, *, state: Any, request: Any, response: Any = None, error: Exception | None = None
-        ) -> None:
-            headers = {name.lower(): values for name, values in response.headers.items()}
-            state.next_attempt_requested = True
-            time.sleep(int(headers.get("retry-after", ["1"])[0]))
-            state.increment_current_attempt()
-
-    return [
-        builtin.ConnectionErrorRetryHandler(
-            interval_calculator=intervals.FixedValueRetryIntervalCalculator(_RECONNECT_S)
-        ),
-        WaitsAsAsked(max_retry_count=_MOST_WAITS),
-    ]

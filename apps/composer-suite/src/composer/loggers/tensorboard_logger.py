@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from composer.loggers._logged_values import PixelsAndMasks, as_number
-from composer.loggers._service_queue import PATIENCE_S, QueuedLogger, require
+from composer.loggers._service_queue import PATIENCE_S, PixelsAndMasks, QueuedLogger, as_number, require
 from composer_dist import get_global_rank
-from composer_events.arguments import check_counts, check_flags, check_places
+from composer_events.arguments import check_counts
 from composer_events.hparams import convert_nested_dict_to_flat_dict
 from composer_events.logger import Logger
 from composer_events.logger_destination import format_log_data_value
@@ -39,7 +38,6 @@ class TensorboardLogger(QueuedLogger):
 
     Raises:
         MissingConditionalImportError: If tensorboard is not installed; the extra `tensorboard` brings it.
-        TypeError: If an argument has the wrong type.
         ValueError: If `flush_interval` is less than 1.
 
     Example:
@@ -57,9 +55,7 @@ class TensorboardLogger(QueuedLogger):
         patience_s: float = PATIENCE_S,
     ) -> None:
         require("tensorboard", extra="tensorboard")
-        check_places(log_dir=log_dir, may_be_none=True)
         check_counts(flush_interval=flush_interval)
-        check_flags(rank_zero_only=rank_zero_only)
         super().__init__(rank_zero_only, patience_s)
         self.log_dir = "tensorboard_logs" if log_dir is None else str(log_dir)
         self.flush_interval, self.rank_zero_only = flush_interval, rank_zero_only
@@ -74,19 +70,6 @@ class TensorboardLogger(QueuedLogger):
         """Store hyperparameters, which are written at the end of the run."""
         flat = convert_nested_dict_to_flat_dict(hyperparameters)
         self._hparams.update({name: _typed(value) for name, value in flat.items()})
-
-    def log_images(
-        self,
-        images: Any,
-        name: str = "Images",
-        channels_last: bool = False,
-        step: int | None = None,
-        masks: dict[str, Any] | None = None,
-        mask_class_labels: dict[int, str] | None = None,
-        use_table: bool = True,
-    ) -> None:
-        """Write images, side by side if they have the same shape. TensorBoard supports neither masks nor tables."""
-        self._post_images(self._write_images, images, channels_last, None, name, step)
 
     def init(self, state: State, logger: Logger) -> None:
         """Open a file for the run."""
@@ -104,9 +87,7 @@ class TensorboardLogger(QueuedLogger):
         """Flush the file."""
         self._flush(logger)
 
-    def eval_end(self, state: State, logger: Logger) -> None:
-        """Flush the file."""
-        self._flush(logger)
+    eval_end = epoch_end
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Flush, wait until everything is written, and upload it."""
@@ -156,12 +137,14 @@ class TensorboardLogger(QueuedLogger):
                 if "metric" in name or "loss" in name:  # results, not times or learning rates, for the HParams page
                     self._latest[name] = number
 
-    def _write_images(self, logged: PixelsAndMasks, name: str, step: int | None) -> None:
-        images = [image for image, _ in logged]
-        if len({image.shape for image in images}) == 1:
-            self._writer.add_images(name, np.stack(images), step, dataformats="NHWC")
+    def _send_images(
+        self, images: PixelsAndMasks, name: str, step: int | None, labels: dict[int, str] | None, use_table: bool
+    ) -> None:
+        pixels = [image for image, _ in images]
+        if len({image.shape for image in pixels}) == 1:  # side by side
+            self._writer.add_images(name, np.stack(pixels), step, dataformats="NHWC")
             return
-        for index, image in enumerate(images):
+        for index, image in enumerate(pixels):
             self._writer.add_image(f"{name}/{index}", image, step, dataformats="HWC")
 
     def _write_hparams(self) -> None:

@@ -11,10 +11,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from composer.loggers._logged_values import PixelsAndMasks
-from composer.loggers._service_queue import QueuedLogger, open_on_ranks, require
+from composer.loggers._service_queue import PixelsAndMasks, QueuedLogger, open_on_ranks, require
 from composer_dist import get_global_rank, get_world_size
-from composer_events.arguments import check_flags, check_mappings, check_text_lists, check_texts
 from composer_events.logger import Logger
 from composer_events.state import State
 
@@ -50,12 +48,14 @@ class WandBLogger(QueuedLogger):
 
     Raises:
         MissingConditionalImportError: If wandb is not installed; the extra `wandb` brings it.
-        TypeError: If an argument has the wrong type.
 
     Example:
         >>> from composer.loggers import WandBLogger
         >>> logger = WandBLogger(project="plums", init_kwargs={"mode": "offline", "dir": "logs"})
     """
+
+    shows_many_metrics = True  # and is preferred by callbacks that log many, such as `ActivationMonitor`
+    _shows_masks = True
 
     def __init__(
         self,
@@ -71,10 +71,6 @@ class WandBLogger(QueuedLogger):
         patience_s: float = _PATIENCE_S,
     ) -> None:
         require("wandb", extra="wandb")
-        check_mappings(init_kwargs=init_kwargs)
-        check_flags(log_artifacts=log_artifacts, rank_zero_only=rank_zero_only)
-        check_texts(project=project, group=group, name=name, entity=entity, may_be_none=True)
-        check_text_lists(tags=tags)
         if log_artifacts and rank_zero_only and get_world_size() > 1:
             warnings.warn(
                 "log_artifacts=True keeps the files of rank 0 only, since rank_zero_only=True. If each rank has files, "
@@ -99,32 +95,6 @@ class WandBLogger(QueuedLogger):
             _wandb().log({name: _wandb().Table(columns=list(columns), rows=values["rows"])}, step)
 
         self._post(send, {"rows": [list(row) for row in rows]})
-
-    def log_images(
-        self,
-        images: Any,
-        name: str = "Images",
-        channels_last: bool = False,
-        step: int | None = None,
-        masks: dict[str, Any] | None = None,
-        mask_class_labels: dict[int, str] | None = None,
-        use_table: bool = False,
-    ) -> None:
-        """Log images, with their masks, as a table or side by side.
-
-        Raises:
-            ValueError: If an item is not an image, or masks do not fit the images.
-        """
-
-        def send(logged: PixelsAndMasks) -> None:
-            wandb = _wandb()
-            shown = [wandb.Image(image, masks=_masks(found, mask_class_labels)) for image, found in logged]
-            if use_table:
-                wandb.log({f"{name} Table": wandb.Table(columns=[name], rows=[[image] for image in shown])}, step)
-            else:
-                wandb.log({name: shown}, step)
-
-        self._post_images(send, images, channels_last, masks)
 
     def init(self, state: State, logger: Logger) -> None:
         """Start the run. Every rank must call this.
@@ -218,6 +188,16 @@ class WandBLogger(QueuedLogger):
 
     def _send_hyperparameters(self, values: dict[str, Any]) -> None:
         _wandb().config.update(values, allow_val_change=True)
+
+    def _send_images(
+        self, images: PixelsAndMasks, name: str, step: int | None, labels: dict[int, str] | None, use_table: bool
+    ) -> None:
+        wandb = _wandb()
+        shown = [wandb.Image(image, masks=_masks(found, labels)) for image, found in images]
+        if use_table:
+            wandb.log({f"{name} Table": wandb.Table(columns=[name], rows=[[image] for image in shown])}, step)
+        else:
+            wandb.log({name: shown}, step)
 
     def _send_metrics(self, values: dict[str, Any], step: int | None) -> None:
         _wandb().log(values, step)

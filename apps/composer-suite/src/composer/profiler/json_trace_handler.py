@@ -8,27 +8,23 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from composer.loggers._logged_values import as_number
-from composer.profiler._trace_files import (
-    RECORDING,
-    append_events,
+from composer.loggers._service_queue import as_number
+from composer.profiler.json_trace_merger import (
     describes_process,
-    describes_thread,
-    durations,
-    prepare_folder,
+    extend_trace,
+    merge_traces,
     process_facts,
-    prune,
-    warn_of_no_trace,
+    read_trace,
 )
-from composer.profiler.json_trace_merger import extend_trace, merge_traces, read_trace
-from composer.profiler.trace_handler import TraceHandler
+from composer.profiler.trace_handler import TraceHandler, profiler_of
+from composer_checkpoint.save_folder import ensure_folder_is_empty
 from composer_dist import dist
-from composer_events.arguments import check_counts, check_flags, check_places, check_texts
+from composer_events.arguments import check_counts, check_flags
 from composer_events.event import ProfilerAction
 from composer_events.formatting import (
     OF_TIME,
@@ -45,18 +41,17 @@ if TYPE_CHECKING:
 __all__ = ["JSONTraceHandler"]
 
 _log = logging.getLogger(__name__)
+_RECORDING = (ProfilerAction.ACTIVE, ProfilerAction.ACTIVE_AND_SAVE)  # not warmup, whose events are discarded
 
 
 class JSONTraceHandler(TraceHandler):
     """Write the records of a `Profiler` as JSON: a file for each rank and cycle, and a merged file for each node.
 
-    A file is written at the end of the last batch of its cycle. The end of an enclosing span, such as `event/epoch`, is
-    written later: to the file of the next cycle or, at the end of `fit`, to the last file. Loggers that keep files
-    receive each file when it is complete, and the merged file, with the ends of all spans, each time it has grown.
+    A file is written at the end of the last batch of its cycle, and spans that are still open, such as `event/epoch`,
+    end there. Loggers that keep files receive each file, and the merged file each time it has grown.
 
-    If an exception ends training, open spans in the last files end there, and an unfinished cycle leaves no file. If it
-    was the first cycle, a file with the events recorded so far is written, or a warning is logged if there are none.
-    It is merged only if the node has one rank; with several, each rank writes its own file without waiting for others.
+    If an exception ends training, an unfinished cycle leaves no file, unless it is the first one. It is merged only if
+    the node has one rank; with several, each rank writes its own file without waiting for others.
 
     Args:
         folder: Folder of the files, with the placeholders of `format_name_with_dist`.
@@ -75,7 +70,6 @@ class JSONTraceHandler(TraceHandler):
     Raises:
         FileExistsError: If the folder is not empty at the start of training.
         RuntimeError: If the Trainer has no profiler.
-        TypeError: If an argument has the wrong type.
         ValueError: If `num_traces_to_keep` is less than -1, or the files of the ranks have the name of the merged one.
     """
 
@@ -90,14 +84,6 @@ class JSONTraceHandler(TraceHandler):
         overwrite: bool = False,
         num_traces_to_keep: int = -1,
     ) -> None:
-        check_places(folder=folder)
-        check_texts(filename=filename)
-        check_texts(
-            remote_file_name=remote_file_name,
-            merged_trace_filename=merged_trace_filename,
-            merged_trace_remote_file_name=merged_trace_remote_file_name,
-            may_be_none=True,
-        )
         check_placeholders(
             folder=folder,
             merged_trace_filename=merged_trace_filename,
@@ -121,12 +107,7 @@ class JSONTraceHandler(TraceHandler):
         self.saved_traces: list[str] = []
         self.merged_trace: str | None = None
         self._queue: SimpleQueue[dict[str, Any]] = SimpleQueue()  # thread-safe: the system profiler also records
-        self._spans = OpenSpans()
-        self._facts: list[dict[str, Any]] = []
-        self._unfinished: Path | None = None  # the file of the last cycle, until open spans have ended
-        self._remote: str | None = None  # its name for loggers
-        self._is_described = False
-        self._saves = self._has_saved = False
+        self._is_described = self._saves = self._has_saved = False
         self._is_training = self._has_recorded = False
 
     def init(self, state: State, logger: Logger) -> None:
@@ -143,17 +124,12 @@ class JSONTraceHandler(TraceHandler):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Record the action for this batch. Every rank must call this."""
-        if state.profiler is None:
-            raise RuntimeError(
-                "A JSONTraceHandler needs a profiler, and the Trainer has none. Give it to one: "
-                "Trainer(profiler=Profiler(schedule, trace_handlers=[JSONTraceHandler()]))."
-            )
-        action = state.profiler.action
+        action = profiler_of(state, self).action
         if action is not ProfilerAction.SKIP and not self._is_described:
             self._describe_process()
         self._is_described = action is not ProfilerAction.SKIP
         self._saves = action is ProfilerAction.ACTIVE_AND_SAVE
-        self._has_recorded = self._has_recorded or action in RECORDING
+        self._has_recorded = self._has_recorded or action in _RECORDING
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Write the recorded events, if a cycle ends. Every rank must call this."""
@@ -161,18 +137,18 @@ class JSONTraceHandler(TraceHandler):
             return
         self._saves = False
         self._is_described = False  # each file needs its own description, even if cycles follow without a pause
-        self._hand_over(logger)
-        path = self._save(state)
+        path = self._save(state, logger)
         if self.merged_trace_filename is not None:
-            self._merge(path, state, logger)
-        prune(self.saved_traces, self.num_traces_to_keep or 1)  # open spans of the latest file end in it later
+            nodes_and_paths = dist.all_gather_object((dist.get_node_rank(), os.fspath(path)))
+            dist.barrier()  # all files are written
+            if dist.get_local_rank() == 0:
+                self._merge([name for node, name in nodes_and_paths if node == dist.get_node_rank()], state, logger)
+            dist.barrier()  # `prune` may delete a file that is being merged
+        prune(self.saved_traces, self.num_traces_to_keep)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Write the ends of open spans, or warn if no cycle has finished. Every rank must call this."""
+        """Warn if no cycle has finished."""
         self._is_training = False
-        if self._unfinished is not None:
-            self._write_ends(self._unfinished, state, logger)
-            self._hand_over(logger)
         if not self._has_saved and not self._queue.empty():
             _log.warning(
                 "No trace was written to %s: training has ended before a cycle of the schedule did. Train longer, or "
@@ -181,32 +157,12 @@ class JSONTraceHandler(TraceHandler):
             )
 
     def close(self, state: State, logger: Logger) -> None:
-        """Write the ends of spans after an exception, without collectives, since other ranks may be gone."""
-        is_first = self._is_training and not self._has_saved
-        self._is_training = False
-        if is_first and self._has_recorded:
-            path = self._save(state)
+        """Write what a failed first cycle has recorded, without collectives, since other ranks may be gone."""
+        if self._is_training and self._has_recorded and not self._has_saved:
+            path = self._save(state, logger)
             if self.merged_trace_filename is not None and dist.get_local_world_size() == 1:
-                self._merge_here([os.fspath(path)], state)
-        elif is_first:
-            warn_of_no_trace(self._folder(state), state)
-        if self._unfinished is None:
-            return
-        ends, _ = self._spans.take_ends(self._queued())
-        now_us = time.time_ns() // 1000
-        ends += self._spans.end_all(now_us)
-        if self._unfinished.exists():
-            append_events(os.fspath(self._unfinished), ends)
-        self._hand_over(logger)
-        if self.merged_trace is None:
-            return
-        # The merged file also has open spans of other ranks, which cannot end them: only this rank writes the file.
-        spans = OpenSpans()
-        for event in durations(self.merged_trace):
-            spans.note(event)
-        own, _ = spans.take_ends(ends)
-        append_events(self.merged_trace, [*own, *spans.end_all(max([end["ts"] for end in own], default=now_us))])
-        self._upload_merged(logger)
+                self._merge([os.fspath(path)], state, logger)
+        self._is_training = False
 
     def process_duration_event(
         self,
@@ -249,7 +205,8 @@ class JSONTraceHandler(TraceHandler):
         rank, tid = dist.get_global_rank(), os.getpid()
         for event in read_trace(filepath):
             # This rank and its thread already have more descriptive names than those in the file.
-            if not describes_process(event) and not describes_thread(event, tid):
+            describes_thread = event.get("ph") == "M" and str(event.get("name")).startswith("thread_")
+            if not describes_process(event) and not (describes_thread and event.get("tid") == tid):
                 event["pid"] = rank  # viewers group events by process
                 self._queue.put(event)
 
@@ -283,74 +240,49 @@ class JSONTraceHandler(TraceHandler):
             "clock_sync_timestamp_us": {"value": (begin_ns + end_ns) // 2000},
             "clock_sync_error_bound": {"value": (end_ns - begin_ns) // 1000},
         }
-        self._facts = [
-            {"name": name, "ph": "M", "pid": rank, "tid": os.getpid(), "args": args} for name, args in facts.items()
-        ]
-        for fact in self._facts:
-            self._queue.put(fact)
+        for name, args in facts.items():
+            self._queue.put({"name": name, "ph": "M", "pid": rank, "tid": os.getpid(), "args": args})
 
-    def _save(self, state: State) -> Path:
-        """Write the recorded events to a new file, and return its path. Ends of spans may be added later."""
+    def _save(self, state: State, logger: Logger) -> Path:
+        """Write the recorded events to a new file, upload it, and return its path."""
         stamp = state.timestamp
         path = self._folder(state) / format_name_with_dist_and_time(self.filename, state.run_name, stamp)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._write(path)
+        with open(path, "w") as file:
+            separator = "[\n"
+            for event in self._whole_spans():
+                file.write(separator + json.dumps(event))
+                separator = ",\n"
+            file.write("[]\n" if separator == "[\n" else "\n]\n")
         if self.remote_file_name is not None:
-            self._remote = format_name_with_dist_and_time(self.remote_file_name, state.run_name, stamp)
+            name = format_name_with_dist_and_time(self.remote_file_name, state.run_name, stamp)
+            logger.upload_file(name, path, overwrite=self.overwrite)
         if os.fspath(path) in self.saved_traces:  # a name without placeholders of time is reused
             self.saved_traces.remove(os.fspath(path))
         self.saved_traces.append(os.fspath(path))
         self._has_saved = True
-        self._unfinished = path
         return path
 
-    def _write(self, path: Path) -> None:
-        with open(path, "w") as file:
-            separator = "[\n"
-            for event in self._queued():
-                if self._spans.note(event):  # an end without a begin would confuse viewers
-                    file.write(separator + json.dumps(event))
-                    separator = ",\n"
-            file.write("[]\n" if separator == "[\n" else "\n]\n")
-
-    def _write_ends(self, path: Path, state: State, logger: Logger) -> None:
-        """Add the ends of spans that began in the files to the last and the merged file."""
-        ends, others = self._spans.take_ends(self._queued())
-        for event in others:  # keep them, since another `fit` may save them
-            self._queue.put(event)
-        if path.exists():
-            append_events(os.fspath(path), ends)
-        if self.merged_trace_filename is not None:
-            loose = path.with_name(f".{path.name}.ends")
-            # With the facts, by which the merger identifies the rank and aligns the clock.
-            loose.write_text(json.dumps([*self._facts, *ends]))
-            for name in self._merge(loose, state, logger):
-                os.unlink(name)
-
-    def _hand_over(self, logger: Logger) -> None:
-        """Upload the completed file of the last cycle, and prune old files."""
-        if self._remote is not None and self._unfinished is not None and self._unfinished.exists():
-            logger.upload_file(self._remote, self._unfinished, overwrite=self.overwrite)
-        self._unfinished = self._remote = None
-        prune(self.saved_traces, self.num_traces_to_keep)
-
-    def _queued(self) -> Iterator[dict[str, Any]]:
+    def _whole_spans(self) -> Iterator[dict[str, Any]]:
+        """Yield the recorded events, without ends of spans in earlier files, and ends of spans that are still open."""
+        begun: list[dict[str, Any]] = []
         with contextlib.suppress(Empty):
             while True:
-                yield self._queue.get_nowait()
+                event = self._queue.get_nowait()
+                if event.get("ph") == "B":
+                    begun.append(event)
+                elif event.get("ph") == "E":
+                    own = [begin for begin in begun if _span_of(begin) == _span_of(event)]
+                    if not own:  # an end without a beginning would confuse viewers
+                        continue
+                    begun.remove(own[-1])
+                yield event
+        now_us = time.time_ns() // 1000
+        for begin in reversed(begun):
+            yield {**begin, "ph": "E", "ts": now_us}
 
-    def _merge(self, path: Path, state: State, logger: Logger) -> list[str]:
-        """Merge the files of the node's ranks on local rank 0, and return them there. Every rank must call this."""
-        nodes_and_paths = dist.all_gather_object((dist.get_node_rank(), os.fspath(path)))
-        dist.barrier()  # all files are written
-        if dist.get_local_rank() != 0:
-            return []
-        inputs = [name for node, name in nodes_and_paths if node == dist.get_node_rank()]
-        self._merge_here(inputs, state)
-        self._upload_merged(logger)
-        return inputs
-
-    def _merge_here(self, inputs: Sequence[str], state: State) -> None:
+    def _merge(self, inputs: Sequence[str], state: State, logger: Logger) -> None:
+        """Add files to the merged file, and upload it."""
         merged = self._merged(state)
         if merged.exists():
             extend_trace(os.fspath(merged), *inputs)
@@ -360,9 +292,7 @@ class JSONTraceHandler(TraceHandler):
             merge_traces(os.fspath(unfinished), *inputs)
             unfinished.replace(merged)
         self.merged_trace = os.fspath(merged)
-
-    def _upload_merged(self, logger: Logger) -> None:
-        if self.merged_trace is not None and self.merged_trace_remote_file_name is not None:
+        if self.merged_trace_remote_file_name is not None:
             logger.upload_file(self.merged_trace_remote_file_name, self.merged_trace, overwrite=True)
 
     def _folder(self, state: State) -> Path:
@@ -375,96 +305,28 @@ class JSONTraceHandler(TraceHandler):
         return path
 
 
+def _span_of(event: dict[str, Any]) -> tuple[Any, ...]:
+    return event.get("name"), event.get("pid"), event.get("tid")
+
+
 def _finite(value: Any) -> float | None:
     number = value if type(value) is int else as_number(value)
     return number if number is not None and math.isfinite(number) else None
 
 
-class OpenSpans:
-    """Tracker of the spans that have begun in a file but not ended.
+def prepare_folder(folder: Path, *, overwrite: bool) -> None:
+    """Create a folder, which must be empty unless files may be overwritten. Every rank must call this.
 
-    Example:
-        >>> spans = OpenSpans()
-        >>> spans.note({"name": "fit", "ph": "B", "ts": 1}), spans.note({"name": "epoch", "ph": "B", "ts": 2})
-        (True, True)
-        >>> later = [{"name": "batch", "ph": "B", "ts": 3}, {"name": "batch", "ph": "E", "ts": 4}]
-        >>> ends, others = spans.take_ends([*later, {"name": "fit", "ph": "E", "ts": 5}])
-        >>> [(end["name"], end["ts"]) for end in ends], others == later
-        ([('epoch', 5), ('fit', 5)], True)
+    Raises:
+        FileExistsError: If the folder is not empty and `overwrite` is false.
     """
-
-    def __init__(self) -> None:
-        self._open: list[dict[str, Any]] = []  # begin events, outermost first
-
-    def note(self, event: dict[str, Any]) -> bool:
-        """Track an event to be written. Return false for an end without an open begin event."""
-        if event.get("ph") == "B":
-            self._open.append(event)
-        elif event.get("ph") == "E":
-            begin = _begin_of(event, self._open)
-            if begin is None:
-                return False
-            self._open.pop(begin)
-        return True
-
-    def take_ends(self, events: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Separate the ends of open spans from all other events.
-
-        Spans inside of an ending one that have no end of their own, such as an epoch interrupted by the end of
-        training, end with it.
-        """
-        ends: list[dict[str, Any]] = []
-        others: list[dict[str, Any]] = []
-        begun: list[dict[str, Any]] = []
-        for event in events:
-            # An end belongs to the latest begin event of its name, which may not be written yet.
-            unwritten = _begin_of(event, begun) if event.get("ph") == "E" else None
-            if event.get("ph") == "E" and unwritten is None and _begin_of(event, self._open) is not None:
-                ends.append(event)
-                continue
-            if event.get("ph") == "B":
-                begun.append(event)
-            elif unwritten is not None:
-                begun.pop(unwritten)
-            others.append(event)
-        return list(self._with_inner(ends)), others
-
-    def end_all(self, time_us: int) -> list[dict[str, Any]]:
-        """Close all open spans, and return their ends, innermost first.
-
-        Args:
-            time_us: Time of the ends, in microseconds since 1970.
-        """
-        ends = [
-            {key: begin[key] for key in ("name", "cat", "pid", "tid") if key in begin} | {"ph": "E", "ts": time_us}
-            for begin in reversed(self._open)
-        ]
-        self._open.clear()
-        return ends
-
-    def _with_inner(self, ends: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-        """Yield the ends, each preceded by ends for inner spans that have none, and close all of these spans."""
-        for position, end in enumerate(ends):
-            begin = _begin_of(end, self._open)
-            if begin is None:
-                continue
-            own_ends = ends[position + 1 :]
-            for inner in reversed(range(begin + 1, len(self._open))):
-                span = self._open[inner]
-                if _is_same_thread(span, end) and _begin_of(span, own_ends) is None:
-                    yield {**end, **{key: span[key] for key in ("name", "cat") if key in span}}
-                    self._open.pop(inner)
-            self._open.pop(begin)
-            yield end
+    folder.mkdir(parents=True, exist_ok=True)
+    if not overwrite:
+        ensure_folder_is_empty(folder)
+    dist.barrier()  # no rank may write before all of them have checked
 
 
-def _begin_of(event: dict[str, Any], events: list[dict[str, Any]]) -> int | None:
-    """Return the index of the latest event of the same span, or `None`."""
-    for place in reversed(range(len(events))):
-        if events[place].get("name") == event.get("name") and _is_same_thread(events[place], event):
-            return place
-    return None
-
-
-def _is_same_thread(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return (one.get("pid"), one.get("tid")) == (other.get("pid"), other.get("tid"))
+def prune(paths: list[str], num_to_keep: int) -> None:
+    """Delete the oldest files until `num_to_keep` are left; keep all if it is negative."""
+    while 0 <= num_to_keep < len(paths):
+        Path(paths.pop(0)).unlink(missing_ok=True)

@@ -6,15 +6,17 @@ python -m composer.profiler.json_trace_merger -o merged.json rank0.json rank1.js
 import argparse
 import gzip
 import json
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
-from composer.profiler._trace_files import END, append_events, describes_process, process_facts
+__all__ = ["describes_process", "extend_trace", "main", "merge_traces", "parse_trace", "process_facts", "read_trace"]
 
-__all__ = ["extend_trace", "main", "merge_traces", "parse_trace", "read_trace"]
-
+_END = "\n]\n"  # of a list with one event per line, which `extend_trace` overwrites
+_DESCRIPTIONS = frozenset({"process_name", "process_sort_index", "process_labels"})
 _LAST = 99_999  # sort index after those of all other threads
 _BACKWARD = "MulBackward0"  # an operator that runs only in the thread of the backward pass
 _MERGED = "merged_trace"  # metadata of a file whose clocks are already aligned
@@ -42,7 +44,7 @@ def merge_traces(output_file: str, *trace_files: str, object_form: bool = False)
         for event in _merged(trace_files):
             file.write(separator + json.dumps(event))
             separator = ",\n"
-        file.write("\n]}\n" if object_form else END)
+        file.write("\n]}\n" if object_form else _END)
 
 
 def extend_trace(merged_file: str, *trace_files: str) -> None:
@@ -55,7 +57,33 @@ def extend_trace(merged_file: str, *trace_files: str) -> None:
     Raises:
         TypeError: If a file is not a trace, or `merged_file` was not written by `merge_traces`.
     """
-    append_events(merged_file, _merged(trace_files))
+    unfinished = f"{merged_file}.unfinished"
+    # A copy, so that neither a reader nor an interruption leaves half a list.
+    shutil.copyfile(merged_file, unfinished)
+    with open(unfinished, "rb+") as file:
+        # Only the end is read, since a trace may be larger than memory.
+        end = _END.encode()
+        file.seek(-min(len(end), file.seek(0, os.SEEK_END)), os.SEEK_END)
+        if file.read() != end:
+            raise TypeError(f"{merged_file!r} does not end as a merged trace. Merge the files with merge_traces.")
+        file.seek(-len(end), os.SEEK_END)
+        for event in _merged(trace_files):
+            file.write(f",\n{json.dumps(event)}".encode())
+        file.write(end)
+    os.replace(unfinished, merged_file)
+
+
+def process_facts(rank: int) -> dict[str, dict[str, Any]]:
+    """Return the metadata, by name of the event, of the process of a rank: its name and its order in viewers."""
+    return {
+        "process_name": {"name": f"Rank {rank} training loop process"},
+        "process_sort_index": {"sort_index": rank},
+    }
+
+
+def describes_process(event: dict[str, Any]) -> bool:
+    """Return whether an event gives a process its name, order or labels."""
+    return event.get("ph") == "M" and event.get("name") in _DESCRIPTIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,19 @@
-"""The profiler, which combines a schedule, sources of events and trace handlers."""
+"""The profiler, its markers, and schedules that select the batches to profile."""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from composer.profiler.json_trace_handler import JSONTraceHandler
-from composer.profiler.marker import Marker
 from composer.profiler.system_profiler import SystemProfiler
 from composer.profiler.torch_profiler import TorchProfiler
 from composer.profiler.trace_handler import TraceHandler
 from composer_checkpoint.remote.fetch import parse_uri
-from composer_events.arguments import check_flags, check_texts
+from composer_events.arguments import check_counts
 from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback
 from composer_events.event import ProfilerAction
@@ -20,7 +21,196 @@ from composer_events.logger import Logger
 from composer_events.state import State
 from composer_time import Timestamp
 
-__all__ = ["Profiler"]
+if TYPE_CHECKING:
+    from composer_events.state import State
+
+__all__ = ["Marker", "Profiler", "cyclic_schedule"]
+
+
+def cyclic_schedule(
+    skip_first: int = 0, wait: int = 0, warmup: int = 1, active: int = 4, repeat: int = 1
+) -> Callable[[State], ProfilerAction]:
+    """Return a schedule for `Profiler` that cycles through waiting, warming up and recording in every epoch.
+
+    The last batch of a cycle, or of an epoch inside one, saves the record.
+
+    Args:
+        skip_first: Number of batches skipped at the start of an epoch, or after resuming inside one.
+        wait: Number of batches skipped in each cycle.
+        warmup: Number of batches then recorded and discarded, to exclude the profiler's startup cost.
+        active: Number of batches then recorded.
+        repeat: Number of cycles in an epoch; 0 for as many as fit.
+
+    Raises:
+        TypeError: If a number is not an integer.
+        ValueError: If a number is negative, or `active` is 0.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from composer_time import Timestamp
+        >>> schedule = cyclic_schedule(skip_first=1, warmup=1, active=2)
+        >>> def at(batch):
+        ...     return SimpleNamespace(timestamp=Timestamp(batch_in_epoch=batch), dataloader_len=None, profiler=None)
+        >>> [schedule(at(batch)).value for batch in range(5)]
+        ['skip', 'warmup', 'active', 'active_and_save', 'skip']
+    """
+    check_counts(0, skip_first=skip_first, wait=wait, warmup=warmup, repeat=repeat)
+    check_counts(active=active)
+    cycle = wait + warmup + active
+
+    def schedule(state: State) -> ProfilerAction:
+        batch = state.timestamp.num_batches_in_epoch
+        first = skip_first + getattr(state.profiler, "resumption_batch_idx", 0)
+        if batch < first or (repeat and batch >= first + repeat * cycle):
+            return ProfilerAction.SKIP
+        position = (batch - first) % cycle
+        if position < wait:
+            return ProfilerAction.SKIP
+        if position < wait + warmup:
+            return ProfilerAction.WARMUP
+        length = state.dataloader_len
+        # The last batch of an epoch also saves, since the next epoch starts another cycle.
+        if position == cycle - 1 or (length is not None and batch + 1 >= int(length)):
+            return ProfilerAction.ACTIVE_AND_SAVE
+        return ProfilerAction.ACTIVE
+
+    return schedule
+
+
+TFunction = TypeVar("TFunction", bound=Callable[..., Any])
+
+
+class Marker:
+    """Record the duration of a piece of work each time it is done; created by `Profiler.marker`.
+
+    It is a context manager and a decorator, with or without parentheses. Use `start` and `finish` for work that is
+    neither a block nor a function. If the profiler skips the batch when the work begins, nothing is recorded.
+
+    The other arguments are those of `Profiler.marker`.
+
+    Args:
+        profiler: The profiler, which has the timestamp, the current action and the trace handlers.
+
+    Attributes:
+        begin_ns: Time of the last recorded beginning, in nanoseconds since 1970.
+    """
+
+    def __init__(
+        self,
+        profiler: Profiler,
+        name: str,
+        *,
+        actions: Sequence[ProfilerAction],
+        record_instant_on_start: bool = False,
+        record_instant_on_finish: bool = False,
+        categories: Sequence[str] = (),
+    ) -> None:
+        self.name = name
+        # A set, because it is searched on each event of each step.
+        self.actions = frozenset(actions)
+        self.record_instant_on_start = record_instant_on_start
+        self.record_instant_on_finish = record_instant_on_finish
+        self.categories = tuple(categories)
+        self._profiler = profiler
+        self._is_started = False
+        self._is_recording = False
+        self.begin_ns = 0
+
+    def start(self) -> None:
+        """Start the work.
+
+        Raises:
+            RuntimeError: If it is already started.
+        """
+        if self._is_started:
+            raise RuntimeError(f"The marker {self.name!r} is already started. Call its finish() first.")
+        self._is_started = True
+        self._is_recording = self._profiler.action in self.actions  # the action may change before `finish`
+        if self._is_recording:
+            self.begin_ns = time.time_ns()
+            self._record_duration(is_start=True, time_ns=self.begin_ns)
+            if self.record_instant_on_start:
+                self._record_instant()
+
+    def finish(self) -> None:
+        """Finish the work.
+
+        Raises:
+            RuntimeError: If it is not started.
+        """
+        if not self._is_started:
+            raise RuntimeError(f"The marker {self.name!r} is not started. Call its start() before finish().")
+        self._is_started = False
+        if self._is_recording:
+            self._record_duration(is_start=False, time_ns=time.time_ns())
+            if self.record_instant_on_finish:
+                self._record_instant()
+
+    @property
+    def is_open(self) -> bool:
+        """True if a beginning was recorded without its end."""
+        return self._is_started and self._is_recording
+
+    def cut_off(self, time_ns: int) -> None:
+        """Record the end of work interrupted by an exception. A later `finish` records nothing.
+
+        Args:
+            time_ns: Time of the exception, in nanoseconds since 1970.
+        """
+        if self.is_open:
+            self._is_recording = False
+            self._record_duration(is_start=False, time_ns=time_ns)
+
+    def instant(self) -> None:
+        """Record an event without duration."""
+        if self._profiler.action in self.actions:
+            self._record_instant()
+
+    def counter(self, values: Mapping[str, int | float]) -> None:
+        """Record values that change over time.
+
+        Args:
+            values: Values by name.
+        """
+        if self._profiler.action in self.actions:
+            now = time.time_ns()
+            for handler in self._profiler.trace_handlers:
+                handler.process_counter_event(self.name, self.categories, self._profiler.timestamp, now, values)
+
+    def _record_duration(self, *, is_start: bool, time_ns: int) -> None:
+        for handler in self._profiler.trace_handlers:
+            handler.process_duration_event(self.name, self.categories, is_start, self._profiler.timestamp, time_ns)
+
+    def _record_instant(self) -> None:
+        now = time.time_ns()
+        for handler in self._profiler.trace_handlers:
+            handler.process_instant_event(self.name, self.categories, self._profiler.timestamp, now)
+
+    def __enter__(self) -> Marker:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()
+
+    @overload
+    def __call__(self) -> Marker: ...
+    @overload
+    def __call__(self, function: TFunction) -> TFunction: ...
+    def __call__(self, function: Any = None) -> Any:
+        """Decorate a function to record each call."""
+        if function is None:  # `@marker()`
+            return self
+
+        @functools.wraps(function)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return marked
+
 
 _EVENTS = "event/"  # prefix of the engine's markers
 _RECORDED = (ProfilerAction.WARMUP, ProfilerAction.ACTIVE, ProfilerAction.ACTIVE_AND_SAVE)
@@ -41,18 +231,7 @@ class Profiler(Callback):
         sys_prof_disk: Record disk reads and writes.
         sys_prof_net: Record network traffic.
         sys_prof_stats_thread_interval_seconds: Interval between readings of these four, in seconds.
-        torch_prof_folder: See `TorchProfiler`, as for all that start with `torch_prof_`.
-        torch_prof_filename: See `TorchProfiler`.
-        torch_prof_remote_file_name: See `TorchProfiler`.
-        torch_prof_memory_filename: See `TorchProfiler`.
-        torch_prof_memory_remote_file_name: See `TorchProfiler`.
-        torch_prof_overwrite: See `TorchProfiler`.
-        torch_prof_use_gzip: See `TorchProfiler`.
-        torch_prof_record_shapes: See `TorchProfiler`.
-        torch_prof_profile_memory: See `TorchProfiler`.
-        torch_prof_with_stack: See `TorchProfiler`.
-        torch_prof_with_flops: See `TorchProfiler`.
-        torch_prof_num_traces_to_keep: See `TorchProfiler`.
+        torch_prof_...: The arguments of `TorchProfiler`, which records PyTorch's operators.
 
     Attributes:
         schedule: As given.
@@ -60,7 +239,6 @@ class Profiler(Callback):
         resumption_batch_idx: Batch of the epoch at which training was resumed; schedules start there.
 
     Raises:
-        TypeError: If an argument has the wrong type.
         ValueError: If a memory timeline is requested without all the records that it needs.
 
     Example:
@@ -94,16 +272,6 @@ class Profiler(Callback):
         torch_prof_with_flops: bool = True,
         torch_prof_num_traces_to_keep: int = -1,
     ) -> None:
-        if not callable(schedule):
-            raise TypeError(f"schedule={schedule!r} must be a function of the state, such as cyclic_schedule().")
-        check_flags(sys_prof_cpu=sys_prof_cpu, sys_prof_memory=sys_prof_memory)
-        check_flags(sys_prof_disk=sys_prof_disk, sys_prof_net=sys_prof_net)
-        check_texts(torch_prof_filename=torch_prof_filename)
-        check_texts(
-            torch_prof_remote_file_name=torch_prof_remote_file_name,
-            torch_prof_memory_remote_file_name=torch_prof_memory_remote_file_name,
-            may_be_none=True,
-        )
         has_timeline = torch_prof_memory_filename is not None
         if has_timeline and not (torch_prof_record_shapes and torch_prof_profile_memory and torch_prof_with_stack):
             raise ValueError(
@@ -117,8 +285,10 @@ class Profiler(Callback):
         self._state: State | None = None
         self._markers: dict[str, Marker] = {}
         self._callbacks: list[Callback] = []
-        self._note_remotes_of_handlers()
-        if sys_prof_cpu or sys_prof_memory or sys_prof_disk or sys_prof_net:
+        for handler in (each for each in self.trace_handlers if isinstance(each, JSONTraceHandler)):
+            handler.remote_file_name = self._note_remote(handler.remote_file_name)
+            handler.merged_trace_remote_file_name = self._note_remote(handler.merged_trace_remote_file_name)
+        if any((sys_prof_cpu, sys_prof_memory, sys_prof_disk, sys_prof_net)):
             self._callbacks.append(
                 SystemProfiler(
                     profile_cpu=sys_prof_cpu,
@@ -128,7 +298,7 @@ class Profiler(Callback):
                     stats_thread_interval_seconds=sys_prof_stats_thread_interval_seconds,
                 )
             )
-        if torch_prof_record_shapes or torch_prof_profile_memory or torch_prof_with_stack or torch_prof_with_flops:
+        if any((torch_prof_record_shapes, torch_prof_profile_memory, torch_prof_with_stack, torch_prof_with_flops)):
             self._callbacks.append(
                 TorchProfiler(
                     folder=torch_prof_folder,
@@ -155,12 +325,7 @@ class Profiler(Callback):
 
     @trace_handlers.setter
     def trace_handlers(self, trace_handlers: TraceHandler | Sequence[TraceHandler]) -> None:
-        several = list(ensure_tuple(trace_handlers))
-        for handler in several:
-            if isinstance(handler, type) or not hasattr(handler, "process_duration_event"):
-                hint = f" Call it: {handler.__name__}()." if isinstance(handler, type) else ""
-                raise TypeError(f"trace_handlers holds {handler!r}, which is not a TraceHandler.{hint}")
-        self._trace_handlers = several
+        self._trace_handlers = list(ensure_tuple(trace_handlers))
 
     @property
     def state(self) -> State:
@@ -262,12 +427,6 @@ class Profiler(Callback):
         """
         for handler in self._trace_handlers:
             handler.process_chrome_json_trace_file(filepath)
-
-    def _note_remotes_of_handlers(self) -> None:
-        for handler in self.trace_handlers:
-            if isinstance(handler, JSONTraceHandler):
-                handler.remote_file_name = self._note_remote(handler.remote_file_name)
-                handler.merged_trace_remote_file_name = self._note_remote(handler.merged_trace_remote_file_name)
 
     def _note_remote(self, name: Any) -> Any:
         """Record the remote location of a file, and return its name there."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from composer.loggers._service_queue import warn_logging_problem
-from composer_events.arguments import check_flags, check_seconds
+from composer.callbacks._machine import BackgroundReader
+from composer.loggers._service_queue import require, warn_logging_problem
+from composer.profiler.trace_handler import profiler_of
+from composer_events.arguments import check_seconds
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:
@@ -38,9 +39,8 @@ class SystemProfiler(Callback):
         stats_thread_interval_seconds: Interval between readings, in seconds.
 
     Raises:
-        ImportError: If psutil is not installed, at the start of training.
+        MissingConditionalImportError: If psutil is not installed, at the start of training.
         RuntimeError: If the Trainer has no profiler.
-        TypeError: If an argument has the wrong type.
         ValueError: If the interval is not positive.
     """
 
@@ -52,66 +52,37 @@ class SystemProfiler(Callback):
         profile_net: bool = False,
         stats_thread_interval_seconds: float = 0.5,
     ) -> None:
-        check_flags(
-            profile_cpu=profile_cpu, profile_memory=profile_memory, profile_disk=profile_disk, profile_net=profile_net
-        )
         check_seconds(stats_thread_interval_seconds=stats_thread_interval_seconds)
-        if stats_thread_interval_seconds == 0:
-            raise ValueError(
-                f"stats_thread_interval_seconds={stats_thread_interval_seconds!r} must be positive. Pass a positive "
-                "number of seconds."
-            )
         self.profile_cpu = profile_cpu
         self.profile_memory = profile_memory
         self.profile_disk = profile_disk
         self.profile_net = profile_net
         self.stats_thread_interval_seconds = stats_thread_interval_seconds
-        self._ends = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._reader: BackgroundReader[None] | None = None
 
     def init(self, state: State, logger: Logger) -> None:
         """Start reading."""
-        if state.profiler is None:
-            raise RuntimeError(
-                "A SystemProfiler needs a profiler, and the Trainer has none. Give it a schedule: "
-                "Trainer(profiler=Profiler(schedule, trace_handlers)), which makes a SystemProfiler itself."
-            )
-        try:
-            import psutil
-        except ImportError as error:
-            raise ImportError(
-                "The SystemProfiler reads the machine's load with psutil: pip install 'composer-suite[system]', or "
-                "profile without it: Profiler(..., sys_prof_cpu=False)."
-            ) from error
-        self._ends.clear()
-        self._thread = threading.Thread(
-            target=self._read, args=(psutil, state.profiler), name="composer-system-profiler", daemon=True
-        )
-        self._thread.start()
+        psutil, profiler = require("psutil", extra="system"), profiler_of(state, self)
+        counters: dict[str, Any] = {}  # of the network, at the last reading
+        wanted: dict[Callable[[], None], bool] = {
+            lambda: _read_processors(psutil, profiler): self.profile_cpu,
+            lambda: _read_memory(psutil, profiler): self.profile_memory,
+            lambda: _read_disks(psutil, profiler): self.profile_disk,
+            lambda: _read_network(psutil, profiler, counters): self.profile_net,
+        }
+        readers = [read for read, is_wanted in wanted.items() if is_wanted]
+
+        def read() -> None:
+            readers[:] = [each for each in readers if _succeeds(each)]
+
+        self._reader = BackgroundReader("The machine's load", read, self.stats_thread_interval_seconds)
+        self._reader.latest()
 
     def close(self, state: State, logger: Logger) -> None:
         """Stop reading."""
-        self._ends.set()
-        if self._thread is not None:
-            # Otherwise, the thread could record after the handlers have written their files.
-            self._thread.join()
-            self._thread = None
-
-    def _read(self, psutil: Any, profiler: Profiler) -> None:
-        readers: list[Callable[[], None]] = []
-        if self.profile_cpu:
-            psutil.cpu_percent()  # the next call measures since this one
-            readers.append(lambda: _read_processors(psutil, profiler))
-        if self.profile_memory:
-            readers.append(lambda: _read_memory(psutil, profiler))
-        if self.profile_disk:
-            readers.append(lambda: _read_disks(psutil, profiler))
-        if self.profile_net:
-            before: dict[str, Any] = {}  # counters of the last reading
-            readers.append(lambda: _read_network(psutil, profiler, before))
-        # Waiting for the event instead of sleeping lets `close` return at once.
-        while readers and not self._ends.wait(self.stats_thread_interval_seconds):
-            readers = [read for read in readers if _succeeds(read)]
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
 
 def _succeeds(read: Callable[[], None]) -> bool:

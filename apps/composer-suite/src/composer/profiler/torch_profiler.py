@@ -1,23 +1,24 @@
-"""Integration of PyTorch's profiler, which records operators on CPU and accelerator."""
+"""Integration of PyTorch's profiler: operators on CPU and accelerator, and a page with the memory over time."""
 
 from __future__ import annotations
 
+import base64
+import html
+import io
 import json
 import logging
 import os
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerAction as TorchAction
 
-from composer.profiler._trace_files import open_name, prepare_folder, prune, warn_of_no_trace
-from composer.profiler.json_trace_handler import JSONTraceHandler
-from composer.profiler.utils import export_memory_timeline_html
+from composer.profiler.json_trace_handler import prepare_folder, prune
+from composer.profiler.trace_handler import profiler_of
 from composer_dist import dist
-from composer_events.arguments import check_counts, check_flags, check_places, check_texts
+from composer_events.arguments import check_counts, check_flags
 from composer_events.callback import Callback
 from composer_events.event import ProfilerAction
 from composer_events.formatting import (
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
 
-__all__ = ["TorchProfiler"]
+__all__ = ["TorchProfiler", "export_memory_timeline_html"]
 
 _log = logging.getLogger(__name__)
 _NUM_ROWS = 20  # of each table of operators in the log
@@ -48,7 +49,7 @@ class TorchProfiler(Callback):
     """Run `torch.profiler` with the schedule of the `Profiler`, and add its events to the trace.
 
     An unfinished cycle leaves no file, unless an exception ends training in the first cycle: the events recorded so far
-    are then saved, or a warning is logged if there are none.
+    are then saved.
 
     Args:
         folder: Folder of torch's own files, with the placeholders of `format_name_with_dist`.
@@ -71,7 +72,6 @@ class TorchProfiler(Callback):
     Raises:
         FileExistsError: If the folder is not empty at the start of training.
         RuntimeError: If the Trainer has no profiler.
-        TypeError: If an argument has the wrong type.
         ValueError: If the page's name does not end in `.html`.
     """
 
@@ -90,14 +90,6 @@ class TorchProfiler(Callback):
         with_flops: bool = True,
         num_traces_to_keep: int = -1,
     ) -> None:
-        check_places(folder=folder)
-        check_texts(filename=filename)
-        check_texts(
-            remote_file_name=remote_file_name,
-            memory_filename=memory_filename,
-            memory_remote_file_name=memory_remote_file_name,
-            may_be_none=True,
-        )
         check_placeholders(folder=folder)
         check_placeholders(
             OF_TIME,
@@ -106,8 +98,7 @@ class TorchProfiler(Callback):
             memory_filename=memory_filename,
             memory_remote_file_name=memory_remote_file_name,
         )
-        check_flags(overwrite=overwrite, use_gzip=use_gzip, record_shapes=record_shapes)
-        check_flags(profile_memory=profile_memory, with_stack=with_stack, with_flops=with_flops)
+        check_flags(overwrite=overwrite)
         check_counts(-1, num_traces_to_keep=num_traces_to_keep)
         for name, value in (
             ("memory_filename", memory_filename),
@@ -129,15 +120,11 @@ class TorchProfiler(Callback):
         self.num_traces_to_keep = num_traces_to_keep
         self.saved_traces: list[str] = []
         self.profiler: Any = None
-        self._is_training = self._has_recorded = self._has_saved = False
+        self._is_training = self._has_saved = False
 
     def init(self, state: State, logger: Logger) -> None:
         """Start torch's profiler. Every rank must call this."""
-        if state.profiler is None:
-            raise RuntimeError(
-                "A TorchProfiler needs a profiler, and the Trainer has none. Give it a schedule: "
-                "Trainer(profiler=Profiler(schedule, trace_handlers)), which makes a TorchProfiler itself."
-            )
+        own = profiler_of(state, self)
         prepare_folder(self._folder(state), overwrite=self.overwrite)
 
         def follow(step: int) -> TorchAction:
@@ -146,7 +133,7 @@ class TorchProfiler(Callback):
             # many times larger, so recording resumes at the next batch.
             if self.profiler is not None and self.profiler.current_action is TorchAction.RECORD_AND_SAVE:
                 return TorchAction.NONE
-            return _ACTIONS[state.profiler.action]
+            return _ACTIONS[own.action]
 
         profiler = torch.profiler.profile(
             schedule=follow,
@@ -173,7 +160,6 @@ class TorchProfiler(Callback):
         assert self.profiler is not None
         if self.profiler.current_action is not _ACTIONS[state.profiler.action]:
             self._step()
-        self._has_recorded = self._has_recorded or self.profiler.current_action in _RECORDING
         logger.log_traces({"profiler/state": self.profiler.current_action.name})
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -186,8 +172,16 @@ class TorchProfiler(Callback):
         """Stop torch's profiler, and log the operators of the last cycle by time and by memory."""
         if self.profiler is None:
             return
-        profiler = self.profiler
-        self._end(state)
+        profiler, is_failed = self.profiler, self._is_training
+        self._is_training = False
+        if is_failed and not self._has_saved and profiler.current_action in _RECORDING:
+            self._note_rank()
+        else:
+            profiler.on_trace_ready = None  # do not save an unfinished cycle
+        try:
+            profiler.__exit__(None, None, None)
+        finally:
+            self.profiler = None
         if not self.saved_traces:
             return
         # Available only once the profiler has stopped.
@@ -196,23 +190,6 @@ class TorchProfiler(Callback):
         orders += ["self_cpu_memory_usage"] if self.profile_memory else []
         for order in orders:
             _log.info("By %s:\n%s", order, averages.table(sort_by=order, row_limit=_NUM_ROWS))
-
-    def _end(self, state: State) -> None:
-        """Stop torch's profiler, and save its record if training failed in the first cycle."""
-        profiler = self.profiler
-        is_first = self._is_training and not self._has_saved
-        self._is_training = False
-        if is_first and self._has_recorded and profiler.current_action in _RECORDING:
-            self._note_rank()
-        else:
-            profiler.on_trace_ready = None  # do not save an unfinished cycle
-            handlers: Sequence[object] = getattr(state.profiler, "trace_handlers", ())
-            if is_first and not any(isinstance(handler, JSONTraceHandler) for handler in handlers):
-                warn_of_no_trace(self._folder(state), state)
-        try:
-            profiler.__exit__(None, None, None)
-        finally:
-            self.profiler = None
 
     def _note_rank(self) -> None:
         # The trace merger identifies the rank of torch's events by this entry.
@@ -225,14 +202,14 @@ class TorchProfiler(Callback):
             self.profiler.step()
 
     def _save(self, state: State, logger: Logger) -> None:
-        path = open_name(self._folder(state), self._name(self.filename, state))
+        path = self._path(self.filename, state)
         self.profiler.export_chrome_trace(os.fspath(path))
         # Handlers read the file now, since `prune` below may delete it.
         state.profiler.record_chrome_json_trace_file(os.fspath(path))
         if self.remote_file_name is not None:
             logger.upload_file(self._name(self.remote_file_name, state), path, overwrite=self.overwrite)
         if self.memory_filename is not None:
-            page = open_name(self._folder(state), self._name(self.memory_filename, state))
+            page = self._path(self.memory_filename, state)
             export_memory_timeline_html(self.profiler, os.fspath(page), state.device.torch_device)
             if self.memory_remote_file_name is not None:
                 logger.upload_file(self._name(self.memory_remote_file_name, state), page, overwrite=self.overwrite)
@@ -243,9 +220,92 @@ class TorchProfiler(Callback):
     def _folder(self, state: State) -> Path:
         return Path(format_name_with_dist(self.folder, state.run_name))
 
+    def _path(self, name: str, state: State) -> Path:
+        path = self._folder(state) / self._name(name, state)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
     def _name(self, name: str, state: State) -> str:
         return format_name_with_dist_and_time(name, state.run_name, state.timestamp)
 
 
 def _ending(name: str, ending: str) -> str:
     return name if name.endswith(ending) else f"{name}{ending}"
+
+
+def export_memory_timeline_html(
+    prof: Any,
+    path: str | os.PathLike[str],
+    device: str | torch.device | None = None,
+    figsize: tuple[float, float] = (20, 12),
+    title: str | None = None,
+    yxis_step_size: float = 1.0,
+    return_fig: bool = False,
+) -> Any:
+    """Write a page with the memory usage over time by category: weights, gradients, activations and more.
+
+    Args:
+        prof: A `torch.profiler.profile` that has recorded shapes, memory and stacks.
+        path: Path of the page.
+        device: Device whose memory is shown. Default: the accelerator, or the host without one.
+        figsize: Width and height in inches.
+        title: Title above the plot.
+        yxis_step_size: Distance of the ticks of the memory axis, in GiB.
+        return_fig: Whether to return the figure.
+
+    Returns:
+        The `matplotlib.figure.Figure` with `return_fig`, else `None`.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        ValueError: If the profiler has no record of the device's memory.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("The memory timeline needs matplotlib: pip install matplotlib") from error
+    # torch has no public API for the memory categories, and its own page calls CUDA even without a CUDA device.
+    from torch.profiler import _memory_profiler as categories
+
+    timeline = categories.MemoryProfileTimeline(prof._memory_profile())
+    times_us, sizes = timeline._coalesce_timeline(str(_device(device)))
+    if not times_us:
+        raise ValueError(f"The profiler has recorded no memory of {_device(device)}. Pass the model's device.")
+    since_ms = [(time - times_us[0]) / 1e3 for time in times_us]
+    stacked = torch.tensor(sizes, dtype=torch.float64).cumsum(dim=1) / 1024**3
+    # Not through pyplot, which would keep the figure in memory.
+    figure = Figure(figsize=figsize, dpi=80)
+    axes = figure.gca()
+    colors = categories._CATEGORY_TO_COLORS
+    for category, color in colors.items():
+        index = categories._CATEGORY_TO_INDEX[category]
+        axes.fill_between(since_ms, stacked[:, index], stacked[:, index + 1], color=color, alpha=0.7)
+    figure.legend(["Unknown" if category is None else category.name for category in colors])
+    axes.set_xlabel("Time (ms)")
+    axes.set_ylabel("Memory (GiB)")
+    top = float(stacked.max())
+    if top > yxis_step_size:
+        axes.set_yticks([step * yxis_step_size for step in range(int(top / yxis_step_size) + 2)])
+    axes.set_title("\n".join([title] if title else []) + f"\nPeak of what the profiler saw: {top:.3f} GiB")
+    _write_page(figure, path, title or "Memory over time")
+    return figure if return_fig else None
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = torch.accelerator.current_accelerator() or "cpu"
+    device = torch.device(device)
+    # torch's timeline has an index in each device's name, except for the CPU.
+    return torch.device(device.type, 0) if device.type != "cpu" and device.index is None else device
+
+
+def _write_page(figure: Any, path: str | os.PathLike[str], title: str) -> None:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    encoded = base64.b64encode(picture.getvalue()).decode()
+    # The image is embedded, so that the page is a single file.
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(
+            f'<!doctype html><html><head><meta charset="utf-8"><title>{html.escape(title)}</title></head>'
+            f'<body><img alt="memory by category over time" src="data:image/png;base64,{encoded}"></body></html>\n'
+        )

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from composer.report.description import describe_runs
+from composer.report.runs import describe_runs, write_described
 
 __all__ = ["main"]
 
@@ -26,42 +26,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folders = [run for folder in asked.folders for run in _runs_in(Path(folder))]
         described = describe_runs(folders, max_points=asked.max_points, verify=asked.verify)
     except (OSError, ValueError) as error:
-        return _fail(error, "a run cannot be read", "Mend it, or leave the folder of that run out.")
+        return _fail(error)
     for run in described["runs"]:
-        _tell_bad_lines(Path(run["folder"]), run["num_bad_lines"])
+        if count := run["num_bad_lines"]:
+            path = Path(run["folder"], "metrics.jsonl")
+            sys.stderr.write(f"composer report: unreadable lines of {path} left out: {count}\n")
     if asked.json:
-        try:
-            sys.stdout.write(json.dumps(described, indent=1) + "\n")
-        except OSError as error:
-            return _fail(error, "the JSON cannot be printed", "Redirect it to a file on a disk with free space.")
+        sys.stdout.write(json.dumps(described, indent=1) + "\n")
         return 0
     output = Path(asked.output or Path(asked.folders[0]) / "report.html")
     try:
-        from composer.report.page import write_described  # needs plotly, which --json does not
-
         path = write_described(described, output)
     except (ImportError, OSError, ValueError) as error:
-        return _fail(error, f"{output} cannot be written", "Name a file where you may write, with -o FILE.")
+        return _fail(error)
     sys.stdout.write(f"{path}\n")
     return 0
 
 
-def _fail(error: Exception, what: str, advice: str) -> int:
-    """Print an error, with context and advice if it comes from the operating system, and return the exit status."""
-    text = str(error)
-    if isinstance(error, OSError) and error.errno is not None:
-        where = "" if error.filename is None else f": {error.filename}"
-        text = f"{what} ({error.strerror}{where}). {advice}"
-    sys.stderr.write(f"composer report: error: {text}\n")
+def _fail(error: Exception) -> int:
+    sys.stderr.write(f"composer report: error: {error}\n")
     return 2
-
-
-def _tell_bad_lines(folder: Path, count: int) -> None:
-    """Report the number of unreadable lines in a run's metrics."""
-    if count:
-        lines, are = ("1 line", "is") if count == 1 else (f"{count} lines", "are")
-        path = folder / "metrics.jsonl"
-        sys.stderr.write(f"composer report: {lines} of {path} could not be read and {are} left out\n")
 
 
 def _runs_in(folder: Path) -> list[Path]:

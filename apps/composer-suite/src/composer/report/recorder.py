@@ -6,16 +6,18 @@ import copy
 import datetime
 import itertools
 import os
-import sys
 import time
 import traceback
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from composer.loggers._service_queue import warn_logging_problem
-from composer.report._activity import Acting, StepTime
-from composer.report._run_facts import (
+from composer.loggers._service_queue import fatal_error, id_of_uncaught, warn_logging_problem
+from composer.report._run_files import (
+    Acting,
+    FactFiles,
+    MetricLines,
+    StepTime,
     environment,
     fit_settings,
     profiler_times,
@@ -23,11 +25,10 @@ from composer.report._run_facts import (
     saved_traces,
     typed_settings,
 )
-from composer.report._run_files import FactFiles, MetricLines
 from composer.report.runs import ACTING, CONFIG, METRICS, STATUS, TIMES, now_at, read_json
 from composer_checkpoint.lock import FolderInUseError, FolderLock
 from composer_dist import get_global_rank
-from composer_events.arguments import check_counts, check_flags, check_places
+from composer_events.arguments import check_counts, check_flags
 from composer_events.event import Event
 from composer_events.formatting import check_placeholders, format_name_with_dist
 from composer_events.logger_destination import LoggerDestination
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from composer_events.logger import Logger
     from composer_events.state import State
+    from composer_time import Time
 
 __all__ = ["RunRecorder", "VARIABLE", "recorder_of_environment"]
 
@@ -93,7 +95,6 @@ class RunRecorder(LoggerDestination):
     Raises:
         FileExistsError: At the start of training, if the folder holds a run, or another process writes to it.
         OSError: At the start of training, if the folder cannot be written.
-        TypeError: If an argument has the wrong type.
         ValueError: If `flush_interval` is less than 1.
 
     Example:
@@ -111,10 +112,9 @@ class RunRecorder(LoggerDestination):
         page: bool = True,
         is_optional: bool = False,
     ) -> None:
-        check_places(folder=folder)
         check_placeholders(folder=folder)
         check_counts(flush_interval=flush_interval)
-        check_flags(overwrite=overwrite, page=page, is_optional=is_optional)
+        check_flags(overwrite=overwrite)
         self.folder_format = os.fspath(folder)
         self.flush_interval = flush_interval
         self.overwrite = overwrite
@@ -138,7 +138,9 @@ class RunRecorder(LoggerDestination):
         self._flushed_at_s = 0.0
         self._is_writer = False
         self._is_fitting = False
-        self._plan: Plan | None = None
+        self._planned: Time[Any] | None = None  # the end of the current `fit`
+        self._known_reasons = frozenset[str]()  # of callbacks, at the start of the current `fit`
+        self._has_fitted = False
         self._reason: str | None = None
         self._failure: str | None = None
         self._cause: str | None = None
@@ -192,11 +194,8 @@ class RunRecorder(LoggerDestination):
     def note_failure(self, error: BaseException, cause: str | None = None) -> None:
         """Record the failure of training or of an evaluation at once, since the process may not reach `close`.
 
-        The next `fit` clears it. A later successful evaluation also clears the failure of an evaluation.
-
-        Args:
-            error: The exception.
-            cause: A cause outside this process, such as the traceback of another rank.
+        The next `fit` clears it. A later successful evaluation also clears the failure of an evaluation. `cause` is one
+        outside this process, such as the traceback of another rank.
         """
         self._cause = cause
         self._note(error)
@@ -259,14 +258,15 @@ class RunRecorder(LoggerDestination):
         self._is_fitting, self._has_fit_failed = True, False
         # If the duration has already elapsed, `fit` trains nothing and must not change the recorded outcome.
         has_time = state.max_duration is None or state.timestamp < state.max_duration
-        self._plan = Plan(state) if has_time else None
+        self._has_fitted = has_time
+        self._planned, self._known_reasons = (state.max_duration if has_time else None), frozenset(_reasons(state))
         self._reason = self._failure = self._cause = None
         self._settings |= fit_settings(state)
         self._flush("running")
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Flush the files at the interval, and bound the memory of pending lines."""
-        if self._lines is not None and self._lines.num_pending >= _MOST_PENDING:
+        if self._lines is not None and len(self._lines.pending) >= _MOST_PENDING:
             self._lines.write(waits=False)  # a batch must not wait for the device
         rested_s = time.monotonic() - self._flushed_at_s
         if rested_s >= _LONGEST_REST_S or (
@@ -282,21 +282,21 @@ class RunRecorder(LoggerDestination):
     def fit_end(self, state: State, logger: Logger) -> None:
         """Write the metrics, and record why training has ended early, if it has."""
         self._is_fitting, self._has_worked = False, True
-        self._reason = None if self._plan is None else self._plan.reason_of_stop(state)
+        if self._planned is not None and state.timestamp < self._planned:
+            told = [reason for reason in _reasons(state) if reason not in self._known_reasons]
+            ended = "" if state.max_duration is None else f" at {state.max_duration.to_timestring()}"
+            planned = self._planned.to_timestring()
+            self._reason = "; ".join(told) or f"training has ended{ended}, and was to be {planned} long"
         if self._lines is not None:
             self._lines.write(waits=True)
 
     def eval_standalone_end(self, state: State, logger: Logger) -> None:
-        """Clear the failure of an earlier evaluation."""
+        """Clear the failure of an earlier evaluation or prediction."""
         self._has_worked = True
         if not self._has_fit_failed:
             self._failure = None
 
-    def predict_end(self, state: State, logger: Logger) -> None:
-        """Clear the failure of an earlier prediction."""
-        self._has_worked = True
-        if not self._has_fit_failed:
-            self._failure = None
+    predict_end = eval_standalone_end
 
     def close(self, state: State, logger: Logger) -> None:
         """Write the remaining lines and the outcome of the run; the files stay open for `post_close`."""
@@ -320,7 +320,7 @@ class RunRecorder(LoggerDestination):
         if self._is_fitting or self._reason is not None:
             return "stopped early"
         # A custom loop may train without the events FIT_START and FIT_END.
-        has_trained = self._plan is not None or state.timestamp.num_batches != self._num_batches_before
+        has_trained = self._has_fitted or state.timestamp.num_batches != self._num_batches_before
         if self._earlier and not has_trained:  # resuming without training must not change the outcome
             status = self._earlier.get("status")
             if status in _ENDED:
@@ -349,12 +349,7 @@ class RunRecorder(LoggerDestination):
             self._lock.release()
 
     def _begin(self, state: State) -> None:
-        folder = make_folder(
-            self.folder_format,
-            state.run_name,
-            may_hold_a_run=self.overwrite or self.is_resuming,
-            goes_beside_others=self.is_optional,
-        )
+        folder = self._make_folder(state.run_name)
         try:  # before opening files: a second run of the same name must not truncate those of the first
             self._lock = FolderLock(folder).acquire()
         except FolderInUseError as error:
@@ -371,6 +366,24 @@ class RunRecorder(LoggerDestination):
         self._config |= {"run_name": state.run_name, "environment": environment(state)}
         self._settings = typed_settings(state)
         self._write_facts("running")
+
+    def _make_folder(self, run_name: str) -> Path:
+        """Create the folder, and return its absolute path, which stays valid after a change of directory."""
+        folder = wanted = Path(format_name_with_dist(self.folder_format, run_name)).absolute()
+        for number in itertools.count(2):
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                # Atomic, so that only one of two starting runs gets it.
+                (folder / METRICS).touch(exist_ok=self.overwrite or self.is_resuming)
+                break
+            except FileExistsError:
+                if not self.is_optional:
+                    raise FileExistsError(
+                        f"folder={self.folder_format!r} is {str(folder)!r} in this run, and holds an earlier one. Give "
+                        f"RunRecorder(overwrite=True), or the Trainer another run_name."
+                    ) from None
+                folder = wanted.with_name(f"{wanted.name}-{number}")
+        return folder
 
     def _flush(self, status: str) -> None:
         if self._lines is not None:
@@ -406,60 +419,12 @@ class RunRecorder(LoggerDestination):
         )
 
     def _write_page(self) -> None:
-        try:
-            from composer.report.page import write_page
-        except ImportError:
-            # Only a warning: the run is over, and its record is complete without the page.
-            _log.warning(
-                "%s gets no page, which needs: pip install 'composer-suite[report]'. Then composer report writes it.",
-                self.folder,
-            )
-            return
+        from composer.report.runs import write_page
+
         try:
             write_page([self.folder], self.folder / "report.html")
-        except OSError as error:
+        except (ImportError, OSError) as error:  # the run is over, and its record is complete without the page
             _log.warning("The page about %s could not be written: %s", self.folder, error)
-
-
-def id_of_uncaught() -> int | None:
-    """Return the id of the last uncaught exception. A reference would keep its frames, with their tensors, alive."""
-    return None if getattr(sys, "last_value", None) is None else id(sys.last_value)
-
-
-def fatal_error(*, was_busy: bool, id_of_earlier: int | None) -> BaseException | None:
-    """Return the exception being handled or, if work was left undone, the one that has ended the process.
-
-    At interpreter exit, the exception is no longer being handled, and only `sys.last_value` refers to it.
-
-    Args:
-        was_busy: Whether work was left undone.
-        id_of_earlier: The id of an exception raised before the run, for example in an earlier cell of a notebook.
-    """
-    error = sys.exc_info()[1]
-    if error is None and was_busy and id_of_uncaught() not in (None, id_of_earlier):
-        return sys.last_value
-    return error
-
-
-class Plan:
-    """Planned end of a `fit`, recorded at its start.
-
-    Args:
-        state: The state at the start.
-    """
-
-    def __init__(self, state: State) -> None:
-        self._duration = state.max_duration
-        self._reasons = frozenset(_reasons(state))
-
-    def reason_of_stop(self, state: State) -> str | None:
-        """Return why training has ended early, or `None` if it has reached the planned duration."""
-        if self._duration is None or state.timestamp >= self._duration:
-            return None
-        # A callback may still have the reason of an earlier `fit`.
-        told = [reason for reason in _reasons(state) if reason not in self._reasons]
-        ended = "" if state.max_duration is None else f" at {state.max_duration.to_timestring()}"
-        return "; ".join(told) or f"training has ended{ended}, and was to be {self._duration.to_timestring()} long"
 
 
 def _reasons(state: State) -> Iterator[str]:
@@ -471,36 +436,6 @@ def _reasons(state: State) -> Iterator[str]:
             continue
         if isinstance(reason, str):
             yield f"{type(each).__name__}: {reason}"
-
-
-def make_folder(template: str, run_name: str, *, may_hold_a_run: bool, goes_beside_others: bool) -> Path:
-    """Create the folder of a run, and return its absolute path, which stays valid after a change of directory.
-
-    Args:
-        template: The folder, with the placeholders of `format_name_with_dist`.
-        run_name: The name of the run.
-        may_hold_a_run: Whether it may hold a run, which is replaced or continued.
-        goes_beside_others: Whether to append a number to the name if it holds a run.
-
-    Raises:
-        FileExistsError: If it holds a run, and neither is allowed.
-        OSError: If it cannot be created.
-    """
-    folder = wanted = Path(format_name_with_dist(template, run_name)).absolute()
-    for number in itertools.count(2):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            (folder / METRICS).touch(exist_ok=may_hold_a_run)  # atomic, so only one of two starting runs gets it
-        except FileExistsError:
-            if not goes_beside_others:
-                raise FileExistsError(
-                    f"folder={template!r} is {str(folder)!r} in this run, and holds an earlier one. Give "
-                    f"RunRecorder(overwrite=True), or the Trainer another run_name."
-                ) from None
-            folder = wanted.with_name(f"{wanted.name}-{number}")
-        else:
-            return folder
-    raise AssertionError("there is always a higher number")
 
 
 VARIABLE = "COMPOSER_RUNS"

@@ -1,29 +1,19 @@
-"""Reader for the folders of recorded runs."""
+"""Data about recorded runs, read from their folders, and a self-contained HTML page of it."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
-__all__ = [
-    "ACTING",
-    "AXES",
-    "CONFIG",
-    "METRICS",
-    "STATUS",
-    "TIMES",
-    "Checkpoint",
-    "Curve",
-    "Run",
-    "now_at",
-    "read_json",
-    "read_run",
-]
+__all__ = ["Checkpoint", "Curve", "Run", "describe_runs", "read_run", "write_page"]
 
 CONFIG, METRICS, ACTING, TIMES, STATUS = "config.json", "metrics.jsonl", "acting.json", "times.json", "status.json"
 AXES = ("batch", "epoch", "sample", "token", "time_s")
@@ -160,11 +150,7 @@ def now_at(path: str, folder_then: Any, folder: Path) -> str:
     """Return the current path of a run's file, whose folder may have been moved or copied.
 
     The file in the folder takes precedence, because the original of a copied run may have changed since then.
-
-    Args:
-        path: The path at the time when the run wrote its status.
-        folder_then: The folder at that time, from the status.
-        folder: The folder now.
+    `folder_then` is the folder at the time when the run wrote its status.
     """
     if not isinstance(folder_then, str) or not path.startswith(os.path.join(folder_then, "")):
         return path
@@ -191,3 +177,254 @@ def _inspect(path: str, *, verify: bool) -> Checkpoint:
     except (CheckpointError, OSError) as error:
         return Checkpoint(path, size_bytes, f"damaged: {error}")
     return Checkpoint(path, size_bytes, "has a manifest, not verified here" if manifest else "no manifest")
+
+
+_DIGITS: Final = 8  # significant digits
+
+
+def describe_runs(
+    folders: Sequence[str | os.PathLike[str]], *, max_points: int = 4000, verify: bool = False
+) -> dict[str, Any]:
+    """Return the data of the page, ready for JSON.
+
+    Args:
+        folders: Folders written by `RunRecorder`s.
+        max_points: Maximum number of points kept per curve.
+        verify: Whether to verify the hashes of the checkpoints.
+
+    Raises:
+        FileNotFoundError: If a folder holds no run.
+        ValueError: If `folders` is empty or `max_points` is less than 3.
+    """
+    if not folders:
+        raise ValueError("No runs to show. Pass the folder of at least one.")
+    if max_points < 3:
+        raise ValueError(f"max_points={max_points!r} draws no curve. Pass 3 or more.")
+    runs = [read_run(folder, verify=verify) for folder in folders]
+    described = [_describe(run, max_points) for run in runs]
+    for run, name in zip(described, _labels(runs), strict=True):
+        run["name"] = name
+    return {"version": 1, "runs": described}
+
+
+def _describe(run: Run, max_points: int) -> dict[str, Any]:
+    config = {str(name): _text(value) for name, value in _flat(run.config)}
+    return {
+        "name": run.name,
+        "folder": run.folder,
+        "config": config,
+        "status": run.status,
+        "curves": {name: _points(curve, max_points) for name, curve in sorted(run.curves.items())},
+        "units": units_of(run.curves, config),
+        "acting": run.acting,
+        "times": run.times,
+        "checkpoints": [
+            {"path": each.path, "size_bytes": each.size_bytes, "verification": each.verification}
+            for each in run.checkpoints
+        ],
+        "traces": run.traces,
+        "num_bad_lines": run.num_bad_lines,
+    }
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """Return the names of the runs; equal names are followed by their folders."""
+    labels = [run.name for run in runs]
+    folders = [Path(os.path.abspath(run.folder)) for run in runs]
+    # The folder's name is tried first; its full path is used only if that is ambiguous as well.
+    for shown in ([folder.name for folder in folders], folders):
+        longer = [f"{run.name} ({folder})" for run, folder in zip(runs, shown, strict=True)]
+        counts = Counter(labels)
+        labels = [label if counts[label] == 1 else other for label, other in zip(labels, longer, strict=True)]
+    return labels
+
+
+def _points(curve: Curve, max_points: int) -> dict[str, Any]:
+    kept = range(len(curve.values))
+    if len(curve.values) > max_points:
+        kept = largest_triangles(curve.at["batch"], curve.values, max_points)
+    values = [curve.values[index] for index in kept]
+    return {
+        # JSON has no NaN: the curve gets a gap, and the page shows the value from the second entry.
+        "values": [_short(value) if math.isfinite(value) else None for value in values],
+        "not_finite": {str(index): str(value) for index, value in enumerate(values) if not math.isfinite(value)},
+        **{axis: [_short(curve.at[axis][index]) for index in kept] for axis in AXES},
+    }
+
+
+def _short(value: float) -> float:
+    """Round a number of a curve, since more digits would enlarge the page, and no screen shows them."""
+    return int(value) if value.is_integer() and abs(value) < 10**_DIGITS else float(f"{value:.{_DIGITS}g}")
+
+
+def _flat(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(config, dict) and config:
+        return [entry for name, value in config.items() for entry in _flat(value, f"{prefix}{name}/")]
+    return [(prefix.rstrip("/"), config)]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+_SECONDS: Final = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
+_OF_TIME: Final = ("time/train", "time/val", "time/total")
+_TOLERANCE: Final = 1e-3  # relative, between two rounded readings of one clock
+# The first pattern that matches a full name is used. Names chosen by users get no unit.
+_KNOWN: Final = tuple(
+    (re.compile(pattern), unit)
+    for pattern, unit in (
+        (r"time/batch(_in_epoch)?", "batches"),
+        (r"time/(epoch|sample|token)(_in_epoch)?", r"\1s"),
+        (r"throughput/(batches|samples|tokens)_per_sec", r"\1/s"),
+        (r"throughput/device/(batches|samples|tokens)_per_sec", r"\1/s per device"),
+        (r"throughput/flops_per_sec", "FLOP/s"),
+        (r"throughput/device/flops_per_sec", "FLOP/s per device"),
+        (r"throughput/device/mfu", "share of the peak"),
+        (r"memory/\w*(_mem|gigabytes)\w*", "GB"),
+        (r"memory/alloc_retries\w*", "retries"),
+        (r"trainer/device_train_microbatch_size", "samples"),
+        (r"(cpu|disk)_memory_percent|cpu_percentage|(m\w\w_)?(gpu|memory)_percentage_rank_\d+", "%"),
+        (r"(cpu|disk)_memory_\w+", "bytes"),
+        (r"network_bytes_\w+", "bytes since the start of the machine"),
+        (r"network_packets_\w+", "packets since the start of the machine"),
+        (r"(m\w\w_)?gpu_temperature_C_rank_\d+", "°C"),
+        (r"(m\w\w_)?gpu_power_usage_W_rank_\d+", "W"),
+    )
+)
+
+
+def units_of(curves: Mapping[str, Curve], config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the units of a run's metrics by name; unknown ones are left out.
+
+    Example:
+        >>> units_of({"throughput/device/samples_per_sec": ..., "loss/train/total": ...}, {})
+        {'throughput/device/samples_per_sec': 'samples/s per device'}
+    """
+    known = ((name, _known_unit(name)) for name in curves)
+    units = {name: unit for name, unit in known if unit is not None}
+    if (of_time := _unit_of_time(curves)) is not None:
+        units |= {name: of_time for name in _OF_TIME if name in curves}
+    if (remaining := config.get("time/remaining_estimate_unit")) in _SECONDS and "time/remaining_estimate" in curves:
+        units["time/remaining_estimate"] = remaining
+    return units
+
+
+def _known_unit(name: str) -> str | None:
+    for pattern, unit in _KNOWN:
+        if match := pattern.fullmatch(name):
+            return match.expand(unit) if "\\" in unit else unit
+    return None
+
+
+def _unit_of_time(curves: Mapping[str, Curve]) -> str | None:
+    """Return the time unit of a `SpeedMonitor`, by comparison with the record's clock, which counts seconds."""
+    curve = curves.get("time/train")
+    if curve is None:
+        return None
+    # From the end, where the relative rounding error of the clocks is smallest.
+    for value, seconds in zip(reversed(curve.values), reversed(curve.at["time_s"]), strict=True):
+        if math.isfinite(value) and value > 0 and seconds > 0:
+            ratio = seconds / value
+            return next((unit for unit, of in _SECONDS.items() if math.isclose(ratio, of, rel_tol=_TOLERANCE)), None)
+    return None
+
+
+def largest_triangles(x: Sequence[float], y: Sequence[float], num_points: int) -> list[int]:
+    """Downsample a curve while preserving its shape and its peaks.
+
+    The first and the last point are kept. From each stretch between them, the point that spans the largest triangle
+    with its neighbors is kept. Up to `num_points` points that are not finite are kept in addition, because they matter.
+
+    Returns:
+        The indices of the kept points, in order.
+
+    Reference:
+        Steinarsson, "Downsampling Time Series for Visual Representation", 2013.
+
+    Example:
+        >>> largest_triangles(range(7), [0, 0, 0, 9, 0, 0, 0], 3)
+        [0, 3, 6]
+    """
+    finite = [index for index, value in enumerate(y) if math.isfinite(value)]
+    others = [index for index, value in enumerate(y) if not math.isfinite(value)]
+    # After a divergence, most values may be NaN, so their number is limited as well.
+    if len(others) > num_points:
+        others = others[:: math.ceil(len(others) / num_points)]
+    if len(finite) <= num_points:
+        return sorted(finite + others)
+    chosen = [finite[0]]
+    width = (len(finite) - 2) / (num_points - 2)
+    for number in range(num_points - 2):
+        begin, end = 1 + int(number * width), 1 + int((number + 1) * width)
+        # Neighbors are the previous chosen point and, since the next one is unknown, the mean of the next stretch.
+        after = finite[end : max(end + 1, 1 + int((number + 2) * width))] or finite[-1:]
+        mean_x, mean_y = sum(x[i] for i in after) / len(after), sum(y[i] for i in after) / len(after)
+        last_x, last_y = x[chosen[-1]], y[chosen[-1]]
+        chosen.append(
+            max(
+                finite[begin : max(end, begin + 1)],
+                key=lambda i: abs((last_x - mean_x) * (y[i] - last_y) - (last_x - x[i]) * (mean_y - last_y)),
+            )
+        )
+    return sorted([*chosen, finite[-1], *others])
+
+
+_SCRIPTS = ("page_parts.js", "page_curves.js", "page.js")  # in the order of their dependencies
+
+
+def write_page(
+    folders: Sequence[str | os.PathLike[str]],
+    path: str | os.PathLike[str],
+    *,
+    max_points: int = 4000,
+    verify: bool = False,
+) -> Path:
+    """Write the page about runs.
+
+    Args:
+        folders: Folders written by `RunRecorder`s; the curves of several runs share their plots.
+        path: The file. An existing file is replaced when the new one is complete.
+        max_points: Maximum number of points drawn per curve.
+        verify: Whether to verify the hashes of the checkpoints.
+
+    Returns:
+        The path.
+
+    Raises:
+        FileNotFoundError: If a folder holds no run.
+        MissingConditionalImportError: If plotly is not installed.
+        ValueError: If `folders` is empty or `max_points` is less than 3.
+    """
+    return write_described(describe_runs(folders, max_points=max_points, verify=verify), path)
+
+
+def write_described(described: dict[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write the page for the result of `describe_runs`, and return the path."""
+    try:
+        from plotly.offline import get_plotlyjs  # not needed for the data alone
+    except ImportError as error:
+        from composer_models import MissingConditionalImportError
+
+        raise MissingConditionalImportError("report", "plotly") from error
+    # Browsers reject a whole JSON text that contains NaN, so a NaN that got this far is an error here.
+    data = json.dumps(described, allow_nan=False, separators=(",", ":"))
+    here = files("composer.report")
+    template = here.joinpath("page.html").read_text()
+    page = template.format(
+        style=here.joinpath("page.css").read_text(),
+        script="".join(here.joinpath(name).read_text() for name in _SCRIPTS),
+        plotly=get_plotlyjs(),
+        # Names and messages are untrusted: no tag in them may end the script element.
+        data=data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),
+    )
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(
+            f"{path} is a folder. Name the file that the page goes to, such as {path / 'report.html'}."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(page, encoding="utf-8")
+    unfinished.replace(path)
+    return path

@@ -47,8 +47,7 @@ def configure_excepthook() -> None:
     """Print the environment to standard error after each exception that ends the process.
 
     The exception itself is shown as before. In IPython and notebooks, the report follows each exception of a cell.
-    Ctrl-C causes no report. A second call has no effect, unless another hook was installed in the meantime. That hook
-    is still called, and each exception is reported once, after it.
+    Ctrl-C causes no report. A second call has no effect, unless another hook was installed in the meantime.
     """
     shell = _ipython()
     if shell is not None:
@@ -78,20 +77,12 @@ class _ReportingHook:
     """Hook that shows an exception with the previous hook, and then the environment."""
 
     is_reporting = True
-    _is_around = False  # set while an outer hook runs, so that nested hooks do not report the exception twice
 
     def __init__(self, before: Callable[[type[BaseException], BaseException, TracebackType | None], Any]) -> None:
         self._before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self._is_around:
-            self._before(kind, error, trace)
-            return
-        _ReportingHook._is_around = True
-        try:
-            self._before(kind, error, trace)
-        finally:
-            _ReportingHook._is_around = False
+        self._before(kind, error, trace)
         if self.is_reporting and isinstance(error, Exception):
             print_env(sys.stderr)
 

@@ -143,15 +143,9 @@ def export_with_logger(
     """Write a model like `export_for_inference`, through a logger that keeps files if there is one.
 
     Args:
-        model: See `export_for_inference`.
-        save_format: See `export_for_inference`.
-        save_path: See `export_for_inference`. If a logger keeps files and no store is given, the name for the logger.
+        model, save_format, ...: The arguments of `export_for_inference`. If a logger keeps files and no store is given,
+            `save_path` is the name for the logger.
         logger: The logger.
-        save_object_store: See `export_for_inference`.
-        sample_input: See `export_for_inference`.
-        transforms: See `export_for_inference`.
-        input_names: See `export_for_inference`.
-        output_names: See `export_for_inference`.
     """
     settings: dict[str, Any] = {
         "model": model,

@@ -1,33 +1,48 @@
-"""Base class of callbacks that record the CUDA allocator, and self-contained pages of its history."""
+"""Recordings of the CUDA allocator, as files that can be opened offline."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import pickle
 import posixpath
 import warnings
+import weakref
 import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from xml.sax.saxutils import escape
 
 import torch
+from torch.cuda import _memory_viz
 
-from composer_checkpoint.remote.logger import RemoteUploaderDownloader, maybe_create_remote_uploader_downloader_from_uri
+from composer_checkpoint.remote.logger import maybe_create_remote_uploader_downloader_from_uri
 from composer_checkpoint.save_folder import ensure_folder_is_empty
 from composer_checkpoint.stores.base import parse_uri
-from composer_events.arguments import check_counts, check_flags, check_places, check_texts
+from composer_events.arguments import check_counts, check_flags, to_time
 from composer_events.callback import Callback
 from composer_events.formatting import OF_TIME, check_placeholders, format_name_with_dist_and_time
+from composer_time import Time, TimeUnit
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
     from composer_events.state import State
 
-__all__ = ["MemoryRecorder", "Snapshot", "draw_flamegraph", "segment_page", "timeline_page"]
+__all__ = [
+    "MemoryRecorder",
+    "MemorySnapshot",
+    "OOMObserver",
+    "Snapshot",
+    "SnapshotFileNameConfig",
+    "draw_flamegraph",
+    "segment_page",
+    "timeline_page",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -36,20 +51,7 @@ Snapshot = Mapping[str, Any]
 
 
 class MemoryRecorder(Callback):
-    """Callback that records the history of the CUDA allocator, and writes it to files.
-
-    Args:
-        max_entries: Number of the allocator's last actions to keep.
-        folder: Local folder; may use `{run_name}` and the placeholders of ranks.
-        filename: Name of the files, or their prefix, also with placeholders of time.
-        remote_file_name: Folder of the files for loggers that keep files, or a URI to upload them to. `None` uploads
-            nothing.
-        overwrite: Whether the folder may contain files, and the object store may contain files of these names.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If `max_entries` is less than 1.
-    """
+    """Base class of callbacks that record the history of the CUDA allocator, and write it to files."""
 
     _title: ClassVar[str]
 
@@ -57,8 +59,6 @@ class MemoryRecorder(Callback):
         self, max_entries: int, folder: str, filename: str, remote_file_name: str | None, overwrite: bool
     ) -> None:
         check_counts(max_entries=max_entries)
-        check_places(folder=folder, filename=filename)
-        check_texts(remote_file_name=remote_file_name, may_be_none=True)
         check_placeholders(OF_TIME, folder=folder, filename=filename, remote_file_name=remote_file_name)
         check_flags(overwrite=overwrite)
         self.max_entries = max_entries
@@ -102,24 +102,19 @@ class MemoryRecorder(Callback):
         self._enabled = False
         torch.cuda.memory._record_memory_history(None)
 
-    def _save(
-        self, state: State, logger: Logger, pages: Callable[[str, Snapshot], dict[str, Callable[[], bytes]]]
-    ) -> None:
-        """Write and upload files independently of each other. Failures are logged, and training continues.
+    @abstractmethod
+    def _files(self, path: str, snapshot: Snapshot) -> dict[str, Callable[[], bytes]]:
+        """Return, by path, functions that return the content of a file."""
 
-        Args:
-            state: The state.
-            logger: The logger.
-            pages: Function of the formatted path and the snapshot, which returns, by path, functions that return the
-                content of a file.
-        """
+    def _save(self, state: State, logger: Logger) -> None:
+        """Write and upload files independently of each other. Failures are logged, and training continues."""
         try:
             snapshot = torch.cuda.memory._snapshot()
         except Exception:  # a monitor must neither end training nor hide an out-of-memory error
             _log.exception("No snapshot of the memory could be taken.")
             return
         path = os.path.join(self._formatted(self.folder, state), self._formatted(self.filename, state))
-        for name, make in pages(path, snapshot).items():
+        for name, make in self._files(path, snapshot).items():
             try:
                 Path(name).write_bytes(make())
                 if self.remote_file_name is not None:
@@ -137,66 +132,14 @@ class MemoryRecorder(Callback):
 
 def _add_uploader(address: str, state: State, logger: Logger) -> None:
     """Add an uploader for the object store of a URI, unless a logger already uploads there."""
-    backend, bucket, _ = parse_uri(address)
-    places = logger.destinations
-    if any(isinstance(place, RemoteUploaderDownloader) and place.serves(backend, bucket) for place in places):
-        return
-    uploader = maybe_create_remote_uploader_downloader_from_uri(address, [])
+    uploader = maybe_create_remote_uploader_downloader_from_uri(address, logger.destinations)
     if uploader is not None:
-        logger.destinations = (*places, uploader)
+        logger.destinations = (*logger.destinations, uploader)
         state.callbacks.append(uploader)
         uploader.init(state, logger)  # the engine has already run `init` of the loggers
 
 
 _MAX_FRAMES: Final = 24  # innermost frames of a stack, since the outer ones rarely differ
-
-# A box is [left, right, bottom, top, stack]. Boxes do not overlap, so the first match is the box under the pointer.
-_PAGE: Final = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>$TITLE</title>
-<style>
-body { font: 13px sans-serif; margin: 1em; }
-canvas { width: 100%; height: 60vh; border: 1px solid #999; }
-pre { min-height: 20em; white-space: pre-wrap; }
-</style>
-</head>
-<body>
-<h1>$TITLE</h1>
-<div id="plots"></div>
-<pre id="about">Point at a box.</pre>
-<script type="application/json" id="composer-data">$DATA</script>
-<script>
-const data = JSON.parse(document.getElementById("composer-data").textContent);
-const about = document.getElementById("about");
-for (const plot of data.plots) {
-  const heading = document.createElement("h2");
-  heading.textContent = plot.title;
-  const canvas = document.createElement("canvas");
-  document.getElementById("plots").append(heading, canvas);
-  canvas.width = canvas.clientWidth;
-  canvas.height = canvas.clientHeight;
-  const ink = canvas.getContext("2d");
-  const across = canvas.width / Math.max(plot.width, 1), up = canvas.height / Math.max(plot.height, 1);
-  for (const [left, right, bottom, top, stack] of plot.boxes) {
-    ink.fillStyle = `hsl(${stack * 47 % 360} 60% 65%)`;
-    ink.fillRect(left * across, canvas.height - top * up,
-                 Math.max((right - left) * across, 1), Math.max((top - bottom) * up, 1));
-  }
-  ink.fillStyle = "#c00";
-  for (const mark of plot.marks) ink.fillRect(mark * across, 0, 2, canvas.height);
-  canvas.addEventListener("mousemove", (event) => {
-    const x = event.offsetX * canvas.width / canvas.clientWidth / across;
-    const y = (canvas.height - event.offsetY * canvas.height / canvas.clientHeight) / up;
-    const index = plot.boxes.findIndex(([l, r, b, t]) => l <= x && x < r && b <= y && y < t);
-    about.textContent = index < 0 ? "" : plot.notes[index] + "\\n" + data.stacks[plot.boxes[index][4]];
-  });
-}
-</script>
-</body>
-</html>
-"""
 
 
 def timeline_page(snapshot: Snapshot) -> str:
@@ -320,8 +263,9 @@ def _blocks(segment: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]
 
 def _page(title: str, plots: list[dict[str, Any]], stacks: dict[str, int]) -> str:
     data = json.dumps({"plots": plots, "stacks": list(stacks)}, separators=(",", ":"))
+    page = files("composer.callbacks").joinpath("memory_page.html").read_text()
     # A file name with `</script>` must not end the element that contains the data.
-    return _PAGE.replace("$TITLE", title).replace("$DATA", data.replace("</", "<\\/"))
+    return page.replace("$TITLE", title).replace("$DATA", data.replace("</", "<\\/"))
 
 
 _WIDTH: Final = 1200
@@ -338,10 +282,7 @@ class _Frame:
 
 
 def draw_flamegraph(folded: str) -> str:
-    """Return a flame graph as SVG.
-
-    Args:
-        folded: Lines such as `outermost;inner;innermost 4096`: a stack and its size in bytes.
+    """Return a flame graph as SVG, of lines such as `outermost;inner;innermost 4096`: a stack and its size in bytes.
 
     Reference:
         Gregg. "The Flame Graph", Communications of the ACM 59(6), 2016.
@@ -407,3 +348,194 @@ def readable(size_bytes: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:.1f} {unit}" if unit != "B" else f"{size_bytes} B"
+
+
+class MemorySnapshot(MemoryRecorder):
+    """Record the actions of the CUDA allocator over a few batches, and save them as files.
+
+    `<filename>.html` can be opened in any browser, offline. `<filename>.pickle` is for
+    `python -m torch.cuda._memory_viz` and PyTorch's page; only open files from a trusted source. On other devices, the
+    callback only warns. Errors in writing files are logged and do not end training.
+
+    Args:
+        skip_batches: Number of batches to skip first.
+        interval: Duration of the recording: batches, or a time.
+        max_entries: Number of the last actions to keep.
+        folder: Local folder, with the placeholders of run and ranks.
+        filename: Name of the files without extension, with placeholders for run, ranks and time.
+        remote_file_name: Folder of the files for loggers that keep files, or a URI to upload to. `None` uploads
+            nothing.
+        overwrite: Whether the folder may contain files, and the object store may contain files of these names.
+
+    Raises:
+        ValueError: If a number is negative.
+        FileExistsError: At the start, if the folder contains files.
+
+    Example:
+        >>> snapshot = MemorySnapshot(skip_batches=2, interval='1ba')
+    """
+
+    _title = "memory snapshot"
+
+    def __init__(
+        self,
+        skip_batches: int = 1,
+        interval: int | str | Time[int] = "3ba",
+        max_entries: int = 100000,
+        folder: str = "{run_name}/torch_traces",
+        filename: str = "rank{rank}.{batch}.memory_snapshot",
+        remote_file_name: str | None = "{run_name}/torch_memory_traces",
+        overwrite: bool = False,
+    ) -> None:
+        super().__init__(max_entries, folder, filename, remote_file_name, overwrite)
+        check_counts(0, skip_batches=skip_batches)
+        self.skip_batches = skip_batches
+        self.interval = to_time("interval", interval, TimeUnit.BATCH)
+        if int(self.interval) < 1:
+            raise ValueError(f"interval={interval!r} must be how long to record, such as '3ba'.")
+        self._batches_left_to_skip = skip_batches
+        self._end: Time[int] | None = None
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """Start recording after the skipped batches."""
+        if not self._enabled or self._end is not None:
+            return
+        if self._batches_left_to_skip > 0:
+            self._batches_left_to_skip -= 1
+            return
+        self._end = state.timestamp.get(self.interval.unit) + self.interval
+        self._record()  # only now, since recording slows down each allocation
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Save the record when the interval is over."""
+        if self._enabled and self._end is not None and state.timestamp.get(self.interval.unit) >= self._end:
+            self._save(state, logger)
+            self._stop()
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Stop recording."""
+        if self._enabled and self._end is not None:
+            self._stop()
+
+    def _files(self, path: str, snapshot: Snapshot) -> dict[str, Callable[[], bytes]]:
+        if not any(snapshot["device_traces"]):
+            _log.info("Nothing was allocated while memory was recorded, so no snapshot is kept.")
+            return {}
+        return {
+            f"{path}.pickle": lambda: pickle.dumps(snapshot),
+            f"{path}.html": lambda: timeline_page(snapshot).encode(),
+        }
+
+
+# Only for its text output, since its pages load scripts from the network.
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotFileNameConfig:
+    """Names of the files.
+
+    Attributes:
+        snapshot_file: The snapshot, for `python -m torch.cuda._memory_viz` and PyTorch's page.
+        trace_plot_file: A page with each allocation as a box over time.
+        segment_plot_file: A page with the blocks of each segment.
+        segment_flamegraph_file: A flame graph of the code that holds the bytes of each segment.
+        memory_flamegraph_file: A flame graph of the code that holds all bytes.
+    """
+
+    snapshot_file: str
+    trace_plot_file: str
+    segment_plot_file: str
+    segment_flamegraph_file: str
+    memory_flamegraph_file: str
+
+    @classmethod
+    def from_file_name(cls, filename: str) -> SnapshotFileNameConfig:
+        """Return names with a common prefix.
+
+        Example:
+            >>> SnapshotFileNameConfig.from_file_name('rank0_oom').snapshot_file
+            'rank0_oom_snapshot.pickle'
+        """
+        return cls(
+            snapshot_file=f"{filename}_snapshot.pickle",
+            trace_plot_file=f"{filename}_trace_plot.html",
+            segment_plot_file=f"{filename}_segment_plot.html",
+            segment_flamegraph_file=f"{filename}_segment_flamegraph.svg",
+            memory_flamegraph_file=f"{filename}_memory_flamegraph.svg",
+        )
+
+    def list_filenames(self) -> list[str]:
+        """Return all names."""
+        return list(astuple(self))
+
+
+class OOMObserver(MemoryRecorder):
+    """Save the memory in use when a CUDA device runs out of memory, as files that can be opened offline.
+
+    The snapshot and four plots, see `SnapshotFileNameConfig`, are written before the error is raised, so they exist
+    even if it ends the run. Files are written independently of each other, and errors are logged. On other devices, the
+    callback only warns. The allocator's history is recorded from the start, which slightly slows down each allocation.
+
+    Args:
+        max_entries: Number of the allocator's last actions to keep.
+        folder: Local folder, with the placeholders of run and ranks.
+        filename: Prefix of the files' names, with placeholders for run, ranks and time.
+        remote_file_name: Folder of the files for loggers that keep files, or a URI to upload to. `None` uploads
+            nothing.
+        overwrite: Whether the folder may contain files, and the object store may contain files of these names.
+
+    Raises:
+        ValueError: If `max_entries` is less than 1.
+        FileExistsError: At the start, if the folder contains files.
+
+    Example:
+        >>> observer = OOMObserver(folder='traces/{run_name}', remote_file_name=None)
+    """
+
+    _title = "oom observer"
+
+    def __init__(
+        self,
+        max_entries: int = 100000,
+        folder: str = "{run_name}/torch_traces",
+        filename: str = "rank{rank}_oom",
+        remote_file_name: str | None = "{run_name}/oom_traces/rank{rank}_oom",
+        overwrite: bool = False,
+    ) -> None:
+        super().__init__(max_entries, folder, filename, remote_file_name, overwrite)
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Start recording, if the model is on a CUDA device."""
+        super().init(state, logger)
+        if not self._enabled:
+            return
+        # PyTorch keeps the observer until the process ends, so it must not keep the run alive.
+        observer, of_state, of_logger = weakref.ref(self), weakref.ref(state), weakref.ref(logger)
+
+        def observe(device: int, asked_for: int, total: int, free: int) -> None:
+            alive, its_state, its_logger = observer(), of_state(), of_logger()
+            if alive is not None and its_state is not None and its_logger is not None:
+                alive.keep_snapshot(its_state, its_logger)
+
+        torch._C._cuda_attach_out_of_memory_observer(observe)  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
+        self._record()
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Stop recording."""
+        if self._enabled:
+            self._stop()
+
+    def keep_snapshot(self, state: State, logger: Logger) -> None:
+        """Write and upload the current memory usage, unless the callback is closed."""
+        if self._enabled:
+            self._save(state, logger)
+
+    def _files(self, path: str, snapshot: Snapshot) -> dict[str, Callable[[], bytes]]:
+        names = SnapshotFileNameConfig.from_file_name(path)
+        return {
+            names.snapshot_file: lambda: pickle.dumps(snapshot),
+            names.trace_plot_file: lambda: timeline_page(snapshot).encode(),
+            names.segment_plot_file: lambda: segment_page(snapshot).encode(),
+            names.segment_flamegraph_file: lambda: _memory_viz.segments(snapshot, draw_flamegraph).encode(),
+            names.memory_flamegraph_file: lambda: _memory_viz.memory(snapshot, draw_flamegraph).encode(),
+        }
