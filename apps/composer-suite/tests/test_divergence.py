@@ -237,6 +237,39 @@ def test_skipping_leaves_the_batch_out_and_says_which(train, caplog):
     assert_same_weights(network, train_by_hand([b for index, b in enumerate(batches) if index not in (0, 3, 7)]))
 
 
+class DropsBadGradients(torch.optim.SGD):
+    def step(self, closure=None):
+        if all(p.grad.isfinite().all() for group in self.param_groups for p in group["params"]):
+            super().step(closure)
+
+
+def zero_bad_gradients(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            torch.nan_to_num_(parameter.grad, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def sgd_with_hook(parameters, **settings):
+    optimizer = torch.optim.SGD(parameters, **settings)
+    optimizer.register_step_pre_hook(zero_bad_gradients)
+    return optimizer
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("make_optimizer", [DropsBadGradients, sgd_with_hook])
+def test_an_optimizer_that_drops_bad_gradients_by_itself_trains_on(train, make_optimizer, value):
+    """A script that Composer trains through, with a hook that zeroes NaN gradients, ended with a DivergenceError."""
+    batches, network, by_hand = make_batches({0, 5}, value), make_network(), make_network()
+    _, _, error = train(batches, network, optimizer=make_optimizer(network.parameters(), lr=0.5, momentum=0.9))
+    optimizer = make_optimizer(by_hand.parameters(), lr=0.5, momentum=0.9)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(by_hand(inputs), targets).backward()
+        optimizer.step()
+    assert error is None
+    assert_same_weights(network, by_hand)
+
+
 def test_a_run_that_can_only_skip_ends_with_an_error(train):
     _, network, error = train(make_batches(range(2, 8)), on_divergence=OnDivergence("skip", max_in_a_row=3))
     assert error.divergence.batch == 4

@@ -39,8 +39,9 @@ class _Refused(BaseException):  # an optimizer may catch every Exception of its 
 class DivergenceGuard:
     """Guard that checks the gradients of each batch before its step, and the weights before they are saved.
 
-    The gradients decide, since they enter the weights. A loss may be NaN with gradients of 0, such as the mean over
-    labels that are all ignored. Such a batch is counted and logged, and training continues.
+    The gradients decide, since they enter the weights, unless the optimizer drops them. A loss may be NaN with
+    gradients of 0, such as the mean over labels that are all ignored. Such a batch is counted and logged, and training
+    continues.
 
     The strategy averages gradients over the ranks, so all ranks reach the same result without another collective. On
     a CPU the result is read at once. On a GPU, fused optimizer kernels skip the step by a flag on the device, and the
@@ -72,6 +73,8 @@ class DivergenceGuard:
             and policy.spike_factor is None
             # Fused optimizers, whose kernels read a skip flag on the device, have this attribute for GradScaler.
             and (state.scaler is not None or getattr(state.optimizers[0], "_step_supports_amp_scaling", False))
+            # A hook may drop bad gradients, which only a step shows; PyTorch has no public way to ask for hooks.
+            and not getattr(state.optimizers[0], "_optimizer_step_pre_hooks", None)
         )
         # A deferred result concerns a batch that is LAG batches old, so its buffers must still be there.
         buffers = KeptBuffers(state.model, num_batches=LAG + 1 if self._defers else 1)
@@ -105,12 +108,45 @@ class DivergenceGuard:
         return loss if not self._defers else loss * torch.where(self._found == 0, 1.0, math.nan)
 
     def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Return whether the optimizer may step; act on a divergence first."""
+        """Return whether the optimizer may step; act on a divergence first.
+
+        An optimizer that leaves bad gradients out by itself has made its step then.
+        """
         divergence = self._look(optimizer, losses)
         if divergence is None:
             return True
+        if divergence.action == "raise" and not divergence.is_spike and self._steps_unharmed(optimizer):
+            return False
         self._act(divergence)
         return divergence.action == "log"
+
+    def _steps_unharmed(self, optimizer: Optimizer) -> bool:
+        """Try the step with gradients that are not finite; undo it, and return false, if it does harm.
+
+        A hook of the optimizer, or its `step`, may drop such gradients. All ranks have found them, and call this.
+        """
+        if not self._sees_gradients:
+            return False
+        undo = StepSnapshot(optimizer)
+        is_harmed = True
+        try:
+            self._strategy.step(optimizer, None, scaler=None)
+            is_harmed = self._finds_bad_weights([optimizer])
+        finally:
+            if is_harmed:
+                undo()
+        if not is_harmed:
+            self._found.zero_()
+            self._num_in_a_row = 0
+        return not is_harmed
+
+    def _finds_bad_weights(self, optimizers: Iterable[Optimizer]) -> bool:
+        found = torch.zeros_like(self._found)
+        for optimizer in optimizers:
+            note_non_finite(_tensors_of(optimizer), found, self._one)
+        if get_world_size() > 1:  # even ranks that share a batch hold different shards
+            found = self._strategy.mean({"found": found})["found"]
+        return bool(found.item())
 
     def stops_closure(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
         """Return whether a closure with these losses must stop; the action follows at the end of `closures`."""
@@ -142,12 +178,7 @@ class DivergenceGuard:
     def check_weights(self) -> None:
         """Act on all pending results, then raise if a step itself has made weights non-finite."""
         self._act_on_arrivals(wait=True)
-        found = torch.zeros_like(self._found)
-        for optimizer in self._state.optimizers:
-            note_non_finite(_tensors_of(optimizer), found, self._one)
-        if get_world_size() > 1:  # even ranks that share a batch hold different shards
-            found = self._strategy.mean({"found": found})["found"]
-        if found.item():
+        if self._finds_bad_weights(self._state.optimizers):
             self._refuse_weights()
 
     def end_fit(self) -> None:
