@@ -193,15 +193,6 @@ def test_the_narrow_form_gives_the_same_plan_for_the_settings_of_both(environ):
     assert narrow.to_dict() == broad.to_dict()
 
 
-@experimental
-@pytest.mark.parametrize("value", ["yes", 0, None])
-def test_a_reshard_setting_that_is_none_is_refused(value):
-    if value == 0 and value is not None:
-        value = -2
-    with pytest.raises(ValueError, match="reshard_after_forward="):
-        make_plan(FSDP2Config(reshard_after_forward=value), world_size=4)
-
-
 def test_a_degree_of_tensor_parallelism_takes_what_the_others_leave():
     config = ParallelismConfig(fsdp=FSDPConfig(data_parallel_shard_degree=2), tp=TPConfig(tensor_parallel_degree=-1))
     assert make_plan(config, world_size=8).tensor_parallel_degree == 4

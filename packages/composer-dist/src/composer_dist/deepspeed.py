@@ -5,6 +5,7 @@ import copy
 import difflib
 import importlib
 import inspect
+import logging
 import os
 import warnings
 from collections import defaultdict
@@ -118,6 +119,7 @@ class DeepSpeed:
         deepspeed = _start(self.device)
         # Recorded now, since the engine flattens the parameters.
         self._parameters = [list(group["params"]) for group in optimizer.param_groups]
+        logging.getLogger("DeepSpeed").addFilter(_is_not_advice)  # the same filter is added only once
         self._engine, wrapped, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=copy.deepcopy(self._config)
         )
@@ -300,6 +302,10 @@ def _start(device: Device) -> Any:
     initialize_dist(device)  # first, so that DeepSpeed does not create a group of its own
     deepspeed.init_distributed(dist_backend=device.dist_backend or "gloo", verbose=False)
     return deepspeed
+
+
+def _is_not_advice(record: logging.LogRecord) -> bool:
+    return "untested optimizer" not in record.getMessage()  # which the configuration has allowed
 
 
 @cache  # registers the function once, however many engines there are

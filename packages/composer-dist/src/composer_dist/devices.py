@@ -200,10 +200,7 @@ class DeviceNeuron(_TorchDevice):
     dist_backend = "xla"
 
     def __init__(self) -> None:
-        # Set before the device is opened, when the compiler reads them.
-        os.environ["NEURON_CC_FLAGS"] = "--auto-cast=none"
-        os.environ["PJRT_DEVICE"] = "NEURON"
-        self._device = _xla_device(self.name)
+        self._device = _xla_device(self.name, NEURON_CC_FLAGS="--auto-cast=none", PJRT_DEVICE="NEURON")
 
 
 class DeviceHPU(_TorchDevice):
@@ -276,11 +273,12 @@ def is_hpu_installed() -> bool:
     return importlib.util.find_spec("habana_frameworks") is not None
 
 
-def _xla_device(name: str) -> torch.device:
+def _xla_device(name: str, **environment: str) -> torch.device:
     if not is_xla_installed():
         raise ImportError(
             f"device={name!r} needs the package 'torch_xla', which is not installed. Install it, or pass device='cpu'."
         )
+    os.environ.update(environment)  # before the device is opened, when its compiler reads them
     xla_model: Any = importlib.import_module("torch_xla.core.xla_model")
     return xla_model.xla_device()
 
@@ -294,9 +292,7 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     if type(batch) is list:
         return [map_tensors(item, function) for item in batch]
     if isinstance(batch, PackedSequence):
-        indices = (batch.sorted_indices, batch.unsorted_indices)
-        moved = [None if index is None else function(index) for index in indices]
-        return type(batch)(function(batch.data), batch.batch_sizes, *moved)  # torch reads the sizes on the CPU
+        return _map_packed(batch, function)
     if isinstance(batch, Mapping):
         return {key: map_tensors(value, function) for key, value in batch.items()}
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
@@ -309,6 +305,12 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
         except TypeError:  # a sequence whose class takes other arguments becomes a list
             return mapped
     return batch
+
+
+def _map_packed(batch: PackedSequence, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedSequence:
+    indices = (batch.sorted_indices, batch.unsorted_indices)
+    moved = [None if index is None else function(index) for index in indices]
+    return type(batch)(function(batch.data), batch.batch_sizes, *moved)  # torch reads the sizes on the CPU
 
 
 STR_TO_DTYPE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

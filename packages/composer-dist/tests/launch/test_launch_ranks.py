@@ -190,15 +190,6 @@ def test_one_line_follows_what_a_first_rank_wrote_without_a_traceback(started, s
     assert "exited with code 1 (root cause)" in lines[-1]
 
 
-def test_a_first_rank_that_does_not_say_why_is_explained_by_one_that_does(launch, script):
-    fail = script("if rank == '0': sys.exit('no data')\ntime.sleep(0.4)\nraise ValueError('no data here')")
-    status, _, err = launch("-n", 2, fail)
-    assert status == 1
-    assert "composer: error: rank 0 (PID " in err
-    assert "composer: rank 1 ended 0." in err
-    assert err.rstrip().endswith("ValueError: no data here")
-
-
 def test_the_hook_leaves_the_search_path_and_other_hooks_as_they_were(launch, script, tmp_path, environ):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs/sitecustomize.py").write_text("import builtins; builtins.theirs = True")

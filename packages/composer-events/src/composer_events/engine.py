@@ -166,7 +166,7 @@ class Engine:
         """
         if not isinstance(event, Event):
             event = Event(event)
-        state, listeners, calls = self.state, self._listeners, None
+        state, listeners = self.state, self._listeners
         # Runs many times per batch, mostly without algorithms, a profiler or many listeners. A watched state is a
         # State: reading its private attributes avoids properties, which would double the time.
         if (
@@ -179,23 +179,24 @@ class Engine:
             and not self._observer.writes_debug_lines
             and not self._closer.is_closed
         ):
-            calls = listeners.calls.get(event)
-            if calls is None:
+            calls = listeners.plain_calls.get(event, _NO_CALLS)
+            if calls is _NO_CALLS:
                 return OrderedDict()
-            if event in ENTRANCES:  # `_run` rebuilds the table
-                calls = None
-        # Counted, so that State can distinguish assignments in hooks from those in the loop.
-        counts = isinstance(state, InputsTargetsMixin)  # pyright: ignore[reportUnnecessaryIsInstance]  # any object may be one
-        if counts:
-            state.num_running_events += 1
+            if calls is not None:
+                # Counted, so that State can distinguish assignments in hooks from those in the loop.
+                state.num_running_events += 1
+                try:
+                    self._run_callbacks(calls, event)
+                finally:
+                    state.num_running_events -= 1
+                return OrderedDict()
+        if not isinstance(state, InputsTargetsMixin):  # pyright: ignore[reportUnnecessaryIsInstance]  # any object may be one
+            return self._run(event)
+        state.num_running_events += 1
         try:
-            if calls is None:
-                return self._run(event)
-            self._run_callbacks(calls, event)
-            return OrderedDict()
+            return self._run(event)
         finally:
-            if counts:
-                state.num_running_events -= 1
+            state.num_running_events -= 1
 
     def run_marker_only_event(self, event: Event | str) -> None:
         """Mark an event for the profiler without running hooks, to end a pair whose second event does not occur.
@@ -371,11 +372,13 @@ class Engine:
         state, logger = self.state, self.logger
         callback: Callback | None = None
         try:
-            for callback, method in calls:
-                if is_observed:
+            if is_observed:
+                for callback, _ in calls:
                     with self._observer.marker("callback", callback, event, state):
                         callback.run_event(event, state, logger)
-                elif method is None:
+                return
+            for callback, method in calls:
+                if method is None:
                     callback.run_event(event, state, logger)
                 else:
                     getattr(callback, method)(state, logger)
@@ -417,6 +420,7 @@ def _positions(matched: Sequence[Algorithm], event: Event) -> tuple[int, ...]:
 
 
 Call: TypeAlias = tuple[Callback, str | None]
+_NO_CALLS: Final[tuple[Call, ...]] = ()
 _INIT: Final = Event.INIT  # attribute access on an Enum class runs Python code in Python 3.11
 
 # At these events the table is rebuilt, to find methods that were set on a callback object instead of its class.
@@ -433,10 +437,11 @@ class Listeners:
         version: The version of `callbacks` for which the table is valid.
         algorithms: The state's algorithms.
         calls: The callbacks to call at each event that has any, logger destinations last, each with the name of its
-            method, or `None` to call `run_event`. The events that begin something are always included.
+            method, or `None` to call `run_event`.
+        plain_calls: The same, with `None` for the events at which the table is rebuilt.
     """
 
-    __slots__ = ("_snapshot", "algorithms", "callbacks", "calls", "version", "watched_state")
+    __slots__ = ("_snapshot", "algorithms", "callbacks", "calls", "plain_calls", "version", "watched_state")
 
     def __init__(self, state: State) -> None:
         self.callbacks, self.algorithms = state.callbacks, state.algorithms
@@ -453,8 +458,9 @@ class Listeners:
         self.calls: dict[Event, tuple[Call, ...]] = {}
         for event in Event:
             calls = tuple((c, None if id(c) in asked else event.value) for c in listening(ordered, event))
-            if calls or event in ENTRANCES:  # an event without an entry runs nothing, not even the rebuild
+            if calls:
                 self.calls[event] = calls
+        self.plain_calls: dict[Event, tuple[Call, ...] | None] = {**self.calls, **dict.fromkeys(ENTRANCES)}
 
     def is_current(self, state: State) -> bool:
         """Return whether the table is valid for this state."""

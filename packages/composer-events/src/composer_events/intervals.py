@@ -55,7 +55,7 @@ def create_interval_scheduler(
     finals = frozenset({Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT} if final_events is None else final_events)
     due_event = _due_event(time_interval.unit, checkpoint_events)
     is_part = time_interval.unit is TimeUnit.DURATION
-    never = (time_interval.value if is_part else int(time_interval)) <= 0
+    never = time_interval.value <= 0
     last_batch: int = -1
     last_event: Event | None = None
 
@@ -68,9 +68,7 @@ def create_interval_scheduler(
         batch = state.timestamp.num_batches
         if batch < last_batch:  # the timestamp was reset
             last_batch = -1
-        if (is_final or batch == last_batch) and (
-            (duration := state.max_duration) is not None and _count(state.timestamp, duration.unit) >= duration.value
-        ):
+        if (is_final or batch == last_batch) and _is_over(state):
             # Several events follow the last batch, and only one of them is due. Repeated calls on it return the same.
             is_now = batch != last_batch or event is last_event
         else:
@@ -110,6 +108,11 @@ def _due_event(unit: TimeUnit, checkpoint_events: bool) -> Event:
     if unit is TimeUnit.ITERATION:
         return Event.ITERATION_CHECKPOINT if checkpoint_events else Event.ITERATION_END
     return Event.BATCH_CHECKPOINT if checkpoint_events else Event.BATCH_END
+
+
+def _is_over(state: State) -> bool:
+    duration = state.max_duration
+    return duration is not None and _count(state.timestamp, duration.unit) >= duration.value
 
 
 def _count(now: Timestamp, unit: TimeUnit) -> float:

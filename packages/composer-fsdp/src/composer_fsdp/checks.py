@@ -74,13 +74,7 @@ def check_fsdp(config: FSDPConfig) -> None:
                     f"{name}={planner!r} must be a {kind.__name__} of torch.distributed.checkpoint. Give one, such as "
                     f"Default{kind.__name__}(), or leave it out."
                 )
-    ignored: Any = config.ignored_modules or ()
-    if not isinstance(ignored, Iterable) or isinstance(ignored, torch.nn.Module):
-        raise ValueError(f"ignored_modules={ignored!r} is not a list. Give a list of modules of the model.")
-    config.ignored_modules = tuple(ignored)  # stored back, since this exhausts an iterator
-    for module in config.ignored_modules:
-        if not isinstance(module, torch.nn.Module):
-            raise ValueError(f"ignored_modules has {module!r}, which is not a torch.nn.Module of the model.")
+    config.ignored_modules = _modules_in(config.ignored_modules or ())  # stored back: this exhausts an iterator
     if config.cpu_offload:
         if os.environ.get(_STRICT_VARIABLE) == "1":  # Composer refuses the setting
             raise ValueError(
@@ -90,19 +84,25 @@ def check_fsdp(config: FSDPConfig) -> None:
         log.info("cpu_offload=True: weights, gradients and optimizer state stay on the host between uses.")
 
 
-def check_reshard(reshard: Any, shard_degree: int | None) -> None:
-    """Validate `reshard_after_forward`."""
-    # `bool` is a subclass of `int`, so that `isinstance` accepts all three forms.
-    if not isinstance(reshard, int) or (reshard is not False and reshard < 1):
-        raise ValueError(
-            f"reshard_after_forward={reshard!r} is neither True nor False nor a number of ranks over which weights "
-            f"stay sharded after the forward pass."
-        )
-    if shard_degree is not None and not isinstance(reshard, bool) and shard_degree % reshard:
-        raise ValueError(
-            f"reshard_after_forward={reshard!r} does not divide the {shard_degree} ranks over which the weights are "
-            f"sharded. Give a divisor of {shard_degree}, True or False."
-        )
+def _modules_in(ignored: Any) -> tuple[torch.nn.Module, ...]:
+    if not isinstance(ignored, Iterable) or isinstance(ignored, torch.nn.Module):
+        raise ValueError(f"ignored_modules={ignored!r} is not a list. Give a list of modules of the model.")
+    modules = tuple(ignored)
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise ValueError(f"ignored_modules has {module!r}, which is not a torch.nn.Module of the model.")
+    return modules
+
+
+def number_of_parameters(value: Any) -> float | None:
+    """Return the parameter threshold of the size rule, or `None` if the rule is off."""
+    try:
+        number = float(value or 0)
+    except (TypeError, ValueError):
+        number = -1.0
+    if not number >= 0:  # rejects NaN too
+        raise ValueError(f"min_params={value!r} is not a number of parameters. Give one such as 1e8.")
+    return number or None
 
 
 def warn_ignored_options(config: FSDPConfig, stacklevel: int) -> None:
@@ -213,23 +213,6 @@ def check_tensor_parallel(tp: TPConfig, own: FSDPConfig | FSDP2Config) -> None:
         raise ValueError(
             "load_monolith_rank0_only is not compatible with tensor parallelism (TP). Leave one of the two out."
         )
-
-
-def number_of_parameters(value: Any) -> float | None:
-    """Return the parameter threshold of the size rule, or `None` if the rule is off.
-
-    Raises:
-        ValueError: If the value is not a nonnegative number.
-    """
-    try:
-        number = None if value is None else float(value)
-    except (TypeError, ValueError):
-        number = -1.0
-    if number is not None and not number >= 0:  # rejects NaN too
-        raise ValueError(
-            f"min_params={value!r} is not a number of parameters. Give one such as 1e8, or None to turn the rule off."
-        )
-    return number or None  # 0 turns the rule off
 
 
 def warn(message: str, stacklevel: int, category: type[Warning] = UserWarning) -> None:

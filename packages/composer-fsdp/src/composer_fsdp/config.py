@@ -404,14 +404,7 @@ def fill_degrees(config: FSDPConfig | FSDP2Config, tp: TPConfig | None, world_si
         del given[AXES[0]]
     if tp is not None:
         given[AXES[2]] = tp.tensor_parallel_degree
-    degrees: dict[str, int] = {}
-    for axis, degree in given.items():
-        if isinstance(degree, bool) or not isinstance(degree, int) or (degree < 1 and degree != FILLS_UP):
-            raise ValueError(
-                f"{axis}_degree={degree!r} is not a number of ranks: it has to be 1 or more, or -1 for all ranks that "
-                f"the other degrees leave."
-            )
-        degrees[axis] = degree
+    degrees = {axis: _number_of_ranks(axis, degree) for axis, degree in given.items()}
     open_axes = [axis for axis, degree in degrees.items() if degree == FILLS_UP]
     if len(open_axes) > 1:
         raise ValueError(
@@ -432,6 +425,15 @@ def fill_degrees(config: FSDPConfig | FSDP2Config, tp: TPConfig | None, world_si
             f"that the others leave."
         )
     return {axis: world_size // fixed if degree == FILLS_UP else degree for axis, degree in degrees.items()}
+
+
+def _number_of_ranks(axis: str, degree: object) -> int:
+    if isinstance(degree, int) and not isinstance(degree, bool) and (degree >= 1 or degree == FILLS_UP):
+        return degree
+    raise ValueError(
+        f"{axis}_degree={degree!r} is not a number of ranks: it has to be 1 or more, or -1 for all ranks that the "
+        f"other degrees leave."
+    )
 
 
 def _listed(degrees: Mapping[str, int]) -> str:

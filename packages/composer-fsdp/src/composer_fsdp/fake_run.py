@@ -242,14 +242,8 @@ def _copy_to_meta(model: nn.Module, no_values: FakeTensorMode) -> tuple[nn.Modul
         with no_values:  # `materialize` moves no tensors that are plain attributes, so make them on the device
             own = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
             twins |= {id(tensor): _like(tensor, _DEVICE) for tensor in own}
-    try:
-        # As the memo, `twins` supplies the tensors, so that none is copied, and then also maps modules to their copies.
-        replica = copy.deepcopy(model, twins)
-    except Exception as error:
-        raise TypeError(
-            f"the {type(model).__name__} cannot be copied, so it cannot be simulated without changing it: {error!r}. "
-            f"Keep objects that cannot be copied, such as locks, files and process groups, out of its attributes."
-        ) from error
+    # As the memo, `twins` supplies the tensors, so that none is copied, and then also maps modules to their copies.
+    replica = copy.deepcopy(model, twins)
     return replica, lambda module: twins[id(module)]
 
 

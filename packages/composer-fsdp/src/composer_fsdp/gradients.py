@@ -55,10 +55,7 @@ def watch_reductions(model: nn.Module, device: torch.device) -> ReductionWatch |
     # In a model that was sharded without a plan, there may be DTensors that no unit reduces.
     reduced = {each.sharded_param for group in groups.values() for part in group for each in part.fsdp_params}
     sharded = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    meshes = {(parameter.device_mesh, parameter.placements[0].is_shard()) for parameter in sharded}
-    # Sharded over all ranks, without replicas.
-    over_all = all(m.ndim == 1 and m.size() == dist.get_world_size() and is_shard for m, is_shard in meshes)
-    if not sharded <= reduced or not over_all or any(len(g) > 1 for g in groups.values()):
+    if not sharded <= reduced or not all(map(_is_everybodys, sharded)) or any(len(g) > 1 for g in groups.values()):
         return None
     watch = ReductionWatch(device)
     for unit, group in groups.items():
@@ -79,6 +76,11 @@ def _groups_of(unit: FSDPModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11: one mesh per unit
+
+
+def _is_everybodys(parameter: DTensor) -> bool:
+    mesh = parameter.device_mesh  # sharded over all ranks, without replicas
+    return mesh.ndim == 1 and mesh.size() == dist.get_world_size() and parameter.placements[0].is_shard()
 
 
 class _WatchedReduction:

@@ -26,7 +26,12 @@ def load_named(where: str, option: str) -> Any:
     source, _, name = where.rpartition(":")
     if not source or not name:
         raise ValueError(f"{option}={where!r} names no object. Give it as path/to/file.py:name or package.module:name.")
-    module = _load_file(Path(source), option) if source.endswith(".py") else _import(source, option)
+    if source.endswith(".py"):
+        module = _load_file(Path(source), option)
+    else:
+        if "" not in sys.path:
+            sys.path.insert(0, "")  # as `python -m` does
+        module = importlib.import_module(source)
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
@@ -147,25 +152,8 @@ def _load_file(path: Path, option: str) -> Any:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # as `python file.py` does
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(
-            f"{option}: {path} fails when it is loaded, with {error!r}. Run it by itself first."
-        ) from error
+    spec.loader.exec_module(module)
     return module
-
-
-def _import(name: str, option: str) -> Any:
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise ValueError(
-            f"{option}: the module {name!r} cannot be imported: {error!r}. Give a module that is installed or in this "
-            f"folder, or path/to/file.py:name."
-        ) from error
 
 
 def _call(function: Any, where: str, option: str, **known: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 
 from composer_dist import Precision, dist
@@ -180,11 +180,14 @@ def configure_state(config: ParallelismConfig, state: Any) -> None:
             5,
         )
         tp = None
-    mesh = plan.device_mesh
-    if mesh is None and plan.degrees and dist.is_initialized():
-        device = torch.device(getattr(state.device, "torch_device", state.device or "cpu"))
-        mesh = init_device_mesh(device.type, tuple(plan.degrees.values()), mesh_dim_names=tuple(plan.degrees))
-    state.tp_config, state.device_mesh = tp, mesh
+    device = torch.device(getattr(state.device, "torch_device", state.device or "cpu"))
+    state.tp_config, state.device_mesh = tp, _mesh_of(plan, device.type)
+
+
+def _mesh_of(plan: ShardingPlan, device_type: str) -> DeviceMesh | None:
+    if plan.device_mesh is not None or not plan.degrees or not dist.is_initialized():
+        return plan.device_mesh
+    return init_device_mesh(device_type, tuple(plan.degrees.values()), mesh_dim_names=tuple(plan.degrees))
 
 
 SHARDING_MAP: dict[str, ShardingStrategy] = dict(ShardingStrategy.__members__)

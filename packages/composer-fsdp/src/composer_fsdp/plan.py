@@ -6,14 +6,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from composer_dist import Precision, dist
 from composer_fsdp.checks import (
     HYBRID_STRATEGIES,
     check_fsdp,
     check_mesh,
-    check_reshard,
     check_tensor_parallel,
     check_value,
     check_values,
@@ -32,7 +30,7 @@ from composer_fsdp.config import (
     explain_key,
     fill_degrees,
 )
-from composer_fsdp.groups import check_group, is_pair, size_of_group
+from composer_fsdp.groups import check_group, is_pair
 from composer_fsdp.mixed_precision import Dtypes, resolve_dtypes
 
 # Settings that a plan copies unchanged: from both configuration classes, and from `FSDPConfig` only.
@@ -100,13 +98,6 @@ class ShardingPlan:
     def replicates(self) -> bool:
         """Return whether there are several copies of the sharded model."""
         return self.sharding_strategy in _ON_ONE_AXIS
-
-    @property
-    def shard_degree(self) -> int | None:
-        """The number of ranks that share the weights, if known before process groups exist."""
-        if self.device_mesh is not None:
-            return self.device_mesh.shape[-1]
-        return self.degrees.get(AXES[1])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings that all ranks must have in common, as JSON values.
@@ -208,9 +199,7 @@ def make_plan(
         }
     if tp is not None:  # fill_degrees has replaced a degree of -1
         settings["tensor_parallel_degree"] = settings["degrees"].get(AXES[2], tp.tensor_parallel_degree)
-    plan = ShardingPlan(**settings)
-    check_reshard(plan.reshard_after_forward, plan.shard_degree)
-    return plan
+    return ShardingPlan(**settings)
 
 
 def _mesh_settings(config: FSDP2Config, tp: TPConfig | None, world_size: int, stacklevel: int) -> dict[str, Any]:
@@ -402,22 +391,3 @@ def _check_unit_values(options: Mapping[str, Any], plan: ShardingPlan) -> None:
         check_group(options["process_group"], dist.get_world_size())
     if "mixed_precision" in options:
         resolve_dtypes(options["mixed_precision"], plan.precision)
-    check_reshard(options.get("reshard_after_forward", True), _shard_degree(options, plan))
-
-
-def _shard_degree(options: Mapping[str, Any], plan: ShardingPlan) -> int | None:
-    """Return the number of ranks that share a unit, as far as known without communication."""
-    mesh: DeviceMesh | None = options.get("device_mesh", plan.device_mesh)
-    group: Any = options.get("process_group")
-    strategy = options.get("sharding_strategy")
-    if mesh is not None:
-        return mesh.shape[-1]
-    if group is None and strategy == "NO_SHARD":
-        return 1
-    if group is None and strategy in HYBRID_STRATEGIES and not plan.replicates:
-        group = "node"
-    group = plan.process_group if group is None and not plan.degrees else group
-    if group is None:
-        return plan.shard_degree
-    group = group[0] if is_pair(group) else group
-    return size_of_group(group, dist.get_world_size(), dist.get_local_world_size())

@@ -417,17 +417,6 @@ def _parallelize(
         precision = "amp_fp16" if chosen.name == "gpu" else "fp32"
 
     def settle() -> tuple[ShardingPlan, WrapFunction | None]:
-        for name, value, kind in (
-            ("model", model, nn.Module),
-            *(("optimizer", each, Optimizer) for each in optimizers),
-        ):
-            if not isinstance(value, kind):
-                raise TypeError(
-                    f"{name}={value!r} is a {type(value).__name__}. Give the {name} itself, one of "
-                    f"{'torch.nn.Module' if kind is nn.Module else 'torch.optim'}."
-                )
-        if param_init_fn is not None and not callable(param_init_fn):
-            raise TypeError(f"param_init_fn={param_init_fn!r} is not a function that fills a module's weights.")
         # Stack levels: this function, `agreed`, `_parallelize`, the public function, the user's line.
         plan = make_plan(config, precision=precision, world_size=dist.get_world_size(), stacklevel=5)
         return plan, function_of_policy(model, policy)

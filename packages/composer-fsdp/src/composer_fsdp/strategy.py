@@ -231,7 +231,13 @@ class FSDP(SingleDevice):
         tensor_mesh = None if self._sharded is None else self._sharded.meshes.tensor
         if tensor_mesh is None:
             return sum_counts(values)
-        return _sum_without_twins(values, tensor_mesh)
+        # Each tensor-parallel group counts once, since its ranks read the same batches.
+        of_ranks = dist.all_gather_object((list(values), tdist.get_process_group_ranks(tensor_mesh.get_group())))
+        teams = dict.fromkeys(tuple(ranks) for _, ranks in of_ranks)
+        columns = zip(*teams, strict=True)  # the first rank of each group, the second of each, and so on
+        totals = [[sum(column) for column in zip(*(of_ranks[r][0] for r in ranks), strict=True)] for ranks in columns]
+        # The maximum also covers values that only one rank of a group has, such as the clock of rank 0.
+        return [max(of_columns) for of_columns in zip(*totals, strict=True)]
 
     def mean(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the mean of each value over all ranks, using one collective without a device synchronization."""
@@ -255,16 +261,6 @@ class FSDP(SingleDevice):
     def load_optimizer_state_dict(self, model: "Module", optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load a full optimizer state dict in place; each rank takes its part."""
         state_dicts.set_optimizer(optimizer, state_dict)
-
-
-def _sum_without_twins(values: Sequence[TNumber], mesh: DeviceMesh) -> list[TNumber]:
-    """Return sums that count each tensor-parallel group once, since its ranks read the same batches."""
-    of_ranks = dist.all_gather_object((list(values), tdist.get_process_group_ranks(mesh.get_group())))
-    teams = dict.fromkeys(tuple(ranks) for _, ranks in of_ranks)
-    columns = zip(*teams, strict=True)  # the first rank of each group, the second of each, and so on
-    totals = [[sum(column) for column in zip(*(of_ranks[r][0] for r in ranks), strict=True)] for ranks in columns]
-    # The maximum also covers values that only one rank of a group has, such as the clock of rank 0.
-    return [max(of_columns) for of_columns in zip(*totals, strict=True)]
 
 
 @contextmanager

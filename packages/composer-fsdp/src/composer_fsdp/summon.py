@@ -68,8 +68,17 @@ def summon_full_params_fsdp2(
             for module, name in owners:
                 module._parameters[name] = cast("nn.Parameter", shard)
         # After the shards are back, so that the model is intact even if this fails.
-        if writeback:
-            _write_back(list(places), whole, rank0_only=rank0_only)
+        with torch.no_grad():
+            for shard in places if writeback else ():
+                if not rank0_only:
+                    shard.to_local().copy_(own_region(shard, whole[shard].detach()))
+                    continue
+                # On the shard's device, which the collective's backend supports; the full tensor may be on the host.
+                sent = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
+                if shard in whole:
+                    sent.copy_(whole[shard].detach())
+                dist.broadcast(sent, src=0)
+                shard.to_local().copy_(own_region(shard, sent))
 
 
 def get_summon_params_fn(model: nn.Module) -> Callable[..., AbstractContextManager[Any]]:
@@ -127,17 +136,3 @@ def _gathered(shard: DTensor, offload_to_cpu: bool) -> torch.Tensor:
     with torch.no_grad():
         whole = shard.full_tensor().clone()  # on a single rank `full_tensor` may return the shard's own memory
     return whole.cpu() if offload_to_cpu else whole
-
-
-def _write_back(shards: list[DTensor], whole: dict[DTensor, nn.Parameter], *, rank0_only: bool) -> None:
-    with torch.no_grad():
-        for shard in shards:
-            if not rank0_only:
-                shard.to_local().copy_(own_region(shard, whole[shard].detach()))
-                continue
-            # On the shard's device, which the collective's backend supports, even if the full tensor is on the host.
-            sent = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
-            if shard in whole:
-                sent.copy_(whole[shard].detach())
-            dist.broadcast(sent, src=0)
-            shard.to_local().copy_(own_region(shard, sent))

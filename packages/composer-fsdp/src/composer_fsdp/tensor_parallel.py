@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from composer_dist import RankDisagreementError, check_agreement, dist
 from composer_dist.wrapping import canonical_name
@@ -32,22 +32,11 @@ def check_layer_plan(model: nn.Module, layer_plan: Mapping[str, Any]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(parameter, []).append(canonical_name(name))
     for pattern, style in layer_plan.items():
-        if not isinstance(style, ParallelStyle):
-            raise ValueError(
-                f"layer_plan[{pattern!r}]={style!r} must be a ParallelStyle of torch.distributed.tensor.parallel, such "
-                f"as ColwiseParallel()."
-            )
         fitting = [name for name in modules if _fits(name, pattern)]
         if not fitting:
             raise ValueError(f"layer_plan has {pattern!r}, which fits no module. {explain_key(pattern, modules)}")
         # Other styles, including custom ones, may support any module.
         for name in fitting if isinstance(style, ColwiseParallel | RowwiseParallel) else ():
-            if not isinstance(modules[name], nn.Linear | nn.Embedding):
-                raise ValueError(
-                    f"layer_plan[{pattern!r}] is a {type(style).__name__} and fits {name!r}, a "
-                    f"{type(modules[name]).__name__}. It splits nn.Linear and nn.Embedding; name these inside of the "
-                    f"module."
-                )
             tied = [owners[p] for p in modules[name].parameters() if len(owners[p]) > 1]
             if tied:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""What the launcher prints: lines on the console, whose failures must not fail the run, and the report of a failed run.
+"""The launcher's lines on the console, whose failures must not fail the run, and the report of a failed run.
 
 The report has the output of every failed rank, and the root cause's traceback last.
 """
