@@ -17,12 +17,7 @@ leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) 
 keys = st.text() | st.integers(-(2**64), 2**64)
 plain_data = st.recursive(
     leaves,
-    lambda inner: (
-        st.lists(inner)
-        | st.tuples(inner, inner)
-        | st.dictionaries(keys, inner)
-        | st.frozensets(keys)
-    ),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(keys, inner) | st.frozensets(keys),
     max_leaves=20,
 )
 
