@@ -1,6 +1,6 @@
 """Comparison of a checkpoint with a model and its optimizers, before any weight is changed."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,14 +38,7 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
     """Refuse weights that do not fit the model, unless algorithms will change the model.
 
     Error messages use the names of the checkpoint, so that they can be copied into `load_ignore_keys`. Modules with
-    custom loading are not compared.
-
-    Args:
-        state: Holds the model.
-        saved: The checkpoint's `state`. Weights that are left out are removed from it.
-        path: The checkpoint, for the message.
-        strict: Whether missing and unexpected names are an error.
-        leaves_out: Whether weights of another shape are left out instead of raising an error.
+    custom loading are not compared. With `leaves_out`, weights of another shape are removed from `saved` instead.
     """
     weights = saved.get("model")
     if state.deepspeed_enabled or not weights:  # DeepSpeed's engine compares them itself
@@ -57,29 +50,18 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
         return
     values, apart = unwrap_model(state.model).state_dict(), _loading_in_their_own_way(state.model)
     own = {name: values[name_here] for name, name_here in names_in_model(state.model).items()}
-    names = {_as_loaded(str(name), saved, state): name for name in weights}
+    names = _names_as_loaded(weights, saved, state)
     error = f"Error(s) in loading state_dict for {type(unwrap_model(state.model)).__name__}: {path} is of another model"
-    # First, since without any common name the lists of missing and unexpected weights would hide the cause. A model
-    # that loads weights in its own way may add or remove the prefix.
-    plain = _without_prefix if "" in apart else str
-    if own and {*map(plain, own)}.isdisjoint(map(plain, names)):
+    # First, since without any common name the lists of missing and unexpected weights would hide the cause.
+    if own and _are_disjoint(own, names, may_differ_in_prefix="" in apart):
         raise UnfittingWeightsError(
             f"{error}: not one of its {len(names)} weights ({', '.join(sorted(map(str, names.values()))[:5])}, ...) is "
             f"among the {len(own)} of this model ({', '.join(sorted(own)[:5])}, ...). Load it into the model that it "
             f"was saved from."
         )
-    own = {name: value for name, value in own.items() if not name.startswith(apart)}
-    theirs = {name: saved_name for name, saved_name in names.items() if not name.startswith(apart)}
-    # Torch before 0.4.1 did not save `num_batches_tracked`, and current torch does not require it.
-    missing = [name for name in own if name not in theirs and not name.endswith("num_batches_tracked")]
-    unexpected = [str(saved_name) for name, saved_name in theirs.items() if name not in own]
-    differing = {
-        saved_name: f"{saved_name} ({difference})"
-        for name, saved_name in theirs.items()
-        if name in own and (difference := _difference(weights[saved_name], own[name])) is not None
-    }
+    missing, unexpected, differing = _differences(own, names, weights, apart)
     if differing and leaves_out:
-        saved["model"] = {name: value for name, value in weights.items() if name not in differing}
+        saved["model"] = dict(filter(lambda item: item[0] not in differing, weights.items()))
         words = len(differing), path, _listed(differing.values())
         log.warning("%d weights of %s have another shape in the model and are left out: %s", *words)
     elif differing or (strict and (missing or unexpected)):
@@ -89,10 +71,33 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
             ("of another shape or kind", differing.values()),
         )
         raise UnfittingWeightsError(
-            f"{error}. Weights {'; '.join(f'{len(names)} {what}: {_listed(names)}' for what, names in lists if names)}."
-            f" Nothing was changed. Load it into the model that it was saved from, or load what fits with "
-            f"load_weights_only=True and load_strict_model_weights=False."
+            f"{error}. Weights {_described(lists)}. Nothing was changed. Load it into the model that it was saved "
+            f"from, or load what fits with load_weights_only=True and load_strict_model_weights=False."
         )
+
+
+def _described(lists: Iterable[tuple[str, Collection[str]]]) -> str:
+    return "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in lists if names)
+
+
+def _differences(
+    own: Mapping[str, Any], names: Mapping[str, Any], weights: Mapping[Any, Any], apart: tuple[str, ...]
+) -> tuple[list[str], list[str], dict[Any, str]]:
+    """Return missing, unexpected and differing weights, except those with a prefix in `apart`."""
+    own = {name: value for name, value in own.items() if not name.startswith(apart)}
+    theirs = {name: saved_name for name, saved_name in names.items() if not name.startswith(apart)}
+    # Torch before 0.4.1 did not save `num_batches_tracked`, and current torch does not require it.
+    missing = [name for name in own if name not in theirs and not name.endswith("num_batches_tracked")]
+    unexpected = [str(saved_name) for name, saved_name in theirs.items() if name not in own]
+    both = {saved_name: (weights[saved_name], own[name]) for name, saved_name in theirs.items() if name in own}
+    differing = {name: f"{name} ({how})" for name, pair in both.items() if (how := _difference(*pair)) is not None}
+    return missing, unexpected, differing
+
+
+def _are_disjoint(one: Iterable[str], other: Iterable[str], *, may_differ_in_prefix: bool) -> bool:
+    if may_differ_in_prefix:  # a model that loads weights in its own way may add or remove it
+        one, other = map(_without_prefix, one), map(_without_prefix, other)
+    return {*one}.isdisjoint(other)
 
 
 def _difference(theirs: Any, own: Any) -> str | None:
@@ -130,10 +135,11 @@ def _defining_module(kind: type, method: str) -> str:
     return next(base.__module__ for base in kind.__mro__ if method in vars(base))
 
 
-def _as_loaded(name: str, saved: Mapping[str, Any], state: "State") -> str:
-    """Return the name under which a weight is loaded: without DDP's prefix if the model is no longer wrapped in DDP."""
+def _names_as_loaded(weights: Iterable[Any], saved: Mapping[str, Any], state: "State") -> dict[str, Any]:
+    """Return the saved names by those that are loaded: without DDP's prefix if the model is no longer in DDP."""
     was_ddp = any(saved.get(key) for key in ("is_model_ddp", "_is_model_ddp", "_is_model_ddp_wrapped"))
-    return canonical_name(_without_prefix(name) if was_ddp and not state.is_model_ddp else name)
+    plain = _without_prefix if was_ddp and not state.is_model_ddp else str
+    return {canonical_name(plain(str(name))): name for name in weights}
 
 
 def _without_prefix(name: str) -> str:
@@ -152,13 +158,26 @@ _DICTS = ("optimizers", "timestamp", "dataset_state")
 
 
 def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) -> None:
-    """Refuse a training state with parts that would fail to load after the weights were already changed.
+    """Refuse a training state with parts that would fail to load after the weights were already changed."""
+    _refuse_other_types(saved, path)
+    timestamps: Any = saved.get("timestamp") or {}
+    try:
+        _read_time(timestamps)
+    except (KeyError, TypeError, ValueError) as error:
+        raise IncompatibleCheckpointError(
+            f"{path} has no valid time in training: its state/timestamp/Timestamp is invalid: {error} "
+            f"Nothing was changed. Load another checkpoint, or its weights with load_weights_only=True."
+        ) from error
+    # DeepSpeed compares its own optimizer state, and algorithms that are applied first may change the parameter groups.
+    if state.deepspeed_enabled or saved.get("algorithms") or not isinstance(state.model, nn.Module):
+        return
+    optimizers: Mapping[str, Any] = saved.get("optimizers") or {}
+    for name, optimizer in named_optimizers(ensure_tuple(state.optimizers)):
+        if optimizers.get(name) is not None and isinstance(optimizer, torch.optim.Optimizer):
+            _refuse_another_optimizer(state.model, optimizer, name, optimizers[name], path)
 
-    Args:
-        state: The training state, not yet changed.
-        saved: The checkpoint's `state`.
-        path: The checkpoint, for the message.
-    """
+
+def _refuse_other_types(saved: Mapping[str, Any], path: str) -> None:
     for name in ("optimizers", "timestamp", "dataset_state"):
         if saved.get(name) and not isinstance(saved[name], Mapping):
             raise _misshapen(path, f"state/{name}", saved[name], "a dict")
@@ -167,26 +186,16 @@ def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) 
         algorithms, lambda pair: _is_list(pair) and len(pair) == 2 and isinstance(pair[0], str)
     ):
         raise _misshapen(path, "state/algorithms", algorithms, "a list of names with their states")
-    timestamps: Any = saved.get("timestamp") or {}
-    if "Timestamp" in timestamps:
-        timestamp = Timestamp()  # loaded for its checks only
-        try:
-            timestamp.load_state_dict(dict(timestamps["Timestamp"]))
-            counts = {name: value for name, value in timestamp.state_dict().items() if isinstance(value, int)}
-            if negative := {name: value for name, value in counts.items() if value < 0}:
-                raise ValueError(f"{negative} is before the beginning")
-        except (KeyError, TypeError, ValueError) as error:
-            raise IncompatibleCheckpointError(
-                f"{path} has no valid time in training: its state/timestamp/Timestamp is invalid: {error} "
-                f"Nothing was changed. Load another checkpoint, or its weights with load_weights_only=True."
-            ) from error
-    # DeepSpeed compares its own optimizer state, and algorithms that are applied first may change the parameter groups.
-    if state.deepspeed_enabled or algorithms or not isinstance(state.model, nn.Module):
-        return
-    optimizers: Mapping[str, Any] = saved.get("optimizers") or {}
-    for name, optimizer in named_optimizers(ensure_tuple(state.optimizers)):
-        if optimizers.get(name) is not None and isinstance(optimizer, torch.optim.Optimizer):
-            _refuse_another_optimizer(state.model, optimizer, name, optimizers[name], path)
+
+
+def _read_time(timestamps: Mapping[str, Any]) -> None:
+    if "Timestamp" not in timestamps:
+        return  # the loader warns about that
+    timestamp = Timestamp()  # loaded for its checks only
+    timestamp.load_state_dict(dict(timestamps["Timestamp"]))
+    counts = {name: value for name, value in timestamp.state_dict().items() if isinstance(value, int)}
+    if negative := {name: value for name, value in counts.items() if value < 0}:
+        raise ValueError(f"{negative} is before the beginning")
 
 
 def _refuse_another_optimizer(
@@ -194,16 +203,7 @@ def _refuse_another_optimizer(
 ) -> None:
     if isinstance(saved, Mapping) and "param_groups" not in saved:
         return  # an optimizer with its own layout
-    where = f"state/optimizers/{name}"
-    groups: Any = saved.get("param_groups") if isinstance(saved, Mapping) else None
-    if not _is_list(groups, lambda group: isinstance(group, Mapping) and _is_list(group.get("params"))):
-        raise _misshapen(path, f"{where}/param_groups", groups, "a list of dicts with 'params'")
-    saved_names: list[Any] = [parameter for group in groups for parameter in group["params"]]
-    of_parameters: Any = saved.get("state")
-    if not isinstance(of_parameters, Mapping) or not _is_list(
-        saved_names, lambda parameter: isinstance(of_parameters.get(parameter, {}), Mapping)
-    ):
-        raise _misshapen(path, f"{where}/state", of_parameters, "a dict with a dict for each parameter")
+    groups, saved_names = _parameters_in(saved, f"state/optimizers/{name}", path)
     words = ""
     # Old checkpoints number the parameters, so only the sizes of the groups can be compared.
     if any(isinstance(parameter, int) for parameter in saved_names):
@@ -218,6 +218,20 @@ def _refuse_another_optimizer(
             f"the model and the optimizer that it was saved with, or load the weights alone with "
             f"load_weights_only=True."
         )
+
+
+def _parameters_in(saved: Any, where: str, path: str) -> tuple[Sequence[Any], list[Any]]:
+    """Return the groups of a saved optimizer, and the names or numbers of its parameters."""
+    groups: Any = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    if not _is_list(groups, lambda group: isinstance(group, Mapping) and _is_list(group.get("params"))):
+        raise _misshapen(path, f"{where}/param_groups", groups, "a list of dicts with 'params'")
+    saved_names: list[Any] = [parameter for group in groups for parameter in group["params"]]
+    of_parameters: Any = saved.get("state")
+    if not isinstance(of_parameters, Mapping) or not _is_list(
+        saved_names, lambda parameter: isinstance(of_parameters.get(parameter, {}), Mapping)
+    ):
+        raise _misshapen(path, f"{where}/state", of_parameters, "a dict with a dict for each parameter")
+    return groups, saved_names
 
 
 def _different_names(model: nn.Module, optimizer: torch.optim.Optimizer, saved_names: set[str]) -> str:

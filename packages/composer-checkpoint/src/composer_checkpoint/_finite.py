@@ -60,20 +60,8 @@ def verify_ranges(
 ) -> set[str]:
     """Compare ranges of a file with their hashes, and search for NaN and infinities while the bytes are at hand.
 
-    Args:
-        file: The file.
-        ranges: Offset and size of each range.
-        manifest_hashes: Hash of each range.
-        hash_name: Name of the hash.
-        weights: For each weight, the name of its range, and that of its dtype.
-        mapped: The same file, to hash it without copying.
-        describe: Function that returns the name of a range for messages.
-
-    Returns:
-        The names of the weights in which no NaN and no infinity was found.
-
-    Raises:
-        CorruptCheckpointError: If a hash differs.
+    `weights` has, for each weight, the name of its range and that of its dtype. Returns the names of the weights in
+    which no NaN and no infinity was found.
     """
     indices = {name: index for index, name in enumerate(ranges)}
     # A storage of two weights with different dtypes is checked as one of these only.

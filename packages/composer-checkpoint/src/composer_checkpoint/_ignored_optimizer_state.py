@@ -174,10 +174,7 @@ _MAX_NAMES = 10
 def leave_out_their_state(state: "State", weights: Collection[Any], saved: Mapping[str, Any]) -> None:
     """Remove the state that optimizers and algorithms keep for weights that were left out of a checkpoint, in place.
 
-    Args:
-        state: Holds the optimizers, which give names to numbered parameters.
-        weights: The names of all weights that the checkpoint had.
-        saved: The checkpoint's `state`, from which some weights were left out.
+    `weights` are the names of all weights that the checkpoint had, and `saved` is what is left of its `state`.
     """
     left_out = {*map(_plain, weights)} - {*map(_plain, saved.get("model") or ())}
     if not left_out:

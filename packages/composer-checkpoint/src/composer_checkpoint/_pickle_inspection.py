@@ -292,12 +292,6 @@ def _tensor(
     return _tensor_v3(storage, offset, size, stride, requires_grad, hooks, storage.dtype, *rest)
 
 
-def _quantized(
-    storage: Any, offset: Any, size: Any, stride: Any, quantizer: Any, requires_grad: Any, hooks: Any
-) -> TensorSpec:
-    return _tensor_v3(storage, offset, size, stride, requires_grad, hooks, storage.dtype)
-
-
 def _tensor_v3(
     storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
 ) -> TensorSpec:
@@ -341,17 +335,15 @@ def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> str:
     return f"meta {shown(tuple(size))}"
 
 
-def _layout(name: Any) -> str:
-    return name.removeprefix("torch.") if type(name) is str else shown(name)
-
-
 @cache
 def _stand_ins() -> Mapping[str, Any]:
     rebuilding: dict[str, Callable[..., Any]] = {
         "_rebuild_tensor": _tensor,
         "_rebuild_tensor_v2": _tensor,
         "_rebuild_tensor_v3": _tensor_v3,
-        "_rebuild_qtensor": _quantized,
+        "_rebuild_qtensor": lambda storage, offset, size, stride, _, *rest: _tensor(
+            storage, offset, size, stride, *rest
+        ),
         "_rebuild_parameter": _parameter,
         "_rebuild_parameter_with_state": _parameter,
         "_rebuild_sparse_tensor": _sparse,
@@ -368,7 +360,9 @@ def _stand_ins() -> Mapping[str, Any]:
         "torch.storage.UntypedStorage": Dtype("uint8", 1),
         "torch.Size": tuple,
         "torch.device": torch.device,
-        "torch.serialization._get_layout": _layout,
+        "torch.serialization._get_layout": lambda name: (
+            name.removeprefix("torch.") if type(name) is str else shown(name)
+        ),
         "torch.torch_version.TorchVersion": PickledText,
     }
 

@@ -111,9 +111,6 @@ class TensorSender:
     """Send a state from rank 0 to all ranks: first its structure, then the tensors, one at a time.
 
     Every rank must create a sender, and call `receive` for the same slots in the same order.
-
-    Args:
-        state: Nested dicts and lists; only rank 0's is used.
     """
 
     def __init__(self, state: Any) -> None:
@@ -199,12 +196,9 @@ def cast_state(state: Any, dtype: torch.dtype, *, keep_counts: bool = False) -> 
 
 
 def gather(state: Any, *, keep: bool, cpu_offload: bool) -> Any:
-    """Gather the shards of each tensor, one tensor after another. Every rank must call this.
+    """Gather the shards of each tensor, one tensor after another, on ranks that `keep` it. Every rank must call this.
 
-    Args:
-        state: State with the same structure on all ranks.
-        keep: Whether this rank keeps the result; the result of other ranks is empty.
-        cpu_offload: Whether to move the full tensors to the CPU.
+    The state has the same structure on all ranks. The result of other ranks is empty.
     """
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,12 +38,12 @@ from composer_checkpoint.formats.safetensors import (
     ShardIndex,
     by_text_names,
     checked_shards,
+    in_two_shards,
     load_safetensors,
     open_shard,
     plan_files,
     read_index,
     read_safetensors,
-    refuse_in_two_shards,
     save_safetensors,
     tied_weights,
     verify_safetensors,
@@ -207,16 +207,7 @@ def load_file(
             # The hash of an archive itself, not of its unpacked content, since the archive is what the user has.
             digest = hash_file(reader.own_path if plain == source else source, "blake3")
             log.warning("%s is loaded as trusted and may run any code. Its BLAKE3 hash is %s.", source, digest)
-        return _load(
-            source,
-            reader,
-            kind,
-            map_location=map_location,
-            mmap=mmap,
-            verify=verify,
-            trusted=trusted,
-            require_finite=require_finite,
-        )
+        return _load(source, reader, kind, map_location, verify, require_finite, mmap, trusted)
 
 
 def safe_torch_load(
@@ -299,7 +290,6 @@ def _load(
     source: str,
     reader: FileReader,
     kind: Format,
-    *,
     map_location: Any,
     verify: bool,
     require_finite: bool,
@@ -403,15 +393,9 @@ def load_shards(
     for shard in checked_shards(index):
         validate_file(index.path.parent / shard)
         with open_shard(index, shard) as reader:
-            loaded = _load(
-                reader.path,
-                reader,
-                "safetensors",
-                map_location=map_location,
-                verify=verify,
-                require_finite=require_finite,
-            )
-        refuse_in_two_shards(index, shard, loaded)  # again, now with the aliases of tensors
+            loaded = _load(reader.path, reader, "safetensors", map_location, verify, require_finite)
+        for name in weights.keys() & loaded.keys():  # again, now with the aliases of tensors
+            raise in_two_shards(index, name, *(each for each in index.shards if each != shard), shard)
         weights.update(loaded)
     return weights
 

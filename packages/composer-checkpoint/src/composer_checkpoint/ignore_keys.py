@@ -16,15 +16,7 @@ IgnoreKeys = list[str] | Callable[[dict[str, Any]], None]
 
 
 def check_ignore_keys(argument: str, ignore_keys: Any) -> None:
-    """Refuse a value that is neither a list of patterns nor a function.
-
-    Args:
-        argument: The name of the argument, for the error.
-        ignore_keys: The value.
-
-    Raises:
-        TypeError: If it is something else.
-    """
+    """Raise a `TypeError` for a value of `argument` that is neither a list of patterns nor a function."""
     is_list = isinstance(ignore_keys, list | tuple) and all(isinstance(pattern, str) for pattern in ignore_keys)
     if ignore_keys is not None and not is_list and not callable(ignore_keys):
         raise TypeError(
@@ -36,12 +28,8 @@ def check_ignore_keys(argument: str, ignore_keys: Any) -> None:
 def without_keys(content: dict[str, Any], ignore_keys: IgnoreKeys | None, argument: str) -> dict[str, Any]:
     """Return a checkpoint's content without some parts. The input is not changed.
 
-    The result always has `state`, which is empty if all of it was left out.
-
-    Args:
-        content: The content.
-        ignore_keys: The parts to leave out.
-        argument: The name of the argument, for the warning about a pattern that matches nothing.
+    The result always has `state`, which is empty if all of it was left out. `argument` is named in the warning about a
+    pattern that matches nothing.
     """
     if ignore_keys is None:
         return content

@@ -90,13 +90,7 @@ def _keys(tree: Any) -> tuple[str, ...]:
 
 
 def describe_folder(folder: str | os.PathLike[str]) -> FileDescription:
-    """Describe a folder that DCP wrote.
-
-    Raises:
-        NoCheckpointError: If the folder has no `.metadata`.
-        CorruptCheckpointError: If `.metadata` is inconsistent, or files are missing or cut short.
-        UnsafeCheckpointError: If `.metadata` has more than data.
-    """
+    """Describe a folder that DCP wrote, from its `.metadata`."""
     metadata = read_folder_metadata(folder)
     tensors: dict[str, TensorDescription] = {}
     for name, entry in metadata.state_dict_metadata.items():

@@ -45,6 +45,7 @@ from composer_events.data_position import DataPosition, leave_epoch
 from composer_events.event import Event
 
 if TYPE_CHECKING:
+    from composer_checkpoint._ignored_optimizer_state import KeptOptimizers
     from composer_checkpoint.stores.base import ObjectStore
     from composer_events import Logger, State
 
@@ -120,17 +121,7 @@ def load_checkpoint(
         content = _read(local_path, state, load_weights_only, verify=verify, trusted=trusted)
         if not load_weights_only:
             _warn_of_missing_parts(state, content["state"])
-        kept = None
-        if ignore_keys is not None:
-            before = content["state"]
-            content = without_keys(content, ignore_keys, "load_ignore_key")
-            if not load_weights_only:
-                from composer_checkpoint._ignored_optimizer_state import KeptOptimizers, leave_out_their_state
-
-                kept = KeptOptimizers(state, before, content["state"])
-                # After that, which would otherwise keep the optimizer's own state for the entries removed here.
-                if isinstance(before.get("model"), Mapping):
-                    leave_out_their_state(state, before["model"], content["state"])
+        content, kept = _without_ignored(content, state, ignore_keys, load_weights_only)
         saved: dict[str, Any] = content["state"]
         # When a whole run is resumed from one file, missing and unexpected weights are only logged.
         strict = strict_model_weights and (load_weights_only or layout_of(state) is not Layout.MONOLITHIC)
@@ -159,6 +150,24 @@ def load_checkpoint(
     if (position := DataPosition.of(state)) is not None:
         position.resume(rng, state, load_rng_state)
     return rng
+
+
+def _without_ignored(
+    content: dict[str, Any], state: "State", ignore_keys: IgnoreKeys | None, load_weights_only: bool
+) -> "tuple[dict[str, Any], KeptOptimizers | None]":
+    if ignore_keys is None:
+        return content, None
+    before = content["state"]
+    content = without_keys(content, ignore_keys, "load_ignore_key")
+    if load_weights_only:
+        return content, None
+    from composer_checkpoint._ignored_optimizer_state import KeptOptimizers, leave_out_their_state
+
+    kept = KeptOptimizers(state, before, content["state"])
+    # After that, which would otherwise keep the optimizer's own state for the entries removed here.
+    if isinstance(before.get("model"), Mapping):
+        leave_out_their_state(state, before["model"], content["state"])
+    return content, kept
 
 
 def _prepare(state: "State", saved: dict[str, Any], path: str, restart_epoch: bool) -> None:
@@ -289,12 +298,7 @@ def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -
 
 
 def check_local_path(path: str, state: "State") -> None:
-    """Raise on all ranks if a local checkpoint does not exist for all of them. Every rank must call this.
-
-    Args:
-        path: As in `load_checkpoint`. An address is not checked.
-        state: The training state.
-    """
+    """Raise on all ranks if a local checkpoint does not exist for all of them. Every rank must call this."""
     own = path_on_this_rank(path, state)
     if not _ADDRESS.match(own):
         _existing(own, path, state)

@@ -246,10 +246,7 @@ def _guarded(instruction: bytes, guard: Callable[["RestrictedUnpickler"], object
 class RestrictedUnpickler(_PythonUnpickler):
     """Unpickler for pickles that have passed `scan`, which looks names up in a table.
 
-    Args:
-        data: The pickle.
-        table: Objects by name.
-        states: Classes whose instances may be given a state, with the function that checks it.
+    `states` has the classes whose instances may be given a state, with the function that checks it.
     """
 
     with_items: ClassVar[tuple[type, ...]] = (dict,)

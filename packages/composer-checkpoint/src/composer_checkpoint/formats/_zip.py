@@ -8,7 +8,7 @@ the same file. Anything that torch does not write is therefore refused here.
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from composer_checkpoint.errors import CorruptCheckpointError
 
@@ -76,22 +76,22 @@ def read_zip_layout(file: Readable) -> ZipLayout:
     end_offset, comment = _find_end(file)
     count, size_bytes, directory_offset, end = _read_end(file, end_offset)
     if directory_offset + size_bytes != end or size_bytes > MAX_DIRECTORY_BYTES:
-        _refuse(f"its directory of {size_bytes} bytes does not lie before its end record at {end_offset}")
+        raise _error(f"its directory of {size_bytes} bytes does not lie before its end record at {end_offset}")
     members = _parse_directory(file, file.read(directory_offset, size_bytes), count)
     end = 0
     for member in sorted(members, key=lambda member: member.header_offset):
         if member.header_offset < end:
-            _refuse(f"its member {member.name!r:.200} overlaps the one before it")
+            raise _error(f"its member {member.name!r:.200} overlaps the one before it")
         end = member.end
     if end > directory_offset:
-        _refuse("its last member reaches into its directory")
+        raise _error("its last member reaches into its directory")
     folders = {member.name.partition("/")[0] for member in members}
     if len(folders) != 1 or not all("/" in member.name for member in members):
-        _refuse(f"its members are in the folders {sorted(folders)!r:.200} rather than in one")
+        raise _error(f"its members are in the folders {sorted(folders)!r:.200} rather than in one")
     folder = folders.pop()
     inside = {member.name.removeprefix(f"{folder}/"): member for member in members}
     if len({name.casefold() for name in inside}) < len(members):  # torch looks names up without regard to case
-        _refuse("two of its members have one name")
+        raise _error("two of its members have one name")
     return ZipLayout(folder, inside, directory_offset, comment)
 
 
@@ -118,7 +118,7 @@ def _find_end(file: Readable) -> tuple[int, bytes]:
     comment = tail[position + _END.size :]
     # Padded, so that a record that was cut short is refused below instead of raising an error of `struct`.
     if position < 0 or _END.unpack_from(tail.ljust(position + _END.size), position)[7] != len(comment):
-        _refuse("it has no end record at its end, so it was cut short or something was added to it")
+        raise _error("it has no end record at its end, so it was cut short or something was added to it")
     return file.size_bytes - tail_bytes + position, comment
 
 
@@ -131,14 +131,14 @@ def _read_end(file: Readable, end_offset: int) -> tuple[int, int, int, int]:
         # torch writes these 64-bit records even for small files.
         _, _, end64_offset, _ = _LOCATOR.unpack(locator)
         if end64_offset + _END64.size != locator_offset:
-            _refuse(f"its 64-bit end record is not where its locator says, at {end64_offset}")
+            raise _error(f"its 64-bit end record is not where its locator says, at {end64_offset}")
         record = _END64.unpack(file.read(end64_offset, _END64.size))
         if record[0] != _END64_MAGIC:
-            _refuse(f"its 64-bit end record at {end64_offset} does not start like one")
+            raise _error(f"its 64-bit end record at {end64_offset} does not start like one")
         _, _, _, _, disk, _, here, count, size_bytes, offset = record
         end_offset = end64_offset
     if disk or here != count:
-        _refuse("it is one part of several")
+        raise _error("it is one part of several")
     return count, size_bytes, offset, end_offset
 
 
@@ -147,7 +147,7 @@ def _parse_directory(file: Readable, directory: bytes, count: int) -> list[Membe
     position = 0
     for _ in range(count):
         if position + _CENTRAL.size > len(directory):
-            _refuse(f"its directory ends before the {count} members that it announces")
+            raise _error(f"its directory ends before the {count} members that it announces")
         fields = _CENTRAL.unpack_from(directory, position)
         magic, flags, method, header_offset = fields[0], fields[3], fields[4], fields[16]
         crc32, stored, size, name_bytes, extra_bytes, comment_bytes = fields[7:13]
@@ -157,21 +157,21 @@ def _parse_directory(file: Readable, directory: bytes, count: int) -> list[Membe
         extra = directory[position + name_bytes : position + name_bytes + extra_bytes]
         position += name_bytes + extra_bytes + comment_bytes
         if magic != _CENTRAL_MAGIC or position > len(directory) or name.encode() != raw_name:
-            _refuse("its directory is damaged")
+            raise _error("its directory is damaged")
         # Members are stored uncompressed, so the two sizes must be equal.
         if _FULL32 in (size, stored, header_offset):
             size, stored, header_offset = _wide_numbers(name, extra, size, stored, header_offset)
         if method or stored != size or flags & _ENCRYPTED_FLAG:
-            _refuse(f"its member {name!r:.200} is compressed or encrypted, which torch's never are")
+            raise _error(f"its member {name!r:.200} is compressed or encrypted, which torch's never are")
         # The member's own header, which comes before its bytes, must have the same name.
         header = file.read(header_offset, min(_LOCAL.size + name_bytes, max(file.size_bytes - header_offset, 0)))
         local = _LOCAL.unpack_from(header.ljust(_LOCAL.size, b"\0"))
         if local[0] != LOCAL_MAGIC or local[-2] != name_bytes or header[_LOCAL.size :] != raw_name:
-            _refuse(f"its member {name!r:.200} has a damaged header at {header_offset}")
+            raise _error(f"its member {name!r:.200} has a damaged header at {header_offset}")
         offset = header_offset + len(header) + local[-1]
         members.append(Member(name, header_offset, offset, size, crc32))
     if position != len(directory):
-        _refuse("its directory has bytes that belong to no member")
+        raise _error("its directory has bytes that belong to no member")
     return members
 
 
@@ -181,7 +181,7 @@ def _wide_numbers(name: str, extra: bytes, size: int, stored: int, header_offset
     wide = iter(_wide_field(extra))
     found = [next(wide, None) if number == _FULL32 else number for number in (size, stored, header_offset)]
     if None in found:
-        _refuse(f"its member {name!r:.200} lacks its 64-bit size")
+        raise _error(f"its member {name!r:.200} lacks its 64-bit size")
     size, stored, header_offset = (number for number in found if number is not None)
     return size, stored, header_offset
 
@@ -198,5 +198,5 @@ def _wide_field(extra: bytes) -> tuple[int, ...]:
     return ()
 
 
-def _refuse(what: str) -> NoReturn:
-    raise CorruptCheckpointError(f"the file is not a whole torch archive: {what}. Load another checkpoint.")
+def _error(what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"the file is not a whole torch archive: {what}. Load another checkpoint.")

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, NoReturn, cast
 
+from composer_checkpoint._durability import sync_path
 from composer_checkpoint._pickle_inspection import LEGACY_MAGIC
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, UnsafeCheckpointError
 from composer_checkpoint.file_io import FileReader
@@ -73,12 +74,7 @@ class CompressorNotFound(CheckpointError, FileNotFoundError):
 
 def compressor_of(name: str | os.PathLike[str]) -> str | None:
     """Return the command for a name such as `a.pt.gz`; `None` for names without such an extension."""
-    return KNOWN_COMPRESSORS.get(_extension_after_pt(name))
-
-
-def _extension_after_pt(name: str | os.PathLike[str]) -> str:
-    suffixes = Path(name).suffixes
-    return suffixes[-1].removeprefix(".") if suffixes[-2:-1] == [".pt"] else ""
+    return KNOWN_COMPRESSORS.get(Path(name).suffix.removeprefix(".")) if is_compressed_pt(name) else None
 
 
 def check_compressor(name: str | os.PathLike[str]) -> None:
@@ -92,7 +88,7 @@ def check_compressor(name: str | os.PathLike[str]) -> None:
         _tar_compression(name)
     elif (command := compressor_of(name)) is not None:
         CliCompressor("", command).check_exists()
-    elif _extension_after_pt(name):
+    elif is_compressed_pt(name):
         raise CompressorNotFound(
             f'Could not find compressor for "{Path(name).name}". After .pt may come '
             f"{', '.join(KNOWN_COMPRESSORS)}, or nothing."
@@ -112,7 +108,7 @@ def pack_tar(states: Path, path: str, name: str) -> None:
     """Write a tar archive with one file, compressed as its name says."""
     with tarfile.open(path, cast(Any, f"w:{_tar_compression(name)}")) as archive:
         archive.add(states, STATES_NAME, recursive=False)
-    _sync(path)
+    sync_path(Path(path))
 
 
 def compress(states: Path, path: str, command: str) -> None:
@@ -121,19 +117,11 @@ def compress(states: Path, path: str, command: str) -> None:
     program.check_exists()
     with open(states, "rb") as source, open(path, "wb") as target, program._run("-c", stdin=source, stdout=target):
         pass  # it reads and writes the files itself
-    _sync(path)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_path(Path(path))
 
 
 def unpack(path: str, name: str, target: Path, max_bytes: int | None = None) -> None:
-    """Unpack the `.pt` file of an archive to another file.
+    """Unpack the `.pt` file of an archive, of which `name` tells the kind, to another file.
 
     Args:
         path: Path of the archive.
@@ -141,25 +129,17 @@ def unpack(path: str, name: str, target: Path, max_bytes: int | None = None) -> 
         target: Path of the unpacked file.
         max_bytes: Size limit of the unpacked file. When `None`, a hundred times the size of the archive and at least
             16 MiB, but no more than the free space of the target's folder.
-
-    Raises:
-        CorruptCheckpointError: If the archive is damaged, or exceeds the limit.
-        UnsafeCheckpointError: If a tar archive has members outside of it, or members that are not files.
     """
-    budget = _budget(path, target.parent, max_bytes)
+    budget = max_bytes
+    if budget is None:
+        allowed = max(_LARGEST_RATIO * os.path.getsize(path), _ALWAYS_ALLOWED_BYTES)
+        budget = min(allowed, shutil.disk_usage(target.parent).free)
     if is_tar(name):
         _extract(path, name, target, budget)
     else:
         command = compressor_of(name)
         assert command is not None  # callers check with is_packed()
         _decompress(path, command, target, budget)
-
-
-def _budget(path: str, folder: Path, max_bytes: int | None) -> int:
-    if max_bytes is not None:
-        return max_bytes
-    allowed = max(_LARGEST_RATIO * os.path.getsize(path), _ALWAYS_ALLOWED_BYTES)
-    return min(allowed, shutil.disk_usage(folder).free)
 
 
 def _decompress(path: str, command: str, target: Path, budget: int) -> None:
@@ -200,7 +180,8 @@ class _Budgeted(io.RawIOBase):
 
 def _extract(path: str, name: str, target: Path, budget: int) -> None:
     try:
-        with _open_tar(path, name) as raw:
+        opener: Any = {"": open, "gz": gzip.open, "bz2": bz2.open, "xz": lzma.open}[_tar_compression(name)]
+        with opener(path, "rb") as raw:
             budgeted = cast("IO[bytes]", _Budgeted(raw, path, budget))
             # As a stream, which is read forward and once, so that the budget counts each byte.
             with tarfile.open(fileobj=budgeted, mode="r|", tarinfo=_Header) as archive:
@@ -261,37 +242,26 @@ def _extract_states(path: str, archive: tarfile.TarFile, target: Path) -> bool:
             raise CorruptCheckpointError(
                 f"{path!r} has more than {_MOST_MEMBERS} members, and a checkpoint is one. Load another checkpoint."
             )
-        _check_member(path, member)
-        if PurePosixPath(member.name) == PurePosixPath(STATES_NAME) and not found:
+        # A backslash separates folders on Windows. Members that are not extracted are compared as well.
+        name, fault = PurePosixPath(member.name), ""
+        if name.is_absolute() or ".." in name.parts or "\\" in member.name:
+            fault = "a name that leads out of the archive"
+        elif not (member.isreg() or member.isdir()) or member.issparse():
+            kinds = {tarfile.SYMTYPE: "a symbolic link", tarfile.LNKTYPE: "a hard link"}
+            fault = kinds.get(member.type, "neither file nor folder")
+        if fault:
+            link = f" to {member.linkname!r:.200}" if member.linkname else ""
+            raise UnsafeCheckpointError(
+                f"{path!r} has a member {member.name!r:.200}, {fault}{link}; nothing was extracted. Load a file that "
+                f"this package or Composer wrote."
+            )
+        if name == PurePosixPath(STATES_NAME) and not found:
             found = True
             source = archive.extractfile(member)
-            assert source is not None  # _check_member() has refused other kinds
+            assert source is not None  # other kinds were refused
             with source, open(target, "wb") as out:
                 shutil.copyfileobj(source, out, _PIECE_BYTES)
     return found
-
-
-def _open_tar(path: str, name: str) -> IO[bytes]:
-    opener: Any = {"": open, "gz": gzip.open, "bz2": bz2.open, "xz": lzma.open}[_tar_compression(name)]
-    return opener(path, "rb")
-
-
-def _check_member(path: str, member: tarfile.TarInfo) -> None:
-    """Refuse members that no checkpoint has, even if they would not be extracted."""
-    fault = ""
-    # A backslash separates folders on Windows.
-    name = PurePosixPath(member.name)
-    if name.is_absolute() or ".." in name.parts or "\\" in member.name:
-        fault = "a name that leads out of the archive"
-    elif not (member.isreg() or member.isdir()) or member.issparse():
-        kinds = {tarfile.SYMTYPE: "a symbolic link", tarfile.LNKTYPE: "a hard link"}
-        fault = kinds.get(member.type, "neither file nor folder")
-    if fault:
-        link = f" to {member.linkname!r:.200}" if member.linkname else ""
-        raise UnsafeCheckpointError(
-            f"{path!r} has a member {member.name!r:.200}, {fault}{link}; nothing was extracted. Load a file that this "
-            f"package or Composer wrote."
-        )
 
 
 Format = Literal["safetensors", "pt", "legacy pt", "pickle"]

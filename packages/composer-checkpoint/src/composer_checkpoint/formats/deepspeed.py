@@ -190,12 +190,13 @@ def _shapes(ranks: _Ranks) -> list[dict[str, tuple[int, ...]]]:
 
 def _of_stage_1(ranks: _Ranks) -> dict[str, StoredTensor]:
     """Map each parameter of stages 1 and 2 to its range of the concatenated parts."""
-    groups = [_flat(ranks, rank, _PARTITION) for rank in range(len(ranks.optimizers))]
-    _check_count(ranks)
+    groups = _flat(ranks, _PARTITION)
     paddings = ranks.partitions(0).get("param_alignment_paddings")
     found: dict[str, StoredTensor] = {}
     for index, shapes in enumerate(_shapes(ranks)):
-        parts = [_at(ranks, parts, index) for parts in groups]
+        if index >= min(map(len, groups)):
+            ranks.refuse(f"there are more groups of parameters than the {index} that a rank's file has")
+        parts = [of_rank[index] for of_rank in groups]
         position = 0
         for order, (name, shape) in enumerate(shapes.items()):
             numel = math.prod(shape)
@@ -207,8 +208,7 @@ def _of_stage_1(ranks: _Ranks) -> dict[str, StoredTensor]:
 
 def _of_stage_3(ranks: _Ranks) -> dict[str, StoredTensor]:
     """Map each parameter of stage 3 to its pieces, one in the part of each rank."""
-    parts = [_flat(ranks, rank, _FLAT) for rank in range(len(ranks.optimizers))]
-    _check_count(ranks)
+    parts = _flat(ranks, _FLAT)
     lengths = [sum(part.numel for part in of_rank) for of_rank in parts]
     starts = [sum(lengths[:rank]) for rank in range(len(parts))]
     # One sequence of all ranks' groups. Within a rank, `position` continues from one group to the next.
@@ -244,22 +244,8 @@ def _frozen(ranks: _Ranks) -> dict[str, StoredTensor]:
     return found
 
 
-def _flat(ranks: _Ranks, rank: int, key: str) -> list[StoredTensor]:
-    raw = ranks.partitions(rank).get(key)
-    listed: list[Any] = raw if isinstance(raw, list) else [raw]
-    parts = [part for part in listed if isinstance(part, StoredTensor)]
-    if not parts or len(parts) < len(listed):
-        ranks.refuse(f"the optimizer's file of rank {rank} has no {key}")
-    return parts
-
-
-def _at(ranks: _Ranks, parts: list[StoredTensor], index: int) -> StoredTensor:
-    if index >= len(parts):
-        ranks.refuse(f"there are more groups of parameters than the {len(parts)} that a rank's file has")
-    return parts[index]
-
-
-def _check_count(ranks: _Ranks) -> None:
+def _flat(ranks: _Ranks, key: str) -> list[list[StoredTensor]]:
+    """Return each rank's flat tensors, one for each group of parameters."""
     count = ranks.partitions(0).get("partition_count")
     # One count for all groups, or a list with one for each.
     count = max(count) if isinstance(count, list) else count
@@ -268,6 +254,14 @@ def _check_count(ranks: _Ranks) -> None:
             f"{ranks.folder} has the optimizer's files of {len(ranks.optimizers)} ranks, and {count} ranks saved it. "
             f"Bring all ranks' files together."
         )
+    parts: list[list[StoredTensor]] = []
+    for rank in range(len(ranks.optimizers)):
+        raw = ranks.partitions(rank).get(key)
+        listed: list[Any] = raw if isinstance(raw, list) else [raw]
+        parts.append([part for part in listed if isinstance(part, StoredTensor)])
+        if not parts[-1] or len(parts[-1]) < len(listed):
+            ranks.refuse(f"the optimizer's file of rank {rank} has no {key}")
+    return parts
 
 
 @dataclass(frozen=True, slots=True)

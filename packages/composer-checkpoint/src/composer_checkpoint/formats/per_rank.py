@@ -141,11 +141,7 @@ def own_path(path: str | os.PathLike[str], ranks: Ranks) -> Path:
 def write_together(own: Path, write: Callable[[Path], object], ranks: Ranks, overwrite: bool) -> None:
     """Write a file on each rank, and name either all of them or none. Every rank must call this.
 
-    Args:
-        own: Path of this rank's file.
-        write: Function that writes to the temporary path passed to it.
-        ranks: The ranks that take part.
-        overwrite: Whether to replace an existing file of this name.
+    `write` writes to the temporary path that it gets.
     """
     own = Path(os.path.abspath(own))  # saving may run user code that changes the current folder
     temporary = sibling_name(own)

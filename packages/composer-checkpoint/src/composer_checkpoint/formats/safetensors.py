@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from blake3 import blake3
@@ -33,6 +33,7 @@ from composer_checkpoint.formats.archives import INDEX_SUFFIX, plain_file
 from composer_checkpoint.formats.tensor_source import (
     StoredTensor,
     TensorSource,
+    as_stored,
     in_file,
     refuse_quantized,
     refuse_sparse,
@@ -43,7 +44,7 @@ __all__ = [
     "FORMAT_NAMES",
     "aliases_in",
     "by_text_names",
-    "check_names",
+    "check_fit",
     "load_safetensors",
     "read_safetensors",
     "save_safetensors",
@@ -104,31 +105,31 @@ class Header:
 def read_header(file: Readable) -> Header:
     """Read a header and compare it with the size of the file."""
     if file.size_bytes < LENGTH.size:
-        _refuse(f"it has {file.size_bytes} bytes, fewer than the length of a header")
+        raise _error(f"it has {file.size_bytes} bytes, fewer than the length of a header")
     # Checked before it is read, so that a damaged length cannot allocate gigabytes.
     (length,) = LENGTH.unpack(file.read(0, LENGTH.size))
     if length > min(MAX_HEADER_BYTES, file.size_bytes - LENGTH.size):
-        _refuse(f"its header would have {length} bytes; the file has {file.size_bytes}")
+        raise _error(f"its header would have {length} bytes; the file has {file.size_bytes}")
     raw = file.read(LENGTH.size, length)
     try:
         parsed: Any = parse_json(raw.decode())
     except (ValueError, RecursionError) as error:
-        _refuse(f"its header is not JSON: {error!s:.200}")
+        raise _error(f"its header is not JSON: {error!s:.200}") from error
     if not isinstance(parsed, dict):
-        _refuse("its header is not an object")
+        raise _error("its header is not an object")
     metadata = parsed.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        _refuse("its metadata is not texts by name")
+        raise _error("its metadata is not texts by name")
     start = LENGTH.size + length
     tensors = {name: _slot(name, value, start) for name, value in parsed.items()}
     position = start
     # The format forbids gaps and overlaps. Empty tensors sort before the one that starts at the same byte.
     for name, slot in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size_bytes)):
         if slot.offset != position:
-            _refuse(f"its tensor {name!r:.200} starts at byte {slot.offset}, where {position} was expected")
+            raise _error(f"its tensor {name!r:.200} starts at byte {slot.offset}, where {position} was expected")
         position += slot.size_bytes
     if position != file.size_bytes:
-        _refuse(f"its tensors end at byte {position}, and the file has {file.size_bytes}")
+        raise _error(f"its tensors end at byte {position}, and the file has {file.size_bytes}")
     return Header(tensors, metadata, raw)
 
 
@@ -140,12 +141,12 @@ def _slot(name: str, value: Any, start: int) -> TensorSlot:
             torch_dtype, item_bytes, shape, begin, end = "", 0, [], 0, -1  # refused below
     is_shape = len(shape) <= _MAX_DIMS and all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
     if not is_shape or not 0 <= begin <= end or math.prod(shape) * item_bytes != end - begin:
-        _refuse(f"its tensor {name!r:.200} is described as {value!r:.200}, whose dtype, shape and bytes do not fit")
+        raise _error(f"its tensor {name!r:.200} is {value!r:.200}, whose dtype, shape and bytes do not fit")
     return TensorSlot(torch_dtype, tuple(shape), start + begin, end - begin)
 
 
-def _refuse(what: str) -> NoReturn:
-    raise CorruptCheckpointError(f"the file is not a whole safetensors file: {what}. Load another checkpoint.")
+def _error(what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"the file is not a whole safetensors file: {what}. Load another checkpoint.")
 
 
 log = getLogger(__name__)
@@ -179,9 +180,9 @@ def save_safetensors(obj: Any, path: str, info: Mapping[str, Any], hash_name: st
         first, *others = same
         tensor = tensors[first] = same[first]
         aliases |= dict.fromkeys(others, first)
-        if tensor.layout != torch.strided or str(tensor.dtype).removeprefix("torch.") not in FORMAT_NAMES:
+        if tensor.layout != torch.strided:
             raise TypeError(f"{first} is {tensor.dtype} of layout {tensor.layout}, which safetensors has no form for.")
-    check_names([*tensors, *aliases])
+    check_fit({name: as_stored(tensor) for name, tensor in tensors.items()}, aliases)
     notes = {**info, **({"aliases": aliases} if aliases else {}), **({"layout": "composer"} if is_state else {})}
     return write_safetensors(tensors, path, notes, hash_name)
 
@@ -211,13 +212,8 @@ def write_safetensors(
 ) -> Manifest:
     """Write a file, and flush it to the disk.
 
-    Args:
-        tensors: Objects with a dtype and a shape by name.
-        path: Path of the file.
-        info: Entries of the manifest.
-        hash_name: As for `save_file`.
-        read: Function that returns the tensor for such an object. Each is read only when it is written.
-        progress: Called with the number of bytes after each tensor.
+    `tensors` are objects with a dtype and a shape, of which `read` returns the tensor when it is written. `progress` is
+    called with the number of bytes after each tensor.
     """
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # largest items first, so all are aligned
     tensors = {name: tensors[name] for name in names}
@@ -317,23 +313,18 @@ def check_fit(tensors: Mapping[str, StoredTensor], aliases: Iterable[str] = (), 
     """Raise if the format has no form for a tensor or a name, before anything is written."""
     refuse_quantized(tensors, called)
     refuse_sparse(tensors, called)
-    check_names([*tensors, *aliases])
     for name, tensor in tensors.items():
         if str(tensor.dtype).removeprefix("torch.") not in FORMAT_NAMES:
             raise TypeError(
                 f"{name} is {tensor.dtype}, which safetensors has no form for. Write a .pt file, or leave it out."
             )
-
-
-def check_names(names: Collection[str]) -> None:
-    """Refuse the one name that the format reserves, and names that its own reader cannot decode."""
-    if METADATA_KEY in names:
-        raise IncompatibleCheckpointError(
-            f"a tensor is called {METADATA_KEY!r}, which the .safetensors format reserves for its metadata. Give it "
-            f"another name, or write a .pt file."
-        )
-    for name in names:
-        if not name.isascii() and name.encode(errors="replace").decode() != name:
+    for name in (*tensors, *aliases):
+        if name == METADATA_KEY:
+            raise IncompatibleCheckpointError(
+                f"a tensor is called {METADATA_KEY!r}, which the .safetensors format reserves for its metadata. Give "
+                f"it another name, or write a .pt file."
+            )
+        if not name.isascii() and name.encode(errors="replace").decode() != name:  # its own reader cannot decode it
             raise IncompatibleCheckpointError(
                 f"a tensor is called {name!r:.200}, which is no text of Unicode, as the names in a .safetensors file "
                 f"are. Give it another name, or write a .pt file."
@@ -496,12 +487,9 @@ def open_safetensors_source(path: str) -> TensorSource:
 def plan_files(
     parts: Iterable[tuple[Mapping[str, _Item], int]], max_shard_bytes: int, name: str
 ) -> dict[str, dict[str, _Item]]:
-    """Assign parts to files in order, as many as fit in each, and return the content of each file by its name.
+    """Assign parts, which are tensors that stay together, to files in order, as many as fit in each.
 
-    Args:
-        parts: Tensors that stay together, by name, and their size.
-        max_shard_bytes: Maximum size of the parts in one file. A larger part gets a file of its own.
-        name: Prefix of the files' names.
+    A part larger than `max_shard_bytes` gets a file of its own. Returns the content of each file by its name.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes!r} must be 1 or more, such as 5_000_000_000.")
@@ -547,19 +535,27 @@ def read_index(path: str | os.PathLike[str], suffix: str = SUFFIX) -> ShardIndex
     index = Path(path)
     with FileReader(index) as reader:
         if reader.size_bytes > _MAX_INDEX_BYTES:
-            _refuse_index(index, f"it has {reader.size_bytes} bytes, more than the {_MAX_INDEX_BYTES} of any index")
+            raise _index_error(index, f"it has {reader.size_bytes} bytes, more than {_MAX_INDEX_BYTES}")
         data = reader.read(0, reader.size_bytes)
     try:
         raw: Any = parse_json(data.decode())
     except (ValueError, RecursionError) as error:
-        _refuse_index(index, f"it is not JSON: {error!s:.200}")
+        raise _index_error(index, f"it is not JSON: {error!s:.200}") from error
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        _refuse_index(index, "it has no weight_map from tensors to files")
+        raise _index_error(index, "it has no weight_map from tensors to files")
+    shards = _shards_in(weight_map, index, suffix)
+    metadata = raw.get("metadata")
+    text = metadata.get(_MANIFEST_KEY) if isinstance(metadata, dict) else None
+    manifest = Manifest.from_json(text) if isinstance(text, str) else None
+    return ShardIndex(index, shards, manifest)
+
+
+def _shards_in(weight_map: Mapping[str, Any], index: Path, suffix: str) -> dict[str, frozenset[str]]:
     shards: dict[str, set[str]] = {}
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str) or not shard.endswith(suffix):
-            _refuse_index(index, f"it says that {tensor!r:.200} is in {shard!r:.200}, which is no {suffix} file")
+            raise _index_error(index, f"it says that {tensor!r:.200} is in {shard!r:.200}, which is no {suffix} file")
         # A shard must be a plain file name.
         if "/" in shard or "\\" in shard or "\0" in shard or shard == suffix:
             raise UnsafeCheckpointError(
@@ -567,10 +563,7 @@ def read_index(path: str | os.PathLike[str], suffix: str = SUFFIX) -> ShardIndex
                 f"read. Do not use this checkpoint."
             )
         shards.setdefault(shard, set()).add(tensor)
-    metadata = raw.get("metadata")
-    text = metadata.get(_MANIFEST_KEY) if isinstance(metadata, dict) else None
-    manifest = Manifest.from_json(text) if isinstance(text, str) else None
-    return ShardIndex(index, {shard: frozenset(names) for shard, names in shards.items()}, manifest)
+    return {shard: frozenset(names) for shard, names in shards.items()}
 
 
 def write_index(manifests: Mapping[str, Manifest], folder: Path, name: str) -> None:
@@ -618,9 +611,11 @@ def open_shard(index: ShardIndex, shard: str) -> Iterator[FileReader]:
     with plain_file(os.fspath(index.path.parent / shard)) as path, FileReader(path) as reader:
         header, manifest = read_safetensors(reader)
         listed = index.shards[shard]
-        refuse_in_two_shards(index, shard, header.tensors)
+        for other, names in index.shards.items():
+            if other != shard and (doubled_names := names & header.tensors.keys()):
+                raise in_two_shards(index, min(doubled_names), other, shard)
         if differing := listed ^ header.tensors.keys():
-            _refuse_index(
+            raise _index_error(
                 index.path, f"{shard} holds other tensors than it says: {_first_few(differing)} is in one of them only"
             )
         if index.manifest is not None:
@@ -633,11 +628,9 @@ def open_shard(index: ShardIndex, shard: str) -> Iterator[FileReader]:
         yield reader
 
 
-def refuse_in_two_shards(index: ShardIndex, shard: str, names: Iterable[str]) -> None:
-    """Raise if a file has a tensor that the index assigns to another one."""
-    for name in set(names) - index.shards[shard]:
-        if others := [other for other, listed in index.shards.items() if name in listed]:
-            _refuse_index(index.path, f"the tensor {name!r:.200} is in two shards, {others[0]} and {shard}")
+def in_two_shards(index: ShardIndex, name: str, *shards: str) -> CorruptCheckpointError:
+    """Return the error for a tensor that two files have."""
+    return _index_error(index.path, f"the tensor {name!r:.200} is in two shards, {' and '.join(shards)}")
 
 
 def _first_few(names: Iterable[str]) -> str:
@@ -645,17 +638,12 @@ def _first_few(names: Iterable[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
 
 
-def _refuse_index(index: Path, what: str) -> NoReturn:
-    raise CorruptCheckpointError(f"{index} is not a whole index of weights: {what}. Load another checkpoint.")
+def _index_error(index: Path, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{index} is not a whole index of weights: {what}. Load another checkpoint.")
 
 
 def merge_files(index: ShardIndex, open_file: Callable[[str], TensorSource]) -> TensorSource:
-    """Open the files of an index as one source. Tensors that the index lists and no file has are reported as missing.
-
-    Args:
-        index: The index.
-        open_file: Function that opens a file.
-    """
+    """Open the files of an index as one source, which has the listed tensors that no file has as `missing`."""
     home = {name: shard for shard, names in index.shards.items() for name in names}
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """Common interface for reading checkpoints of all formats tensor by tensor."""
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -49,18 +49,6 @@ class SparseParts:
                 f"the parts of a tensor of layout {self.layout} and size {list(shape)} do not fit: {error!s:.200} Load "
                 f"another checkpoint."
             ) from error
-
-
-def is_sparse(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has one of the supported sparse layouts."""
-    return str(tensor.layout).removeprefix("torch.") in SPARSE_PARTS
-
-
-def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the components of a sparse tensor, by torch's names for them."""
-    if tensor.layout == torch.sparse_coo:  # the public methods require a coalesced tensor
-        return {"indices": tensor._indices(), "values": tensor._values()}
-    return {name: getattr(tensor, name)() for name in SPARSE_PARTS[str(tensor.layout).removeprefix("torch.")]}
 
 
 def refuse_sparse(tensors: "Mapping[str, StoredTensor]", what: str) -> None:
@@ -113,6 +101,7 @@ class StoredTensor:
         fetch_range: Function `(start, count)` that reads a range of elements in row-major order, where that needs less
             memory than the whole tensor.
         sparse: Components of a sparse tensor, for which `fetch` returns a sparse one. `None` for a dense tensor.
+        place: The file and the offset in it of elements that lie there in row-major order.
 
     Example:
         >>> stored = as_stored(torch.ones(2, 3))
@@ -128,6 +117,7 @@ class StoredTensor:
     storage: Hashable | None = None
     fetch_range: Callable[[int, int], torch.Tensor] | None = None
     sparse: SparseParts | None = None
+    place: "tuple[Bytes, int] | None" = None
 
     @property
     def numel(self) -> int:
@@ -202,9 +192,12 @@ class StoredTensor:
 def as_stored(tensor: torch.Tensor) -> StoredTensor:
     """Wrap a tensor in memory as a `StoredTensor`."""
     plain = resolve_lazy(tensor.detach())
-    if is_sparse(plain):
-        parts = {name: as_stored(part) for name, part in parts_of(plain).items()}
-        is_coalesced = plain.is_coalesced() if plain.layout == torch.sparse_coo else None
+    names = SPARSE_PARTS.get(str(plain.layout).removeprefix("torch."))
+    if names is not None:
+        is_coordinates = plain.layout == torch.sparse_coo
+        # The public methods of coordinates require a coalesced tensor.
+        parts = {name: as_stored(getattr(plain, f"_{name}" if is_coordinates else name)()) for name in names}
+        is_coalesced = plain.is_coalesced() if is_coordinates else None
         return sparse_stored(tuple(plain.shape), SparseParts(plain.layout, parts, is_coalesced))
     # Empty tensors may all have the address 0, which does not make them one tensor.
     key = (plain.data_ptr(), tuple(plain.stride()), tuple(plain.shape), plain.dtype) if plain.numel() else None
@@ -346,7 +339,9 @@ def in_file(file: Bytes, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
             file.read_into(memoryview(cast(Any, buffer.numpy())), offset + start * dtype.itemsize)
         return buffer.view(dtype)
 
-    return StoredTensor(dtype, shape, lambda: fetch_range(0, math.prod(shape)).reshape(shape), key, fetch_range)
+    return StoredTensor(
+        dtype, shape, lambda: fetch_range(0, math.prod(shape)).reshape(shape), key, fetch_range, place=(file, offset)
+    )
 
 
 def tensors_in(tree: Any) -> dict[str, StoredTensor]:
@@ -364,14 +359,11 @@ def are_one(one: StoredTensor, other: StoredTensor) -> bool:
 
 def aliases_of(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
     """Return the names that are the same tensor as an earlier one, with the name of that one."""
-    return dict(_same(tensors))
-
-
-def _same(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, str]]:
     seen: dict[Hashable, str] = {}
+    aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
-        if tensor.storage is None or not tensor.numel:
-            continue
-        first = seen.setdefault((tensor.storage, tensor.dtype, tensor.shape), name)
-        if first != name:
-            yield name, first
+        if tensor.storage is not None and tensor.numel:
+            first = seen.setdefault((tensor.storage, tensor.dtype, tensor.shape), name)
+            if first != name:
+                aliases[name] = first
+    return aliases

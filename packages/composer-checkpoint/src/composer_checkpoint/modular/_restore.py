@@ -182,8 +182,10 @@ def load_optimizer(
             converted, lambda value: value.float() if not value.dim() and value.dtype in _NARROW else value
         )
         saved = {**saved, "state": whole}
-    if "param_groups" not in saved:
-        optimizer.load_state_dict(saved)  # not a torch optimizer, so the layout is its own
+    groups: Any = saved.get("param_groups", ())
+    # Not a torch optimizer, whose layout is its own, or numbered already, as in a plain optimizer's own state dict.
+    if not groups or any(isinstance(parameter, int) for group in groups for parameter in group["params"]):
+        optimizer.load_state_dict(saved)
         return
     optimizer.load_state_dict(_with_numbers(model, optimizer, saved, strict=options.strict))
 
@@ -256,13 +258,17 @@ def _with_numbers(
 ) -> dict[str, Any]:
     """Return the state with the parameters numbered as the optimizer numbers them."""
     own: dict[str, Any] = optimizer.state_dict()
-    if any(isinstance(parameter, int) for group in saved["param_groups"] for parameter in group["params"]):
-        return dict(saved)  # numbered already, as in a plain optimizer's own state dict
     own_state: dict[Any, Any] = own["state"]
     group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
     names = _as_saved(model, optimizer, group_of)
-    if strict:
-        _refuse_mismatch([name for group in names for name in group], group_of)
+    current = [name for group in names for name in group]
+    missing, unexpected = set(current) - group_of.keys(), group_of.keys() - set(current)
+    if strict and (missing or unexpected):
+        raise IncompatibleCheckpointError(
+            f"the optimizer's parameters are not those of the checkpoint: {len(missing)} are not saved: "
+            f"{_listed(sorted(missing))}; {len(unexpected)} are not optimized here: {_listed(sorted(unexpected))}. "
+            f"Build the optimizer as it was saved, or pass strict=False to keep what the checkpoint does not have."
+        )
     state: dict[Any, Any] = {key: value for key, value in saved["state"].items() if key not in group_of}
     groups: list[dict[str, Any]] = []
     for own_group, group in zip(own["param_groups"], names, strict=True):
@@ -285,18 +291,6 @@ def _as_saved(model: nn.Module, optimizer: torch.optim.Optimizer, known: Mapping
     return [[chosen.get(name, name) for name in group] for group in group_names(model, optimizer)]
 
 
-def _refuse_mismatch(current: list[str], saved: Mapping[str, Any]) -> None:
-    missing = [name for name in current if name not in saved]
-    unexpected = [name for name in saved if name not in set(current)]
-    if missing or unexpected:
-        raise IncompatibleCheckpointError(
-            f"the optimizer's parameters are not those of the checkpoint: {len(missing)} are not saved: "
-            f"{', '.join(missing[:_MAX_LISTED])}; {len(unexpected)} are not optimized here: "
-            f"{', '.join(unexpected[:_MAX_LISTED])}. Build the optimizer as it was saved, or pass strict=False to keep "
-            f"what the checkpoint does not have."
-        )
-
-
 _KEYWORDS = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params")
 
 
@@ -312,7 +306,12 @@ def shard_model(model: nn.Module, options: CheckpointLoadOptions, seed: int) -> 
             f"the model is wrapped in {type(model).__name__}, and shard_as_needed_during_load=True shards the model "
             f"inside. Pass the model without its wrapper."
         )
-    keywords, absent = _keywords(options), _without_memory(model)
+    keywords = _keywords(options)
+    absent: list[Any] = [
+        module
+        for module in model.modules()
+        if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    ]
     # Inner modules first, since fully_shard() leaves out parameters that are sharded already.
     ask: Any = getattr(model, "fsdp_wrap_fn", lambda module: False)
     for module in reversed(list(model.modules())):
@@ -327,8 +326,7 @@ def shard_model(model: nn.Module, options: CheckpointLoadOptions, seed: int) -> 
     with seed_context(seed):
         for module in absent:
             module.to_empty(device=device, recurse=False)
-            reset: Any = module.reset_parameters
-            reset()
+            module.reset_parameters()
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
@@ -348,22 +346,6 @@ def _keywords(options: CheckpointLoadOptions) -> dict[str, Any]:
     mesh = options.device_mesh or given.pop("device_mesh", None) or given.pop("mesh", None)
     keywords = {name: value for name, value in given.items() if value is not None}
     return keywords if mesh is None else {**keywords, "mesh": mesh}
-
-
-def _without_memory(model: nn.Module) -> list[nn.Module]:
-    absent = [
-        module
-        for module in model.modules()
-        if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
-    ]
-    unable = sorted({type(module).__name__ for module in absent if not hasattr(module, "reset_parameters")})
-    if unable:
-        raise ValueError(
-            f"modules of the classes {', '.join(unable)} have tensors on the device 'meta' and no reset_parameters(), "
-            f"so what the checkpoint lacks cannot be initialized. Give them one, or build the model on a real "
-            f"device."
-        )
-    return absent
 
 
 log = getLogger(__name__)
@@ -421,8 +403,8 @@ def _receive(model: nn.Module, sender: TensorSender, strict: bool) -> None:
 
 def _load_folder(model: nn.Module, source: Source, options: CheckpointLoadOptions) -> None:
     entries = read_entries(source)
-    prefix = next(((*root,) for root in (("state", "model"), ()) if any(_below(path, root) for path in entries)), ())
-    saved = {path[-1]: entry for path, entry in entries.items() if _below(path, prefix)}
+    prefix = next(((*root,) for root in (("state", "model"), ()) if any(path[:-1] == root for path in entries)), ())
+    saved = {path[-1]: entry for path, entry in entries.items() if path[:-1] == prefix}
     targets = select_keys(weights_of(model), options.include_keys, options.ignore_keys)
     precision = as_dtype(options.precision)
     readable = {
@@ -437,10 +419,6 @@ def _load_folder(model: nn.Module, source: Source, options: CheckpointLoadOption
         if isinstance(target, torch.Tensor) and readable[name] is not target:
             target.copy_(readable[name].to(precision))
     _load_extra(model, {name: readable[name] for name in targets if not isinstance(targets[name], torch.Tensor)})
-
-
-def _below(path: tuple[str | int, ...], prefix: tuple[str, ...]) -> bool:
-    return path[:-1] == prefix
 
 
 def _readable(target: Any, entry: object, precision: torch.dtype, cpu_offload: bool) -> Any:

@@ -247,12 +247,9 @@ def check_type(state_dict_type: object) -> None:
 
 
 def of_type(state: dict[str, Any], state_dict_type: str, *, rank0_only: bool = True) -> dict[str, Any]:
-    """Convert a state of `DTensor`s to another type. Every rank must call this for `'full'`.
+    """Convert a state of `DTensor`s, the same structure on all ranks, to another type. Every rank must call this.
 
-    Args:
-        state: Nested dicts and lists of the same structure on all ranks.
-        state_dict_type: Type of the result. Only full tensors are moved to the CPU.
-        rank0_only: Whether ranks other than 0 get an empty dict instead of full tensors.
+    Only full tensors are moved to the CPU. With `rank0_only`, ranks other than 0 get an empty dict instead of them.
     """
     if state_dict_type == "sharded":
         return state

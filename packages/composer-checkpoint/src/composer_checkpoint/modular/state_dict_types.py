@@ -27,6 +27,7 @@ from composer_checkpoint._spread import (
     parameters_by_name,
     refuse_fsdp1,
 )
+from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.modular._restore import receive_state
 from composer_checkpoint.modular.state_dict import check_type, of_type, own_part, room_for
 from composer_dist.wrapping import canonical_name, unwrap_model
@@ -93,7 +94,7 @@ def fsdp_get_optim_state_dict(
         model: The model, which has the parameters' names.
         optim: The optimizer. It need not have stepped.
         state_dict_type: `'full'`, `'sharded'` or `'local'`, see above. `get_fsdp_sharded_optim_state_dict` converts
-            each of them to what the optimizer loads.
+            a `'full'` one to what the optimizer loads.
 
     Raises:
         ValueError: If the type is unknown.
@@ -129,8 +130,8 @@ def get_fsdp_sharded_optim_state_dict(
     optimizer that was built in the same way accepts it.
 
     Args:
-        full_optim_state_dict: Result of `get_fsdp_full_optim_state_dict`, or of `fsdp_get_optim_state_dict` with any
-            type. Full tensors are taken from rank 0, and the other ranks may pass `{}` or `None`.
+        full_optim_state_dict: Result of `get_fsdp_full_optim_state_dict`, from rank 0; the other ranks may pass `{}` or
+            `None`.
         model: A model with any sharding, or none. The state of a parameter is sharded like the parameter.
 
     Raises:
@@ -142,16 +143,31 @@ def get_fsdp_sharded_optim_state_dict(
         >>> whole = get_fsdp_full_optim_state_dict(model, optimizer)
         >>> optimizer.load_state_dict(get_fsdp_sharded_optim_state_dict(whole, model))
     """
-    parameters = parameters_by_name(model)
     given = dict(full_optim_state_dict or {})
-    # All ranks must take the same branch, since both call collectives.
-    if Ranks().all(_is_whole(given, parameters)):
-        saved = receive_state(TensorSender(given), model, cpu_offload=False)
-        _check_names(saved, parameters)
-    else:
-        Ranks().together(lambda: _check_names(given, parameters))
-        saved = Ranks().together(lambda: _spread_state(given, parameters))
-    return _with_numbers(saved)
+    _refuse_shards(given)
+    saved = receive_state(TensorSender(given), model, cpu_offload=False)
+    if "param_groups" not in saved:
+        raise ValueError(
+            f"full_optim_state_dict has the keys {list(saved)}, and no param_groups, on rank 0. Pass what "
+            f"get_fsdp_full_optim_state_dict(model, optim) returned, on rank 0 at least."
+        )
+    names = [name for group in saved["param_groups"] for name in group["params"]]
+    parameters = parameters_by_name(model)
+    # Parameters outside the model, such as those of a loss function, are named by their position.
+    foreign = [
+        n for n in names if not isinstance(n, str) or (n not in parameters and not n.startswith("param_groups."))
+    ]
+    if foreign:
+        raise ValueError(
+            f"full_optim_state_dict has {len(foreign)} parameters that the model does not have: "
+            f"{', '.join(map(repr, foreign[:_MAX_LISTED]))}. Pass the state of an optimizer of this model with names "
+            f"for parameters, as get_fsdp_full_optim_state_dict(model, optim) returns it."
+        )
+    # In the order in which an optimizer numbers them.
+    number_of = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    groups = [{**group, "params": [number_of[name] for name in group["params"]]} for group in saved["param_groups"]]
+    state = {number_of.get(name, name): entries for name, entries in saved["state"].items()}
+    return {**saved, "state": state, "param_groups": groups}
 
 
 @contextmanager
@@ -187,13 +203,18 @@ def _take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -
     if _types.get(module) == "full":
         loads = _received(given, own, names)
     else:
-        loads = Ranks().together(lambda: _parts(given, own, names))
+        loads = Ranks().together(
+            lambda: {
+                name: own_part(name, own.get(names.get(name, name)), value) if torch.is_tensor(value) else value
+                for name, value in given.items()
+            }
+        )
     state_dict.update({prefix + names.get(name, name): value for name, value in loads.items()})
 
 
 def _received(given: Mapping[str, Any], own: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return this rank's part of the state passed on rank 0."""
-    Ranks().together(lambda: _refuse_shards(given))
+    _refuse_shards(given)
     sender = TensorSender(dict(given))
 
     def take(name: str, slot: Slot) -> torch.Tensor:
@@ -211,19 +232,16 @@ def _received(given: Mapping[str, Any], own: Mapping[str, Any], names: Mapping[s
 
 
 def _refuse_shards(given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
-        if isinstance(value, DTensor):
+    """Raise on all ranks if any of them has a shard, which could not be sent to the others."""
+
+    def look() -> None:
+        for name, _ in named_leaves(given, DTensor):
             raise ValueError(
-                f"{name} is a DTensor, and state_dict_type='full' is of whole tensors. Load it in a context of "
-                f"state_dict_type='sharded'."
+                f"{name} is a DTensor, and whole tensors are needed: weights of state_dict_type='full', or what "
+                f"get_fsdp_full_optim_state_dict() returns. Load other weights in a context of their type."
             )
 
-
-def _parts(given: Mapping[str, Any], own: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        name: own_part(name, own.get(names.get(name, name)), value) if isinstance(value, torch.Tensor) else value
-        for name, value in given.items()
-    }
+    Ranks().together(look)
 
 
 def _prefix_of_wrappers(module: nn.Module) -> str:
@@ -231,65 +249,3 @@ def _prefix_of_wrappers(module: nn.Module) -> str:
     inner = unwrap_model(module)
     name = next(name for name, part in module.named_modules() if part is inner)
     return f"{name}." if name else ""
-
-
-def _is_whole(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> bool:
-    """Return whether none of the tensors in an optimizer's state is a shard."""
-
-    def is_part(owner: object, value: torch.Tensor) -> bool:
-        return isinstance(owner, DTensor) and value.dim() == owner.dim() and value.shape != owner.shape
-
-    return not any(
-        isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and is_part(parameters.get(name), value))
-        for name, entries in state.get("state", {}).items()
-        if isinstance(entries, Mapping)
-        for value in entries.values()
-    )
-
-
-def _spread_state(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Convert an optimizer's state, of which each rank has its part, to DTensors sharded like the parameters."""
-
-    def spread(name: str, key: str, value: Any) -> Any:
-        owner = parameters.get(name)
-        fits = isinstance(value, torch.Tensor) and owner is not None and value.dim() == owner.dim()
-        return own_part(f"{key} of {name}", owner, value) if fits else value
-
-    entries_of = {
-        name: {key: spread(name, key, value) for key, value in entries.items()}
-        if isinstance(entries, Mapping)
-        else entries
-        for name, entries in state["state"].items()
-    }
-    return {**state, "state": entries_of}
-
-
-def _check_names(saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:
-    groups = saved.get("param_groups")
-    if groups is None:
-        raise ValueError(
-            f"full_optim_state_dict has the keys {list(saved)}, and no param_groups, on rank 0. Pass what "
-            f"get_fsdp_full_optim_state_dict(model, optim) returned, on rank 0 at least."
-        )
-    names = [name for group in groups for name in group["params"]]
-    # Parameters outside the model, such as those of a loss function, are named by their position.
-    foreign = [
-        n for n in names if not isinstance(n, str) or (n not in parameters and not n.startswith("param_groups."))
-    ]
-    if foreign:
-        raise ValueError(
-            f"full_optim_state_dict has {len(foreign)} parameters that the model does not have: "
-            f"{', '.join(map(repr, foreign[:_MAX_LISTED]))}. Pass the state of an optimizer of this model with names "
-            f"for parameters, as get_fsdp_full_optim_state_dict(model, optim) returns it."
-        )
-
-
-def _with_numbers(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state with the parameters numbered as in an optimizer's own state dict."""
-    number_of: dict[str, int] = {}
-    groups: list[dict[str, Any]] = []
-    for group in saved["param_groups"]:
-        numbers = [number_of.setdefault(name, len(number_of)) for name in group["params"]]
-        groups.append({**group, "params": numbers})
-    state = {number_of.get(name, name): entries for name, entries in saved["state"].items()}
-    return {**saved, "state": state, "param_groups": groups}

@@ -8,6 +8,7 @@ that the files have the bytes they should have.
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
@@ -41,10 +42,7 @@ _MAX_EMPTY = 1024  # empty containers in lists, which have no entries
 def parse_metadata(data: bytes, folder: str, size_bytes: Callable[[str], int | None]) -> Metadata:
     """Return the content of a `.metadata` file after validating all of it.
 
-    Args:
-        data: The file's bytes.
-        folder: Path of its folder, for messages.
-        size_bytes: Function that returns the size of a file in the folder, or `None` if the file does not exist.
+    `size_bytes` returns the size of a file in the folder, or `None` if the file does not exist.
     """
     where = os.path.join(folder, ".metadata")
     try:
@@ -75,14 +73,17 @@ class _Checker:
 
     def __init__(self, folder: str, size_bytes: Callable[[str], int | None]) -> None:
         self._folder = folder
-        self._size_bytes = size_bytes
-        self._sizes: dict[str, int] = {}
+        self._size_bytes = cache(size_bytes)  # asked for each part
 
     def metadata(self, raw: object) -> Metadata:
         if not isinstance(raw, _Record) or not _is(raw, "Metadata"):
             self._refuse("it", f"is a {type(raw).__name__}", "a Metadata of torch.distributed.checkpoint")
         entries = self._mapping(raw, "state_dict_metadata")
-        stored = {_key(index): info for index, info in self._mapping(raw, "storage_data").items() if _is_index(index)}
+        stored = {
+            _key(index): info
+            for index, info in self._mapping(raw, "storage_data").items()
+            if _is(index, "MetadataIndex")
+        }
         state_dict_metadata: dict[str, Any] = {}
         storage_data: dict[MetadataIndex, StorageInfo] = {}
         for fqn, entry in entries.items():
@@ -163,24 +164,18 @@ class _Checker:
                 f"is stored in {shown(length)} bytes at offset {shown(offset)}",
                 f"at least {need_bytes} bytes",
             )
-        size = self._file_size(file, name)
+        size = self._size_bytes(file)
+        if size is None:
+            raise CorruptCheckpointError(
+                f"{self._folder} lacks the shard {file}, which holds {name!r}. Bring the file back, or load another "
+                f"checkpoint."
+            )
         if offset + length > size:
             raise CorruptCheckpointError(
                 f"{os.path.join(self._folder, file)} has {size} bytes, but {name!r} is said to end at byte "
                 f"{offset + length}: the file was cut short or is of another save. Load another checkpoint."
             )
         return StorageInfo(file, offset, length)
-
-    def _file_size(self, file: str, name: str) -> int:
-        if file not in self._sizes:
-            size = self._size_bytes(file)
-            if size is None:
-                raise CorruptCheckpointError(
-                    f"{self._folder} lacks the shard {file}, which holds {name!r}. Bring the file back, or load "
-                    f"another checkpoint."
-                )
-            self._sizes[file] = size
-        return self._sizes[file]
 
     def _paths(self, raw: object, entries: Mapping[str, Any]) -> dict[str, tuple[str | int, ...]] | None:
         """Return the path of each entry in the nested state dict."""
@@ -267,17 +262,13 @@ def _get(value: object, name: str) -> Any:
     return state.get(name) if isinstance(state, dict) else None
 
 
-def _is_index(value: object) -> TypeGuard[_Record]:
-    return _is(value, "MetadataIndex")
-
-
 def _dtype(properties: object) -> object:
     """Return the first field of a `TensorProperties`, whose state is a tuple."""
     state = properties.state if isinstance(properties, _Record) else None
     return state[0] if isinstance(state, tuple) and state else None
 
 
-def _key(index: _Record) -> tuple[str, str | None]:
+def _key(index: object) -> tuple[str, str | None]:
     """Return the key that identifies an index."""
     fqn, offset = _get(index, "fqn"), _get(index, "offset")
     offsets = () if offset is None else offset
@@ -315,31 +306,33 @@ _MOST_CELLS = 128
 
 
 def covers_exactly(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
-    """Return what is wrong with the chunks of a tensor; `None` if they cover each element once.
-
-    Example:
-        >>> covers_exactly((4,), [ChunkStorageMetadata(torch.Size([0]), torch.Size([3]))])
-        'is covered by its parts in 3 of 4 elements'
-    """
+    """Return what is wrong with the chunks of a tensor; `None` if they cover each element once."""
     filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
-    boxes = [
-        list(zip(chunk.offsets, map(sum, zip(chunk.offsets, chunk.sizes, strict=True)), strict=True))
-        for chunk in filled
-    ]
     for chunk in chunks:
         if any(start + length > whole for start, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)):
             return f"has a part at {tuple(chunk.offsets)} of sizes {tuple(chunk.sizes)} that leaves it"
+    boxes = [
+        [(start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in filled
+    ]
+    most = _most_in_a_cell(size, boxes)
+    if most is None:
+        return f"has {len(filled)} parts in no order, such as no mesh of devices makes"
+    if most > 1:
+        return "has overlapping parts"
+    covered, whole = sum(math.prod(chunk.sizes) for chunk in filled), math.prod(size)
+    return None if covered == whole else f"is covered by its parts in {covered} of {whole} elements"
+
+
+def _most_in_a_cell(size: Sequence[int], boxes: Sequence[Sequence[tuple[int, int]]]) -> int | None:
+    """Return the most boxes that share a cell of the grid that all edges span; `None` if it has too many cells."""
     # Where the edges lie, by the index of each in its dim.
     edges = [
         {edge: index for index, edge in enumerate(sorted({0, whole, *(edge for box in boxes for edge in box[dim])}))}
         for dim, whole in enumerate(size)
     ]
-    if math.prod(len(of_dim) for of_dim in edges) > _MOST_CELLS * (len(filled) + _MOST_CELLS):
-        return f"has {len(filled)} parts in no order, such as no mesh of devices makes"
+    if math.prod(map(len, edges)) > _MOST_CELLS * (len(boxes) + _MOST_CELLS):
+        return None
     cells = np.zeros([max(len(of_dim) - 1, 0) for of_dim in edges], np.int64)
     for box in boxes:
         cells[tuple(slice(of_dim[start], of_dim[end]) for of_dim, (start, end) in zip(edges, box, strict=True))] += 1
-    if cells.size and cells.max() > 1:
-        return "has overlapping parts"
-    covered, whole = sum(math.prod(chunk.sizes) for chunk in filled), math.prod(size)
-    return None if covered == whole else f"is covered by its parts in {covered} of {whole} elements"
+    return int(cells.max()) if cells.size else 0

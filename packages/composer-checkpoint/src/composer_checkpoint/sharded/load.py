@@ -8,7 +8,7 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3  # the planner of torch needs it, too
+from torch.distributed.checkpoint._traverse import traverse_state_dict, traverse_state_dict_v_2_3  # as its planners do
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -83,12 +83,7 @@ def load_with_reader(state_dict: dict[str, Any], reader: VerifyingReader, planne
 
 
 def check_sharded(state_dict: dict[str, Any], folder: str | os.PathLike[str]) -> None:
-    """Verify the hashes of the parts that each rank would load, without loading them. Every rank must call this.
-
-    Args:
-        state_dict: As for `load_sharded`; the tensors' contents do not matter.
-        folder: As for `load_sharded`. The needed files of a remote folder are downloaded.
-    """
+    """Verify the hashes of the parts that each rank would load, without loading them. Every rank must call this."""
     ranks = Ranks()
     _plan(state_dict, VerifyingReader(folder), ComparingLoadPlanner(strict=True), ranks)
 
@@ -301,17 +296,11 @@ Path = tuple[str | int, ...]
 def refuse_unfit_entries(state_dict: Mapping[Any, Any], tensor_kinds: tuple[type, ...] = (torch.Tensor,)) -> None:
     """Raise if two entries have the same name, which is their path joined by dots, or a name is too long to be read.
 
-    Args:
-        state_dict: Nested dicts and lists.
-        tensor_kinds: Types that stand for tensors. A list without any of them is one entry.
-
-    Example:
-        >>> refuse_unfit_entries({"a": {"c": 1}, "a.c": 2})
-        Traceback (most recent call last):
-        composer_checkpoint.errors.IncompatibleCheckpointError: ['a']['c'] and ['a.c'] would both be called 'a.c' in ...
+    `tensor_kinds` are the types that stand for tensors. A list without any of them is one entry.
     """
     known: dict[str, Path] = {}
-    for path in _entries(state_dict, tensor_kinds):
+
+    def visit(path: Path, _: Any) -> None:
         name = ".".join(map(str, path))
         if name in known:
             raise doubled(path_text(known[name]), path_text(path), name, "a sharded checkpoint")
@@ -323,17 +312,17 @@ def refuse_unfit_entries(state_dict: Mapping[Any, Any], tensor_kinds: tuple[type
             )
         known[name] = path
 
+    traverse_state_dict(dict(state_dict), visit, lambda value: isinstance(value, tensor_kinds))
+    for path in _empty_dicts(state_dict, ()):  # entries, since WholeSavePlanner saves them
+        visit(path, None)
+
 
 def refuse_unfit_tensors(
     entries: Mapping[str, Any], paths: Mapping[str, Path], verb: str, *, may_be_meta: bool = True
 ) -> None:
     """Raise if there is a tensor for which torch's format has no description, or which has no elements.
 
-    Args:
-        entries: Entries by name.
-        paths: Keys of the path to each, where known.
-        verb: Verb for the message: `'saves'` or `'loads into'`.
-        may_be_meta: Whether tensors may be on the meta device.
+    `paths` has the keys of the path to each entry, where known; `verb` is for the message, such as `'saves'`.
     """
     for name, value in entries.items():
         if not isinstance(value, torch.Tensor):
@@ -365,27 +354,3 @@ def refuse_bits(name: str, dtype: torch.dtype) -> None:
             f"{name} is {dtype}, and a sharded checkpoint does not support bits dtypes. Save its view(torch.uint8), "
             f"write one .pt file, or leave it out."
         )
-
-
-def _entries(value: Any, tensor_kinds: tuple[type, ...], path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the paths of entries, recursively like torch itself."""
-    if len(path) > MAX_STEPS:  # refused by the caller; the nesting may even be circular
-        yield path
-    elif isinstance(value, Mapping):
-        # An empty dict is an entry, since WholeSavePlanner saves it.
-        if not value and path:
-            yield path
-        for key, item in value.items():
-            yield from _entries(item, tensor_kinds, (*path, key))
-    elif _is_taken_apart(value, tensor_kinds):
-        for index, item in enumerate(value):
-            yield from _entries(item, tensor_kinds, (*path, index))
-    else:
-        yield path
-
-
-# As torch 2.4 and later flatten lists; see `traverse_state_dict` in torch/distributed/checkpoint/_traverse.py.
-def _is_taken_apart(value: Any, tensor_kinds: tuple[type, ...]) -> bool:
-    return isinstance(value, list) and any(
-        isinstance(item, (Mapping, *tensor_kinds)) or _is_taken_apart(item, tensor_kinds) for item in value
-    )

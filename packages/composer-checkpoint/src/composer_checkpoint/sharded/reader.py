@@ -57,37 +57,41 @@ class FileSlice:
 BLOCK_BYTES = 1 << 22
 
 
+_blocks = threading.local()  # one buffer for each thread, since new ones would scatter the memory
+
+
 def copy_box(
     stored: StoredTensor, shape: Sequence[int], first: int, start: Sequence[int], target: torch.Tensor
 ) -> None:
     """Copy a box of a tensor, in blocks of limited size.
 
-    Args:
-        stored: The tensor.
-        shape: Shape of the tensor, or of one of its rows.
-        first: Index of its first element in row-major order.
-        start: First index of the box in each dim.
-        target: Tensor of the sizes of the box, on any device.
+    `shape` is that of the tensor, or of one of its rows, which begins at its element `first`. The box begins at the
+    indices `start` in it, and has the sizes of `target`, which may be on any device.
     """
     if not target.numel():
         return
-    row_shape = shape[1:]
-    row = math.prod(row_shape)
-    rows_at_once = BLOCK_BYTES // (row * stored.dtype.itemsize) if shape else 0
-    if not shape or stored.fetch_range is None or (not rows_at_once and not row_shape):
-        # A scalar, or a tensor that is not stored in row-major order.
+    if not shape or stored.place is None:  # a scalar, or a tensor that is not stored in row-major order
         source = stored.read()
         for dim, begin in enumerate(start):
             source = source.narrow(dim, begin, target.shape[dim])
         target.copy_(source)
         return
+    row_shape, item_bytes = shape[1:], stored.dtype.itemsize
+    row = math.prod(row_shape)
     first += start[0] * row
-    for i in range(0, target.shape[0], rows_at_once or 1):
-        if not rows_at_once:  # a row that exceeds a block is copied as a tensor with one dim less
-            copy_box(stored, row_shape, first + i * row, start[1:], target[i])
-            continue
+    rows_at_once = BLOCK_BYTES // (row * item_bytes)
+    if not rows_at_once:  # a row that exceeds a block is copied as a tensor with one dim less
+        for i, of_row in enumerate(target):
+            copy_box(stored, row_shape, first + i * row, start[1:], of_row)
+        return
+    if not hasattr(_blocks, "block"):
+        _blocks.block = bytearray(BLOCK_BYTES)
+    file, offset = stored.place
+    for i in range(0, target.shape[0], rows_at_once):
         rows = min(rows_at_once, target.shape[0] - i)
-        source = stored.read_range(first + i * row, rows * row).view(rows, *row_shape)
+        block = memoryview(_blocks.block)[: rows * row * item_bytes]
+        file.read_into(block, offset + (first + i * row) * item_bytes)
+        source = torch.frombuffer(_blocks.block, dtype=stored.dtype, count=rows * row).view(rows, *row_shape)
         # Whole rows are read and then narrowed, which takes fewer system calls than reading each run of elements.
         for dim, begin in enumerate(start[1:], 1):
             source = source.narrow(dim, begin, target.shape[dim])
@@ -147,10 +151,7 @@ class OpenShards:
     def check(self, part: Part, manifest: Manifest | None, *, checksums: bool = False) -> Any:
         """Check one part, and return its object, or `None` for a tensor.
 
-        Args:
-            part: The part.
-            manifest: The manifest whose hashes are compared, if any.
-            checksums: Whether to compare the checksums in the archives, for folders without hashes.
+        Hashes are compared if there is a manifest; with `checksums`, for folders without hashes, those of the archives.
         """
         file = self._slice(part)
         if manifest is not None:
