@@ -3,13 +3,14 @@
 Trees may come from hostile files, so nothing here recurses, and the total length of names is bounded.
 """
 
+import itertools
 import operator
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -62,22 +63,27 @@ def by_joined_names(
         >>> by_joined_names({"a": {"c": 1}, "b": 2}, int, ".", "a model")
         {'a.c': 1, 'b': 2}
     """
-    found: dict[str, T] = {}
-    count = 0
+    found: dict[str, tuple[int, T]] = {}
+    numbers = itertools.count()
 
     def note(name: str, value: Any) -> Any:
-        nonlocal count
         if isinstance(value, kind) and children_of(value) is None:
-            count += 1
-            if not is_same(found.setdefault(name, value), value):
-                # Paths are found by further walks, only for the error: keeping them for all objects would take memory.
-                paths = [path.removeprefix(_step("")) for path in _names_of_kind(root, kind, Names("", _step))]
-                first = _names_of_kind(root, kind, Names(separator)).index(name)
-                raise doubled(paths[first], paths[count - 1], name, where)
+            number = next(numbers)
+            first, known = found.setdefault(name, (number, value))
+            if not is_same(known, value):
+                # Paths are found by another walk, only for the error: keeping them for all objects would take memory.
+                paths: list[str] = []
+                map_tree(root, lambda path, one: note_path(paths, path, one), names=Names("", _step))
+                raise doubled(paths[first], paths[number], name, where)
+        return value
+
+    def note_path(paths: list[str], path: str, value: Any) -> Any:
+        if isinstance(value, kind) and children_of(value) is None:
+            paths.append(path.removeprefix(_step("")))
         return value
 
     map_tree(root, note, names=Names(separator))
-    return found
+    return {name: value for name, (_, value) in found.items()}
 
 
 def refuse_doubled(root: Any, kinds: tuple[type, ...], separator: str, where: str) -> None:
@@ -170,19 +176,6 @@ class Names:
             )
 
 
-def _names_of_kind(root: Any, kind: type[Any], names: Names) -> Sequence[str]:
-    """Return the names of the objects in the order of the walk."""
-    found: list[str] = []
-
-    def note(name: str, value: Any) -> Any:
-        if isinstance(value, kind) and children_of(value) is None:
-            found.append(name)
-        return value
-
-    map_tree(root, note, names=names)
-    return found
-
-
 # Writers of pickles, in torch and in Python, recurse for each level, and Python limits that to about a thousand.
 _MAX_DEPTH = 10_000
 _MAX_NAME_CHARS = 1 << 29
@@ -190,14 +183,6 @@ _MAX_ENTERED_AGAIN, _ITEMS_PER_ENTRY = 1 << 16, 64
 _MAX_KEY_BITS = 1 << 10  # Python refuses to convert numbers of more than 4300 digits to text
 
 _CONTAINERS = (bytes, tuple, frozenset)
-
-
-@overload
-def named_leaves(root: Any) -> Iterator[tuple[str, Any]]: ...
-
-
-@overload
-def named_leaves(root: Any, kind: type[T]) -> Iterator[tuple[str, T]]: ...
 
 
 def named_leaves(root: Any, kind: type[Any] = object) -> Iterator[tuple[str, Any]]:

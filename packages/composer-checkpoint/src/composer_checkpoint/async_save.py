@@ -298,13 +298,11 @@ class AsyncSaver:
     def _stage_content(
         self, state_dict: Mapping[str, Any], info: Mapping[str, Any] | None, may_wait: Callable[[torch.Tensor], bool]
     ) -> Callable[[Path], None]:
-        refuse_what_is_elsewhere(state_dict)  # `save_file` checks this too, but only later in the background
         leaves = dict(named_leaves(state_dict, torch.Tensor))
+        refuse_what_is_elsewhere(leaves)  # `save_file` checks this too, but only later in the background
         # Only tensors whose copy can be an ordinary tensor of the same shape and dtype.
         tensors = {
-            name: leaf
-            for name, leaf in leaves.items()
-            if leaf.layout == torch.strided and not leaf.is_quantized and not leaf.is_meta
+            name: leaf for name, leaf in leaves.items() if leaf.layout == torch.strided and not leaf.is_quantized
         }
         # Tensors that share their elements, such as tied weights, are copied once and stay shared in the file.
         first_names: dict[Hashable, str] = {}

@@ -126,8 +126,14 @@ def as_storage_error(error: BaseException, path: Path, need_bytes: int | None = 
         path: Path of the file.
         need_bytes: Size of the file in bytes, if known.
     """
-    code = _error_number(error)
-    if code is None:
+    code: int | None = None
+    if isinstance(error, OSError):
+        code = error.errno or None
+    elif isinstance(error, Exception) and (found := _RUST_ERROR.search(str(error))):
+        code = int(found[1])
+    elif isinstance(error, RuntimeError) and _TORCH_WRITER.search(str(error)):
+        code = 0  # without a number
+    if code is None or (code and code not in _ADVICE):
         return None
     free = free_bytes(path)
     space = "unknown" if free is None else f"{free} bytes"
@@ -148,14 +154,3 @@ def free_bytes(path: Path) -> int | None:
         except OSError:
             continue
     return None
-
-
-def _error_number(error: BaseException) -> int | None:
-    """Return the error number, 0 for a failed write without one, `None` for errors unrelated to storage."""
-    if isinstance(error, OSError):
-        return error.errno if error.errno in _ADVICE else None
-    if not isinstance(error, Exception):
-        return None
-    if found := _RUST_ERROR.search(str(error)):
-        return int(found[1]) if int(found[1]) in _ADVICE else None
-    return 0 if isinstance(error, RuntimeError) and _TORCH_WRITER.search(str(error)) else None

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -289,9 +288,7 @@ class FileReader:
     def __enter__(self) -> "FileReader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -379,7 +376,9 @@ def hash_ranges(
         while position < end:
             piece = mapped and mapped.piece(position, min(_MAPPED_BYTES, end - position))
             if not piece:
-                piece = _buffer()[: end - position]
+                if not hasattr(_buffers, "piece"):
+                    _buffers.piece = memoryview(bytearray(_READ_BYTES))
+                piece = _buffers.piece[: end - position]
                 file.read_into(piece, position)
             hasher.update(piece)
             if look is not None:
@@ -403,11 +402,3 @@ def hash_ranges(
         for task in [pool.submit(hash_what_is_left) for _ in range(workers)]:
             task.result()
     return hashes
-
-
-def _buffer() -> memoryview:
-    """Return this thread's read buffer."""
-    buffer: memoryview | None = getattr(_buffers, "piece", None)
-    if buffer is None:
-        buffer = _buffers.piece = memoryview(bytearray(_READ_BYTES))
-    return buffer

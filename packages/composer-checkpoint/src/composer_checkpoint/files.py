@@ -13,6 +13,7 @@ import torch
 
 from composer_checkpoint._finite import non_finite_weights
 from composer_checkpoint._pickle_inspection import read_legacy_pt, safe_unpickle
+from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import (
     CheckpointError,
@@ -136,7 +137,7 @@ def save_file(
     notes = {"torch_version": str(torch.__version__), **(info or {})}
     try:
         if name.endswith(".safetensors"):
-            refuse_what_is_elsewhere(obj)
+            refuse_what_is_elsewhere(dict(named_leaves(obj, torch.Tensor)))
             return save_safetensors(obj, target, notes, hash_name)
         if not is_packed(name):
             return save_pt(obj, target, notes, hash_name, allow_untrusted=allow_untrusted)

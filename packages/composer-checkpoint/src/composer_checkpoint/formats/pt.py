@@ -98,7 +98,7 @@ def save_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str, *, all
     unknown: list[Any] = []
     plain, kinds = encode(obj, unknown)
     if unknown:  # further walks, for errors that name where the objects are
-        refuse_what_is_elsewhere(obj)
+        refuse_what_is_elsewhere(dict(named_leaves(obj, torch.Tensor)))
         if not allow_untrusted:
             refuse_unsafe_objects(plain, path)
     manifest, rehearsal = write_pt(plain, path, {**info, **notes_of(kinds)}, hash_name)
@@ -255,9 +255,8 @@ def refuse_unsafe_objects(obj: Any, path: str) -> None:
         raise unsafe_objects(path, ", ".join(found[:_MAX_NAMES]))
 
 
-def refuse_what_is_elsewhere(obj: Any) -> None:
+def refuse_what_is_elsewhere(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise if a tensor has its elements, or some of them, outside the memory of this process."""
-    tensors = dict(named_leaves(obj, torch.Tensor))
     module: Any = sys.modules.get("torch.distributed.tensor")  # slow to import, and loaded if there is any DTensor
     parts = [name for name, leaf in tensors.items() if module is not None and isinstance(leaf, module.DTensor)]
     if parts:

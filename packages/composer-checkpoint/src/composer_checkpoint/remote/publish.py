@@ -84,8 +84,19 @@ def publish_checkpoint(
     if seals:
         _seal(store, vouching, vouching_name, overwrite, num_attempts)
     # Only at the end, since another writer may have replaced objects, and not every store checks its uploads.
-    for piece in (*data, *seals):
-        _confirm_size(store, *piece, num_attempts)
+    # An object that is not seen yet is looked up again, since the store may be eventually consistent.
+    size_of = retry((ObjectStoreTransientError, FileNotFoundError), num_attempts)(store.get_object_size)
+    for source, name in (*data, *seals):
+        sent, uri = source.stat().st_size, store.get_uri(name)
+        try:
+            stored = size_of(name)
+        except FileNotFoundError as error:
+            raise ObjectStoreTransientError(f"{uri} cannot be seen after it was uploaded. Upload it again.") from error
+        if stored != sent:
+            raise StorageError(
+                f"{uri} holds {stored} of the {sent} bytes that were sent, so no pointer was moved to this checkpoint. "
+                f"Upload it again, or save elsewhere."
+            )
     if seals and not _reads_back(store, vouching_name, vouching.read_bytes(), num_attempts):
         raise StorageError(
             f"{store.get_uri(vouching_name)} does not read back as it was sent, so no pointer was moved to this "
@@ -234,24 +245,6 @@ def _seal(store: ObjectStore, path: Path, name: str, overwrite: bool, num_attemp
         # A retry inside the client library may have found the object of its own earlier attempt.
         if not _reads_back(store, name, path.read_bytes(), num_attempts):
             raise
-
-
-def _confirm_size(store: ObjectStore, path: Path, name: str, num_attempts: int) -> None:
-    @retry(ObjectStoreTransientError, num_attempts)
-    def look() -> int:
-        try:
-            return store.get_object_size(name)
-        except FileNotFoundError as error:  # retried, since the store may be eventually consistent
-            raise ObjectStoreTransientError(
-                f"{store.get_uri(name)} cannot be seen after it was uploaded. Upload it again."
-            ) from error
-
-    sent, stored = path.stat().st_size, look()
-    if stored != sent:
-        raise StorageError(
-            f"{store.get_uri(name)} holds {stored} of the {sent} bytes that were sent, so no pointer was moved to this "
-            f"checkpoint. Upload it again, or save elsewhere."
-        )
 
 
 def _reads_back(store: ObjectStore, name: str, expected: bytes, num_attempts: int) -> bool:

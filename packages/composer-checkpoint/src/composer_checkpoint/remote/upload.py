@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from composer_checkpoint.remote.publish import publish_checkpoint, upload_with_retries, write_pointer
-from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, parse_uri
+from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError
 from composer_checkpoint.stores.databricks import MLFlowObjectStore
 from composer_checkpoint.stores.opening import open_store, validate_credentials
 from composer_dist.env import get_global_rank, get_local_rank
@@ -83,19 +83,15 @@ class RemoteUploader:
         staging_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         check_counts(num_concurrent_uploads=num_concurrent_uploads, num_attempts=num_attempts)
-        if not parse_uri(remote_folder).backend:
-            raise ValueError(
-                f"remote_folder={remote_folder!r} is a local path, to which nothing is uploaded. Give an address such "
-                f"as 's3://bucket/folder'."
-            )
         self._stagger_s = _read_stagger()
         self.remote_folder, self.backend_kwargs = remote_folder, dict(backend_kwargs or {})
         self.num_concurrent_uploads, self.num_attempts, self.use_procs = num_concurrent_uploads, num_attempts, use_procs
         self.futures: list[Future[Any]] = []
         self._latest_of: dict[str, Future[Any]] = {}
+        self._store: ObjectStore | None = None
         # Not opened yet if it has placeholders of an MLflow run, since opening it may create the run on each rank.
-        is_known = "{mlflow_" not in remote_folder
-        self._store: ObjectStore | None = open_store(remote_folder, self.backend_kwargs) if is_known else None
+        if "{mlflow_" not in remote_folder:
+            self._store = open_store(remote_folder, self.backend_kwargs)
         self._threads: Executor | None = None
         self._processes: Executor | None = None
         self._staging_folder = staging_folder

@@ -7,9 +7,8 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import StrEnum
-from types import TracebackType
 from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar, overload
 
 from composer_checkpoint.errors import StorageError
@@ -108,9 +107,7 @@ class ObjectStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _cannot(self, what: str) -> NoReturn:
@@ -259,8 +256,14 @@ def classify(error: BaseException) -> Fault:
     Client libraries wrap the response of a server in exceptions of their own, which may be less specific. The original
     is among the causes.
     """
-    verdicts = [verdict for verdict in map(_classify_one, _chain(error)) if verdict is not None]
-    return verdicts[-1] if verdicts else Fault.OTHER
+    fault, seen = Fault.OTHER, set[int]()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:  # chains of exceptions can be cyclic
+        seen.add(id(link))
+        fault = _classify_one(link) or fault
+        # As in a traceback: the explicit cause, or else the context.
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return fault
 
 
 def _classify_one(error: BaseException) -> Fault | None:
@@ -304,16 +307,6 @@ def _status(error: BaseException) -> int | None:
             if isinstance(value, str) and value in _CODES:
                 return _CODES[value]
     return None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()  # chains of exceptions can be cyclic
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        # As in a traceback: the explicit cause, or else the context.
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
 _HOME_RELATIVE: Final = {"sftp", "ssh"}  # one slash after the host: relative to home; two: absolute

@@ -6,7 +6,7 @@ import logging
 import os
 import posixpath
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -49,6 +49,12 @@ class VerifiedObjectStore(ObjectStore):
     its result. Apart from the client library's own retries, nothing is retried: callers may retry after
     `ObjectStoreTransientError`.
     """
+
+    _path: Callable[[str], str]
+    _put: Callable[..., None]
+    _get: Callable[[str, Path, "_Progress"], None]
+    _size: Callable[[str], int]
+    _remove: Callable[[str], None]
 
     def upload_object(
         self,
@@ -131,21 +137,6 @@ class VerifiedObjectStore(ObjectStore):
             except Exception as error:
                 if classify(error) is not Fault.MISSING:  # an earlier attempt that failed may have deleted it
                     raise
-
-    def _path(self, object_name: str) -> str:
-        raise NotImplementedError
-
-    def _put(self, filename: str, path: str, progress: "_Progress", *, overwrite: bool, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def _get(self, path: str, target: Path, progress: "_Progress") -> None:
-        raise NotImplementedError
-
-    def _size(self, path: str) -> int:
-        raise NotImplementedError
-
-    def _remove(self, path: str) -> None:
-        raise NotImplementedError
 
     @contextmanager
     def _explained(self, object_name: str, action: str) -> Iterator[None]:
