@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from composer.trainer import _attachments as attachments
 from composer.trainer import _error_context as error_context
+from composer.trainer import _strategies as strategies
 from composer.trainer._arguments import (
     FitArguments,
     TrainerArguments,
@@ -27,18 +29,6 @@ from composer.trainer._arguments import (
     choose_precision,
     choose_run_name,
     refuse_twice,
-)
-from composer.trainer._attachments import (
-    bind_profiler,
-    check_load_path,
-    check_profiler,
-    check_uploaders,
-    choose_destinations,
-    choose_saver,
-    load_at_start,
-    log_arguments,
-    record_failure,
-    set_log_level,
 )
 from composer.trainer._data import Clock
 from composer.trainer._divergence_guard import DivergenceGuard, takes_none
@@ -58,21 +48,6 @@ from composer.trainer._report import Report, TrainMetrics, log_run_facts
 from composer.trainer._scaler import ClosureGradScaler, ShardedGradScaler
 from composer.trainer._shutdown import Preemption, close_engine, postponed, take_signals
 from composer.trainer._step import BatchTrainer, make_autocast, needs_closure
-from composer.trainer._strategies import (
-    begin_fit,
-    check_agreement,
-    check_recomputation,
-    choose_strategy,
-    complete_deepspeed_config,
-    read_parallelism,
-    recompute_activations,
-    refuse_unrepeatable,
-    seed_rank,
-    share_mesh,
-    share_seed,
-    size_for_deepspeed,
-    unwrap_compiled,
-)
 from composer.trainer.divergence import to_policy
 from composer.trainer.loop import FitEvaluation, Loop
 from composer_dist import Precision, dist, get_world_size, reproducibility, seed_context
@@ -102,9 +77,10 @@ class ResolvedArguments:
     """The arguments of this rank after validation, each in the form that is used internally."""
 
     def __init__(self, arguments: TrainerArguments) -> None:
-        set_log_level(arguments.python_log_level)
+        attachments.set_log_level(arguments.python_log_level)
         check_kinds(arguments)
-        given, self.compile_config, self.is_compiled = unwrap_compiled(arguments.compile_config, arguments.model)
+        compilation = strategies.unwrap_compiled(arguments.compile_config, arguments.model)
+        given, self.compile_config, self.is_compiled = compilation
         self.model = model = check_model(given)
         self.device = device = get_device(arguments.device)
         self.precision = choose_precision(arguments.precision, device)
@@ -115,17 +91,17 @@ class ResolvedArguments:
         self.schedule.scale(self.duration)  # raises if the scaled duration is 0
         self.algorithms: list[Algorithm] = check_members("algorithms", arguments.algorithms, Algorithm)
         self.callbacks: list[Callback] = check_members("callbacks", arguments.callbacks, Callback)
-        self.destinations = choose_destinations(arguments)
+        self.destinations = attachments.choose_destinations(arguments)
         refuse_twice(loggers=self.destinations, callbacks=self.callbacks)
         refuse_twice(algorithms=self.algorithms)
         self.evaluators = make_evaluators(
             arguments.eval_dataloader, model, arguments.eval_interval, arguments.eval_subset_num_batches, device
         )
         check_subset("train_subset_num_batches", arguments.train_subset_num_batches)
-        check_profiler(arguments.profiler, self.destinations)
+        attachments.check_profiler(arguments.profiler, self.destinations)
         size = arguments.device_train_microbatch_size
         if size is None and arguments.grad_accum is None and arguments.train_dataloader is not None:
-            size = size_for_deepspeed(arguments.deepspeed_config, arguments.train_dataloader)
+            size = strategies.size_for_deepspeed(arguments.deepspeed_config, arguments.train_dataloader)
         self.microbatching = Microbatching.of(size, arguments.grad_accum, device, profiler=arguments.profiler)
         self.data_spec = None
         if arguments.train_dataloader is not None:
@@ -135,18 +111,18 @@ class ResolvedArguments:
         self.on_divergence = to_policy(arguments.on_divergence, is_deepspeed=arguments.deepspeed_config is not None)
         self.optimizers = choose_optimizers(arguments.optimizers, model)
         check_optimizers_of(self.schedule.schedulers, self.optimizers)
-        self.parallelism_config = read_parallelism(arguments)
-        self.recomputes = check_recomputation(arguments.activation_checkpointing, self.parallelism_config)
-        self.deepspeed_config = complete_deepspeed_config(arguments.deepspeed_config, self)
-        self.strategy = choose_strategy(arguments, self)
-        refuse_unrepeatable(self.microbatching, self.strategy)
+        self.parallelism_config = strategies.read_parallelism(arguments)
+        self.recomputes = strategies.check_recomputation(arguments.activation_checkpointing, self.parallelism_config)
+        self.deepspeed_config = strategies.complete_deepspeed_config(arguments.deepspeed_config, self)
+        self.strategy = strategies.choose_strategy(arguments, self)
+        strategies.refuse_unrepeatable(self.microbatching, self.strategy)
         # DeepSpeed scales the loss itself.
         own = self.strategy.has_own_precision
         self.scaler = None if own else make_scaler(self.precision, device, self.optimizers)
         self.run_name = choose_run_name(arguments.run_name)
-        check_uploaders(arguments, [*self.destinations, *self.callbacks])
+        attachments.check_uploaders(arguments, [*self.destinations, *self.callbacks])
         # Last, since a saver for a URI creates a local folder for its uploads.
-        self.saver = choose_saver(arguments, self.callbacks, self.run_name)
+        self.saver = attachments.choose_saver(arguments, self.callbacks, self.run_name)
         if self.saver is not None and self.saver not in self.callbacks:
             self.callbacks.append(self.saver)
 
@@ -170,7 +146,7 @@ def build(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Runtime:
     check_environment(os.environ)
     if get_world_size() > 1 or resolved.strategy.prepares_before_load:  # sharding needs a group in any case
         dist.initialize_dist(resolved.device, arguments.dist_timeout)  # all ranks block here for each other
-    check_agreement(arguments, resolved)
+    strategies.check_agreement(arguments, resolved)
     runtime = Runtime(arguments, resolved)
     try:
         runtime.begin(arguments, resolved)
@@ -200,7 +176,7 @@ def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_ze
         algorithms=resolved.algorithms,
         callbacks=[*resolved.destinations, *resolved.callbacks],
     )
-    bind_profiler(
+    attachments.bind_profiler(
         arguments.profiler, state, None if resolved.saver in ensure_tuple(arguments.callbacks) else resolved.saver
     )
     # A generated name is random, so all ranks take that of rank 0.
@@ -208,7 +184,7 @@ def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_ze
     dist.broadcast_object_list(names, src=0)
     state.run_name = names[0]
     state.strategy = resolved.strategy  # checkpoints get the whole weights from the strategy
-    share_mesh(resolved.strategy, state)  # the state and its checkpoints must use the mesh of the strategy
+    strategies.share_mesh(resolved.strategy, state)  # the state and its checkpoints must use the mesh of the strategy
     return state
 
 
@@ -236,7 +212,7 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
     microbatching = plan.settings.microbatching
     if (size, count) != (None, None):
         microbatching = Microbatching.of(size, count, state.device, profiler=state.profiler)
-        refuse_unrepeatable(microbatching, runtime.strategy, is_deepspeed=state.deepspeed_enabled)
+        strategies.refuse_unrepeatable(microbatching, runtime.strategy, is_deepspeed=state.deepspeed_enabled)
     # A loaded run that was stopped stays stopped unless this call gives it a new length. Read first: an assignment to
     # `max_duration` resets it.
     stopped = None if longer is not None or asked.reset_time else state.stopped_duration
@@ -304,13 +280,13 @@ class Runtime:
             if hasattr(algorithm, "clip_grad_norm"):  # the strategy's function handles sharded gradients
                 cast("GradientClipping", algorithm).clip_grad_norm = self.strategy.clip_grad_norm
         self.ranks = Ranks(self.strategy)
-        rank_zero_seed = share_seed(arguments.seed)
+        rank_zero_seed = strategies.share_seed(arguments.seed)
         if arguments.deterministic_mode:
             reproducibility.configure_deterministic_mode()
-        seed_rank(rank_zero_seed, self.strategy)
+        strategies.seed_rank(rank_zero_seed, self.strategy)
         self.strategy.place(resolved.model, resolved.optimizers)
         self.state = make_state(arguments, resolved, rank_zero_seed)
-        check_load_path(arguments, self.state)
+        attachments.check_load_path(arguments, self.state)
         self.position = DataPosition.attach(self.state, arguments.spin_dataloaders)
         self.logger = Logger(self.state, resolved.destinations)
         self.engine = Engine(self.state, self.logger, arguments.algorithm_passes)
@@ -331,7 +307,7 @@ class Runtime:
             self.engine.run_event(Event.INIT)
         self._take_model(state.model)  # an algorithm may have replaced it
         if arguments.auto_log_hparams:
-            self.local_hparams = log_arguments(arguments, resolved, state, self.logger)
+            self.local_hparams = attachments.log_arguments(arguments, resolved, state, self.logger)
         log_run_facts(state, self.logger)
         self._make_metrics(arguments, resolved)
         if resolved.data_spec is not None:
@@ -345,7 +321,7 @@ class Runtime:
         # scaler must have its final class before its saved state is loaded.
         self._fit_scaler()
         with following_load(state):
-            load_at_start(arguments, self.saver, state, self.logger, self.engine)
+            attachments.load_at_start(arguments, self.saver, state, self.logger, self.engine)
         self.engine.run_event(Event.AFTER_LOAD)
         self._fit_scaler()
         if not self.strategy.prepares_before_load:
@@ -357,7 +333,7 @@ class Runtime:
         if self._compile_config is not None:  # in place, so that class, attributes and state dict keys do not change
             state.model.compile(**self._compile_config)
         # Training must not depend on how many random numbers algorithms have drawn so far.
-        seed_rank(state.rank_zero_seed, self.strategy)
+        strategies.seed_rank(state.rank_zero_seed, self.strategy)
 
     def _fit_scaler(self) -> None:
         """Replace the scaler if the optimizer needs one that supports closures."""
@@ -383,9 +359,9 @@ class Runtime:
 
     def _prepare_model(self) -> None:
         state = self.state
-        recompute_activations(state.model, self._recomputes)
+        strategies.recompute_activations(state.model, self._recomputes)
         state.model, state.optimizers = self.strategy.prepare(state.model, list(state.optimizers))
-        share_mesh(self.strategy, state)
+        strategies.share_mesh(self.strategy, state)
 
     def set_evaluators(self, evaluators: Sequence[Evaluator]) -> None:
         """Replace the evaluators."""
@@ -417,7 +393,7 @@ class Runtime:
         batches = take_fit_arguments(self, arguments)
         # The failure is recorded before a signal ends the process: the launcher sends one when a rank fails.
         with self.preemption.watched(), self.recording_failure():
-            begin_fit(self.state, self.ranks, batches.data_spec, self.strategy)
+            strategies.begin_fit(self.state, self.ranks, batches.data_spec, self.strategy)
             self.make_loop(batches).fit()
         # The gradients of the last batch would occupy memory until the next fit.
         for optimizer in self.state.optimizers:
@@ -433,7 +409,7 @@ class Runtime:
             with postponed():  # a second signal must not interrupt the record
                 self.has_failed = True
                 error_context.name_stage(error, self.state)
-                record_failure(error, self.state)
+                attachments.record_failure(error, self.state)
             raise
 
     def close(self) -> None:

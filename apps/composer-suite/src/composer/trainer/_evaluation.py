@@ -249,23 +249,27 @@ def _fill_shorter_lists(metrics: Mapping[str, Any]) -> None:
     lists: list[list[list[Any]]] = [[value for value in of_part if type(value) is list] for of_part in states]
     if get_world_size() == 1 or not any(lists):
         return
-    own = [
-        [[(e.dtype, e.shape[1:]) if isinstance(e, Tensor) else None for e in found] for found in of_part]
-        for of_part in lists
-    ]
+    own = [[_kinds(found) for found in of_part] for of_part in lists]
     for part, of_part, *of_ranks in zip(parts, lists, *dist.all_gather_object(own), strict=True):
-        # The longest list of any rank has the shapes and dtypes for the padding.
-        longest = [max(of_list, key=len) for of_list in zip(*of_ranks, strict=True)]
-        # A metric with lists of objects other than tensors gathers them itself.
-        if any(None in kinds for kinds in longest):
-            continue
-        for found, kinds, *lengths in zip(of_part, longest, *of_ranks, strict=True):
-            if min(map(len, lengths)) < len(kinds):
-                # A 0-d tensor has no empty form to pad with.
-                found[:] = [element.reshape(1) if element.ndim == 0 else element for element in found]
-                found += [
-                    torch.empty(0, *shape, dtype=dtype, device=part.device) for dtype, shape in kinds[len(found) :]
-                ]
+        _pad(part, of_part, of_ranks)
+
+
+def _pad(part: Any, lists: list[list[Any]], of_ranks: list[Any]) -> None:
+    # The longest list of any rank has the shapes and dtypes for the padding.
+    longest = [max(of_list, key=len) for of_list in zip(*of_ranks, strict=True)]
+    # A metric with lists of objects other than tensors gathers them itself.
+    if any(None in kinds for kinds in longest):
+        return
+    for found, kinds, *lengths in zip(lists, longest, *of_ranks, strict=True):
+        if min(map(len, lengths)) < len(kinds):
+            # A 0-d tensor has no empty form to pad with.
+            found[:] = [element.reshape(1) if element.ndim == 0 else element for element in found]
+            missing = kinds[len(found) :]
+            found += [torch.empty(0, *shape, dtype=dtype, device=part.device) for dtype, shape in missing]
+
+
+def _kinds(found: list[Any]) -> list[tuple[torch.dtype, torch.Size] | None]:
+    return [(each.dtype, each.shape[1:]) if isinstance(each, Tensor) else None for each in found]
 
 
 class EvaluationBatches:

@@ -72,7 +72,7 @@ def _copy_containers(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return {key: _copy_containers(value) for key, value in cast("Mapping[Any, Any]", batch).items()}
     if type(batch) in (list, tuple):
-        return type(batch)(_copy_containers(value) for value in batch)
+        return type(batch)([v if isinstance(v, torch.Tensor) else _copy_containers(v) for v in batch])
     return batch
 
 

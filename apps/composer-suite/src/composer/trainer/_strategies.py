@@ -63,28 +63,14 @@ def read_parallelism(arguments: TrainerArguments) -> ParallelismConfig | None:
 
 def choose_strategy(arguments: TrainerArguments, resolved: ResolvedArguments) -> Strategy:
     """Return the strategy: FSDP or DeepSpeed if configured, else DDP, or a single device."""
-    device, algorithms, is_alone = resolved.device, resolved.algorithms, get_world_size() == 1
-    sync, hook = arguments.ddp_sync_strategy, arguments.ddp_comm_hook
-    is_sharded, is_deepspeed = resolved.parallelism_config is not None, resolved.deepspeed_config is not None
-    if (is_sharded or is_deepspeed) and (sync is not None or hook is not None):
-        which = ("parallelism_config", "FSDP") if is_sharded else ("deepspeed_config", "DeepSpeed's engine")
-        raise ValueError(
-            f"ddp_sync_strategy={sync!r} and ddp_comm_hook={hook!r} do not go with {which[0]}: {which[1]} synchronizes "
-            "the gradients itself. Leave out what you do not need."
-        )
-    for algorithm in algorithms:
-        if algorithm.backwards_create_graph and (is_sharded or not (is_deepspeed or is_alone)):
-            which = "FSDP" if is_sharded else f"DistributedDataParallel (WORLD_SIZE is {get_world_size()})"
-            raise ValueError(
-                f"{type(algorithm).__name__} differentiates through the gradients (backwards_create_graph=True), which "
-                f"{which} cannot. Train in one process without parallelism_config, or leave the algorithm out."
-            )
+    _refuse_settings(arguments, resolved)
+    device, find_unused = resolved.device, any(algorithm.find_unused_parameters for algorithm in resolved.algorithms)
+    sync, hook, is_alone = arguments.ddp_sync_strategy, arguments.ddp_comm_hook, get_world_size() == 1
     if resolved.parallelism_config is not None:
         plan = plan_sharding(resolved.parallelism_config, resolved.precision, is_auto=resolved.microbatching.is_auto)
         from composer_fsdp.strategy import FSDP  # here, because it imports torch's sharding
 
         return FSDP(device, plan)
-    find_unused = any(algorithm.find_unused_parameters for algorithm in algorithms)
     if resolved.deepspeed_config is not None:
         from composer_dist.deepspeed import DeepSpeed  # requires the package deepspeed
 
@@ -94,6 +80,25 @@ def choose_strategy(arguments: TrainerArguments, resolved: ResolvedArguments) ->
     # Created for a single process as well, so that an unknown name is an error there, too.
     ddp = DDP(device, sync_strategy=sync, find_unused_parameters=find_unused, comm_hook=hook)
     return SingleDevice(device) if is_alone else ddp
+
+
+def _refuse_settings(arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
+    """Reject settings of DDP for another strategy, and algorithms that the strategy cannot train."""
+    sync, hook = arguments.ddp_sync_strategy, arguments.ddp_comm_hook
+    is_sharded, is_deepspeed = resolved.parallelism_config is not None, resolved.deepspeed_config is not None
+    if (is_sharded or is_deepspeed) and (sync is not None or hook is not None):
+        owner, which = ("parallelism_config", "FSDP") if is_sharded else ("deepspeed_config", "DeepSpeed's engine")
+        raise ValueError(
+            f"ddp_sync_strategy={sync!r} and ddp_comm_hook={hook!r} do not go with {owner}: {which} synchronizes the "
+            "gradients itself. Leave out what you do not need."
+        )
+    creates_graph = next((each for each in resolved.algorithms if each.backwards_create_graph), None)
+    if creates_graph is not None and (is_sharded or (get_world_size() > 1 and not is_deepspeed)):
+        which = "FSDP" if is_sharded else f"DistributedDataParallel (WORLD_SIZE is {get_world_size()})"
+        raise ValueError(
+            f"{type(creates_graph).__name__} differentiates through the gradients (backwards_create_graph=True), which "
+            f"{which} cannot. Train in one process without parallelism_config, or leave the algorithm out."
+        )
 
 
 def plan_sharding(config: ParallelismConfig, precision: Precision, *, is_auto: bool) -> ShardingPlan:
