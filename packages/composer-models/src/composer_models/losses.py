@@ -82,7 +82,15 @@ def soft_cross_entropy(
         return loss
     total = _wide_sum(target)
     if can_read_values(total):
-        _check_total_probability(float(total), target)
+        num_examples = target.numel() // target.shape[1]
+        if total <= 0:
+            raise ValueError(
+                f"the targets have a total probability of {float(total)!r} over shape {tuple(target.shape)}, so there "
+                f"is nothing to average over: at least one example needs a row with a positive sum."
+            )
+        # Rows that sum to 1 up to rounding, such as smoothed targets, are complete.
+        if float(total) < num_examples * (1 - 8 * torch.finfo(target.dtype).eps):
+            warnings.warn("Some targets have less than 1 total probability.", UserWarning, stacklevel=2)
     return loss / total
 
 
@@ -212,9 +220,14 @@ class DiceLoss(torch.nn.Module):
         if self.jaccard:
             union = 2 * (union - intersection)
         loss = 1 - (2 * intersection + self.smoothing) / (union + self.smoothing)
-        if self.ignore_absent_classes:
-            return _reduce_present(loss, target_size > 0, self.reduction)
-        return loss if self.reduction == "none" else getattr(loss, self.reduction)()
+        present = target_size > 0
+        if self.reduction == "none":
+            return loss[present] if self.ignore_absent_classes else loss
+        if not self.ignore_absent_classes:
+            return getattr(loss, self.reduction)()
+        # Not `loss[present]`: a mask of unknown size would synchronize with the device.
+        total = torch.where(present, loss, 0.0).sum()
+        return total if self.reduction == "sum" else total / present.sum().clamp(min=1)
 
     def _activate(self, input: Tensor) -> Tensor:
         if self.sigmoid:
@@ -235,14 +248,6 @@ def _sum(tensor: Tensor, dims: list[int]) -> Tensor:
     return tensor.sum(dim=dims) if dims else tensor
 
 
-def _reduce_present(loss: Tensor, present: Tensor, reduction: Reduction) -> Tensor:
-    if reduction == "none":
-        return loss[present]
-    # Not `loss[present]`: a mask of unknown size would synchronize with the device.
-    total = torch.where(present, loss, 0.0).sum()
-    return total if reduction == "sum" else total / present.sum().clamp(min=1)
-
-
 def _wide_sum(tensor: Tensor) -> Tensor:
     # The largest float16 is 65504, and adding 1 to a bfloat16 of 256 does not change it.
     return tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
@@ -252,15 +257,3 @@ def _check_reduction(reduction: str) -> None:
     known = get_args(Reduction)
     if reduction not in known:
         raise ValueError(f"reduction={reduction!r} is not known: choose one of {', '.join(map(repr, known))}.")
-
-
-def _check_total_probability(total: float, target: Tensor) -> None:
-    if total <= 0:
-        raise ValueError(
-            f"the targets have a total probability of {total!r} over shape {tuple(target.shape)}, so there is nothing "
-            f"to average over: at least one example needs a row with a positive sum."
-        )
-    num_examples = target.numel() // target.shape[1]
-    # Rows that sum to 1 up to rounding, such as smoothed targets, are complete.
-    if total < num_examples * (1 - 8 * torch.finfo(target.dtype).eps):
-        warnings.warn("Some targets have less than 1 total probability.", UserWarning, stacklevel=3)
