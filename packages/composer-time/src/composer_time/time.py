@@ -36,7 +36,7 @@ else:
 
 
 def _comparison(compare: Callable[[Any, Any], bool]) -> Callable[[Time[Any], Time[Any] | str | float], bool]:
-    def method(self: Time[Any], other: object) -> bool:
+    def method(self: Any, other: object) -> bool:
         value = self._comparable(other)
         return value if value is NotImplemented else compare(self._value, value)
 

@@ -67,7 +67,7 @@ def _read(slot: str, kind: type[T], doc: str) -> _Reading[T]:
 
 
 def _comparison(compare: Callable[[int, Any], bool]) -> Callable[[Timestamp, Time[Any] | str], bool]:
-    def method(self: Timestamp, other: object) -> bool:
+    def method(self: Any, other: object) -> bool:
         time = _comparable(other)
         return NotImplemented if time is None else compare(self._reading(time.unit), time.value)
 
