@@ -119,7 +119,9 @@ class MAP(Metric):
         precision = torch.as_tensor(evaluation.eval["precision"][:, :, :, 0, -1]).flatten(0, 1)
         recall = torch.as_tensor(evaluation.eval["recall"][:, :, 0, -1])
         for name, values in (("map_per_class", precision), ("mar_100_per_class", recall)):
-            means = [_mean_of_valid(values[:, k]) for k in range(len(class_ids))]
+            # pycocotools marks missing values with -1.
+            valid = [of_class[of_class > -1] for of_class in values.unbind(dim=1)]
+            means = [of_class.mean().item() if len(of_class) else -1.0 for of_class in valid]
             results[name] = torch.tensor(means if self.class_metrics else -1.0)
         return results
 
@@ -187,8 +189,3 @@ def _coco(coco_class: Any, annotations: list[dict[str, Any]], image_ids: list[in
     }
     coco.createIndex()
     return coco
-
-
-def _mean_of_valid(values: Tensor) -> float:
-    valid = values[values > -1]  # pycocotools marks missing values with -1
-    return valid.mean().item() if len(valid) else -1.0

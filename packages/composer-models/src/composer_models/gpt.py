@@ -247,12 +247,10 @@ class GPT(nn.Module):
         return F.linear(self.ln_f(x), self.wte.weight)
 
     def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        """Select the blocks as units of sharding."""
+        """Select the blocks, as units of sharding and for activation checkpointing."""
         return isinstance(module, GPTBlock)
 
-    def activation_checkpointing_fn(self, module: nn.Module) -> bool:
-        """Select the blocks for activation checkpointing."""
-        return isinstance(module, GPTBlock)
+    activation_checkpointing_fn = fsdp_wrap_fn
 
     def param_init_fn(self, module: nn.Module) -> None:
         """Initialize the parameters that a module itself owns.

@@ -9,12 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from composer_models.targets import (
-    can_read_values,
-    check_for_index_targets,
-    ensure_targets_one_hot,
-    infer_target_type,
-)
+from composer_models.targets import can_read_values, check_for_index_targets, ensure_targets_one_hot, infer_target_type
 
 __all__ = ["soft_cross_entropy", "binary_cross_entropy_with_logits", "loss_registry", "DiceLoss"]
 
@@ -208,7 +203,16 @@ class DiceLoss(torch.nn.Module):
         """
         target = ensure_targets_one_hot(input, target)
         has_target = target.any(dim=1, keepdim=True)
-        pred = self._activate(input)
+        pred = input.sigmoid() if self.sigmoid else input
+        if self.softmax and input.shape[1] > 1:
+            pred = input.softmax(dim=1)
+        elif self.softmax:
+            warnings.warn(
+                "softmax=True was skipped: the input has one channel, whose softmax is 1 everywhere. Use sigmoid=True "
+                "or give one channel to each class.",
+                UserWarning,
+                stacklevel=2,
+            )
         # Dim 1 holds the classes and is never reduced.
         reduced_dims = [*([0] if self.batch else []), *range(2, input.ndim)]
         target_size = _sum(target, reduced_dims)
@@ -228,19 +232,6 @@ class DiceLoss(torch.nn.Module):
         # Not `loss[present]`: a mask of unknown size would synchronize with the device.
         total = torch.where(present, loss, 0.0).sum()
         return total if self.reduction == "sum" else total / present.sum().clamp(min=1)
-
-    def _activate(self, input: Tensor) -> Tensor:
-        if self.sigmoid:
-            return input.sigmoid()
-        if self.softmax and input.shape[1] == 1:
-            warnings.warn(
-                "softmax=True was skipped: the input has one channel, whose softmax is 1 everywhere. Use sigmoid=True "
-                "or give one channel to each class.",
-                UserWarning,
-                stacklevel=2,
-            )
-            return input
-        return input.softmax(dim=1) if self.softmax else input
 
 
 def _sum(tensor: Tensor, dims: list[int]) -> Tensor:
