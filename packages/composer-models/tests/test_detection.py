@@ -124,12 +124,12 @@ class TestMAP:
         ("preds", "target", "message"),
         [
             ([], [truth(LARGE)], "preds has 0 images and target 1"),
-            ([truth(LARGE)], [truth(LARGE)], r"preds\[0\] has no entry 'scores'"),
-            ([detections(LARGE, scores=[0.9])], [{"boxes": boxes(LARGE)}], r"target\[0\] has no entry 'labels'"),
+            ([truth(LARGE)], [truth(LARGE)], r"preds\[0\] has no tensor 'scores'"),
+            ([detections(LARGE, scores=[0.9])], [{"boxes": boxes(LARGE)}], r"target\[0\] has no tensor 'labels'"),
             (
                 [detections(LARGE, scores=[0.9])],
                 [{**truth(LARGE), "labels": [0]}],
-                r"target\[0\]\['labels'\] is a list",
+                r"target\[0\] has no tensor 'labels'",
             ),
             (
                 [{**detections(LARGE, scores=[0.9]), "boxes": torch.tensor([0.0, 0.0, 9.0, 9.0])}],

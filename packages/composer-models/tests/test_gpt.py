@@ -141,11 +141,11 @@ def test_settings_come_as_a_mapping_an_object_or_a_config(cfg):
         ({"n_layers": 0}, "n_layers=0 must be a whole number"),
         ({"vocab_size": 5.5}, r"vocab_size=5\.5 must be a whole number"),
         ({"emb_pdrop": 1.0}, r"emb_pdrop=1\.0 must be a rate"),
-        ({"init_std": 0}, "init_std=0 is not positive"),
-        ({"mlp_ratio": math.inf}, "mlp_ratio=inf is not positive and finite"),
+        ({"init_std": 0}, "init_std=0 must be positive"),
+        ({"mlp_ratio": math.inf}, "mlp_ratio=inf must be positive and finite"),
         ({"resid_pdrop": math.nan}, "resid_pdrop=nan must be a rate"),
         ({"attn_impl": "triton"}, "attn_impl='triton' is not known"),
-        ({"mlp_ration": 2}, r"entries \['mlp_ration'\], which are not settings.*mlp_ratio"),
+        ({"mlp_ration": 2}, r"entries \['mlp_ration'\], which a GPT does not have.*mlp_ratio"),
     ],
 )
 def test_bad_settings_are_refused(change, message):
@@ -156,7 +156,7 @@ def test_bad_settings_are_refused(change, message):
 @pytest.mark.parametrize("value", [True, "1"])
 @pytest.mark.parametrize("name", ["d_model", "max_seq_len", "mlp_ratio", "init_std", "attn_pdrop"])
 def test_bools_and_strings_are_no_numbers(name, value):
-    message = f"{name}={value!r} must be a number; got a {type(value).__name__}. Give it without"
+    message = f"{name}={value!r} must be a number, without quotes; got a {type(value).__name__}"
     with pytest.raises(TypeError, match=message):
         ComposerGPT({**SETTINGS, name: value})
 

@@ -1,7 +1,6 @@
 import copy
 import pickle
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -102,23 +101,6 @@ def test_validate_may_return_what_has_no_weak_references(batch):
     model, metric = Plain(), Difference()
     model.update_metric(batch, model.eval_forward(batch), metric)
     assert metric.compute() == 4
-
-
-def test_targets_are_let_go_with_the_outputs_of_their_batch(batch):
-    with pytest.warns(DeprecationWarning, match="Fresh defines"):
-
-        class Fresh(Doubling):
-            def validate(self, batch):
-                targets = batch[1].clone()
-                self.targets = weakref.ref(targets)
-                return self(batch), targets
-
-    model = Fresh()
-    outputs = model.eval_forward(batch)
-    model.update_metric(batch, outputs, MeanSquaredError())
-    assert model.targets() is not None
-    del outputs
-    assert model.targets() is None
 
 
 def test_targets_of_one_batch_never_meet_outputs_of_another(legacy_class, batch):

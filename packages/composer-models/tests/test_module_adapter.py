@@ -82,9 +82,9 @@ def test_the_state_dict_is_the_modules_under_one_prefix():
     ("module", "loss_fn", "message"),
     [
         (nn.Linear, F.mse_loss, "must be a torch.nn.Module"),
-        (ComposerModel.from_module(nn.Identity(), F.mse_loss), F.mse_loss, "is a ComposerModel already"),
-        (nn.Identity(), "mse", "loss_fn='mse' cannot be called"),
-        (nn.Identity(), nn.MSELoss, r"is a class.*pass an instance, MSELoss\(\)"),
+        (ComposerModel.from_module(nn.Identity(), F.mse_loss), F.mse_loss, "not a ComposerModel already"),
+        (nn.Identity(), "mse", "loss_fn='mse' must be a function"),
+        (nn.Identity(), nn.MSELoss, r"Of a class, such as MSELoss, pass an instance"),
     ],
 )
 def test_wrong_kinds_are_refused(module, loss_fn, message):

@@ -341,11 +341,11 @@ def test_schedulers_of_other_optimizers_may_stand_in_the_same_list(training):
 
 def test_a_scheduler_for_another_optimizer_is_refused(training):
     theirs = lr_scheduler.StepLR(make_optimizer(), 1)
-    with pytest.raises(ValueError, match="StepLR in it, which was made for another SGD"):
+    with pytest.raises(ValueError, match="StepLR in it that was made for another optimizer"):
         Run(training, [theirs, LinearScheduler()], make_optimizer())
 
 
 def test_a_scheduler_that_waits_for_a_loss_is_refused(training):
     optimizer = make_optimizer()
-    with pytest.raises(ValueError, match="ReduceLROnPlateau in it, whose steps need a loss"):
+    with pytest.raises(ValueError, match="ReduceLROnPlateau in it that needs a loss"):
         Run(training, [lr_scheduler.ReduceLROnPlateau(optimizer), LinearScheduler()], optimizer)

@@ -99,15 +99,7 @@ def test_a_fraction_of_what_is_counted_whole_is_a_type_error_with_the_grammar(te
 @pytest.mark.parametrize(
     ("text", "advice"),
     [
-        ("", "it is empty"),
-        ("10", "it does not end with a unit"),
-        ("ep", "it does not begin with a number"),
-        ("0x10ep", "'0x10' is not a number"),
-        ("10epochs", "did you mean 'ep'?"),
-        ("10 Batches", "did you mean 'ba'?"),
-        ("10toks", "did you mean 'tok'?"),
-        ("10smaple", "did you mean 'sp'?"),
-        ("10steps", "did you mean 'ba'?"),
+        ("10epochs", "it is not a number with a unit"),
         ("90s", "seconds of a wall-clock length go from 0 to 59"),
         ("24h", "hours of a wall-clock length go from 0 to 23"),
         ("1e999ba", "the number is too large"),
@@ -117,12 +109,6 @@ def test_the_error_says_what_is_wrong_with_the_text(text, advice):
     with pytest.raises(ValueError, match="Invalid time string") as caught:
         Time.from_timestring(text)
     assert advice in str(caught.value)
-
-
-def test_a_word_that_is_like_no_unit_gets_no_suggestion():
-    with pytest.raises(ValueError, match="'weeks' is not a unit") as caught:
-        Time.from_timestring("10weeks")
-    assert "did you mean" not in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [None, 10, 1.5, b"10ep", ["10ep"], {"ep": 10}])

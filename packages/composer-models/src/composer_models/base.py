@@ -2,18 +2,17 @@
 
 import abc
 import copy
+import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from composer_events.batches import batch_get
-from composer_models.legacy_evaluation import translate_legacy_evaluation
-
-if TYPE_CHECKING:
-    from composer_events.logger import Logger
+from composer_events import Logger, batch_get
 
 __all__ = ["ComposerModel", "ModuleAdapter", "model_eval_mode"]
 
@@ -60,7 +59,7 @@ class ComposerModel(torch.nn.Module, abc.ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        translate_legacy_evaluation(cls)
+        _translate_legacy_evaluation(cls)
 
     @abc.abstractmethod
     def forward(self, batch: Any) -> Any:
@@ -192,6 +191,69 @@ class ComposerModel(torch.nn.Module, abc.ABC):
         return copied
 
 
+# Outputs and targets of the last validate(). Outside the model, so that its copies and pickles hold no tensors.
+_last_validated: "WeakKeyDictionary[torch.nn.Module, tuple[Any, Any]]" = WeakKeyDictionary()
+
+
+def _translate_legacy_evaluation(cls: type) -> None:
+    """Add the methods of the current protocol to a class with the one of early releases, and warn about it.
+
+    Such a class defines `validate(batch) -> (outputs, targets)` and `metrics(train)`. Of an old method and the new one
+    that replaces it, the one in the more derived class is used, and the new one if a class defines both.
+    """
+    spoken: list[str] = []
+    if _is_closer(cls, "validate", than="eval_forward"):
+        spoken.append("validate(batch)")
+        if _is_closer(cls, "validate", than="update_metric"):
+            cls.update_metric = _update_metric
+        cls.eval_forward = _eval_forward
+    if _is_closer(cls, "metrics", than="get_metrics"):
+        spoken.append("metrics(train)")
+        cls.get_metrics = _get_metrics
+    if spoken:
+        warnings.warn(
+            f"{cls.__name__} defines {' and '.join(spoken)}, the evaluation protocol of early releases, which is "
+            f"removed in 1.0. Define eval_forward(batch, outputs=None), update_metric(batch, outputs, metric) and "
+            f"get_metrics(is_train) instead.",
+            DeprecationWarning,
+            stacklevel=4,  # past __init_subclass__ and ABCMeta.__new__, to the class statement
+        )
+
+
+def _is_closer(cls: type, legacy: str, *, than: str) -> bool:
+    if getattr(cls, than) in (_eval_forward, _update_metric, _get_metrics):
+        return False  # a base class was adapted already, and calls the methods of this class
+    for owner in cls.__mro__:
+        if than in vars(owner):
+            return False
+        if legacy in vars(owner):
+            method = vars(owner)[legacy]
+            # An attribute or a method of this name may have another purpose.
+            parameters = inspect.signature(method).parameters.values() if inspect.isfunction(method) else ()
+            required = [one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+            return len(required) <= 2 <= len(parameters)
+    return False
+
+
+def _eval_forward(self: Any, batch: Any, outputs: Any | None = None) -> Any:
+    # Also for training metrics, as in early releases: outputs of the training forward have no targets.
+    _last_validated[self] = outputs, _ = self.validate(batch)
+    return outputs
+
+
+def _update_metric(self: Any, batch: Any, outputs: Any, metric: "Metric") -> None:
+    validated, targets = _last_validated.get(self, (None, None))
+    if validated is not outputs:  # a different batch, or replaced outputs
+        _, targets = self.validate(batch)
+    metric.update(outputs, targets)
+
+
+def _get_metrics(self: Any, is_train: bool = False) -> "dict[str, Metric]":
+    from composer_models.metrics import metrics_by_name  # torchmetrics takes longer to import than torch
+
+    return metrics_by_name(self.metrics(is_train))
+
+
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
@@ -214,19 +276,16 @@ class ModuleAdapter(ComposerModel):
         target_key: Any = 1,
     ) -> None:
         super().__init__()
-        if isinstance(module, ComposerModel):
-            raise TypeError(f"module is a {type(module).__name__}, which is a ComposerModel already: use it directly.")
-        if not isinstance(module, torch.nn.Module):
+        if isinstance(module, ComposerModel) or not isinstance(module, torch.nn.Module):
             raise TypeError(
-                f"module={module!r} must be a torch.nn.Module: pass the module, not its class or its output."
+                f"module={module!r:.200} must be a torch.nn.Module that is not a ComposerModel already: pass the plain "
+                f"module, not its class or its output."
             )
-        if not callable(loss_fn):
-            raise TypeError(f"loss_fn={loss_fn!r} cannot be called: pass a function of outputs and targets.")
-        # A class is callable too: MSELoss(outputs, targets) constructs a module instead of computing a loss.
-        if isinstance(loss_fn, type):
+        # MSELoss(outputs, targets) would construct a module instead of computing a loss.
+        if isinstance(loss_fn, type) or not callable(loss_fn):
             raise TypeError(
-                f"loss_fn={loss_fn!r} is a class, which would take outputs and targets as its settings: pass an "
-                f"instance, {loss_fn.__name__}()."
+                f"loss_fn={loss_fn!r} must be a function of outputs and targets. Of a class, such as MSELoss, pass an "
+                f"instance, MSELoss()."
             )
         self.module = module
         self.loss_fn = loss_fn

@@ -54,7 +54,15 @@ class ComposerClassifier(ComposerModel):
         loss_fn: Callable[..., Any] = soft_cross_entropy,
     ) -> None:
         super().__init__()
-        self.num_classes = _resolve_num_classes(module, num_classes)
+        own = getattr(module, "num_classes", None)
+        if own is not None and num_classes is not None and own != num_classes:
+            warnings.warn(
+                f"num_classes={num_classes} differs from {type(module).__name__}.num_classes={own}, which is used. "
+                f"Leave num_classes out, or build the module for {num_classes} classes.",
+                UserWarning,
+                stacklevel=2,
+            )
+        self.num_classes = num_classes if own is None else own
         self.module = module
         self._loss_fn = loss_fn
         # Default metrics need values even if the model is built on the meta device.
@@ -144,17 +152,3 @@ def composer_timm(
         **settings,
     )
     return ComposerClassifier(module, num_classes=num_classes)
-
-
-def _resolve_num_classes(module: torch.nn.Module, num_classes: int | None) -> int | None:
-    own = getattr(module, "num_classes", None)
-    if own is None:
-        return num_classes
-    if num_classes is not None and own != num_classes:
-        warnings.warn(
-            f"num_classes={num_classes} differs from {type(module).__name__}.num_classes={own}, which is used. Leave "
-            f"num_classes out, or build the module for {num_classes} classes.",
-            UserWarning,
-            stacklevel=3,
-        )
-    return own

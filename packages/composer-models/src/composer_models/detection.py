@@ -114,7 +114,16 @@ class MAP(Metric):
             evaluation.accumulate()
             evaluation.summarize()
         results = {name: torch.tensor(float(value)) for name, value in zip(_NAMES, evaluation.stats, strict=True)}
-        return {**results, **self._per_class(evaluation.eval, len(class_ids))}
+        # Axes of precision: thresholds, recalls, classes, areas, limits; of recall the same without recalls. Area 0 is
+        # "all", limit -1 the 100 detections per image with the highest scores.
+        precision = torch.as_tensor(evaluation.eval["precision"][:, :, :, 0, -1]).flatten(0, 1)
+        recall = torch.as_tensor(evaluation.eval["recall"][:, :, 0, -1])
+        for name, values in (("map_per_class", precision), ("mar_100_per_class", recall)):
+            # pycocotools marks missing values with -1.
+            valid = [of_class[of_class > -1] for of_class in values.unbind(dim=1)]
+            means = [of_class.mean().item() if len(of_class) else -1.0 for of_class in valid]
+            results[name] = torch.tensor(means if self.class_metrics else -1.0)
+        return results
 
     def _add(self, kind: str, image: Mapping[str, Tensor], keys: Sequence[str]) -> None:
         for key in keys:
@@ -130,19 +139,14 @@ class MAP(Metric):
         boxes = [coordinates[i : i + 4] for i in range(0, len(coordinates), 4)]
         counts = _values(getattr(self, f"{kind}_counts"))
         images = [image for image, count in enumerate(counts) for _ in range(int(count))]
-        return [_annotation(*row) for row in zip(images, boxes, *columns, strict=True)]
-
-    def _per_class(self, evaluated: Mapping[str, Any], num_classes: int) -> dict[str, Tensor]:
-        if not self.class_metrics:
-            return {"map_per_class": torch.tensor(-1.0), "mar_100_per_class": torch.tensor(-1.0)}
-        # Axes of precision: thresholds, recalls, classes, areas, limits; of recall the same without recalls. Area 0 is
-        # "all", limit -1 the 100 detections per image with the highest scores.
-        precision = torch.as_tensor(evaluated["precision"][:, :, :, 0, -1]).flatten(0, 1)
-        recall = torch.as_tensor(evaluated["recall"][:, :, 0, -1])
-        return {
-            "map_per_class": torch.tensor([_mean_of_valid(precision[:, k]) for k in range(num_classes)]),
-            "mar_100_per_class": torch.tensor([_mean_of_valid(recall[:, k]) for k in range(num_classes)]),
-        }
+        annotations: list[dict[str, Any]] = []
+        for image, (x_min, y_min, x_max, y_max), label, *score in zip(images, boxes, *columns, strict=True):
+            width, height = x_max - x_min, y_max - y_min
+            box = {"bbox": [x_min, y_min, width, height], "area": width * height, "iscrowd": 0}
+            annotations.append(
+                {"image_id": image, "category_id": int(label), **box, **({"score": score[0]} if score else {})}
+            )
+        return annotations
 
 
 def _coco_evaluation() -> tuple[Any, Any]:
@@ -156,10 +160,8 @@ def _coco_evaluation() -> tuple[Any, Any]:
 
 def _check_image(name: str, image: Mapping[str, Tensor], keys: Sequence[str]) -> None:
     for key in keys:
-        if key not in image:
-            raise ValueError(f"{name} has no entry {key!r}: each image needs {', '.join(map(repr, keys))}.")
-        if not isinstance(image[key], Tensor):
-            raise ValueError(f"{name}[{key!r}] is a {type(image[key]).__name__}: give a torch.Tensor.")
+        if not isinstance(image.get(key), Tensor):
+            raise ValueError(f"{name} has no tensor {key!r}: each image needs {', '.join(map(repr, keys))}.")
         shape, of_a_box = image[key].shape, (4,) if key == "boxes" else ()
         if not shape or (shape[1:] != of_a_box and shape != (0,)):  # an image without boxes needs no second dim
             accepted = "(n, 4)" if of_a_box else "(n,)"
@@ -177,19 +179,6 @@ def _values(state: list[Tensor] | Tensor) -> list[float]:
     return dim_zero_cat(state).tolist() if len(state) else []
 
 
-def _annotation(image: int, box: Sequence[float], label: float, score: float | None = None) -> dict[str, Any]:
-    x_min, y_min, x_max, y_max = box
-    width, height = x_max - x_min, y_max - y_min
-    annotation = {
-        "image_id": image,
-        "category_id": int(label),
-        "bbox": [x_min, y_min, width, height],
-        "area": width * height,
-        "iscrowd": 0,
-    }
-    return annotation if score is None else {**annotation, "score": score}
-
-
 def _coco(coco_class: Any, annotations: list[dict[str, Any]], image_ids: list[int], class_ids: list[int]) -> Any:
     coco = coco_class()
     coco.dataset = {
@@ -200,8 +189,3 @@ def _coco(coco_class: Any, annotations: list[dict[str, Any]], image_ids: list[in
     }
     coco.createIndex()
     return coco
-
-
-def _mean_of_valid(values: Tensor) -> float:
-    valid = values[values > -1]  # pycocotools marks missing values with -1
-    return valid.mean().item() if len(valid) else -1.0

@@ -67,27 +67,21 @@ class GPTConfig:
     device: str | torch.device | None = None
 
     def __post_init__(self) -> None:
-        for name in (*_SIZES, *_RATES, *_SCALES):
-            # bool is a subclass of int, so d_model=True would create a model of width 1.
-            if isinstance(value := getattr(self, name), bool) or not isinstance(value, Real):
-                raise TypeError(
-                    f"{name}={value!r} must be a number; got a {type(value).__name__}. Give it without quotes, as in "
-                    f"{name}=1 or {name}=0.1 where a fraction makes sense."
-                )
-        for name in _SIZES:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number of 1 or more.")
+        for names, is_valid, what in (
+            (_SIZES, lambda value: isinstance(value, int) and value >= 1, "a whole number of 1 or more"),
+            (_RATES, lambda value: 0 <= value < 1, "a rate of dropout in [0, 1)"),
+            (_SCALES, lambda value: 0 < value < math.inf, "positive and finite"),
+        ):
+            for name in names:
+                # bool is a subclass of int, so d_model=True would create a model of width 1.
+                if isinstance(value := getattr(self, name), bool) or not isinstance(value, Real):
+                    raise TypeError(f"{name}={value!r} must be a number, without quotes; got a {type(value).__name__}.")
+                if not is_valid(value):
+                    raise ValueError(f"{name}={value!r} must be {what}.")
         if self.d_model % self.n_heads:
             raise ValueError(
                 f"d_model={self.d_model} cannot be split over n_heads={self.n_heads}: make it a multiple of n_heads."
             )
-        for name in _RATES:
-            if not 0 <= (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name}={value!r} must be a rate of dropout in [0, 1).")
-        for name in _SCALES:
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                raise ValueError(f"{name}={value!r} is not positive and finite: give a number above 0.")
         if self.attn_impl not in ("torch", "flash"):
             raise ValueError(f"attn_impl={self.attn_impl!r} is not known: choose 'torch' or 'flash'.")
 
@@ -108,17 +102,16 @@ class GPTConfig:
         """
         if isinstance(cfg, cls):
             return cfg
-        names = [field.name for field in dataclasses.fields(cls)]
+        fields = {field.name: field.default for field in dataclasses.fields(cls)}
         if isinstance(cfg, Mapping):
             mapping = cast("Mapping[str, Any]", cfg)
             given = {key: value for key, value in mapping.items() if key not in _COMPANIONS}
-            if unknown := sorted(given.keys() - set(names), key=str):
-                raise ValueError(f"cfg has the entries {unknown}, which are not settings of a GPT: {', '.join(names)}.")
+            if unknown := sorted(given.keys() - fields.keys(), key=str):
+                raise ValueError(f"cfg has the entries {unknown}, which a GPT does not have: {', '.join(fields)}.")
         else:
-            given = {name: getattr(cfg, name) for name in names if hasattr(cfg, name)}
-        required = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
-        if missing := [name for name in required if name not in given]:
-            raise ValueError(f"cfg={cfg!r} lacks {', '.join(missing)}: a GPT needs {', '.join(required)}.")
+            given = {name: getattr(cfg, name) for name in fields if hasattr(cfg, name)}
+        if missing := [name for name in fields if name not in given and fields[name] is dataclasses.MISSING]:
+            raise ValueError(f"cfg={cfg!r} lacks {', '.join(missing)}, which a GPT needs.")
         return cls(**given)
 
 
@@ -242,7 +235,10 @@ class GPT(nn.Module):
         positions = torch.arange(num_tokens, device=input_ids.device)
         if attention_mask is not None and self.config.attn_impl != "flash":
             is_real = attention_mask.bool()
-            mask = _causal_mask(is_real)
+            causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=is_real.device).tril()
+            # Every token may attend to itself, even padding: a softmax over no tokens is NaN in some kernels.
+            itself = torch.eye(num_tokens, dtype=torch.bool, device=is_real.device)
+            mask = (causal & is_real[:, None, None, :]) | itself
             positions = (is_real.cumsum(dim=1) - 1).clamp(min=0)  # -1 before the first real token
         x = self.emb_drop(self.wte(input_ids) + self.wpe(positions))
         for block in self.blocks:
@@ -251,12 +247,10 @@ class GPT(nn.Module):
         return F.linear(self.ln_f(x), self.wte.weight)
 
     def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        """Select the blocks as units of sharding."""
+        """Select the blocks, as units of sharding and for activation checkpointing."""
         return isinstance(module, GPTBlock)
 
-    def activation_checkpointing_fn(self, module: nn.Module) -> bool:
-        """Select the blocks for activation checkpointing."""
-        return isinstance(module, GPTBlock)
+    activation_checkpointing_fn = fsdp_wrap_fn
 
     def param_init_fn(self, module: nn.Module) -> None:
         """Initialize the parameters that a module itself owns.
@@ -340,17 +334,6 @@ class ComposerGPT(ComposerModel):
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         attention = 12 * config.n_layers * config.d_model * num_tokens
         return num_sequences * num_tokens * (6 * num_parameters + attention)
-
-
-def _causal_mask(is_real: Tensor) -> Tensor:
-    """Combine the causal mask with the mask of real tokens, to shape `(batch, 1, tokens, tokens)`.
-
-    Every token may attend to itself, even padding: a softmax over no tokens is NaN in some kernels.
-    """
-    num_tokens = is_real.shape[1]
-    causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=is_real.device).tril()
-    itself = torch.eye(num_tokens, dtype=torch.bool, device=is_real.device)
-    return (causal & is_real[:, None, None, :]) | itself
 
 
 def _targets(batch: Mapping[str, Tensor]) -> Tensor:

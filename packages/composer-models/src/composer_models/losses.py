@@ -9,12 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from composer_models.targets import (
-    can_read_values,
-    check_for_index_targets,
-    ensure_targets_one_hot,
-    infer_target_type,
-)
+from composer_models.targets import can_read_values, check_for_index_targets, ensure_targets_one_hot, infer_target_type
 
 __all__ = ["soft_cross_entropy", "binary_cross_entropy_with_logits", "loss_registry", "DiceLoss"]
 
@@ -82,7 +77,15 @@ def soft_cross_entropy(
         return loss
     total = _wide_sum(target)
     if can_read_values(total):
-        _check_total_probability(float(total), target)
+        num_examples = target.numel() // target.shape[1]
+        if total <= 0:
+            raise ValueError(
+                f"the targets have a total probability of {float(total)!r} over shape {tuple(target.shape)}, so there "
+                f"is nothing to average over: at least one example needs a row with a positive sum."
+            )
+        # Rows that sum to 1 up to rounding, such as smoothed targets, are complete.
+        if float(total) < num_examples * (1 - 8 * torch.finfo(target.dtype).eps):
+            warnings.warn("Some targets have less than 1 total probability.", UserWarning, stacklevel=2)
     return loss / total
 
 
@@ -200,7 +203,16 @@ class DiceLoss(torch.nn.Module):
         """
         target = ensure_targets_one_hot(input, target)
         has_target = target.any(dim=1, keepdim=True)
-        pred = self._activate(input)
+        pred = input.sigmoid() if self.sigmoid else input
+        if self.softmax and input.shape[1] > 1:
+            pred = input.softmax(dim=1)
+        elif self.softmax:
+            warnings.warn(
+                "softmax=True was skipped: the input has one channel, whose softmax is 1 everywhere. Use sigmoid=True "
+                "or give one channel to each class.",
+                UserWarning,
+                stacklevel=2,
+            )
         # Dim 1 holds the classes and is never reduced.
         reduced_dims = [*([0] if self.batch else []), *range(2, input.ndim)]
         target_size = _sum(target, reduced_dims)
@@ -212,35 +224,19 @@ class DiceLoss(torch.nn.Module):
         if self.jaccard:
             union = 2 * (union - intersection)
         loss = 1 - (2 * intersection + self.smoothing) / (union + self.smoothing)
-        if self.ignore_absent_classes:
-            return _reduce_present(loss, target_size > 0, self.reduction)
-        return loss if self.reduction == "none" else getattr(loss, self.reduction)()
-
-    def _activate(self, input: Tensor) -> Tensor:
-        if self.sigmoid:
-            return input.sigmoid()
-        if self.softmax and input.shape[1] == 1:
-            warnings.warn(
-                "softmax=True was skipped: the input has one channel, whose softmax is 1 everywhere. Use sigmoid=True "
-                "or give one channel to each class.",
-                UserWarning,
-                stacklevel=2,
-            )
-            return input
-        return input.softmax(dim=1) if self.softmax else input
+        present = target_size > 0
+        if self.reduction == "none":
+            return loss[present] if self.ignore_absent_classes else loss
+        if not self.ignore_absent_classes:
+            return getattr(loss, self.reduction)()
+        # Not `loss[present]`: a mask of unknown size would synchronize with the device.
+        total = torch.where(present, loss, 0.0).sum()
+        return total if self.reduction == "sum" else total / present.sum().clamp(min=1)
 
 
 def _sum(tensor: Tensor, dims: list[int]) -> Tensor:
     # Tensor.sum reduces all dims for an empty list, but here an empty list means no reduction.
     return tensor.sum(dim=dims) if dims else tensor
-
-
-def _reduce_present(loss: Tensor, present: Tensor, reduction: Reduction) -> Tensor:
-    if reduction == "none":
-        return loss[present]
-    # Not `loss[present]`: a mask of unknown size would synchronize with the device.
-    total = torch.where(present, loss, 0.0).sum()
-    return total if reduction == "sum" else total / present.sum().clamp(min=1)
 
 
 def _wide_sum(tensor: Tensor) -> Tensor:
@@ -252,15 +248,3 @@ def _check_reduction(reduction: str) -> None:
     known = get_args(Reduction)
     if reduction not in known:
         raise ValueError(f"reduction={reduction!r} is not known: choose one of {', '.join(map(repr, known))}.")
-
-
-def _check_total_probability(total: float, target: Tensor) -> None:
-    if total <= 0:
-        raise ValueError(
-            f"the targets have a total probability of {total!r} over shape {tuple(target.shape)}, so there is nothing "
-            f"to average over: at least one example needs a row with a positive sum."
-        )
-    num_examples = target.numel() // target.shape[1]
-    # Rows that sum to 1 up to rounding, such as smoothed targets, are complete.
-    if total < num_examples * (1 - 8 * torch.finfo(target.dtype).eps):
-        warnings.warn("Some targets have less than 1 total probability.", UserWarning, stacklevel=3)

@@ -67,7 +67,24 @@ def counting_from_zero() -> AbstractContextManager[Any]:
     return torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
 
 
-class LossMetric(Metric):
+class _MeanLoss(Metric):
+    """Base of metrics that divide a sum of losses by the number of targets."""
+
+    full_state_update = False
+    sum_loss: Tensor
+    total_batches: Tensor
+
+    def __init__(self, dist_sync_on_step: bool) -> None:
+        super().__init__(dist_sync_on_step=dist_sync_on_step)
+        self.add_state("sum_loss", default=torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("total_batches", default=torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def compute(self) -> Tensor:
+        """Divide the sum of losses by the number of targets."""
+        return self.sum_loss / self.total_batches
+
+
+class LossMetric(_MeanLoss):
     """Mean of a loss function over samples, or over the targets that are not ignored.
 
     The loss of each batch is weighted by the number of elements in its targets, without those equal to `ignore_index`,
@@ -92,10 +109,6 @@ class LossMetric(Metric):
         tensor(4.)
     """
 
-    full_state_update = False
-    sum_loss: Tensor
-    total_batches: Tensor
-
     def __init__(
         self,
         loss_function: Callable[..., Tensor],
@@ -103,7 +116,7 @@ class LossMetric(Metric):
         *,
         ignore_index: int | None = None,
     ) -> None:
-        super().__init__(dist_sync_on_step=dist_sync_on_step)
+        super().__init__(dist_sync_on_step)
         self.loss_function = loss_function
         bound = getattr(loss_function, "keywords", {})
         known = (ignore_index, getattr(loss_function, "ignore_index", None), bound.get("ignore_index"))
@@ -112,8 +125,6 @@ class LossMetric(Metric):
         function = getattr(loss_function, "func", loss_function)
         weighted = isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss) or function in (F.cross_entropy, F.nll_loss)
         self.class_weight: Any = getattr(loss_function, "weight", bound.get("weight")) if weighted else None
-        self.add_state("sum_loss", default=torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("total_batches", default=torch.tensor(0.0), dist_reduce_fx="sum")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add the loss of a batch."""
@@ -123,12 +134,8 @@ class LossMetric(Metric):
         self.sum_loss += (loss * num_targets).masked_fill(loss.isnan() & (num_targets == 0), 0.0)
         self.total_batches += num_targets
 
-    def compute(self) -> Tensor:
-        """Divide the sum of losses by the number of targets."""
-        return self.sum_loss / self.total_batches
 
-
-class CrossEntropy(Metric):
+class CrossEntropy(_MeanLoss):
     """Mean of `soft_cross_entropy` over samples, or over the labels that are not ignored.
 
     Args:
@@ -147,16 +154,11 @@ class CrossEntropy(Metric):
         tensor(0.6931)
     """
 
-    full_state_update = False
     higher_is_better = False
-    sum_loss: Tensor
-    total_batches: Tensor
 
     def __init__(self, ignore_index: int = -100, dist_sync_on_step: bool = False) -> None:
-        super().__init__(dist_sync_on_step=dist_sync_on_step)
+        super().__init__(dist_sync_on_step)
         self.ignore_index = ignore_index
-        self.add_state("sum_loss", default=torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("total_batches", default=torch.tensor(0.0), dist_reduce_fx="sum")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add the cross entropy of each sample of a batch.
@@ -170,10 +172,6 @@ class CrossEntropy(Metric):
         self.sum_loss += soft_cross_entropy(preds, target, ignore_index=self.ignore_index, reduction="sum")
         # In float32, since a sum of bfloat16 probabilities would be rounded to 8 bits.
         self.total_batches += (target if is_dense else target != self.ignore_index).sum(dtype=torch.float32)
-
-    def compute(self) -> Tensor:
-        """Divide the sum of losses by the number of labels."""
-        return self.sum_loss / self.total_batches
 
 
 def _at_least_float32(tensor: Any) -> Any:
@@ -240,8 +238,15 @@ class MIoU(Metric):
                 f"logits of shape {tuple(logits.shape)} have {logits.shape[1]} channels in dim 1, where the metric has "
                 f"num_classes={self.num_classes}: give one channel to each class, or change num_classes."
             )
-        if can_read_values(targets):
-            self._check_labels(targets)
+        counted = targets.masked_fill(targets == self.ignore_index, 0)
+        if can_read_values(targets) and counted.numel():
+            for label in (int(extreme) for extreme in torch.aminmax(counted)):
+                if not 0 <= label < self.num_classes:
+                    raise ValueError(
+                        f"targets have the label {label}, which is not a class: with num_classes={self.num_classes} "
+                        f"labels are 0 to {self.num_classes - 1}, and ignore_index={self.ignore_index} for pixels that "
+                        f"do not count. Pass ignore_index={label} if that is what it means, or raise num_classes."
+                    )
         preds = logits.argmax(dim=1)
         counts = targets != self.ignore_index
         intersect = self._count(targets, counts & (preds == targets))
@@ -252,18 +257,6 @@ class MIoU(Metric):
         """Average over the classes that are in the targets or the predictions."""
         seen = self.total_union != 0
         return 100 * (self.total_intersect[seen] / self.total_union[seen]).mean()
-
-    def _check_labels(self, targets: Tensor) -> None:
-        counted = targets.masked_fill(targets == self.ignore_index, 0)
-        if not counted.numel():
-            return
-        for label in (int(extreme) for extreme in torch.aminmax(counted)):
-            if not 0 <= label < self.num_classes:
-                raise ValueError(
-                    f"targets have the label {label}, which is not a class: with num_classes={self.num_classes} labels "
-                    f"are 0 to {self.num_classes - 1}, and ignore_index={self.ignore_index} for pixels that do not "
-                    f"count. Pass ignore_index={label} if that is what it means, or raise num_classes."
-                )
 
     def _count(self, classes: Tensor, where: Tensor) -> Tensor:
         # Ignored pixels go to an extra bin after the last class: selecting by a mask would synchronize with the device.

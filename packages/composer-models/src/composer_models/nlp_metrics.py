@@ -195,13 +195,7 @@ class InContextLearningMetric(Metric):
             f"Evaluate language models with an evaluation harness, or define a torchmetrics.Metric of your own."
         )
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Raise `RuntimeError`, because the metric was removed."""
-        raise RuntimeError(f"{type(self).__name__} was removed and can no longer be updated.")
-
-    def compute(self) -> Any:
-        """Raise `RuntimeError`, because the metric was removed."""
-        raise RuntimeError(f"{type(self).__name__} was removed and can no longer be computed.")
+    update = compute = __init__
 
 
 InContextLearningQAAccuracy = InContextLearningMetric

@@ -1,5 +1,7 @@
 """Error for optional dependencies that are not installed."""
 
+from functools import partial
+
 __all__ = ["MissingConditionalImportError"]
 
 
@@ -40,10 +42,5 @@ class MissingConditionalImportError(ImportError):
 
     def __reduce__(self) -> tuple[object, ...]:
         # By default an exception is pickled as its class with `args`, here only the message; other ranks need all.
-        return _rebuild, (self.extra_deps_group, self.conda_package, self.conda_channel, self.distribution)
-
-
-def _rebuild(
-    extra_deps_group: str, conda_package: str, conda_channel: str | None, distribution: str
-) -> MissingConditionalImportError:
-    return MissingConditionalImportError(extra_deps_group, conda_package, conda_channel, distribution=distribution)
+        rebuild = partial(MissingConditionalImportError, distribution=self.distribution)
+        return rebuild, (self.extra_deps_group, self.conda_package, self.conda_channel)

@@ -5,6 +5,7 @@ every optimizer that is constructed, so if the program also uses a plain AdamW, 
 """
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -47,20 +48,16 @@ def shrink(params: list[Tensor], rate: float | Tensor, found_inf: Tensor | None)
     # Only for floats, because comparing a tensor would synchronize with its device.
     if isinstance(rate, float) and rate == 0.0:
         return
-    for (device, _), tensors in _group_by_kernel(params).items():
+    # Grouped, so that one kernel processes each list: lists of several devices or dtypes are slow.
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for param in params:
+        groups[param.device, param.dtype].append(param)
+    for (device, _), tensors in groups.items():
         factor = 1.0 - rate
         if found_inf is not None:  # stays on the device: the step is skipped without a synchronization
             factor = 1.0 - rate * (found_inf.to(device) == 0).reshape(())
         # Documented by torch, but missing in its __all__.
         torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _group_by_kernel(params: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Group tensors by device and dtype, so that one kernel processes each list; mixed lists are slow."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for param in params:
-        groups[param.device, param.dtype].append(param)
-    return groups
 
 
 def evaluate(closure: Callable[[], Any] | None) -> Any:
@@ -71,18 +68,35 @@ def evaluate(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def warn_of_large_decay(optimizer: Optimizer) -> None:
-    """Log a warning if the weight decay is as large as for an optimizer that multiplies it by the learning rate."""
-    largest = max((group["weight_decay"] for group in optimizer.param_groups), default=0.0)
-    if largest >= _LARGE_WEIGHT_DECAY:
-        log.warning(
-            "weight_decay=%g of %s removes that fraction of the weights in each step, independent of the learning "
-            "rate. To get the weight decay of torch's optimizers, multiply it by the initial learning rate.",
-            largest,
-            type(optimizer).__name__,
-        )
+class Decoupled(Optimizer):
+    """Base class that precedes a PyTorch optimizer: checks of options, and the initial learning rate of each group."""
+
+    def _warn_of_large_decay(self) -> None:
+        largest = max((group["weight_decay"] for group in self.param_groups), default=0.0)
+        if largest >= _LARGE_WEIGHT_DECAY:
+            log.warning(
+                "weight_decay=%g of %s removes that fraction of the weights in each step, independent of the learning "
+                "rate. To get the weight decay of torch's optimizers, multiply it by the initial learning rate.",
+                *(largest, type(self).__name__),
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; its current learning rate becomes its initial one.
+
+        Args:
+            param_group: `params`, and the options that differ from those of the constructor.
+
+        Raises:
+            TypeError: If an option has the wrong type.
+            ValueError: If a number is NaN, infinite, or out of its range.
+        """
+        if isinstance(param_group, dict):  # otherwise PyTorch raises the error
+            check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        get_initial_lr(self.param_groups[-1])
 
 
+_LEAST = {"lr": 0, "momentum": 0, "weight_decay": 0, "eps": 0, "dampening": -math.inf}
 _FLAGS = ("nesterov", "amsgrad", "maximize", "capturable", "foreach", "fused")
 
 
@@ -91,24 +105,18 @@ def check_group(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if isinstance(value, Tensor):  # reading one may synchronize with its device
             continue
-        if name in ("lr", "momentum", "weight_decay", "eps"):
-            as_finite(name, value, least=0)
-        elif name == "dampening":
-            as_finite(name, value)
+        if name in _LEAST:
+            as_finite(name, value, least=_LEAST[name])
         elif name in _FLAGS and not (value is None and name in ("foreach", "fused")):
             check_flag(name, value)
-    if "betas" in options:
-        _check_betas(options["betas"])
+    betas = options.get("betas", (0.0, 0.0))
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"betas={betas!r} must be two numbers, such as (0.9, 0.95).")
+    for index, beta in enumerate(betas):
+        if not isinstance(beta, Tensor) and not 0 <= as_finite(f"betas[{index}]", beta) < 1:
+            raise ValueError(f"betas[{index}]={beta!r} must be 0 or more and less than 1.")
     if options.get("nesterov") and (options.get("momentum", 0) <= 0 or options.get("dampening", 0) != 0):
         raise ValueError(
             f"nesterov=True needs momentum above 0 and no dampening; got momentum={options.get('momentum', 0)!r}, "
             f"dampening={options.get('dampening', 0)!r}. Use a momentum above 0, and no dampening."
         )
-
-
-def _check_betas(betas: object) -> None:
-    if isinstance(betas, str | Tensor) or not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ValueError(f"betas={betas!r} must be two numbers, such as (0.9, 0.95).")
-    for index, beta in enumerate(betas):
-        if not isinstance(beta, Tensor) and not 0 <= as_finite(f"betas[{index}]", beta) < 1:
-            raise ValueError(f"betas[{index}]={beta!r} must be 0 or more and less than 1.")

@@ -24,9 +24,6 @@ __all__ = [
     "set_rates",
 ]
 
-_SHARED = "_shared_rates"
-_STATE = "_composer_state"
-
 
 class SharedRate:
     """Learning rate of one parameter group: the result of PyTorch's schedulers times Composer's factor.
@@ -62,31 +59,22 @@ class SharedRate:
 class _BesideComposers(LRScheduler):
     """Base class added to a PyTorch scheduler, which then computes its rates without Composer's factor."""
 
+    _shared_rates: "list[SharedRate]"
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step without Composer's factor, which is restored afterwards."""
-        with _without_factor(self.optimizer, vars(self)[_SHARED]):
+        with _without_factor(self.optimizer, self._shared_rates):
             super().step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state without the rates shared with Composer's schedulers."""
-        return {name: value for name, value in super().state_dict().items() if name != _SHARED}
-
-
-def link_lr_schedulers(theirs: LRScheduler, shared: Sequence[SharedRate]) -> None:
-    """Make a PyTorch scheduler share its rates with Composer's schedulers, which may then be stepped in any order.
-
-    Its class is replaced by a subclass of the same name, as `fully_shard` does with modules: a method set on the
-    scheduler itself would be saved with its state.
-    """
-    if not isinstance(theirs, _BesideComposers):
-        theirs.__class__ = _class_beside(type(theirs))
-    vars(theirs)[_SHARED] = list(shared)
+        return {name: value for name, value in super().state_dict().items() if name != "_shared_rates"}
 
 
 def compiled_for(scheduler: object) -> Any:
     """Return the training state for which a Composer scheduler was compiled, or `None` for anything else."""
-    factor = _first_factor(scheduler)
-    return getattr(factor.product if isinstance(factor, SharedRate) else factor, _STATE, None)
+    factor = scheduler.lr_lambdas[0] if isinstance(scheduler, LambdaLR) else None
+    return getattr(factor.product if isinstance(factor, SharedRate) else factor, "_composer_state", None)
 
 
 def check_together(schedulers: Iterable[object]) -> None:
@@ -135,19 +123,19 @@ def rates_without_factor(theirs: Sequence[LRScheduler], optimizer: Optimizer) ->
 # Cached, so that schedulers of one class still have a class in common.
 @functools.cache
 def _class_beside(cls: type[LRScheduler]) -> type[LRScheduler]:
+    if issubclass(cls, _BesideComposers):
+        return cls
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return types.new_class(cls.__name__, (_BesideComposers, cls), exec_body=lambda body: body.update(names))
-
-
-def _first_factor(scheduler: object) -> Any:
-    return scheduler.lr_lambdas[0] if isinstance(scheduler, LambdaLR) else None
 
 
 def _shared_by(scheduler: object) -> object:
     """Return an object that all schedulers compiled together have in common."""
     if isinstance(scheduler, _BesideComposers):
-        return vars(scheduler)[_SHARED][0]
-    return _first_factor(scheduler) if compiled_for(scheduler) is not None else scheduler
+        return scheduler._shared_rates[0]
+    if isinstance(scheduler, LambdaLR) and compiled_for(scheduler) is not None:
+        return scheduler.lr_lambdas[0]
+    return scheduler
 
 
 @contextmanager
@@ -274,11 +262,11 @@ def compile_composer_schedulers(
         [0.75]
     """
     optimizer = _only_optimizer(state)
-    ours = [scheduler for scheduler in schedulers if not isinstance(scheduler, LRScheduler)]
     theirs = [scheduler for scheduler in schedulers if isinstance(scheduler, LRScheduler)]
-    bound = [(scheduler, ratio_argument(scheduler, ssr)) for scheduler in ours]
+    bound = [(each, ratio_argument(each, ssr)) for each in schedulers if not isinstance(each, LRScheduler)]
     for scheduler in theirs:
-        _check_pytorchs(scheduler, optimizer)
+        if misfit := _misfit(scheduler, optimizer):
+            raise ValueError(f"schedulers has a {type(scheduler).__name__} in it that {misfit}.")
     lengths = [scaled_lengths(scheduler, ssr) for scheduler in theirs]
     factors: Any = _product(bound, state)  # of all LambdaLRs; with PyTorch's, a shared rate for each group
     if theirs and bound:
@@ -286,12 +274,17 @@ def compile_composer_schedulers(
         initial = [float(group["initial_lr"]) for group in optimizer.param_groups]
         factors = [SharedRate(factors, *group) for group in zip(initial, rates, strict=True)]
     # Each of them sets the rate by all factors, so the order in which they step does not matter.
-    compiled = [LambdaLR(optimizer, factors) for _ in ours]
+    compiled = [LambdaLR(optimizer, factors) for _ in bound]
     # No errors from here on, so that an error leaves PyTorch's schedulers unchanged.
     for scheduler, scaled in zip(theirs, lengths, strict=True):
-        vars(scheduler).update(scaled)
+        for name, value in scaled.items():
+            setattr(scheduler, name, value)
         if isinstance(factors, list):
-            link_lr_schedulers(scheduler, factors)
+            # A subclass of the same name, as `fully_shard` does with modules: a method set on the scheduler itself
+            # would be saved with its state.
+            beside: Any = scheduler
+            beside.__class__ = _class_beside(type(scheduler))
+            beside._shared_rates = list(factors)
     rest = iter(compiled)
     return [scheduler if isinstance(scheduler, LRScheduler) else next(rest) for scheduler in schedulers]
 
@@ -306,7 +299,8 @@ def _product(bound: _Bound, state: OptimizedState) -> Callable[[int], float]:
             check_together(getattr(state, "schedulers", ()))
         return math.prod(scheduler(state, *ratio) for scheduler, ratio in bound)
 
-    vars(product)[_STATE] = state  # by which `compiled_for` recognizes schedulers compiled by this module
+    marked: Any = product
+    marked._composer_state = state  # by which `compiled_for` recognizes schedulers compiled by this module
     return product
 
 
@@ -319,24 +313,14 @@ def _only_optimizer(state: OptimizedState) -> Optimizer:
     return state.optimizers[0]
 
 
-def _check_pytorchs(scheduler: LRScheduler, optimizer: Optimizer) -> None:
-    """Raise `ValueError` if a PyTorch scheduler cannot be combined with Composer's."""
-    name = type(scheduler).__name__
+def _misfit(scheduler: LRScheduler, optimizer: Optimizer) -> str:
+    """Return why a PyTorch scheduler cannot be combined with Composer's, or nothing."""
     if compiled_for(scheduler) is not None:
-        raise ValueError(
-            f"schedulers has a {name} in it that compile_composer_scheduler made. Give the Composer scheduler itself, "
-            f"so that all are compiled together."
-        )
+        return "compile_composer_scheduler made: give the Composer scheduler itself"
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise ValueError(
-            f"schedulers has PyTorch's {name} in it, whose steps need a loss, and schedulers are stepped without one. "
-            f"Use one that depends on time only, or step it yourself after evaluation."
-        )
-    if scheduler.optimizer is not optimizer:
-        raise ValueError(
-            f"schedulers has PyTorch's {name} in it, which was made for another {type(scheduler.optimizer).__name__} "
-            f"than the one whose learning rate Composer's schedulers move. Make it for state.optimizers[0]."
-        )
+        return "needs a loss at every step: use one that depends on time only, or step it after evaluation"
+    is_ours = scheduler.optimizer is optimizer
+    return "" if is_ours else "was made for another optimizer: make it for state.optimizers[0]"
 
 
 def ratio_argument(scheduler: Callable[..., float], ssr: float) -> "tuple[()] | tuple[float]":

@@ -12,11 +12,12 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from composer_dist import dist
-from composer_optim._decay import check_group, decay_rate, evaluate, get_initial_lr, shrink, warn_of_large_decay
+from composer_optim._decay import Decoupled, check_group, decay_rate, evaluate, get_initial_lr, shrink
 
 __all__ = ["DecoupledAdamW"]
 
 _NORM = "l2_norm"
+_OPTIONS = ("amsgrad", "lr", "weight_decay", "eps", "maximize", "foreach", "capturable", "fused")
 
 
 def _norm(tensor: Any) -> Tensor:
@@ -43,13 +44,7 @@ def _local(tensor: Tensor) -> Tensor:
     return torch.view_as_real(part) if part.is_complex() else part
 
 
-def _communication_device() -> torch.device:
-    """Return the device on which a rank without metrics receives those of the others."""
-    accelerator = torch.accelerator.current_accelerator()
-    return torch.device("cpu") if accelerator is None or tdist.get_backend() == "gloo" else accelerator
-
-
-class DecoupledAdamW(AdamW):
+class DecoupledAdamW(Decoupled, AdamW):
     """AdamW with weight decay that does not depend on the choice of the learning rate.
 
     Each step multiplies the weights by `1 - (lr / initial_lr) * weight_decay` and then performs the step of
@@ -119,22 +114,7 @@ class DecoupledAdamW(AdamW):
             capturable=capturable,
             fused=fused,
         )
-        warn_of_large_decay(self)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; its current learning rate becomes its initial one.
-
-        Args:
-            param_group: `params`, and the options that differ from those of the constructor.
-
-        Raises:
-            TypeError: If an option has the wrong type.
-            ValueError: If a number is NaN, infinite, or out of its range.
-        """
-        if isinstance(param_group, dict):  # otherwise PyTorch raises the error
-            check_group({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-        get_initial_lr(self.param_groups[-1])
+        self._warn_of_large_decay()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -151,7 +131,13 @@ class DecoupledAdamW(AdamW):
         """
         loss = evaluate(closure)
         for group in self.param_groups:
-            _check_capture(group)
+            is_safe = group["capturable"] or torch.compiler.is_compiling() or not torch.cuda.is_initialized()
+            if not is_safe and torch.cuda.is_current_stream_capturing():
+                # The count of steps is on the host, and would not increase when the graph is replayed.
+                raise RuntimeError(
+                    "capturable=False, but the step is captured in a CUDA graph, which would repeat the bias "
+                    "correction of this step in every replay. Make the optimizer with capturable=True."
+                )
             params = [param for param in group["params"] if param.grad is not None]
             states = [self._initialized_state(param, group) for param in params]
             beta1, beta2 = group["betas"]
@@ -162,61 +148,38 @@ class DecoupledAdamW(AdamW):
                 [state["exp_avg_sq"] for state in states],
                 [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
                 [state["step"] for state in states],
-                amsgrad=group["amsgrad"],
                 beta1=beta1,
                 beta2=beta2,
-                lr=group["lr"],
                 initial_lr=get_initial_lr(group),
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=group["maximize"],
-                foreach=group["foreach"],
-                capturable=group["capturable"],
-                fused=group["fused"],
                 grad_scale=getattr(self, "grad_scale", None),
                 found_inf=getattr(self, "found_inf", None),
+                **{name: group[name] for name in _OPTIONS},
             )
         return loss
 
     @staticmethod
     def adamw(
         params: list[Tensor],
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        max_exp_avg_sqs: list[Tensor],
-        state_steps: list[Tensor],
-        *,
-        amsgrad: bool,
-        beta1: float,
-        beta2: float,
+        *tensors: Any,
         lr: float | Tensor,
         initial_lr: float,
         weight_decay: float,
-        eps: float,
         maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        fused: bool | None = None,
-        grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        **options: Any,
     ) -> None:
         """Perform one step on lists of tensors, in place.
 
         Args:
             params: The weights.
-            grads: One gradient per weight.
-            exp_avgs: The running means of the gradients.
-            exp_avg_sqs: The running means of their squares.
-            max_exp_avg_sqs: The maxima of these so far. Empty without `amsgrad`.
-            state_steps: The numbers of completed steps.
-            amsgrad: As for the class, like all options that are not explained here.
-            beta1: The decay rate of `exp_avgs`.
-            beta2: The decay rate of `exp_avg_sqs`.
+            *tensors: `grads`, `exp_avgs`, `exp_avg_sqs`, `max_exp_avg_sqs` (empty without `amsgrad`), `state_steps`, as
+                for PyTorch's function `adamw`.
             lr: The current learning rate.
             initial_lr: The initial learning rate.
-            grad_scale: Divisor of the gradients; only with `fused`.
+            weight_decay: As for the class.
+            maximize: As for the class.
             found_inf: Not 0 to skip the step, because a gradient is not finite; only with `fused`.
+            **options: Other options of PyTorch's function, such as `beta1`.
         """
         # Left to PyTorch's kernel where possible, since `shrink` is another pass over the weights.
         if initial_lr == 0:  # cannot be divided by, so the decay is applied here
@@ -224,27 +187,9 @@ class DecoupledAdamW(AdamW):
             weight_decay = 0.0
         elif weight_decay != 0:
             weight_decay /= initial_lr  # PyTorch multiplies it by `lr`
-        adamw(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            max_exp_avg_sqs,
-            state_steps,
-            foreach=foreach,
-            capturable=capturable,
-            fused=fused,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-            has_complex=any(torch.is_complex(param) for param in params),
-            amsgrad=amsgrad,
-            beta1=beta1,
-            beta2=beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=eps,
-            maximize=maximize,
-        )
+        has_complex = any(torch.is_complex(param) for param in params)
+        options |= {"lr": lr, "weight_decay": weight_decay, "maximize": maximize, "found_inf": found_inf}
+        adamw(params, *tensors, has_complex=has_complex, **options)
 
     def report_per_parameter_metrics(
         self, param: Tensor, name: str, optimizer_metrics: dict[str, Tensor]
@@ -305,7 +250,10 @@ class DecoupledAdamW(AdamW):
             if not names:
                 return optimizer_metrics
             held = next(iter(optimizer_metrics.values()), None)
-            device = _communication_device() if held is None else held.device
+            device = torch.device("cpu") if held is None else held.device
+            accelerator = torch.accelerator.current_accelerator()
+            if held is None and accelerator is not None and tdist.get_backend() != "gloo":
+                device = accelerator
             zero = torch.zeros((), device=device)
             # One collective for all metrics; ranks without a metric contribute 0.
             sums = torch.stack([optimizer_metrics.get(name, zero).to(device, torch.float32) for name in names])
@@ -350,14 +298,3 @@ class DecoupledAdamW(AdamW):
             if group["amsgrad"]:
                 state["max_exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
         return state
-
-
-def _check_capture(group: dict[str, Any]) -> None:
-    """Reject a captured step with its count on the host, which would not increase when the graph is replayed."""
-    if group["capturable"] or torch.compiler.is_compiling() or not torch.cuda.is_initialized():
-        return
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "capturable=False, but the step is captured in a CUDA graph, which would repeat the bias correction of "
-            "this step in every replay. Make the optimizer with capturable=True."
-        )

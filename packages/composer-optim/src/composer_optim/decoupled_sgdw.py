@@ -11,12 +11,14 @@ from torch.optim import SGD
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from composer_optim._decay import check_group, decay_rate, evaluate, get_initial_lr, shrink, warn_of_large_decay
+from composer_optim._decay import Decoupled, check_group, decay_rate, evaluate, get_initial_lr, shrink
 
 __all__ = ["DecoupledSGDW"]
 
+_OPTIONS = ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "foreach", "fused")
 
-class DecoupledSGDW(SGD):
+
+class DecoupledSGDW(Decoupled, SGD):
     """Stochastic gradient descent with weight decay that is independent of the gradient and of the learning rate.
 
     Each step multiplies the weights by `1 - (lr / initial_lr) * weight_decay` and then performs the step of
@@ -64,22 +66,7 @@ class DecoupledSGDW(SGD):
         super().__init__(
             params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, foreach=foreach, fused=fused
         )
-        warn_of_large_decay(self)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; its current learning rate becomes its initial one.
-
-        Args:
-            param_group: `params`, and the options that differ from those of the constructor.
-
-        Raises:
-            TypeError: If an option has the wrong type.
-            ValueError: If a number is NaN, infinite, or out of its range.
-        """
-        if isinstance(param_group, dict):  # otherwise PyTorch raises the error
-            check_group({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-        get_initial_lr(self.param_groups[-1])
+        self._warn_of_large_decay()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -101,17 +88,10 @@ class DecoupledSGDW(SGD):
                 params,
                 [param.grad for param in params],
                 buffers,
-                lr=group["lr"],
                 initial_lr=get_initial_lr(group),
-                weight_decay=group["weight_decay"],
-                momentum=group["momentum"],
-                dampening=group["dampening"],
-                nesterov=group["nesterov"],
-                maximize=group["maximize"],
-                foreach=group["foreach"],
-                fused=group["fused"],
                 grad_scale=getattr(self, "grad_scale", None),
                 found_inf=getattr(self, "found_inf", None),
+                **{name: group[name] for name in _OPTIONS},
             )
             if has_momentum:
                 for param, buffer in zip(params, buffers, strict=True):
@@ -127,14 +107,10 @@ class DecoupledSGDW(SGD):
         lr: float | Tensor,
         initial_lr: float,
         weight_decay: float,
-        momentum: float,
-        dampening: float,
-        nesterov: bool,
         maximize: bool = False,
-        foreach: bool | None = None,
         fused: bool | None = None,
-        grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        **options: Any,
     ) -> None:
         """Perform one step on lists of tensors, in place.
 
@@ -144,26 +120,16 @@ class DecoupledSGDW(SGD):
             momentum_buffers: One per weight, `None` for a missing one, which is created. Empty without momentum.
             lr: The current learning rate.
             initial_lr: The initial learning rate.
-            weight_decay: As for the class, like the options that follow.
-            grad_scale: Divisor of the gradients; only with `fused`.
+            weight_decay: As for the class.
+            maximize: As for the class.
+            fused: As for the class.
             found_inf: Not 0 to skip the step, because a gradient is not finite; only with `fused`.
+            **options: Other options of PyTorch's function `sgd`, such as `momentum`.
         """
         # A separate pass: the weight decay of PyTorch's SGD is part of the gradient, and would enter the momentum.
         shrink(params, decay_rate(lr, initial_lr, weight_decay), found_inf)
-        run = partial(
-            sgd,
-            has_sparse_grad=any(grad.is_sparse for grad in grads),
-            foreach=foreach,
-            fused=fused,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-            weight_decay=0.0,
-            momentum=momentum,
-            lr=lr,
-            dampening=dampening,
-            nesterov=nesterov,
-            maximize=maximize,
-        )
+        options |= {"lr": lr, "weight_decay": 0.0, "maximize": maximize, "fused": fused, "found_inf": found_inf}
+        run = partial(sgd, has_sparse_grad=any(grad.is_sparse for grad in grads), **options)
         is_new = [buffer is None for buffer in momentum_buffers]
         if fused and any(is_new) and not all(is_new):
             # In one call the fused kernel creates either all buffers or none.

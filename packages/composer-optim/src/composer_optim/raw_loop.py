@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from composer_optim.compile import ratio_argument
 from composer_optim.time_conversion import parse_length
 from composer_time import Time, Timestamp, TimeUnit
+from composer_time.timestamp import CLOCKS, COUNTERS
 
 __all__ = ["lr_lambda", "lambda_lr"]
 
@@ -54,23 +55,18 @@ def lr_lambda(
     """
     ratio = ratio_argument(scheduler, scale_schedule_ratio)
     duration = parse_length(max_duration, "max_duration")
-    loop = _Loop(duration, batches_per_epoch, samples_per_batch, tokens_per_batch)
-    if scale_schedule_ratio != 1.0:
-        loop = loop.scaled(scale_schedule_ratio)
+    scaled = duration if scale_schedule_ratio == 1.0 else duration * scale_schedule_ratio
+    if scaled.value == 0:
+        raise ValueError(
+            f"Scale schedule has reduced the max_duration to 0: max_duration={str(duration)!r} with "
+            f"scale_schedule_ratio={scale_schedule_ratio!r}. Use a larger ratio, or give max_duration in batches."
+        )
+    loop = _Loop(scaled, batches_per_epoch, samples_per_batch, tokens_per_batch)
     # Not a closure, which could not be pickled.
     return partial(_factor, scheduler, ratio, loop)
 
 
-def lambda_lr(
-    optimizer: Optimizer,
-    scheduler: Callable[..., float],
-    *,
-    max_duration: str | Time,
-    batches_per_epoch: int | None = None,
-    samples_per_batch: int | None = None,
-    tokens_per_batch: int | None = None,
-    scale_schedule_ratio: float = 1.0,
-) -> LambdaLR:
+def lambda_lr(optimizer: Optimizer, scheduler: Callable[..., float], **settings: Any) -> LambdaLR:
     """Create a `LambdaLR` that sets the optimizer's learning rate by `scheduler`, one batch for each `step()`.
 
     Call `step()` after every `optimizer.step()`, also within epochs: batch `k`, counted from 0, then trains with the
@@ -81,11 +77,7 @@ def lambda_lr(
     Args:
         optimizer: The optimizer. Its learning rates are multiplied by the factor.
         scheduler: Any scheduler of this package, or a callable `(state)` or `(state, ssr)`.
-        max_duration: The length of training.
-        batches_per_epoch: Required if any length is in epochs.
-        samples_per_batch: Over all ranks; required if any length is in samples.
-        tokens_per_batch: Over all ranks; required if any length is in tokens.
-        scale_schedule_ratio: Factor of the length of `max_duration` and the schedule.
+        **settings: Keyword arguments of `lr_lambda`, of which `max_duration` is required.
 
     Raises:
         ValueError: As `lr_lambda`, and also if the scheduler uses a unit for which no argument was given.
@@ -103,15 +95,14 @@ def lambda_lr(
         >>> schedule.get_last_lr()
         [0.5]
     """
-    factor = lr_lambda(
-        scheduler,
-        max_duration=max_duration,
-        batches_per_epoch=batches_per_epoch,
-        samples_per_batch=samples_per_batch,
-        tokens_per_batch=tokens_per_batch,
-        scale_schedule_ratio=scale_schedule_ratio,
-    )
-    return LambdaLR(optimizer, factor)
+    return LambdaLR(optimizer, lr_lambda(scheduler, **settings))
+
+
+_COUNTS = {
+    TimeUnit.EPOCH: "batches_per_epoch",
+    TimeUnit.SAMPLE: "samples_per_batch",
+    TimeUnit.TOKEN: "tokens_per_batch",
+}
 
 
 @dataclass(frozen=True)
@@ -124,7 +115,7 @@ class _Loop:
     tokens_per_batch: int | None
 
     def __post_init__(self) -> None:
-        for name in ("batches_per_epoch", "samples_per_batch", "tokens_per_batch"):
+        for name in _COUNTS.values():
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ValueError(f"{name}={count!r} must be 1 or more. Leave it out if it is not known.")
@@ -132,31 +123,14 @@ class _Loop:
         if self.max_duration.unit != TimeUnit.EPOCH:
             self.require(self.max_duration.unit)
 
-    def scaled(self, ratio: float) -> "_Loop":
-        """Return a loop with its length multiplied by `ratio`."""
-        max_duration = self.max_duration * ratio
-        if max_duration.value == 0:
-            raise ValueError(
-                f"Scale schedule has reduced the max_duration to 0: max_duration={str(self.max_duration)!r} with "
-                f"scale_schedule_ratio={ratio!r}. Use a larger ratio, or give max_duration in batches."
-            )
-        return _Loop(max_duration, self.batches_per_epoch, self.samples_per_batch, self.tokens_per_batch)
-
     def require(self, unit: TimeUnit) -> None:
         """Raise `ValueError` if the loop does not count `unit`."""
-        needs = {
-            TimeUnit.EPOCH: ("batches_per_epoch", self.batches_per_epoch),
-            TimeUnit.BATCH: ("", 1),
-            TimeUnit.SAMPLE: ("samples_per_batch", self.samples_per_batch),
-            TimeUnit.TOKEN: ("tokens_per_batch", self.tokens_per_batch),
-        }
-        if unit not in needs:
-            raise ValueError(
-                f"{unit.value!r} is not counted by this loop. It counts batches, and epochs, samples and tokens if "
-                f"batches_per_epoch, samples_per_batch and tokens_per_batch are given. Use one of these units."
-            )
-        argument, count = needs[unit]
-        if count is None:
+        if unit == TimeUnit.BATCH:
+            return
+        argument = _COUNTS.get(unit)
+        if argument is None:
+            raise ValueError(f"{unit.value!r} is not counted by this loop. Write the lengths in batches.")
+        if getattr(self, argument) is None:
             raise ValueError(
                 f"{argument}=None, but the schedule or max_duration is counted in {unit.value!r}. Pass {argument}, or "
                 f"write the lengths in batches or as fractions of the duration such as '0.1dur'."
@@ -206,19 +180,8 @@ class _LoopTimestamp(Timestamp):
 
 # Units that must be counted for a property of the timestamp to be meaningful; `batch` always is.
 _NEEDS = {
-    "iteration": (TimeUnit.ITERATION,),
-    "epoch": (TimeUnit.EPOCH,),
-    "sample": (TimeUnit.SAMPLE,),
-    "token": (TimeUnit.TOKEN,),
-    "epoch_in_iteration": (TimeUnit.EPOCH,),
-    "token_in_iteration": (TimeUnit.TOKEN,),
-    "batch_in_epoch": (TimeUnit.EPOCH,),
-    "sample_in_epoch": (TimeUnit.EPOCH, TimeUnit.SAMPLE),
-    "token_in_epoch": (TimeUnit.EPOCH, TimeUnit.TOKEN),
-    "total_wct": (TimeUnit.SECOND,),
-    "iteration_wct": (TimeUnit.SECOND,),
-    "epoch_wct": (TimeUnit.SECOND,),
-    "batch_wct": (TimeUnit.SECOND,),
+    **{name: (TimeUnit.EPOCH, unit) if name.endswith("_in_epoch") else (unit,) for name, unit in COUNTERS.items()},
+    **dict.fromkeys(CLOCKS, (TimeUnit.SECOND,)),
 }
 
 

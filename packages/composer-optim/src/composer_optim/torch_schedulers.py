@@ -37,7 +37,7 @@ def scale_pytorch_scheduler(scheduler: LRScheduler, ssr: float) -> None:
         >>> scheduler.step_size
         15
     """
-    vars(scheduler).update(scaled_lengths(scheduler, ssr))
+    scale_pytorch_schedulers([scheduler], ssr)
 
 
 def scale_pytorch_schedulers(schedulers: Iterable[LRScheduler], ssr: float) -> None:
@@ -45,7 +45,8 @@ def scale_pytorch_schedulers(schedulers: Iterable[LRScheduler], ssr: float) -> N
     # All new lengths are computed first, so that an error leaves every scheduler unchanged.
     scaled = [(scheduler, scaled_lengths(scheduler, ssr)) for scheduler in schedulers]
     for scheduler, lengths in scaled:
-        vars(scheduler).update(lengths)
+        for name, length in lengths.items():
+            setattr(scheduler, name, length)
 
 
 def scaled_lengths(scheduler: LRScheduler, ssr: float) -> dict[str, Any]:
@@ -79,12 +80,7 @@ def scaled_lengths(scheduler: LRScheduler, ssr: float) -> dict[str, Any]:
 
 
 def check_ratio(ssr: object) -> None:
-    """Check a scale schedule ratio.
-
-    Raises:
-        TypeError: If it is not a number.
-        ValueError: If it is not finite and more than 0.
-    """
+    """Raise unless a scale schedule ratio is a finite number above 0."""
     if isinstance(ssr, bool) or not isinstance(ssr, Real):
         raise TypeError(f"scale_schedule_ratio={ssr!r} is not a number. Use 0.5 for half the schedule.")
     if not 0 < float(ssr) < math.inf:

@@ -244,27 +244,20 @@ def raise_if_warmup_and_max_incompatible(t_warmup: Time, t_max: Time) -> None:
 
 def raise_if_max_duration_exceeds_t_max(t_max: "str | Time", state: SchedulerState, ssr: float = 1.0) -> None:
     """Raise `ValueError` if training lasts longer than `t_max`, in converted units."""
-    t_max = parse_time(t_max, "t_max")
-    max_duration = _comparable_max_duration(t_max, state)
-    if max_duration is None:
-        log.debug("t_max=%s cannot be compared with max_duration=%s", t_max, state.max_duration)
+    t_max, duration = parse_time(t_max, "t_max"), state.max_duration
+    assert duration is not None, "convert_time has checked it"
+    if duration.unit == t_max.unit:
+        max_duration = int(duration)
+    elif duration.unit == TimeUnit.EPOCH and t_max.unit == TimeUnit.BATCH and state.dataloader_len is not None:
+        max_duration = int(duration) * int(state.dataloader_len)
+    else:
+        log.debug("t_max=%s cannot be compared with max_duration=%s", t_max, duration)
         return
     # Tolerance: `int(epochs * batches * ssr)` can be one less than `int(epochs * ssr) * batches`.
     rounding = 0 if ssr == 1.0 else 1
     if t_max.value + rounding < max_duration:
         raise ValueError(
-            f"t_max={str(t_max)!r} must be greater than or equal to max_duration {str(state.max_duration)!r}, which "
+            f"t_max={str(t_max)!r} must be greater than or equal to max_duration {str(duration)!r}, which "
             f"comes to {max_duration}{t_max.unit.value}, with a scale schedule ratio of {ssr}. Raise t_max, or leave "
             f"it at '1dur'."
         )
-
-
-def _comparable_max_duration(t_max: Time, state: SchedulerState) -> int | None:
-    """Return `max_duration` in the unit of `t_max`, or `None` if it is unknown."""
-    max_duration = state.max_duration
-    assert max_duration is not None, "convert_time has checked it"
-    if max_duration.unit == t_max.unit:
-        return int(max_duration)
-    if max_duration.unit == TimeUnit.EPOCH and t_max.unit == TimeUnit.BATCH and state.dataloader_len is not None:
-        return int(max_duration) * int(state.dataloader_len)
-    return None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
 from functools import cache, lru_cache
-from operator import attrgetter
 from reprlib import repr as shortened
 from types import GenericAlias
 
@@ -14,6 +14,7 @@ from composer_time.string_enum import StringEnum
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from re import Pattern
 
 __all__ = ["Time", "TimeUnit", "ensure_time"]
@@ -32,6 +33,14 @@ else:
 
         __slots__ = ()
         __class_getitem__ = classmethod(GenericAlias)
+
+
+def _comparison(compare: Callable[[Any, Any], bool]) -> Callable[[Time[Any], Time[Any] | str | float], bool]:
+    def method(self: Any, other: object) -> bool:
+        value = self._comparable(other)
+        return value if value is NotImplemented else compare(self._value, value)
+
+    return method
 
 
 class Time(_Subscriptable["TValue"]):
@@ -121,7 +130,12 @@ class Time(_Subscriptable["TValue"]):
             ValueError: If the text has another form or a part is out of its range.
             TypeError: If it is not a string.
         """
-        return Time(parse_wall_clock(timestring), TimeUnit.SECOND)
+        seconds = _wall_clock_seconds(_text(timestring))
+        if seconds is None:
+            raise ValueError(
+                f"Invalid time string {shortened(timestring)} for a timedelta. Accepted: {WALL_CLOCK_GRAMMAR}."
+            )
+        return Time(seconds, TimeUnit.SECOND)
 
     @staticmethod
     def from_timestring(timestring: str) -> Time[Any]:
@@ -141,7 +155,7 @@ class Time(_Subscriptable["TValue"]):
             >>> Time.from_timestring("1h20m40s")
             Time(4840, TimeUnit.SECOND)
         """
-        return Time(*parse_timestring(timestring))
+        return Time(*_parse(_text(timestring)))
 
     @staticmethod
     def from_input(i: Time[Any] | str | float, default_int_unit: TimeUnit | str | None = None) -> Time[Any]:
@@ -195,21 +209,10 @@ class Time(_Subscriptable["TValue"]):
         value = self._comparable(other)
         return value if value is NotImplemented else self._value == value
 
-    def __lt__(self, other: Time[Any] | str | float) -> bool:
-        value = self._comparable(other)
-        return value if value is NotImplemented else self._value < value
-
-    def __le__(self, other: Time[Any] | str | float) -> bool:
-        value = self._comparable(other)
-        return value if value is NotImplemented else self._value <= value
-
-    def __gt__(self, other: Time[Any] | str | float) -> bool:
-        value = self._comparable(other)
-        return value if value is NotImplemented else self._value > value
-
-    def __ge__(self, other: Time[Any] | str | float) -> bool:
-        value = self._comparable(other)
-        return value if value is NotImplemented else self._value >= value
+    __lt__ = _comparison(operator.lt)
+    __le__ = _comparison(operator.le)
+    __gt__ = _comparison(operator.gt)
+    __ge__ = _comparison(operator.ge)
 
     def __add__(self, other: Time[Any] | str | float) -> Time[TValue]:
         return Time(self._value + self._operand(other), self._unit)
@@ -273,8 +276,8 @@ class Time(_Subscriptable["TValue"]):
 
 
 if not TYPE_CHECKING:  # read dozens of times per training step; attrgetter avoids a Python call
-    Time.value = property(attrgetter("_value"), doc=Time.value.__doc__)
-    Time.unit = property(attrgetter("_unit"), doc=Time.unit.__doc__)
+    Time.value = property(operator.attrgetter("_value"), doc=Time.value.__doc__)
+    Time.unit = property(operator.attrgetter("_unit"), doc=Time.unit.__doc__)
 
 
 def ensure_time(maybe_time: Time[Any] | str | float, int_unit: TimeUnit | str) -> Time[Any]:
@@ -359,29 +362,14 @@ GRAMMAR = (
 _PARTS = (("hours", 24), ("minutes", 60), ("seconds", 60))
 
 
-def parse_timestring(text: str) -> tuple[int | float, TimeUnit]:
-    """Return the value and the unit of a time string."""
-    _require_text(text)
-    return _parse(text)
-
-
-def parse_wall_clock(text: str) -> int:
-    """Return the seconds in a wall-clock length such as '1h20m40s'."""
-    _require_text(text)
-    seconds = _wall_clock_seconds(text)
-    if seconds is None:
-        raise ValueError(f"Invalid time string {shortened(text)} for a timedelta. Accepted: {WALL_CLOCK_GRAMMAR}.")
-    return seconds
-
-
 @lru_cache(maxsize=256)  # a run compares with the same few strings at every step; bounded, because texts are user input
 def _parse(text: str) -> tuple[int | float, TimeUnit]:
     seconds = _wall_clock_seconds(text)
     if seconds is not None:
         return seconds, TimeUnit.SECOND
-    match = _number_and_unit().fullmatch(text)
+    match = _patterns()[1].fullmatch(text)
     if match is None:
-        raise ValueError(f"Invalid time string {shortened(text)}: {_fault(text)}. {GRAMMAR}")
+        raise ValueError(f"Invalid time string {shortened(text)}: it is not a number with a unit. {GRAMMAR}")
     number, unit = match[1], TimeUnit(match[2].lower())
     if unit is not TimeUnit.DURATION:
         try:
@@ -402,7 +390,7 @@ def _parse(text: str) -> tuple[int | float, TimeUnit]:
 
 
 def _wall_clock_seconds(text: str) -> int | None:
-    match = _wall_clock().fullmatch(text)
+    match = _patterns()[0].fullmatch(text)
     if match is None or not text:
         return None
     total = 0
@@ -419,49 +407,19 @@ def _wall_clock_seconds(text: str) -> int | None:
 
 
 @cache
-def _wall_clock() -> Pattern[str]:
+def _patterns() -> tuple[Pattern[str], Pattern[str]]:
+    """Return the patterns of a wall-clock length, and of a number with a unit."""
     import re  # lazily, because re and the patterns would be a large part of the import time
-
-    return re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
-
-
-@cache
-def _number_and_unit() -> Pattern[str]:
-    import re  # as above
 
     digits = r"\d+(?:_\d+)*"
     number = rf"[+-]?(?:{digits}(?:\.(?:{digits})?)?|\.{digits})(?:e[+-]?{digits})?"
     units = "|".join(unit.value for unit in TimeUnit)
     # re.ASCII: int and float accept the digits of other scripts, but the grammar does not.
-    return re.compile(rf"\s*({number})\s*({units})", re.ASCII | re.IGNORECASE)
+    wall_clock = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
+    return wall_clock, re.compile(rf"\s*({number})\s*({units})", re.ASCII | re.IGNORECASE)
 
 
-def _require_text(text: object) -> None:
+def _text(text: Any) -> str:
     if not isinstance(text, str):
         raise TypeError(f"{text!r} is of type {type(text).__name__}, not a time string. {GRAMMAR}")
-
-
-def _fault(text: str) -> str:
-    """Return a clause that says why the text does not match the grammar."""
-    number = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    word = text[len(number) :].lower()
-    if not text.strip():
-        return "it is empty"
-    if not word:
-        return "it does not end with a unit"
-    if not number.strip():
-        return "it does not begin with a number"
-    if word in {unit.value for unit in TimeUnit}:
-        return f"{shortened(number)} is not a number"
-    return f"{shortened(word)} is not a unit{_suggestion(word)}"
-
-
-def _suggestion(word: str) -> str:
-    """Return a hint at the unit that was probably meant, or an empty string."""
-    from difflib import get_close_matches  # needed only for an error
-
-    units = {spelling: unit.value for unit in TimeUnit for spelling in (unit.value, unit.name.lower())}
-    units["step"] = TimeUnit.BATCH.value  # the term for a batch in other libraries
-    # Shortened, because the comparison takes quadratic time and the text is user input.
-    close = get_close_matches(word[:20], units, n=1)
-    return f" (did you mean {units[close[0]]!r}?)" if close else ""
+    return text

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import operator
 from datetime import timedelta
-from operator import attrgetter
 
 from composer_time.serializable import Serializable
 from composer_time.time import Time, TimeUnit
@@ -12,6 +12,7 @@ __all__ = ["Timestamp"]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 
     T = TypeVar("T")
@@ -62,7 +63,15 @@ NO_TIME = timedelta(0)
 def _read(slot: str, kind: type[T], doc: str) -> _Reading[T]:
     """Return a property that reads a slot without executing Python code."""
     del kind  # used only by type checkers
-    return property(attrgetter(slot), doc=doc)  # pyright: ignore[reportReturnType]  # its own __get__ has a wider type
+    return property(operator.attrgetter(slot), doc=doc)  # pyright: ignore[reportReturnType]  # its own __get__ has a wider type
+
+
+def _comparison(compare: Callable[[int, Any], bool]) -> Callable[[Timestamp, Time[Any] | str], bool]:
+    def method(self: Any, other: object) -> bool:
+        time = _comparable(other)
+        return NotImplemented if time is None else compare(self._reading(time.unit), time.value)
+
+    return method
 
 
 class Timestamp(Serializable):
@@ -203,20 +212,9 @@ class Timestamp(Serializable):
     num_tokens_in_epoch = _read("_token_in_epoch", int, "Tokens seen in this epoch, as an `int`.")
     total_wct = _read("_total_wct", timedelta, "Wall-clock time trained.")
 
-    @property
-    def iteration_wct(self) -> timedelta:
-        """Wall-clock time trained in this iteration."""
-        return self._iteration_wct
-
-    @property
-    def epoch_wct(self) -> timedelta:
-        """Wall-clock time trained in this epoch."""
-        return self._epoch_wct
-
-    @property
-    def batch_wct(self) -> timedelta:
-        """Wall-clock time of the last batch."""
-        return self._batch_wct
+    iteration_wct = _read("_iteration_wct", timedelta, "Wall-clock time trained in this iteration.")
+    epoch_wct = _read("_epoch_wct", timedelta, "Wall-clock time trained in this epoch.")
+    batch_wct = _read("_batch_wct", timedelta, "Wall-clock time of the last batch.")
 
     def get(self, unit: TimeUnit | str) -> Time[int]:
         """Return the progress of the run in one unit.
@@ -348,21 +346,10 @@ class Timestamp(Serializable):
     # Unhashable, because loading a state changes a timestamp in place.
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # the data model's way to say "unhashable"
 
-    def __lt__(self, other: Time[Any] | str) -> bool:
-        time = _comparable(other)
-        return NotImplemented if time is None else self._reading(time.unit) < time.value
-
-    def __le__(self, other: Time[Any] | str) -> bool:
-        time = _comparable(other)
-        return NotImplemented if time is None else self._reading(time.unit) <= time.value
-
-    def __gt__(self, other: Time[Any] | str) -> bool:
-        time = _comparable(other)
-        return NotImplemented if time is None else self._reading(time.unit) > time.value
-
-    def __ge__(self, other: Time[Any] | str) -> bool:
-        time = _comparable(other)
-        return NotImplemented if time is None else self._reading(time.unit) >= time.value
+    __lt__ = _comparison(operator.lt)
+    __le__ = _comparison(operator.le)
+    __gt__ = _comparison(operator.gt)
+    __ge__ = _comparison(operator.ge)
 
     def _reading(self, unit: TimeUnit) -> int:
         """Return the counter of a unit; composer_optim's loop overrides it to reject units that it does not count."""
@@ -398,11 +385,7 @@ class Timestamp(Serializable):
         return after
 
 
-if not TYPE_CHECKING:  # read at every step; attrgetter avoids a Python call
-    for _name in CLOCKS:
-        setattr(Timestamp, _name, property(attrgetter(f"_{_name}"), doc=getattr(Timestamp, _name).__doc__))
-
-_READ = {unit: attrgetter(f"_{name}") for name, unit in COUNTERS.items() if "_in_" not in name}
+_READ = {unit: operator.attrgetter(f"_{name}") for name, unit in COUNTERS.items() if "_in_" not in name}
 
 
 def _comparable(other: object) -> Time[Any] | None:
