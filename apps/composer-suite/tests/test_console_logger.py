@@ -4,7 +4,6 @@ import io
 import json
 import math
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,24 +24,6 @@ def run(make_trainer):
         return stream.getvalue().splitlines()
 
     return run
-
-
-@pytest.fixture
-def begun_on_a_terminal():
-    """Write a block with one table to a stream that is a terminal's, and return it."""
-
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    def write(columns, rows):
-        stream = Terminal()
-        console = ConsoleLogger(stream=stream)
-        console.log_table(columns, rows, name="mine")
-        console.log_to_console({}, SimpleNamespace(max_duration=None))
-        return stream.getvalue()
-
-    return write
 
 
 def headers(lines):
@@ -116,17 +97,6 @@ def test_tables_come_with_every_block(run):
 
     lines = run(max_duration="2ba", callbacks=LogTable())
     assert lines.count('\t Train mine: {"columns":["a","b"],"data":[[1,"x"],[2,"y"]]}') == 2
-
-
-def test_on_a_terminal_tables_have_rows_and_columns(begun_on_a_terminal):
-    text = begun_on_a_terminal(["prompt", "loss"], [["a\nb", 0.5], ["x" * 100, 12.25]])
-    assert text.splitlines()[1:] == [
-        "\t mine: ",
-        "\t   " + "prompt".ljust(60) + "     loss",
-        "\t   " + "-" * 60 + "  -------",
-        "\t   " + "a b".ljust(60) + "   0.5000",
-        "\t   " + "x" * 59 + "…" + "  12.2500",
-    ]
 
 
 def test_a_table_has_what_tensors_and_arrays_hold():

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 from composer_ckpt.output import ExitCode, Result, parse_size, printable
@@ -97,7 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    parser.add_argument("--version", action="version", version=f"composer-ckpt {version('composer-ckpt')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
     converting = (_add_convert, _add_merge, _add_reshard, _add_extract)
     for add in (_add_inspect, _add_verify, _add_diff, *converting, _add_latest_and_repair):
@@ -122,13 +123,6 @@ class _Command(argparse.ArgumentParser):
             self._is_mixing = False
 
 
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version  # slow to import
-
-        parser.exit(message=f"composer-ckpt {version('composer-ckpt')}\n")
-
-
 def _command(commands: Any, name: str, module: str, function: str, text: str) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=text[0].upper() + text[1:] + ".", epilog=_EPILOG,
@@ -148,13 +142,13 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _add_verify(commands: Any) -> None:
-    command = _command(commands, "verify", "compare", "verify", "check whether a checkpoint is complete and undamaged")
+    command = _command(commands, "verify", "inspect", "verify", "check whether a checkpoint is complete and undamaged")
     _add_source(command)
     command.add_argument("--hash", action="store_true", help="print a hash of each tensor, the same for all formats")
 
 
 def _add_diff(commands: Any) -> None:
-    command = _command(commands, "diff", "compare", "diff", "compare two checkpoints, of any formats")
+    command = _command(commands, "diff", "inspect", "diff", "compare two checkpoints, of any formats")
     command.add_argument("a", metavar="A", help="one checkpoint")
     command.add_argument("b", metavar="B", help="the other")
     command.add_argument("--rtol", type=float, default=0.0, help="allowed difference of values, relative to B's")
@@ -243,7 +237,7 @@ def _add_extract(commands: Any) -> None:
 
 def _add_latest_and_repair(commands: Any) -> None:
     """Add the commands for the folder that a run saves to."""
-    command = _command(commands, "latest", "sources", "latest", "print the newest complete checkpoint of a folder")
+    command = _command(commands, "latest", "places", "latest", "print the newest complete checkpoint of a folder")
     command.add_argument("folder", metavar="FOLDER", help="where a run saves checkpoints")
     command.add_argument("--no-verify", action="store_true", help="neither read it nor compare it with its hashes")
     command = _command(commands, "repair", "extract", "repair", "repair links, and list or delete unfinished files")

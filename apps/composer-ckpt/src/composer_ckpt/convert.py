@@ -1,22 +1,53 @@
-"""The commands `composer-ckpt convert` and `composer-ckpt merge`."""
+"""The commands `composer-ckpt convert` and `composer-ckpt merge`, and the writing of Composer checkpoints."""
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 
-from composer_checkpoint import CheckpointConflictError, UnfittingWeightsError
+from composer_checkpoint import UnfittingWeightsError, verify, write_atomically
 from composer_checkpoint.remote.fetch import get_file
-from composer_checkpoint.tensors import StoredTensor, TensorSource, refuse_quantized, refuse_sparse
-from composer_ckpt.options import ConvertOptions
+from composer_checkpoint.tensors import (
+    StoredTensor,
+    Target,
+    TensorSource,
+    aliases_of,
+    refuse_quantized,
+    refuse_sparse,
+    refuse_unfit,
+    stream_local,
+    stream_pt,
+    stream_safetensors,
+    stream_sharded,
+    tensors_in,
+)
+from composer_ckpt.folders import saved_description
+from composer_ckpt.options import ConvertOptions, Plan, Progress
 from composer_ckpt.output import Result, UsageError, format_size, progress_bar
-from composer_ckpt.sources import opened
-from composer_ckpt.targets import clear_leftovers, may_replace, publish, written_to
-from composer_ckpt.to_checkpoint import plan_checkpoint
-from composer_ckpt.to_hugging_face import plan_folder
-from composer_ckpt.weights import BLOCK_NUMEL, differences, refuse_without_numbers, select
+from composer_ckpt.places import clear_leftovers, may_replace, opened, publish, written_to
+from composer_ckpt.to_hugging_face import (
+    in_memory_weights,
+    plan_folder,
+    read_back,
+    trained_beside_adapter,
+    with_adapter,
+)
+from composer_ckpt.weights import (
+    BLOCK_NUMEL,
+    Weights,
+    choose_weights,
+    differences,
+    notes_on_the_rest,
+    refuse_without_numbers,
+    renamed_by,
+    select,
+)
+from composer_hf.metadata import HuggingFaceMetadata
+from composer_hf.model_classes import meta_model
 
 
 def convert(arguments: argparse.Namespace) -> Result:
@@ -35,25 +66,17 @@ def write_converted(
     options: ConvertOptions, sources: Iterable[str | None], open_source: Callable[[ExitStack], TensorSource]
 ) -> Result:
     """Write a checkpoint in the format that the options select."""
-    conflicts: list[str] = []
     with ExitStack() as stack:
         local = stack.enter_context(written_to(options))
-        writing = replace(options, target=local)
-        try:
-            read = (*sources, options.config, options.tokenizer)
-            overwrite = may_replace(
-                local, read, overwrite=options.overwrite, is_folder=options.is_folder, world_size=options.world_size
-            )
-            writing = replace(writing, overwrite=overwrite)
-        except CheckpointConflictError as error:
-            if not options.dry_run:
-                raise  # a dry run reports the conflict and shows the rest of the plan
-            conflicts.append(str(error))
+        read = (*sources, options.config, options.tokenizer)
+        overwrite = may_replace(
+            local, read, overwrite=options.overwrite, is_folder=options.is_folder, world_size=options.world_size
+        )
+        writing = replace(options, target=local, overwrite=overwrite)
         source = open_source(stack)
         options.check_source(source.format)
         plan = plan_folder(source, writing, stack) if options.to == "hf" else plan_checkpoint(source, writing)
         plan.target = options.target  # for the report; `local` may be a temporary path
-        plan.warnings += conflicts
         if not options.dry_run:
             clear_leftovers(local, options.world_size)  # of a run that was killed
             with progress_bar("writing", plan.size_bytes, quiet=options.quiet) as progress:
@@ -81,9 +104,6 @@ def _take_old_spellings(arguments: argparse.Namespace) -> None:
     if kept is not None and not arguments.dry_run:
         get_file(arguments.source, kept, progress_bar=False)
         arguments.source = kept
-
-
-_KEPT = ("integrations", "metadata")
 
 
 def merge(arguments: argparse.Namespace) -> Result:
@@ -132,7 +152,7 @@ def _merged(
         for name, tensor in weights[0].items()
     }
     # Timestamps and the like would be wrong for an average.
-    beside = {key: value for key, value in first.state.items() if key in _KEPT}
+    beside = {key: value for key, value in first.state.items() if key in _ALWAYS}
     tree = {"state": {"model": averages, **beside}} if first.state else averages
     return TensorSource(first.format, tree, first.size_bytes, missing=first.missing, files=first.files, path=first.path)
 
@@ -161,3 +181,123 @@ def _add(total: torch.Tensor, tensor: torch.Tensor, share: float) -> None:
     # the whole would need more memory.
     for piece, part in zip(total.split(BLOCK_NUMEL), tensor.split(BLOCK_NUMEL), strict=True):
         piece.add_(part.to(total.dtype), alpha=share)
+
+
+_PREFIX = "model."
+_ALWAYS = ("integrations", "metadata")  # kept with weights alone
+
+
+def plan_checkpoint(source: TensorSource, options: ConvertOptions) -> Plan:
+    """Plan a checkpoint of the format `options.to`."""
+    chosen, renamed, changes = choose_weights(source, options)
+    notes = notes_on_the_rest(source)
+    target = cast(Target, options.to)
+    tree = _tree(source, options, chosen, notes)
+    weights: Weights = tree["state"]["model"]
+    aliases = aliases_of(weights)
+    own = {name: tensor for name, tensor in weights.items() if name not in aliases}
+    content = own if target == "safetensors" else tree
+    refuse_unfit(content, target, options.target, what=f"--to {target}", aliases=aliases)
+    written = own
+    if target != "safetensors":
+        # With the optimizer's state; tensors that share storage are written once.
+        every = tensors_in(tree)
+        repeated = aliases_of(every)
+        written = {name: tensor for name, tensor in every.items() if name not in repeated}
+    info = {} if source.manifest is None else dict(source.manifest.info)
+    # These describe how the source's file was written.
+    info = {key: value for key, value in info.items() if key not in ("encoded", "aliases", "layout", "save_id")}
+    return Plan(
+        source=options.source,
+        target=options.target,
+        formats=(source.format, target),
+        files={Path(options.target).name: written},
+        write=lambda progress: _write(tree, own, aliases, info, options, progress),
+        largest_source=max((tensor.size_bytes for tensor in source.tensors.values()), default=0),
+        cast=changes,
+        renamed=renamed,
+        warnings=notes,
+    )
+
+
+def _tree(source: TensorSource, options: ConvertOptions, weights: Weights, notes: list[str]) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": weights}
+    if source.format == "hf":
+        saved = saved_description(source, trust_remote_code=options.trust_remote_code)
+        if saved is None:
+            notes.append("there is no config.json, so the checkpoint does not identify its model")
+            state["model"] = {f"{_PREFIX}{name}": tensor for name, tensor in weights.items()}
+        else:
+            state["integrations"] = {"huggingface": saved}
+            state["model"] = _named_as_in_composer(weights, saved, options, notes)
+        state["metadata"] = {"torch_version": str(torch.__version__)}
+        return {"state": state}
+    left_out = []
+    for key, value in source.state.items():
+        is_kept = options.optimizer if key == "optimizers" else options.resumption or key in _ALWAYS
+        if key != "model" and is_kept:
+            state[key] = value
+        elif key != "model":
+            left_out.append(key)
+    tree: dict[str, Any] = {"state": state}
+    if options.resumption and isinstance(source.tree, dict) and "rng" in source.tree:
+        tree["rng"] = source.tree["rng"]
+    if left_out:
+        notes.append(f"left out: {', '.join(left_out)} (kept by --optimizer and --resumption)")
+    return tree
+
+
+def _named_as_in_composer(
+    weights: Weights, saved: Mapping[str, Any], options: ConvertOptions, notes: list[str]
+) -> Weights:
+    """Return a folder's weights as named in memory by the installed transformers, below `model.`."""
+
+    metadata = HuggingFaceMetadata.from_saved(saved, options.source)
+    if (peft_config := metadata.peft_config) is not None:
+        named = renamed_by(weights, lambda name: f"{_PREFIX}{with_adapter(name, peft_config)}")
+        saved["model"]["trained_beside_adapter"] = trained_beside_adapter(named)
+        return named
+    if not metadata.model_class or options.include or options.exclude:
+        notes.append("the weights were not compared with those that the model needs")
+        return {f"{_PREFIX}{name}": tensor for name, tensor in weights.items()}
+    model = meta_model(metadata, trust_remote_code=options.trust_remote_code)
+    return {f"{_PREFIX}{name}": tensor for name, tensor in in_memory_weights(weights, model).items()}
+
+
+def _write(
+    tree: dict[str, Any],
+    own: Weights,
+    aliases: Mapping[str, str],
+    info: Mapping[str, Any],
+    options: ConvertOptions,
+    progress: Progress,
+) -> None:
+    if options.to == "local":
+        _write_local(tree, info, options, progress)
+        return
+    need = sum(tensor.size_bytes for tensor in own.values())
+    settings: dict[str, Any] = {"overwrite": options.overwrite, "folder": options.is_folder, "keep_others": True}
+    with write_atomically(options.target, need_bytes=need, **settings) as unfinished:
+        if options.to == "pt":
+            stream_pt(tree, unfinished, info=info, progress=progress)
+        elif options.to == "dcp":
+            unfinished.rmdir()  # `stream_sharded` creates the folder itself
+            stream_sharded(tree, unfinished, num_files=options.world_size or 1, info=info, progress=progress)
+        else:
+            stream_safetensors(own, unfinished, info={**info, "layout": "composer"}, aliases=aliases, progress=progress)
+        if not options.no_verify:
+            read_back(unfinished, verify)
+
+
+def _write_local(tree: dict[str, Any], info: Mapping[str, Any], options: ConvertOptions, progress: Progress) -> None:
+    assert options.world_size is not None  # checked with the options
+    settings: dict[str, Any] = {"info": info, "overwrite": options.overwrite, "progress": progress}
+    stream_local(tree, options.target, world_size=options.world_size, **settings)
+    files = [Path(options.target.replace("{rank}", str(rank))) for rank in range(options.world_size)]
+    try:
+        for path in files if not options.no_verify else ():
+            read_back(path, verify)
+    except BaseException:
+        for path in files:  # the files have their final names already, so they must not stay
+            path.unlink(missing_ok=True)
+        raise

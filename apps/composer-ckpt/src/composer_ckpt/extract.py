@@ -36,40 +36,35 @@ from composer_checkpoint.tensors import (
 )
 from composer_ckpt.folders import is_weight_file
 from composer_ckpt.output import DEFAULT_SHARD_BYTES, Result, UsageError, counted, format_size, progress_bar
-from composer_ckpt.sources import fetched, folder_of, opened, place_of
-from composer_ckpt.targets import clear_leftovers, may_replace
+from composer_ckpt.places import clear_leftovers, fetched, folder_of, may_replace, opened, place_of
 from composer_ckpt.weights import dtype_name, layout_of, refuse_doubles, select
 
 
 def reshard(options: argparse.Namespace) -> Result:
     """Run `composer-ckpt reshard`."""
     with fetched(options.source, options.tmp_dir, options.jobs) as local:
-        return _reshard(local, options)
-
-
-def _reshard(local: str, options: argparse.Namespace) -> Result:
-    place = place_of(local)
-    kind = options.kind if options.kind != "auto" else find_kind(place)
-    by_size = kind in ("hf", "safetensors")
-    if not by_size and kind not in ("dcp", "local"):
-        raise UsageError(
-            f"SRC={options.source!r} is {kind}, which is not cut into files of its own format. Use convert --to dcp or "
-            f"--to hf."
-        )
-    # Some formats are split by size and the others by rank, and each needs or rejects --world-size accordingly.
-    if by_size == (options.world_size is not None) or (options.max_shard_size is not None and not by_size):
-        raise UsageError(
-            f"a checkpoint of the format {kind} is cut by {'--max-shard-size' if by_size else '--world-size N'}."
-        )
-    _prepare_target(options, is_folder=kind != "local", world_size=options.world_size)
-    with opened(local, kind, verify=not options.dry_run) as source:
-        total = sum(tensor.size_bytes for tensor in source.tensors.values())
-        plan = _plan(source, kind, options)
-        if not options.dry_run:
-            with progress_bar("writing", total, quiet=options.quiet) as progress:
-                _write(source, kind, place, options, progress)
-    what = f"{counted(len(source.tensors), 'tensor')}, {format_size(total)}, in {counted(len(plan), 'file')}"
-    return _written(options, what, format=kind, files=plan, bytes=total)
+        place = place_of(local)
+        kind = options.kind if options.kind != "auto" else find_kind(place)
+        by_size = kind in ("hf", "safetensors")
+        if not by_size and kind not in ("dcp", "local"):
+            raise UsageError(
+                f"SRC={options.source!r} is {kind}, which is not cut into files of its format. Use convert --to dcp or "
+                f"--to hf."
+            )
+        # Some formats are split by size and the others by rank, and each needs or rejects --world-size accordingly.
+        if by_size == (options.world_size is not None) or (options.max_shard_size is not None and not by_size):
+            raise UsageError(
+                f"a checkpoint of the format {kind} is cut by {'--max-shard-size' if by_size else '--world-size N'}."
+            )
+        _prepare_target(options, is_folder=kind != "local", world_size=options.world_size)
+        with opened(local, kind, verify=not options.dry_run) as source:
+            total = sum(tensor.size_bytes for tensor in source.tensors.values())
+            plan = _plan(source, kind, options)
+            if not options.dry_run:
+                with progress_bar("writing", total, quiet=options.quiet) as progress:
+                    _write(source, kind, place, options, progress)
+        what = f"{counted(len(source.tensors), 'tensor')}, {format_size(total)}, in {counted(len(plan), 'file')}"
+        return _written(options, what, format=kind, files=plan, bytes=total)
 
 
 def _prepare_target(options: argparse.Namespace, *, is_folder: bool, world_size: int | None = None) -> None:

@@ -29,8 +29,7 @@ _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"
 def describe_folder(folder: str | os.PathLike[str], *, trust_remote_code: bool = False) -> dict[str, Any] | None:
     """Return the checkpoint's form, under `state/integrations/huggingface`, of a folder's configurations and tokenizer.
 
-    Returns:
-        The description, or `None` if the folder has neither a `config.json` nor an `adapter_config.json`.
+    A folder without `config.json` and `adapter_config.json` has none.
     """
     root = Path(folder)
     config, adapter = _object(root / "config.json"), _object(root / "adapter_config.json")
@@ -119,15 +118,11 @@ def metadata_of(source: TensorSource, options: ConvertOptions) -> HuggingFaceMet
     if not metadata.model_class and (metadata.config or metadata.peft_config is None):
         metadata = replace(metadata, model_class=_class_of(metadata.config, options.config or options.source))
     if options.tokenizer is not None:
-        metadata = replace(metadata, tokenizer_files=_tokenizer_at(Path(options.tokenizer), options))
+        tokenizer = tokenizer_of(Path(options.tokenizer), trust_remote_code=options.trust_remote_code)
+        if not tokenizer:
+            raise UsageError(f"--tokenizer {options.tokenizer!r} is not a folder with a tokenizer's files.")
+        metadata = replace(metadata, tokenizer_files=decode_files(tokenizer))
     return metadata
-
-
-def _tokenizer_at(folder: Path, options: ConvertOptions) -> Mapping[str, bytes]:
-    saved = tokenizer_of(folder, trust_remote_code=options.trust_remote_code)
-    if not saved:
-        raise UsageError(f"--tokenizer {str(folder)!r} is not a folder with a tokenizer's files. Check the path.")
-    return decode_files(saved)
 
 
 def _config_at(path: Path) -> Mapping[str, Any]:

@@ -15,8 +15,8 @@ from composer_checkpoint.tensors import StoredTensor, aliases_of
 from composer_ckpt.folders import metadata_of
 from composer_ckpt.options import ConvertOptions
 from composer_ckpt.output import counted, first_few
-from composer_ckpt.sources import opened
-from composer_ckpt.weights import Weights, blocks_of, cast, dtype_name, renamed_by
+from composer_ckpt.places import opened
+from composer_ckpt.weights import Weights, cast, dtype_name, num_unequal, renamed_by
 from composer_hf.adapters import base_after_init, changes_base, is_adapter_weight
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import meta_model
@@ -71,12 +71,8 @@ def untied_config(
 
 def have_same_elements(one: StoredTensor, other: StoredTensor) -> bool:
     """Return whether two tensors are equal bit by bit, read piece by piece unless they share storage."""
-    if are_one(one, other):
-        return True
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    # As bytes, since NaN is not equal to itself.
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in blocks_of(one, other))
+    is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return are_one(one, other) or (is_alike and not num_unequal(one, other))
 
 
 def _ties_of_model(model: torch.nn.Module | None) -> dict[str, str]:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -15,9 +15,7 @@ from composer_checkpoint.tensors import StoredTensor, TensorSource, tensors_in
 from composer_ckpt.options import ConvertOptions
 from composer_ckpt.output import UsageError, first_few
 
-T = TypeVar("T")
 Weights = dict[str, StoredTensor]
-"""Tensors by name."""
 
 BLOCK_NUMEL = 1 << 20
 """Elements that are read at a time, so that tensors of any size fit in memory."""
@@ -28,6 +26,15 @@ def blocks_of(*tensors: StoredTensor) -> Iterator[tuple[torch.Tensor, ...]]:
     numel = tensors[0].numel
     for start in range(0, numel, BLOCK_NUMEL):
         yield tuple(tensor.read_range(start, min(BLOCK_NUMEL, numel - start)) for tensor in tensors)
+
+
+def num_unequal(a: StoredTensor, b: StoredTensor) -> int:
+    """Return the number of elements of other bytes, since NaN is not equal to itself."""
+    size = a.dtype.itemsize
+    return sum(
+        int((one.view(torch.uint8) != other.view(torch.uint8)).reshape(-1, size).any(1).sum())
+        for one, other in blocks_of(a, b)
+    )
 
 
 def layout_of(tensor: StoredTensor) -> dict[str, str]:
@@ -73,12 +80,12 @@ _SCALES = ("_scale", ".scales", ".zeros")
 
 
 def select(
-    tensors: Mapping[str, T],
+    tensors: Mapping[str, StoredTensor],
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     *,
     option: str = "--include",
-) -> dict[str, T]:
+) -> Weights:
     """Return the tensors whose names match a pattern of `include`, if it is given, and none of `exclude`.
 
     `option` is the name of the option for `include`, for messages.

@@ -69,14 +69,6 @@ def test_files_are_kept_where_that_is_asked_for(begun, tmp_path):
         logger.download_file("models/ep2.pt", "here.pt")
 
 
-@pytest.mark.parametrize(
-    ("settings", "kind", "said"),
-    [
-        ({"base_namespace": ""}, ValueError, "base_namespace='' must not be empty"),
-        ({"base_namespace": 1}, TypeError, "base_namespace=1 must be a text"),
-        ({"upload_checkpoints": "yes"}, TypeError, "upload_checkpoints='yes' must be True or False"),
-    ],
-)
-def test_arguments_of_another_kind(settings, kind, said):
-    with pytest.raises(kind, match=said):
-        NeptuneLogger(mode="debug", **settings)
+def test_a_namespace_without_a_name_is_refused():
+    with pytest.raises(ValueError, match="base_namespace='' must not be empty"):
+        NeptuneLogger(mode="debug", base_namespace="")

@@ -80,9 +80,6 @@ def _float(value: float) -> str:
     return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
 
 
-_WIDEST = 60  # characters; longer text would move other columns off the screen
-
-
 def table_as_json(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return a table as pandas' `to_json(orient='split', index=False)` does, with non-ASCII characters unescaped.
 
@@ -92,41 +89,6 @@ def table_as_json(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """
     table = {"columns": list(columns), "data": [list(row) for row in rows]}
     return json.dumps(table, separators=(",", ":"), ensure_ascii=False, default=_to_json)
-
-
-def table_as_text(columns: Sequence[str], rows: Sequence[Sequence[Any]], indent: str = "") -> str:
-    """Return a table with aligned columns. Numbers are aligned to the right.
-
-    Example:
-        >>> print(table_as_text(["name", "loss"], [["first", 0.51234], ["b", 12.0]]))
-        name      loss
-        -----  -------
-        first   0.5123
-        b      12.0000
-    """
-    columns = [str(column) for column in columns]
-    cells = [[_cell(value) for value in row] for row in rows]
-    is_number = [all(isinstance(row[column], int | float) for row in rows) for column in range(len(columns))]
-    head, *body = aligned([columns, *cells], is_number)
-    rule = "  ".join("-" * max(map(len, column)) for column in zip(columns, *cells, strict=True))
-    return "\n".join(f"{indent}{line}" for line in (head, rule, *body))
-
-
-def aligned(rows: Sequence[Sequence[str]], to_the_right: Sequence[bool]) -> list[str]:
-    """Return a line for each row of a table, with columns of equal width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, to_the_right, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def _cell(value: Any) -> str:
-    text = " ".join((value if isinstance(value, str) else format_log_data_value(value)).split())
-    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
 
 
 def _to_json(value: Any) -> Any:
@@ -209,9 +171,8 @@ NUM_EVAL_LOGGING_EVENTS = 11
 class ConsoleLogger(TextLogger):
     """Logger that writes training metrics at intervals, and evaluation metrics after each evaluation, as text.
 
-    Each block contains the latest values logged since the previous one. Tables have aligned columns on a terminal and
-    in a notebook; in a file or a pipe, each is a line of JSON. Every rank writes metrics, and local rank 0 also writes
-    the settings of the run.
+    Each block contains the latest values logged since the previous one, and all tables, each as a line of JSON. Every
+    rank writes metrics, and local rank 0 also writes the settings of the run.
 
     Args:
         log_interval: The interval in epochs (`'1ep'`, or a bare number) or batches (`'10ba'`). A block is also written
@@ -247,7 +208,6 @@ class ConsoleLogger(TextLogger):
             raise ValueError(f"console_log_interval={log_interval!r} must be 1 or more.")
         self._logged: dict[str, Any] = {}
         self.tables: dict[str, str] = {}
-        self._tables_as_text: dict[str, str] = {}
         self.eval_batch_idxs_to_log: list[int] = []
         self._last_batch: int | None = None  # of the latest block of training
 
@@ -272,7 +232,6 @@ class ConsoleLogger(TextLogger):
     ) -> None:
         """Store a table, which is written with every later block."""
         self.tables[name] = table_as_json(columns, rows)
-        self._tables_as_text[name] = table_as_text(columns, rows, indent="\t   ")
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Write a block at the interval, if it counts batches."""
@@ -327,10 +286,7 @@ class ConsoleLogger(TextLogger):
         """
         progress = _progress_of_training(state) if is_train else _progress_of_evaluation(state)
         lines = [f"\n\t {prefix}{name}: {format_log_data_value(value)}" for name, value in data.items()]
-        # People read columns; programs read files and pipes.
-        is_read = is_notebook() or getattr(self._file(), "isatty", lambda: False)()
-        tables = {name: f"\n{text}" for name, text in self._tables_as_text.items()} if is_read else self.tables
-        lines += [f"\n\t {prefix}{name}: {table}" for name, table in tables.items()]
+        lines += [f"\n\t {prefix}{name}: {table}" for name, table in self.tables.items()]
         self._write(progress + (":" if progress and data else "") + "".join(lines))
 
     def _show_training(self, state: State) -> None:

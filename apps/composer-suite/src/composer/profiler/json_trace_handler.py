@@ -143,7 +143,8 @@ class JSONTraceHandler(TraceHandler):
             dist.barrier()  # all files are written
             if dist.get_local_rank() == 0:
                 self._merge([name for node, name in nodes_and_paths if node == dist.get_node_rank()], state, logger)
-            dist.barrier()  # `prune` may delete a file that is being merged
+            if self.num_traces_to_keep == 0:
+                dist.barrier()  # `prune` would delete a file that is being merged
         prune(self.saved_traces, self.num_traces_to_keep)
 
     def fit_end(self, state: State, logger: Logger) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from composer.loggers._text_output import aligned
 from composer_events.arguments import check_counts
 from composer_events.callback import Callback
 
@@ -216,7 +215,9 @@ class EventRecorder(TraceHandler):
             each_ns = (time.mean_ns, time.quantile_ns(0.5), time.quantile_ns(0.95), time.longest_ns)
             numbers = (f"{time.total_ns / 1e9:.3f}", *(f"{each / 1e6:.3f}" for each in each_ns))
             rows.append((time.name, str(time.count), *numbers, "" if share is None else f"{share:.1%}"))
-        return "\n".join(aligned(rows, [False] + [True] * 7))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+        return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def _is_part_of_step(name: str) -> bool:
