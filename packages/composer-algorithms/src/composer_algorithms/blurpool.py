@@ -16,12 +16,7 @@ from torch.optim import Optimizer
 from composer_algorithms._arguments import check_interval
 from composer_algorithms._method import ModelSurgery, report
 from composer_algorithms.metadata import METHODS
-from composer_algorithms.module_surgery import (
-    ReplacementFunction,
-    count_module_instances,
-    replace_module_classes,
-    twin,
-)
+from composer_algorithms.module_surgery import ReplacementFunction, count_module_instances, replace_module_classes, twin
 from composer_events import Event, Logger, NoEffectWarning, State
 
 __all__ = [
