@@ -32,6 +32,8 @@ __all__ = [
 
 METADATA = METHODS["blurpool"]
 
+_log = logging.getLogger("composer.algorithms.blurpool")
+
 _Size = int | tuple[int, int]
 
 
@@ -344,9 +346,6 @@ def _default_2d_filter() -> Tensor:
 
 def _pair(value: _Size) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[1])
-
-
-_log = logging.getLogger("composer.algorithms.blurpool")
 
 
 def apply_blurpool(

@@ -20,13 +20,20 @@ __all__ = ["EMA", "EMAParameters", "compute_ema", "get_model_context_manager", "
 
 METADATA = METHODS["ema"]
 
+FORMAT = 2
+"""Format of the state. Composer's own states are format 1: no format number, and names with prefixes of wrappers."""
+
+# Composer's logger name, which users' logging configurations refer to.
+_log = logging.getLogger("composer.algorithms.ema")
+
+Tensors = Mapping[str, Tensor]
+
 # Since the last event before these, the model may have been moved, sharded or loaded.
 _MODEL_MAY_HAVE_MOVED = frozenset(
     {Event.FIT_START, Event.PREDICT_START, Event.EVAL_BEFORE_ALL, Event.EVAL_STANDALONE_START, Event.EVAL_START}
 )
 # Assumed number of updates for checkpoints without one: more than any warm-up lasts.
 _WARMED_UP = 1_000_000
-
 
 _CHECKPOINTS = frozenset({Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT})
 _EVALUATIONS_BEGIN = frozenset({Event.EVAL_BEFORE_ALL, Event.EVAL_STANDALONE_START})
@@ -312,15 +319,6 @@ class EMA(Method):
             compute_ema(state.model, self.ema_model, smoothing)
             self.ema_started = True  # for callers that apply the event without `match`
             self.num_updates += 1
-
-
-FORMAT = 2
-"""Format of the state. Composer's own states are format 1: no format number, and names with prefixes of wrappers."""
-
-# Composer's logger name, which users' logging configurations refer to.
-_log = logging.getLogger("composer.algorithms.ema")
-
-Tensors = Mapping[str, Tensor]
 
 
 def read_parameters(state: Mapping[str, Any], current: EMAParameters | None, strict: bool) -> EMAParameters:

@@ -35,6 +35,8 @@ __all__ = [
 
 METADATA = METHODS["factorize"]
 
+_log = logging.getLogger("composer.algorithms.factorize")
+
 
 @dataclass(slots=True)
 class LowRankSolution:
@@ -545,8 +547,6 @@ def _max_rank(fan_in: int, fan_out: int) -> int:
 
 LOG_NUM_CONV2D_REPLACEMENTS_KEY = "factorize/num_conv2d_replacements"
 LOG_NUM_LINEAR_REPLACEMENTS_KEY = "factorize/num_linear_replacements"
-
-_log = logging.getLogger("composer.algorithms.factorize")
 
 
 def apply_factorization(

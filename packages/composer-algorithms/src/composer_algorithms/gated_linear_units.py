@@ -21,6 +21,8 @@ __all__ = ["BERTGatedFFOutput", "GatedLinearUnits", "apply_gated_linear_units", 
 
 METADATA = METHODS["gated_linear_units"]
 
+_log = logging.getLogger("composer.algorithms.gated_linear_units")
+
 
 class BERTGatedFFOutput(nn.Module):
     """A complete feed-forward layer with a gate, a replacement for transformers' `BertOutput`.
@@ -72,7 +74,6 @@ class BERTGatedFFOutput(nn.Module):
         return self.layernorm(hidden_states + residual_connection)
 
 
-_log = logging.getLogger("composer.algorithms.gated_linear_units")
 _Activation = Callable[[Tensor], Tensor]
 # Functions that a checkpoint can name, by their names in transformers.
 _NAMED_FUNCTIONS = {F.gelu: "gelu", F.relu: "relu", F.silu: "silu", torch.relu: "relu", torch.tanh: "tanh"}

@@ -25,6 +25,8 @@ from composer_dist.wrapping import canonical_name, is_model_deepspeed, unwrap_mo
 
 __all__ = ["ReplacementFunction", "count_module_instances", "replace_module_classes", "update_params_in_optimizer"]
 
+_log = logging.getLogger("composer.algorithms.module_surgery")
+
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 MARK_PREFIX = "_already_"
@@ -175,9 +177,6 @@ def transfer_hooks(old: nn.Module, new: nn.Module) -> None:
     # By this flag torch calls the backward hooks as full or as legacy ones.
     if old._is_full_backward_hook is not None and new._is_full_backward_hook is None:
         new._is_full_backward_hook = old._is_full_backward_hook
-
-
-_log = logging.getLogger("composer.algorithms.module_surgery")
 
 
 class ReplacementFunction(Protocol):

@@ -28,6 +28,8 @@ __all__ = [
 
 METADATA = METHODS["stochastic_depth"]
 
+_log = logging.getLogger("composer.algorithms.stochastic_depth")
+
 Converter = Callable[..., nn.Module]
 Rescale = Literal["eval", "train"]
 
@@ -258,9 +260,6 @@ def _scaled(main: Tensor, drop_rate: Tensor, rescale: str, is_training: bool) ->
         return main if is_training else main * (1 - drop_rate)
     # With a rate of 1 nothing is kept that could be scaled.
     return main / (1 - drop_rate) if is_training and bool(drop_rate < 1) else main
-
-
-_log = logging.getLogger("composer.algorithms.stochastic_depth")
 
 
 def apply_stochastic_depth(

@@ -10,6 +10,10 @@ from torch import nn
 
 log = getLogger(__name__)
 
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_INNER: Final = "_orig_mod"  # the module inside a `torch.compile` wrapper
+
 
 def resolve_shift(model: Any, shift_labels: bool | None) -> bool:
     """Return whether metrics compare each logit with the following label. Default: whether the model is causal."""
@@ -63,11 +67,6 @@ def _is_causal(model: Any) -> bool:
     names = {name for names in mapped for name in ([names] if isinstance(names, str) else names)}
     # Comparing classes instead of names would import the modules of every architecture.
     return any(base.__name__ in names and base.__module__.startswith("transformers.") for base in type(model).__mro__)
-
-
-_INNER: Final = "_orig_mod"
-
-Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def take_out(model: Any) -> tuple[Any, Compiler | None]:

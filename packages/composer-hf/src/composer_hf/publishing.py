@@ -31,6 +31,9 @@ from composer_hf.weight_files import (
     write_files,
 )
 
+log = getLogger(__name__)
+
+ADAPTER_CONFIG_NAME: Final = "adapter_config.json"
 _DTYPES: Final = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -174,11 +177,6 @@ def as_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
     if name not in _DTYPES:
         raise ValueError(f"precision={precision!r} must be one of {', '.join(_DTYPES)}.")
     return _DTYPES[name]
-
-
-log = getLogger(__name__)
-
-ADAPTER_CONFIG_NAME: Final = "adapter_config.json"
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 from composer_checkpoint import IncompatibleCheckpointError, UnsafeCheckpointError
 
+log = getLogger(__name__)
+
 _CODE: Final = ".py"
 _TEXTS: Final = (_CODE, ".jinja")
 _KINDS: Final = (".json", ".txt", ".model", *_TEXTS)
@@ -115,9 +117,6 @@ def _decode(name: str, extension: str, content: Any) -> bytes:
         f"the checkpoint's tokenizer has {name!r:.200} as a {type(content).__name__}, which is not the content of such "
         f"a file. Give the tokenizer yourself."
     )
-
-
-log = getLogger(__name__)
 
 
 def fit_vocabulary(model: Any, tokenizer: Any, *, may_resize: bool) -> None:

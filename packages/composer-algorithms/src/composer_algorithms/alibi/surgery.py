@@ -242,7 +242,6 @@ def _resolve(model: nn.Module, path: str) -> tuple[nn.Module, str]:
     )
 
 
-_log = logging.getLogger("composer.algorithms.alibi")
 _LEGACY = (*LEGACY_ARGUMENTS, "attention_module_name")
 
 
