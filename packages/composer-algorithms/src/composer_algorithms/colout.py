@@ -178,21 +178,20 @@ def _kept(size: int, p: float, generator: torch.Generator | None) -> Tensor:
     return permutation[: int((1 - p) * size)].sort().values
 
 
-def _selected(image: Tensor | Image, rows: Tensor, columns: Tensor) -> Tensor | Image:
+def _selected(image: Any, rows: Tensor, columns: Tensor) -> Any:
     if is_pil(image):
         from torchvision.transforms.v2 import functional  # slow to load, and tensors do not need it
 
         plain = image.convert("L") if image.mode == "1" else image
-        smaller = cast("Tensor", _selected(functional.pil_to_tensor(plain), rows, columns))
+        smaller = _selected(functional.pil_to_tensor(plain), rows, columns)
         result = functional.to_pil_image(smaller, mode="L" if image.mode == "P" else plain.mode)
         if image.mode == "P":  # the palette indices were selected like any values
             result.putpalette(image.getpalette() or [])
         return result.convert("1") if image.mode == "1" else result
-    tensor = cast("Tensor", image)
-    rows, columns = (kept.to(tensor.device, non_blocking=True) for kept in (rows, columns))
+    rows, columns = (kept.to(image.device, non_blocking=True) for kept in (rows, columns))
     # One gather from the flattened image, instead of one copy for the rows and another one for the columns.
-    places = (rows[:, None] * tensor.shape[-1] + columns).flatten()
-    pixels = tensor.flatten(-2)
+    places = (rows[:, None] * image.shape[-1] + columns).flatten()
+    pixels = image.flatten(-2)
     return pixels.gather(-1, places.expand(*pixels.shape[:-1], -1)).unflatten(-1, (len(rows), len(columns)))
 
 
