@@ -103,7 +103,7 @@ def test_an_adapter_is_described_or_loaded(folder, tokenizer, tmp_path):
         ({"config_overrides": {"num_layer": 1}}, "'num_layer'"),
         ({"peft_config": {"peft_type": "IA3", "task_type": "CAUSAL_LM"}}, "peft_type='IA3'"),
         ({"additional_eval_metrics": ["Nonsense"]}, "'Nonsense'"),
-        ({"use_flash_attention_2": True, "attn_implementation": "sdpa"}, "two kinds of attention"),
+        ({"use_flash_attention_2": True, "attn_implementation": "sdpa"}, "no other attention"),
         ({"peft_config": {}, "pretrained_lora_id_or_path": "x"}, "Give one of them"),
     ],
 )

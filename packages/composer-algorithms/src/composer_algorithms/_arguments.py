@@ -7,10 +7,6 @@ from collections.abc import Callable, Collection, Mapping
 from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
 
-from torch import nn
-
-__all__ = ["check_is_module"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -37,7 +33,11 @@ def accept_legacy_arguments(
         def accepting_legacy(*args: P.args, **kwargs: P.kwargs) -> R:
             positional: tuple[Any, ...] = args
             if num_classes_position is not None and len(args) > num_classes_position:  # as in older releases
-                positional = _without_num_classes(owner, args, num_classes_position)
+                value = positional[num_classes_position]
+                if isinstance(value, int) and value > 1:  # otherwise it is the argument that follows
+                    text = f"{owner} does not take the number of classes ({value!r}) any more: leave it out."
+                    warn_deprecated(text, stacklevel=2)
+                    positional = positional[:num_classes_position] + positional[num_classes_position + 1 :]
             if not kwargs.keys().isdisjoint(old_names):
                 _translate(owner, kwargs, new_names, ignored)
             return function(*positional, **kwargs)
@@ -54,14 +54,6 @@ def warn_deprecated(message: str, stacklevel: int) -> None:
         DeprecationWarning,
         stacklevel=stacklevel + 1,
     )
-
-
-def _without_num_classes(owner: str, args: tuple[Any, ...], position: int) -> tuple[Any, ...]:
-    value = args[position]
-    if not isinstance(value, int) or value <= 1:  # then it is the argument that follows
-        return args
-    warn_deprecated(f"{owner} does not take the number of classes ({value!r}) any more: leave it out.", stacklevel=3)
-    return args[:position] + args[position + 1 :]
 
 
 def _translate(owner: str, kwargs: dict[str, Any], renamed: Mapping[str, str], ignored: Collection[str]) -> None:
@@ -111,9 +103,3 @@ def takes_keyword(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function can be called with a keyword argument of that name."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-
-
-def check_is_module(model: object, lacks: str) -> None:
-    """Raise `TypeError` unless `model` is a module; `lacks` names in the error what such an object does not have."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{model!r} is not a torch.nn.Module, so it has no {lacks}: pass the model.")

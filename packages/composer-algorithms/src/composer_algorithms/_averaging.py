@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from composer_algorithms._arguments import check_interval, check_is_module
+from composer_algorithms._arguments import check_interval
 from composer_algorithms._method import parse_time
 from composer_algorithms.module_surgery import (
     canonical_buffers,
@@ -78,7 +78,7 @@ class Fingerprint:
         self._model = weakref.ref(model)
         # Entries of these dicts may be replaced. Additions anywhere else have names that the average does not have.
         kinds = ("_modules", "_parameters", "_buffers") if buffers else ("_modules", "_parameters")
-        own = (vars(module)[kind] for module in model.modules() for kind in kinds)
+        own = (getattr(module, kind) for module in model.modules() for kind in kinds)
         self._dicts: list[dict[str, Any]] = [parameters, buffers, *filter(None, own)]
         self._lengths = list(map(len, self._dicts))
         self._members = list(chain.from_iterable(map(dict.values, self._dicts)))
@@ -296,7 +296,6 @@ def compute_ema(model: nn.Module, ema_model: nn.Module | EMAParameters, smoothin
             # Outside of the context below, which does nothing for the models whose plans are kept.
             plan.step(smoothing)  # matching the tensors by name takes longer than the arithmetic
             return
-    check_is_module(model, "weights to average")
     with get_model_context_manager(model):
         if isinstance(ema_model, EMAParameters):
             plan = AveragingPlan(_pairs_with_parameters(ema_model, model))
@@ -372,10 +371,10 @@ def averaging_settings(
         )
     if smoothing is not None:
         check_interval("[0, 1]", smoothing=smoothing)
-        return float(smoothing), _counted_time("1ba" if update_interval is None else update_interval, "update_interval")
+        return float(smoothing), counted_time("1ba" if update_interval is None else update_interval, "update_interval")
     assert half_life is not None  # exactly one of the two is given
-    life = _counted_time(half_life, "half_life")
-    interval = Time(1, life.unit) if update_interval is None else _counted_time(update_interval, "update_interval")
+    life = counted_time(half_life, "half_life")
+    interval = Time(1, life.unit) if update_interval is None else counted_time(update_interval, "update_interval")
     if interval.unit != life.unit:
         raise ValueError(
             f"update_interval={update_interval!r} and half_life={half_life!r} are in different units: give both in "
@@ -396,8 +395,9 @@ def start_time(ema_start: str | Time[Any]) -> Time[Any]:
     return start
 
 
-def _counted_time(value: object, argument: str) -> Time[int]:
-    time = parse_time(argument, value, no_unit=ValueError)
+def counted_time(value: object, argument: str, no_unit: type[Exception] = ValueError) -> Time[int]:
+    """Return an interval in batches or epochs."""
+    time = parse_time(argument, value, no_unit=no_unit)
     if time.unit not in _COUNTED_UNITS or time.value <= 0:
         raise ValueError(f"{argument}={value!r} is not a valid interval: pass batches ('10ba') or epochs ('1ep').")
     return time

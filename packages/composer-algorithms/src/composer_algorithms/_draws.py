@@ -27,7 +27,8 @@ def draw_beta(alpha: float, generator: torch.Generator | None = None) -> float:
 
 def draw_dirichlet(alpha: float, size: int, generator: torch.Generator | None = None) -> list[float]:
     """Return `size` weights with sum 1 from the symmetric Dirichlet distribution."""
-    source = _python_random(generator)
+    # torch.distributions takes no generator; Python's random module has these distributions.
+    source = random.Random(draw_integer(0, 2**63 - 1, generator))
     # Normalized gamma variables. With a small alpha all of them may underflow to 0; the distribution then has the limit
     # of a single weight of 1.
     gammas = [source.gammavariate(alpha, 1.0) for _ in range(size)]
@@ -36,11 +37,6 @@ def draw_dirichlet(alpha: float, size: int, generator: torch.Generator | None = 
         chosen = source.randrange(size)
         return [float(index == chosen) for index in range(size)]
     return [gamma / total for gamma in gammas]
-
-
-def _python_random(generator: torch.Generator | None) -> random.Random:
-    # torch.distributions takes no generator; Python's random module has these distributions.
-    return random.Random(draw_integer(0, 2**63 - 1, generator))
 
 
 def generator_for(source: str) -> torch.Generator:

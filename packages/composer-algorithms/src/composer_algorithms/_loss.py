@@ -21,7 +21,11 @@ def loss_for_target(state: State, target_key: Any, target: Tensor) -> Tensor:
     outputs = require_tensor(state.outputs, "the model's output")
     loss_fn = find_loss(state.model)
     own_target = state.batch_get_item(target_key)
-    state.batch_set_item(target_key, _smoothed(state, target_key, outputs, target))
+    # LabelSmoothing acts around the loop's own loss only, so the batch has its plain labels back by now.
+    for algorithm in state.algorithms:
+        if isinstance(algorithm, LabelSmoothing) and algorithm.target_key == target_key:
+            target = algorithm.smooth(outputs, target)
+    state.batch_set_item(target_key, target)
     try:  # the batch must get its own target back even if the loss fails
         with precision_context(state, outputs.device.type):
             return require_tensor(loss_fn(outputs, state.batch), "the model's loss")
@@ -45,14 +49,6 @@ def find_loss(model: nn.Module) -> Callable[..., Any]:
         f"{type(model).__qualname__} has no method loss(outputs, batch), which interpolate_loss=True calls a second "
         f"time: use a ComposerModel, or interpolate_loss=False."
     )
-
-
-def _smoothed(state: State, target_key: Any, outputs: Tensor, target: Tensor) -> Tensor:
-    # LabelSmoothing acts around the loop's own loss only, so the batch has its plain labels back by now.
-    for algorithm in state.algorithms:
-        if isinstance(algorithm, LabelSmoothing) and algorithm.target_key == target_key:
-            target = algorithm.smooth(outputs, target)
-    return target
 
 
 def precision_context(state: State, device_type: str) -> AbstractContextManager[Any]:

@@ -17,7 +17,8 @@ class NamedArguments:
         return {name: getattr(self, name) for name in inspect.signature(self._own_class()).parameters}
 
     def __repr__(self) -> str:
-        arguments = (f"{name}={value!r}" for name, value in self.arguments().items())
+        plain = {k: str(v) if isinstance(v, Time) else v for k, v in self.arguments().items()}
+        arguments = (f"{name}={value!r}" for name, value in plain.items())
         return f"{self._own_class().__name__}({', '.join(arguments)})"
 
     def _own_class(self) -> type[Any]:

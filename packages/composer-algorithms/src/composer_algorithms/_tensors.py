@@ -55,7 +55,7 @@ def is_pil(value: object) -> TypeGuard[Image]:
     return isinstance(value, Image)
 
 
-def image_size(image: Tensor | Image) -> tuple[int, int]:
+def image_size(image: object) -> tuple[int, int]:
     """Return the height and width of an image."""
     if is_pil(image):
         return image.height, image.width

@@ -5,6 +5,7 @@ of the maximal strength is applied.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -66,47 +67,39 @@ def translate_y(pil_img: Image, level: float) -> Image:
     return _moved(pil_img, 0, _with_sign(_whole_part(level, pil_img.height / 3)))
 
 
-def color(pil_img: Image, level: float) -> Image:
-    """Increase or decrease the color saturation."""
-    return ImageEnhance.Color(pil_img).enhance(_factor(level))
+def _factor(level: float, upper: float = 1.0) -> float:
+    if draw_integer(0, 2):
+        factor = draw_uniform(1.0, level)
+    else:
+        factor = draw_uniform(1.0 - 0.09 * level, 1.0)  # level 10 leaves a tenth
+    return upper * factor if factor > 1 else factor
 
 
-def contrast(pil_img: Image, level: float) -> Image:
-    """Increase or decrease the contrast."""
-    return ImageEnhance.Contrast(pil_img).enhance(_factor(level))
+def _original_factor(level: float) -> float:
+    return _part(level, 1.8) + 0.1
 
 
-def brightness(pil_img: Image, level: float) -> Image:
-    """Brighten the image, less than the other enhancements would, or darken it."""
-    factor = _factor(level)
-    # Bright images saturate, so the upper half of the range is weaker than in the other primitives.
-    return ImageEnhance.Brightness(pil_img).enhance(0.75 * factor if factor > 1 else factor)
+def _enhancement(name: str, draw: Callable[[float], float], doc: str) -> AugmentationFunction:
+    kind = getattr(ImageEnhance, name.partition("_")[0].capitalize())
+
+    def enhance(pil_img: Image, level: float) -> Image:
+        return kind(pil_img).enhance(draw(level))
+
+    enhance.__name__ = enhance.__qualname__ = name  # by which pickle finds it
+    enhance.__doc__ = doc
+    return enhance
 
 
-def sharpness(pil_img: Image, level: float) -> Image:
-    """Sharpen or blur the image."""
-    return ImageEnhance.Sharpness(pil_img).enhance(_factor(level))
-
-
-def color_original(pil_img: Image, level: float) -> Image:
-    """Scale the color saturation by 0.1 to 1.9, as in the AugMix paper."""
-    return ImageEnhance.Color(pil_img).enhance(_original_factor(level))
-
-
-def contrast_original(pil_img: Image, level: float) -> Image:
-    """Scale the contrast by 0.1 to 1.9, as in the AugMix paper."""
-    return ImageEnhance.Contrast(pil_img).enhance(_original_factor(level))
-
-
-def brightness_original(pil_img: Image, level: float) -> Image:
-    """Scale the brightness by 0.1 to 1.9, as in the AugMix paper."""
-    return ImageEnhance.Brightness(pil_img).enhance(_original_factor(level))
-
-
-def sharpness_original(pil_img: Image, level: float) -> Image:
-    """Scale the sharpness by 0.1 to 1.9, as in the AugMix paper."""
-    return ImageEnhance.Sharpness(pil_img).enhance(_original_factor(level))
-
+color = _enhancement("color", _factor, "Increase or decrease the color saturation.")
+contrast = _enhancement("contrast", _factor, "Increase or decrease the contrast.")
+# Bright images saturate, so the upper half of the range is weaker than in the other primitives.
+brightness = _enhancement("brightness", partial(_factor, upper=0.75), "Brighten or darken the image.")
+sharpness = _enhancement("sharpness", _factor, "Sharpen or blur the image.")
+# Factors of 0.1 to 1.9, as in the AugMix paper.
+color_original = _enhancement("color_original", _original_factor, "Scale the color saturation by 0.1 to 1.9.")
+contrast_original = _enhancement("contrast_original", _original_factor, "Scale the contrast by 0.1 to 1.9.")
+brightness_original = _enhancement("brightness_original", _original_factor, "Scale the brightness by 0.1 to 1.9.")
+sharpness_original = _enhancement("sharpness_original", _original_factor, "Scale the sharpness by 0.1 to 1.9.")
 
 _SAFE: list[AugmentationFunction] = [
     *(autocontrast, equalize, posterize, rotate, solarize, shear_x, shear_y, translate_x, translate_y),
@@ -142,36 +135,12 @@ def _with_sign(strength: float) -> float:
     return -strength if draw_integer(0, 2) else strength
 
 
-def _factor(level: float) -> float:
-    if draw_integer(0, 2):
-        return draw_uniform(1.0, level)
-    return draw_uniform(1.0 - 0.09 * level, 1.0)  # level 10 leaves a tenth
-
-
-def _original_factor(level: float) -> float:
-    return _part(level, 1.8) + 0.1
-
-
 _PRIMITIVES = [function for functions in augmentation_sets.values() for function in functions]
 
 
 def find_set(augmentation_set: str | Sequence[AugmentationFunction]) -> Sequence[AugmentationFunction]:
     """Return the set with a given name, or the given functions themselves."""
-    if not isinstance(augmentation_set, str):
-        if not isinstance(augmentation_set, Sequence) or not all(map(callable, augmentation_set)):
-            raise TypeError(
-                f"augmentation_set={augmentation_set!r} is neither a name nor a list of functions: choose one of "
-                f"{', '.join(map(repr, augmentation_sets))}, or pass functions of an image and a level."
-            )
-        if not augmentation_set:
-            raise ValueError("augmentation_set=[] has nothing to choose from: pass at least one function.")
-        return augmentation_set
-    if augmentation_set not in augmentation_sets:
-        raise KeyError(
-            f"augmentation_set={augmentation_set!r} is unknown: choose one of "
-            f"{', '.join(map(repr, augmentation_sets))}, or pass a list of functions."
-        )
-    return augmentation_sets[augmentation_set]
+    return augmentation_sets[augmentation_set] if isinstance(augmentation_set, str) else augmentation_set
 
 
 def check_mode(image: Image, functions: Sequence[AugmentationFunction]) -> None:

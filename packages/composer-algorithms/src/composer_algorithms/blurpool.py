@@ -16,12 +16,7 @@ from torch.optim import Optimizer
 from composer_algorithms._arguments import check_interval
 from composer_algorithms._method import ModelSurgery, report
 from composer_algorithms.metadata import METHODS
-from composer_algorithms.module_surgery import (
-    ReplacementFunction,
-    count_module_instances,
-    replace_module_classes,
-    twin,
-)
+from composer_algorithms.module_surgery import ReplacementFunction, count_module_instances, replace_module_classes, twin
 from composer_events import Event, Logger, NoEffectWarning, State
 
 __all__ = [
@@ -36,6 +31,8 @@ __all__ = [
 ]
 
 METADATA = METHODS["blurpool"]
+
+_log = logging.getLogger("composer.algorithms.blurpool")
 
 _Size = int | tuple[int, int]
 
@@ -349,9 +346,6 @@ def _default_2d_filter() -> Tensor:
 
 def _pair(value: _Size) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[1])
-
-
-_log = logging.getLogger("composer.algorithms.blurpool")
 
 
 def apply_blurpool(

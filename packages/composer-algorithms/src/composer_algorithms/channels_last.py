@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_algorithms._arguments import check_is_module
 from composer_algorithms._method import Method, log_no_effect
 from composer_algorithms.metadata import METHODS
 from composer_events import Event, Logger, State
@@ -27,9 +26,6 @@ def apply_channels_last(model: nn.Module) -> None:
     Args:
         model: Changed in place: tensors with 4 dims, and with 5 dims for 3-D convolutions.
 
-    Raises:
-        TypeError: If `model` is not a module.
-
     Example:
         >>> conv = nn.Conv2d(3, 8, 3)
         >>> apply_channels_last(conv)
@@ -39,7 +35,6 @@ def apply_channels_last(model: nn.Module) -> None:
     Reference:
         "Channels Last Memory Format in PyTorch", tutorial.
     """
-    check_is_module(model, "filters to convert")
     num_converted = 0
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.ndim in _FORMATS:

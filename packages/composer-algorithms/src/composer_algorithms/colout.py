@@ -61,9 +61,15 @@ def colout_batch(
     check_interval("[0, 1]", p_row=p_row, p_col=p_col)
     if isinstance(sample, tuple) and len(sample) != 2:
         raise ValueError(f"sample is a tuple of {len(sample)} parts: pass an image, or a pair of image and target.")
-    input, target = cast("tuple[Any, Any]", sample if isinstance(sample, tuple) else (sample, None))
+    pair: Any = sample if isinstance(sample, tuple) else (sample, None)
+    input, target = pair
     height, width = image_size(input)
-    resizes = _resizes_target(input, target, resize_target)
+    _check_resize_target(resize_target)
+    if isinstance(resize_target, bool):
+        resizes = resize_target and target is not None
+    else:
+        is_image = is_pil(target) or (isinstance(target, Tensor) and target.ndim > 2)
+        resizes = is_image and image_size(target) == (height, width)
     rows = _kept(height, p_row, generator)
     columns = _kept(width, p_col, generator)
     if not resizes:
@@ -103,8 +109,7 @@ class ColOut(ResumableDraws, TransformedDatasets):
     """Drop rows and columns of the images.
 
     With `batch=True` it acts on `AFTER_DATALOADER`: all images of a batch lose the same rows and columns, as do the
-    targets if they are resized. Random numbers depend on the run's seed, the rank and the number of earlier draws; a
-    resumed run continues their sequence. With `batch=False` it acts on `FIT_START` and adds a `ColOutTransform` to the
+    targets if they are resized. With `batch=False` it acts on `FIT_START` and adds a `ColOutTransform` to the
     training dataset, so that each image loses rows and columns of its own, drawn from PyTorch's default generator in
     the process that loads the image.
 
@@ -173,31 +178,21 @@ def _kept(size: int, p: float, generator: torch.Generator | None) -> Tensor:
     return permutation[: int((1 - p) * size)].sort().values
 
 
-def _selected(image: Tensor | Image, rows: Tensor, columns: Tensor) -> Tensor | Image:
+def _selected(image: Any, rows: Tensor, columns: Tensor) -> Any:
     if is_pil(image):
         from torchvision.transforms.v2 import functional  # slow to load, and tensors do not need it
 
         plain = image.convert("L") if image.mode == "1" else image
-        smaller = cast("Tensor", _selected(functional.pil_to_tensor(plain), rows, columns))
+        smaller = _selected(functional.pil_to_tensor(plain), rows, columns)
         result = functional.to_pil_image(smaller, mode="L" if image.mode == "P" else plain.mode)
         if image.mode == "P":  # the palette indices were selected like any values
             result.putpalette(image.getpalette() or [])
         return result.convert("1") if image.mode == "1" else result
-    tensor = cast("Tensor", image)
-    rows, columns = (kept.to(tensor.device, non_blocking=True) for kept in (rows, columns))
+    rows, columns = (kept.to(image.device, non_blocking=True) for kept in (rows, columns))
     # One gather from the flattened image, instead of one copy for the rows and another one for the columns.
-    places = (rows[:, None] * tensor.shape[-1] + columns).flatten()
-    pixels = tensor.flatten(-2)
+    places = (rows[:, None] * image.shape[-1] + columns).flatten()
+    pixels = image.flatten(-2)
     return pixels.gather(-1, places.expand(*pixels.shape[:-1], -1)).unflatten(-1, (len(rows), len(columns)))
-
-
-def _resizes_target(input: Any, target: Any, resize_target: ResizeTarget | str) -> bool:
-    _check_resize_target(resize_target)
-    if isinstance(resize_target, bool):
-        return resize_target and target is not None
-    if isinstance(target, Tensor):
-        return target.ndim > 2 and image_size(target) == image_size(input)
-    return is_pil(target) and image_size(target) == image_size(input)
 
 
 def _check_resize_target(resize_target: ResizeTarget | str) -> None:

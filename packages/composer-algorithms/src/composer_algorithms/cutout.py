@@ -64,7 +64,14 @@ def cutout_batch(
         return CutOutTransform(num_holes, length, uniform_sampling)
     _check(num_holes, length)
     height, width = image_size(input)
-    side = _side(length, min(height, width))
+    shorter = min(height, width)
+    side = int(length) if _is_in_pixels(length) else int(shorter * length)
+    if _is_in_pixels(length):
+        warn_deprecated(  # here, since only now the size of the images is known
+            f"length={length!r} as a number of pixels is deprecated: pass it as a part of the side, "
+            f"{length / shorter:.3g} for these images.",
+            stacklevel=3,
+        )
     result = input.copy() if is_pil(input) else cast("Tensor", input).clone()
     beyond = side // 2 if uniform_sampling else 0  # pixels outside the image where a center may lie
     for _ in range(num_holes):
@@ -117,8 +124,7 @@ class CutOutTransform(NamedArguments):
 class CutOut(ResumableDraws, Method):
     """Black out squares in the images of each batch, the same ones in all images.
 
-    On `AFTER_DATALOADER` the inputs in `state.batch` are replaced with their `cutout_batch`. Random numbers depend on
-    the run's seed, the rank and the number of earlier draws; a resumed run continues their sequence.
+    On `AFTER_DATALOADER` the inputs in `state.batch` are replaced with their `cutout_batch`.
 
     Args:
         num_holes: Number of squares.
@@ -167,14 +173,3 @@ def _check(num_holes: int, length: float) -> None:
 def _is_in_pixels(length: float) -> bool:
     # Older releases took the length in pixels, which is still accepted with a warning.
     return isinstance(length, Integral) and length > 1
-
-
-def _side(length: float, shorter: int) -> int:
-    if not _is_in_pixels(length):
-        return int(shorter * length)
-    warn_deprecated(  # here, since only now the size of the images is known
-        f"length={length!r} as a number of pixels is deprecated: pass it as a part of the side, "
-        f"{length / shorter:.3g} for these images.",
-        stacklevel=4,
-    )
-    return int(length)

@@ -20,13 +20,20 @@ __all__ = ["EMA", "EMAParameters", "compute_ema", "get_model_context_manager", "
 
 METADATA = METHODS["ema"]
 
+FORMAT = 2
+"""Format of the state. Composer's own states are format 1: no format number, and names with prefixes of wrappers."""
+
+# Composer's logger name, which users' logging configurations refer to.
+_log = logging.getLogger("composer.algorithms.ema")
+
+Tensors = Mapping[str, Tensor]
+
 # Since the last event before these, the model may have been moved, sharded or loaded.
 _MODEL_MAY_HAVE_MOVED = frozenset(
     {Event.FIT_START, Event.PREDICT_START, Event.EVAL_BEFORE_ALL, Event.EVAL_STANDALONE_START, Event.EVAL_START}
 )
 # Assumed number of updates for checkpoints without one: more than any warm-up lasts.
 _WARMED_UP = 1_000_000
-
 
 _CHECKPOINTS = frozenset({Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT})
 _EVALUATIONS_BEGIN = frozenset({Event.EVAL_BEFORE_ALL, Event.EVAL_STANDALONE_START})
@@ -97,17 +104,12 @@ class EMA(Method):
     average + (1 - smoothing) * weights`, see `compute_ema`. On INIT it acts after the algorithms that rebuild the
     model.
 
-    The model holds the average from `EVAL_BEFORE_ALL` (`EVAL_START` if that does not come first) to the end of the
-    evaluation, and from a `*_CHECKPOINT` event on which a callback's `save_interval(state, event)` is true to the next
-    training event. On all other events it holds the weights being trained, so training does not depend on how often
-    it is evaluated or saved. A checkpoint saved by such a callback has the average as the model and the weights being
-    trained in the state of EMA; a checkpoint saved at any other time has them the other way round. Both can be resumed.
-    `PREDICT_START` leaves the model unchanged: it predicts with the loaded weights, or after `fit` with the trained
-    ones. After an exception inside an evaluation the model keeps the average until the next training event, which
-    restores the weights being trained.
-
-    Every INIT starts without the average of an earlier run. Only a state loaded before the first INIT is kept, and
-    matched with the model then.
+    The model holds the average during evaluation, and from a `*_CHECKPOINT` event on which a callback's
+    `save_interval(state, event)` is true to the next training event; otherwise it holds the weights being trained, so
+    training does not depend on how often it is evaluated or saved. A checkpoint saved by such a callback has the
+    average as the model and the weights being trained in the state of EMA; one saved at any other time has them the
+    other way round. Both can be resumed. Predictions use the loaded weights, or after `fit` the trained ones. Every
+    INIT starts without the average of an earlier run, except for a state loaded before the first INIT.
 
     Args:
         half_life: Time after which old weights count half as much: batches (`'1000ba'`) or epochs.
@@ -317,15 +319,6 @@ class EMA(Method):
             compute_ema(state.model, self.ema_model, smoothing)
             self.ema_started = True  # for callers that apply the event without `match`
             self.num_updates += 1
-
-
-FORMAT = 2
-"""Format of the state. Composer's own states are format 1: no format number, and names with prefixes of wrappers."""
-
-# Composer's logger name, which users' logging configurations refer to.
-_log = logging.getLogger("composer.algorithms.ema")
-
-Tensors = Mapping[str, Tensor]
 
 
 def read_parameters(state: Mapping[str, Any], current: EMAParameters | None, strict: bool) -> EMAParameters:

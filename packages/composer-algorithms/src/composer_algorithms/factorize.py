@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_interval, check_is_module
+from composer_algorithms._arguments import check_interval
 from composer_algorithms._method import ModelSurgery, log_no_effect, report
 from composer_algorithms.metadata import METHODS
 from composer_algorithms.module_surgery import count_module_instances, replace_module_classes
@@ -34,6 +34,8 @@ __all__ = [
 ]
 
 METADATA = METHODS["factorize"]
+
+_log = logging.getLogger("composer.algorithms.factorize")
 
 
 @dataclass(slots=True)
@@ -111,10 +113,9 @@ def factorize_matrix(
         k, is_new = -1, False
     else:
         first, second = _truncated(first if second is None else first @ second, k)
-        unconstrained = _solve(x, y - offset) if n_iters else None
+        unconstrained = _solve(x, y - offset)
         for _ in range(n_iters):
             second = _solve(x @ first, y - offset)
-            assert unconstrained is not None
             # For a given `second`, the best `first` is the unconstrained solution times the pseudoinverse of `second`.
             first = _solve(second.t(), unconstrained.t()).t()
     product = x @ first if second is None else x @ first @ second
@@ -173,7 +174,7 @@ def factorize_conv2d(
     """
     for name in ("stride", "dilation", "groups"):
         value = conv2d_kwargs.get(name, 1)
-        if any(one != 1 for one in (value if isinstance(value, (tuple, list)) else (value,))):
+        if set(value if isinstance(value, (tuple, list)) else (value,)) != {1}:
             raise NotImplementedError(f"{name}={value!r}: only convolutions with {name}=1 can be factorized on data.")
     if biasB is not None and Wb is None:
         raise RuntimeError("biasB is the bias of a second convolution, which does not exist with Wb=None.")
@@ -192,8 +193,8 @@ def factorize_conv2d(
     if bias is not None:
         y = y + bias
     solution = factorize_matrix(x, y, first, second, bias=bias, rank=rank, n_iters=n_iters)
-    assert solution.Wa is not None  # always set by factorize_matrix
-    solution.Wa = solution.Wa.t().reshape(-1, *Wa.shape[1:])
+    first_matrix: Any = solution.Wa  # always set by factorize_matrix
+    solution.Wa = first_matrix.t().reshape(-1, *Wa.shape[1:])
     if solution.Wb is not None:
         solution.Wb = solution.Wb.t().reshape(out_channels, -1, 1, 1)
     return solution
@@ -360,17 +361,8 @@ class FactorizedConv2d(_Factorized):
         kwargs.pop("bias", None)
         first = nn.Conv2d(in_channels, latent, kernel_size, bias=False, **kwargs)
         super().__init__(first, nn.Conv2d(latent, out_channels, 1, bias=True, **placement), latent)
+        self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size = first.kernel_size
-
-    @property
-    def in_channels(self) -> int:
-        """Channels of the input."""
-        return self.module0.in_channels
-
-    @property
-    def out_channels(self) -> int:
-        """Channels of the output."""
-        return self.module1.out_channels
 
     @property
     def latent_channels(self) -> int:
@@ -473,16 +465,7 @@ class FactorizedLinear(_Factorized):
             nn.Linear(latent, out_features, bias=bias, device=device, dtype=dtype),
             latent,
         )
-
-    @property
-    def in_features(self) -> int:
-        """Features of the input."""
-        return self.module0.in_features
-
-    @property
-    def out_features(self) -> int:
-        """Features of the output."""
-        return self.module1.out_features
+        self.in_features, self.out_features = in_features, out_features
 
     @property
     def latent_features(self) -> int:
@@ -565,8 +548,6 @@ def _max_rank(fan_in: int, fan_out: int) -> int:
 LOG_NUM_CONV2D_REPLACEMENTS_KEY = "factorize/num_conv2d_replacements"
 LOG_NUM_LINEAR_REPLACEMENTS_KEY = "factorize/num_linear_replacements"
 
-_log = logging.getLogger("composer.algorithms.factorize")
-
 
 def apply_factorization(
     model: nn.Module,
@@ -608,7 +589,6 @@ def apply_factorization(
         Zhang et al., "Accelerating Very Deep Convolutional Networks for Classification and Detection", TPAMI 2016,
         arXiv:1505.06798; Jaderberg et al., 2014, arXiv:1405.3866.
     """
-    check_is_module(model, "layers to factorize")
     check_interval("[-inf, inf]", min_channels=min_channels, min_features=min_features)
     check_interval("(0, inf)", latent_channels=latent_channels, latent_features=latent_features)
     # Counted before any replacement: a shared weight has to stay one tensor, which no two factors can be.

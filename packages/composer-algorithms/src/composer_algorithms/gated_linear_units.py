@@ -21,6 +21,8 @@ __all__ = ["BERTGatedFFOutput", "GatedLinearUnits", "apply_gated_linear_units", 
 
 METADATA = METHODS["gated_linear_units"]
 
+_log = logging.getLogger("composer.algorithms.gated_linear_units")
+
 
 class BERTGatedFFOutput(nn.Module):
     """A complete feed-forward layer with a gate, a replacement for transformers' `BertOutput`.
@@ -72,7 +74,6 @@ class BERTGatedFFOutput(nn.Module):
         return self.layernorm(hidden_states + residual_connection)
 
 
-_log = logging.getLogger("composer.algorithms.gated_linear_units")
 _Activation = Callable[[Tensor], Tensor]
 # Functions that a checkpoint can name, by their names in transformers.
 _NAMED_FUNCTIONS = {F.gelu: "gelu", F.relu: "relu", F.silu: "silu", torch.relu: "relu", torch.tanh: "tanh"}
@@ -99,7 +100,7 @@ def apply_gated_linear_units(
 
     Raises:
         MissingConditionalImportError: If transformers is not installed.
-        TypeError: If the model is not a BERT model of transformers, or `act_fn` is not an activation.
+        TypeError: If the model is not a BERT model of transformers.
         ValueError: If `act_fn` is `None` and the model has no activation, or several kinds; or if its name is unknown.
 
     Example:
@@ -113,19 +114,18 @@ def apply_gated_linear_units(
         Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202. The paper scales the intermediate size by
         2/3; here it is that of the model.
     """
-    _check_activation(act_fn)
     bert_classes = _bert_classes()
     bert: Any = model
-    while not isinstance(bert, bert_classes["BertPreTrainedModel"]) and isinstance(
+    while not isinstance(bert, bert_classes.BertPreTrainedModel) and isinstance(
         getattr(bert, "model", None), nn.Module
     ):
         bert = bert.model  # the attribute of HuggingFaceModel and similar wrappers
-    if not isinstance(bert, bert_classes["BertPreTrainedModel"]):
+    if not isinstance(bert, bert_classes.BertPreTrainedModel):
         raise TypeError(
             f"the model is a {type(model).__qualname__}, and gated linear units are for BERT models of transformers "
             f"(BertPreTrainedModel): leave GatedLinearUnits out, or pass such a model."
         )
-    intermediates = [one for one in bert.modules() if isinstance(one, bert_classes["BertIntermediate"])]
+    intermediates = [one for one in bert.modules() if isinstance(one, bert_classes.BertIntermediate)]
     if not intermediates:
         return  # already replaced by an earlier call
     activation = _activation(act_fn, intermediates)
@@ -147,29 +147,20 @@ def apply_gated_linear_units(
         return layer
 
     policies = {
-        bert_classes["BertIntermediate"]: lambda module, module_index: nn.Identity(),
-        bert_classes["BertOutput"]: gated,
+        bert_classes.BertIntermediate: lambda module, module_index: nn.Identity(),
+        bert_classes.BertOutput: gated,
     }
     replace_module_classes(model, policies, optimizers)
 
 
-def _check_activation(act_fn: object) -> None:
-    if not (act_fn is None or isinstance(act_fn, str) or callable(act_fn)):
-        raise TypeError(
-            f"act_fn={act_fn!r} is not an activation: pass a function, transformers' name of one such as 'gelu', or "
-            f"None for that of the model."
-        )
-
-
-def _bert_classes() -> dict[str, type[nn.Module]]:
+def _bert_classes() -> Any:
     try:
         from transformers.models.bert import modeling_bert  # an optional dependency, and slow to import
     except ImportError as error:
         raise MissingConditionalImportError(
             "transformers", "transformers", distribution="composer-algorithms"
         ) from error
-    names = ("BertPreTrainedModel", "BertIntermediate", "BertOutput")
-    return {name: getattr(modeling_bert, name) for name in names}
+    return modeling_bert
 
 
 def _activation(act_fn: str | _Activation | None, intermediates: Sequence[Any]) -> _Activation:
@@ -206,7 +197,6 @@ class GatedLinearUnits(ModelSurgery):
 
     Raises:
         MissingConditionalImportError: If transformers is not installed.
-        TypeError: If `act_fn` is not an activation.
 
     Example:
         >>> GatedLinearUnits(act_fn="relu")
@@ -224,7 +214,6 @@ class GatedLinearUnits(ModelSurgery):
     non_gated_layer_bias: bool = False
 
     def __post_init__(self) -> None:
-        _check_activation(self.act_fn)
         _bert_classes()  # raises early if transformers is missing
 
     def apply(self, event: Event, state: State, logger: Logger | None) -> None:

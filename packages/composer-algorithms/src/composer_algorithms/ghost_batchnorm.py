@@ -12,11 +12,7 @@ from torch.optim import Optimizer
 from composer_algorithms._arguments import check_counts
 from composer_algorithms._method import ModelSurgery, log_no_effect, report
 from composer_algorithms.metadata import METHODS
-from composer_algorithms.module_surgery import (
-    count_module_instances,
-    replace_module_classes,
-    transfer_hooks,
-)
+from composer_algorithms.module_surgery import count_module_instances, replace_module_classes, transfer_hooks
 from composer_events import Event, Logger, State
 
 __all__ = [

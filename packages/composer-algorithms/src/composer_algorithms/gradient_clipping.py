@@ -66,18 +66,27 @@ def apply_gradient_clipping(
         Recognition Without Normalization", ICML 2021, arXiv:2102.06171, eq. (3). The paper does not clip the final
         linear layer; here all parameters are clipped.
     """
-    _check(clipping_type, clipping_threshold, eps)
+    check_choice(_TYPES, clipping_type=clipping_type)
+    check_interval("[0, inf)", clipping_threshold=clipping_threshold, eps=eps)
     parameters: Iterable[Tensor]
     if callable(method := getattr(model, "parameters", None)):
         parameters = cast("Iterable[Tensor]", method())
     else:
         parameters = [model] if isinstance(model, Tensor) else cast("Iterable[Tensor]", model)
-        if not isinstance(model, Iterable):
-            raise TypeError(f"model={model!r} has no parameters: pass a model, or its parameters.")
     if clipping_type == "value":
         _clip_value(parameters, clipping_threshold)  # elementwise, so sharding does not matter
     elif fsdp_enabled:
-        _clip_under_fsdp1(cast("nn.Module", model), clipping_type, clipping_threshold)
+        if clipping_type == "adaptive":
+            raise ValueError(
+                "clipping_type='adaptive' needs whole units of the weights, and FSDP1 keeps slices of flattened "
+                "tensors: shard the model with FSDP2 (fully_shard), or clip by 'norm' or 'value'."
+            )
+        from torch.distributed.fsdp import FullyShardedDataParallel  # already loaded, since the model is one
+
+        for module in cast("nn.Module", model).modules():
+            # Each root clips everything below it.
+            if isinstance(module, FullyShardedDataParallel) and module.check_is_root():
+                module.clip_grad_norm_(max_norm=clipping_threshold)
     elif clipping_type == "norm":
         _clip_norm(parameters, clipping_threshold)
     else:
@@ -178,7 +187,8 @@ class GradientClipping(Method):
     acts_on = frozenset({Event.INIT, Event.AFTER_TRAIN_BATCH})
 
     def __init__(self, clipping_type: ClippingType | str, clipping_threshold: float, *, eps: float = 0.0) -> None:
-        _check(clipping_type, clipping_threshold, eps)
+        check_choice(_TYPES, clipping_type=clipping_type)
+        check_interval("[0, inf)", clipping_threshold=clipping_threshold, eps=eps)
         self.clipping_type = clipping_type
         self.clipping_threshold = clipping_threshold
         self.eps = eps
@@ -223,25 +233,6 @@ def AGC(clipping_threshold: float = 0.01) -> GradientClipping:  # the name of th
     return GradientClipping("adaptive", clipping_threshold)
 
 
-def _clip_under_fsdp1(model: nn.Module, clipping_type: str, threshold: float) -> None:
-    if clipping_type == "adaptive":
-        raise ValueError(
-            "clipping_type='adaptive' needs whole units of the weights, and FSDP1 keeps slices of flattened tensors: "
-            "shard the model with FSDP2 (fully_shard), or clip by 'norm' or 'value'."
-        )
-    from torch.distributed.fsdp import FullyShardedDataParallel  # already loaded, since the model is one
-
-    for module in model.modules():
-        # Each root clips everything below it.
-        if isinstance(module, FullyShardedDataParallel) and module.check_is_root():
-            module.clip_grad_norm_(max_norm=threshold)
-
-
-def _check(clipping_type: str, threshold: float, eps: float) -> None:
-    check_choice(_TYPES, clipping_type=clipping_type)
-    check_interval("[0, inf)", clipping_threshold=threshold, eps=eps)
-
-
 _ONE = torch.ones((), dtype=torch.float32)  # zero-dim, so it combines with tensors on any device
 _IN_CACHE = 1 << 21  # number of elements that fit into the last-level cache of a CPU
 
@@ -251,7 +242,8 @@ def joint_norm(tensors: Sequence[Tensor]) -> Tensor:
 
     If tensors are sharded, every rank must call this.
     """
-    norms = [_whole(get_total_norm(group)) for group in _by_mesh(tensors).values()]
+    norms: list[Any] = [get_total_norm(group) for group in _by_mesh(tensors).values()]
+    norms = [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]
     # The norm of the groups' norms is the norm of all elements.
     if len(norms) == 1:
         return norms[0]
@@ -300,7 +292,3 @@ def _by_mesh(tensors: Iterable[Tensor]) -> dict[Hashable, list[Tensor]]:
     for tensor in tensors:
         groups[tensor.device_mesh if is_dtensor(tensor) else None].append(tensor)  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor's
     return groups
-
-
-def _whole(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if is_dtensor(norm) else norm  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor's

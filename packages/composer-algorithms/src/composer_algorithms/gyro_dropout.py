@@ -204,8 +204,17 @@ class GyroDropout(ModelSurgery):
         elif event == Event.FIT_START:
             if not self._layers:
                 self._replace(state)
+            duration, num_batches = state.max_duration, state.dataloader_len
+            per_unit = {TimeUnit.BATCH: 1, TimeUnit.EPOCH: num_batches and num_batches.value}
+            factor = None if duration is None else per_unit.get(duration.unit)
+            if duration is None or factor is None:
+                raise ValueError(
+                    f"GyroDropout needs the number of training steps, which max_duration={duration!r} with "
+                    f"{num_batches!r} batches per epoch does not define: give max_duration in batches ('5000ba'), or "
+                    f"in epochs with a dataloader of known length."
+                )
             for layer in self._layers:
-                layer.set_schedule(_num_training_steps(state))
+                layer.set_schedule(duration.value * factor)
         elif event == Event.BATCH_START:
             for layer in self._layers:
                 layer.begin_step(self._num_steps)
@@ -231,19 +240,6 @@ class GyroDropout(ModelSurgery):
 
 def _gyro_layers(model: nn.Module) -> list[GyroDropoutLayer]:
     return [module for module in model.modules() if isinstance(module, GyroDropoutLayer)]
-
-
-def _num_training_steps(state: State) -> float:
-    duration, num_batches = state.max_duration, state.dataloader_len
-    if duration is not None and duration.unit == TimeUnit.BATCH:
-        return duration.value
-    if duration is not None and duration.unit == TimeUnit.EPOCH and num_batches is not None:
-        return duration.value * num_batches.value
-    raise ValueError(
-        f"GyroDropout needs the number of training steps, which max_duration={duration!r} with {num_batches!r} "
-        f"batches per epoch does not define: give max_duration in batches ('5000ba'), or in epochs with a dataloader "
-        f"of known length."
-    )
 
 
 def _check(p: float, sigma: int, tau: int) -> None:

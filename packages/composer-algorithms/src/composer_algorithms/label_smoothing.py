@@ -24,9 +24,6 @@ def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Ten
     with one value per class. The inputs are not changed. Negative class indices are ignored labels: their rows are zero
     and add nothing to the loss.
 
-    For `torch.nn.functional.cross_entropy` with class indices, its `label_smoothing` argument computes the same mean
-    loss without a tensor as large as the logits.
-
     Args:
         logits: Shape `(batch, classes, ...)`. Only the shape is used.
         target: Class indices of shape `(batch, ...)`, or one value per class in the shape of `logits`.

@@ -9,7 +9,7 @@ from weakref import WeakSet
 from torch import nn
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_interval, check_is_module
+from composer_algorithms._arguments import check_interval
 from composer_algorithms._method import Method, elapsed_fraction, log_no_effect
 from composer_algorithms.metadata import METHODS
 from composer_events import Event, Logger, State
@@ -48,7 +48,6 @@ def freeze_layers(
 
     Raises:
         ValueError: If one of the numbers is outside [0, 1].
-        TypeError: If `model` is not a module.
 
     Example:
         >>> import torch
@@ -61,7 +60,6 @@ def freeze_layers(
     Reference:
         Brock et al., "FreezeOut", 2017, arXiv:1706.04983. Raghu et al., "SVCCA", NeurIPS 2017, arXiv:1706.05806.
     """
-    check_is_module(model, "layers to freeze")
     del optimizers  # only in Composer's signature
     check_interval("[0, 1]", freeze_start=freeze_start, freeze_level=freeze_level, current_duration=current_duration)
     fraction = 0.0

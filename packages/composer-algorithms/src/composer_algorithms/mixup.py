@@ -82,8 +82,7 @@ class MixUp(PairMixing):
 
     On `BEFORE_FORWARD` the inputs in `state.batch` become blends, with a new permutation and weight for each
     microbatch. With `draw_per="batch"` they are blended on `BATCH_START`, once for the whole batch, so that training
-    does not depend on the number of microbatches; training metrics then see the blends. On `BEFORE_FORWARD` each
-    microbatch gets its part of the targets, in the order of the batch, starting over after every `BEFORE_TRAIN_BATCH`.
+    does not depend on the number of microbatches; training metrics then see the blends.
 
     Targets are blended in one of two ways, which are equivalent for losses that are linear in the target, such as cross
     entropy:
@@ -95,8 +94,7 @@ class MixUp(PairMixing):
       other examples' targets. Works with every loss, but computes it twice; labels are smoothed both times if
       LabelSmoothing with the same `target_key` is among `state.algorithms`.
 
-    It runs before LabelSmoothing. Random numbers depend on the run's seed, the rank and the number of earlier draws; a
-    resumed run continues their sequence.
+    It runs before LabelSmoothing.
 
     Args:
         alpha: 0 or more. 0 disables blending; larger values blend more.

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_is_module
 from composer_algorithms._optimizer_surgery import (
     Replacement,
     as_optimizers,
@@ -25,6 +24,8 @@ from composer_dist.wrapping import canonical_name, is_model_deepspeed, unwrap_mo
 from composer_events.arguments import loaded
 
 __all__ = ["ReplacementFunction", "count_module_instances", "replace_module_classes", "update_params_in_optimizer"]
+
+_log = logging.getLogger("composer.algorithms.module_surgery")
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -53,11 +54,7 @@ def adopt(old: nn.Module, new: nn.Module, default_device: torch.device | None) -
     tensors = [*old.parameters(), *old.buffers()]
     # With several dtypes, the one for a new tensor would be ambiguous.
     dtypes = {tensor.dtype for tensor in old.parameters() if tensor.is_floating_point()}
-    # Filters of 1x1 are contiguous in both formats, so they do not determine the format of the model.
-    is_channels_last = any(
-        one.ndim == 4 and one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous()
-        for one in old.parameters()
-    )
+    is_channels_last = any(map(_is_channels_last, old.parameters()))
     shared = {id(tensor) for module in kept for tensor in module.parameters(recurse=False)}
 
     def converted(tensor: Tensor) -> Tensor:
@@ -148,6 +145,12 @@ class TiedParameters:
                 owners.append((module, name))
 
 
+def _is_channels_last(tensor: Tensor) -> bool:
+    # Filters of 1x1 are contiguous in both formats, so they do not determine the format of the model.
+    is_contiguous = tensor.is_contiguous()
+    return tensor.ndim == 4 and not is_contiguous and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
 def _freeze_alike(old: nn.Module, new: nn.Module) -> None:
     old_params = dict(old.named_parameters())
     # The common case: new parameters train by default.
@@ -174,9 +177,6 @@ def transfer_hooks(old: nn.Module, new: nn.Module) -> None:
     # By this flag torch calls the backward hooks as full or as legacy ones.
     if old._is_full_backward_hook is not None and new._is_full_backward_hook is None:
         new._is_full_backward_hook = old._is_full_backward_hook
-
-
-_log = logging.getLogger("composer.algorithms.module_surgery")
 
 
 class ReplacementFunction(Protocol):
@@ -230,7 +230,7 @@ def replace_module_classes(
         Result of the policy for each module where it is not `None`, in the order of the visits.
 
     Raises:
-        TypeError: If `module` is not a module or is a `DistributedDataParallel`, `optimizers` contains another object,
+        TypeError: If `module` is a `DistributedDataParallel`, `optimizers` contains another object,
             or a policy returns a new module for the root.
         ValueError: If a replaced parameter is shared, and the replacement has no matching parameter.
         RuntimeError: If two policies replace the same module, or no parameter group fits a new parameter.
@@ -241,7 +241,6 @@ def replace_module_classes(
         >>> model[1]
         GELU(approximate='none')
     """
-    check_is_module(module, "modules to replace")
     if isinstance(module, DistributedDataParallel):
         raise TypeError(
             "the model is wrapped by DistributedDataParallel, which has registered the parameters that a replacement "

@@ -88,9 +88,6 @@ class ProgressiveResizing(ResumableDraws, Method):
     and width are each rounded to a multiple of `size_increment`. It logs `progressive_resizing/height`, `/width` and
     `/scale_factor`, the latter before rounding.
 
-    Crop positions depend on the run's seed, the rank and the number of earlier draws; a resumed run continues their
-    sequence.
-
     Args:
         mode: `'resize'` or `'crop'`; see `resize_batch`.
         initial_scale: Initial scale of height and width, in [0, 1].

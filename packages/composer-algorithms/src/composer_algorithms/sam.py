@@ -30,8 +30,7 @@ class SAMOptimizer(Optimizer):
     exactly, and the base optimizer steps. All other steps are those of the base optimizer.
 
     Parameter groups and state are shared with the base optimizer, so schedulers may use either of the two. The state
-    dict is that of the base optimizer, with the number of steps in its groups. State dicts of the base optimizer and of
-    Composer can be loaded as well.
+    dict is that of the base optimizer, with the number of steps in its groups.
 
     Args:
         base_optimizer: Optimizer to wrap.

@@ -107,13 +107,10 @@ def selective_backprop(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 class SelectiveBackprop(ResumableDraws, Method):
     """Train on a subset of each batch that favors examples with a large loss.
 
-    On `AFTER_DATALOADER`, while training is between `start` and `end`, the batch is moved to the device, its losses are
-    computed in the run's precision, and `state.batch` is reduced to the examples that `select_using_loss` draws. It
-    acts before every other algorithm, on the examples as loaded. All tensors, lists and tuples at the top level of the
-    batch that have one entry per example are reduced in the same way.
-
-    The model must be a `ComposerModel` whose `loss` takes `reduction`. Random numbers depend on the run's seed, the
-    rank and the number of earlier draws; a resumed run continues their sequence.
+    On `AFTER_DATALOADER`, while training is between `start` and `end`, the losses of the batch are computed in the
+    run's precision, and `state.batch` is reduced to the examples that `select_using_loss` draws: all tensors, lists and
+    tuples with one entry per example. It acts before every other algorithm, on the examples as loaded. The model must
+    be a `ComposerModel` whose `loss` takes `reduction`.
 
     Args:
         start: Fraction of training after which examples are dropped, in [0, 1].
@@ -220,6 +217,10 @@ class SelectiveBackprop(ResumableDraws, Method):
 
     def _selected(self, state: State, input: Tensor, target: Tensor, chosen: Tensor) -> Any:
         num_examples = len(state.batch_get_item(self.input_key))
+
+        def has_one_each(value: Any) -> bool:
+            return isinstance(value, Tensor) and value.ndim > 0 and len(value) == num_examples
+
         # A shallow copy, so that the batch of the dataloader is not changed.
         batch = batch_set(copy.copy(state.batch), self.input_key, input)
         batch = batch_set(batch, self.target_key, target)
@@ -228,11 +229,11 @@ class SelectiveBackprop(ResumableDraws, Method):
             value = batch[key]
             if value is input or value is target:  # already reduced
                 continue
-            if isinstance(value, Tensor) and value.ndim > 0 and len(value) == num_examples:
+            if has_one_each(value):
                 batch = batch_set(batch, key, state.device.tensor_to_device(value)[chosen])
             elif type(value) in (list, tuple) and len(value) == num_examples:
                 # As many tensors as examples may also be columns, each with one entry per example.
-                if all(isinstance(one, Tensor) and one.ndim > 0 and len(one) == num_examples for one in value):
+                if all(map(has_one_each, value)):
                     continue
                 batch = batch_set(batch, key, type(value)(value[index] for index in chosen.tolist()))
         return batch

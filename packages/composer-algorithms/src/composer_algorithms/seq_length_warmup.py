@@ -108,10 +108,9 @@ class SeqLengthWarmup(Method):
 
     On `AFTER_DATALOADER` it applies `set_batch_sequence_length` to `state.batch`, with a length that grows from
     `min_seq_length` in steps of `step_size` and reaches `max_seq_length` after the fraction `duration` of training. It
-    logs `seq_length_warmup/curr_seq_len` and `/curr_bs`. Before the first step it runs one microbatch of the maximal
-    length forward and backward, so that the allocator reserves the peak memory and an out-of-memory error occurs at
-    the start; gradients and random state are restored. With DeepSpeed, whose engine has no such pass outside of a step,
-    it is skipped.
+    logs `seq_length_warmup/curr_seq_len` and `/curr_bs`. Before the first step, except with DeepSpeed, it runs one
+    microbatch of the maximal length forward and backward, so that an out-of-memory error occurs at the start;
+    gradients and random state are restored.
 
     The model must have an attribute `model`, like `HuggingFaceModel`, and batches must be mappings.
 

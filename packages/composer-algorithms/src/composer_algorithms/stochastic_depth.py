@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from composer_algorithms._arguments import check_choice, check_interval, check_is_module
+from composer_algorithms._arguments import check_choice, check_interval
 from composer_algorithms._draws import generator_for
 from composer_algorithms._method import ModelSurgery, elapsed_fraction, log_no_effect
 from composer_algorithms.metadata import METHODS
@@ -28,6 +28,8 @@ __all__ = [
 
 METADATA = METHODS["stochastic_depth"]
 
+_log = logging.getLogger("composer.algorithms.stochastic_depth")
+
 Converter = Callable[..., nn.Module]
 Rescale = Literal["eval", "train"]
 
@@ -35,9 +37,8 @@ Rescale = Literal["eval", "train"]
 class BlockDraws:
     """Decide for each block and forward pass whether the block is kept.
 
-    Without a seed the decisions come from PyTorch's CPU generator, like dropout's: they differ between ranks,
-    checkpoints restore them, and activation checkpointing repeats them. With a seed they are the same on all ranks, as
-    a sharded model requires, whose ranks have to gather the weights of a block together.
+    Without a seed the decisions come from PyTorch's CPU generator, like dropout's. With a seed they are the same on all
+    ranks, as a sharded model requires, whose ranks have to gather the weights of a block together.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -54,7 +55,19 @@ class BlockDraws:
         return bool(torch.rand((), generator=generator) >= drop_rate)
 
 
-class BlockStochasticModule(nn.Module):
+class _Drawing(nn.Module):
+    """Base of the modules that ask `draws` whether to keep the main branch, also in a form for `torch.jit.script`."""
+
+    if TYPE_CHECKING:  # at run time torch.jit.script would read this as an attribute's type
+        draws: Any
+
+    def _draw(self, drop_rate: Tensor) -> bool:
+        if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
+            return bool(torch.rand(()) >= drop_rate)
+        return self.draws.keep(drop_rate)
+
+
+class BlockStochasticModule(_Drawing):
     """A residual block of two given branches, whose main branch is randomly dropped in training.
 
     Evaluation keeps the main branch, by default scaled by its probability of being kept in training.
@@ -102,11 +115,6 @@ class BlockStochasticModule(nn.Module):
         if self.training and not self._draw(self.drop_rate):
             return identity
         return _scaled(self.main(x), self.drop_rate, self.rescale, self.training) + identity
-
-    def _draw(self, drop_rate: Tensor) -> bool:
-        if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
-            return bool(torch.rand(()) >= drop_rate)
-        return self.draws.keep(drop_rate)
 
 
 def make_resnet_bottleneck_stochastic(
@@ -174,14 +182,13 @@ def layer_mapping() -> dict[str, tuple[type[nn.Module], Converter]]:
     }
 
 
-class _Stochastic(nn.Module):
+class _Stochastic(_Drawing):
     """Base class that precedes a residual block's own class, in a form that `torch.jit.script` accepts."""
 
     if TYPE_CHECKING:  # at run time torch.jit.script would read these as attribute types
         drop_rate: Tensor
         rescale: Any
         stochastic_method: Any
-        draws: Any
         downsample: Any
         relu: Any
         conv1: Any
@@ -201,11 +208,6 @@ class _Stochastic(nn.Module):
             main = _without_some(main, self.drop_rate)
         identity = x if self.downsample is None else self.downsample(x)
         return self.relu(main.add(identity))
-
-    def _draw(self, drop_rate: Tensor) -> bool:
-        if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
-            return bool(torch.rand(()) >= drop_rate)
-        return self.draws.keep(drop_rate)
 
     def _branch(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -260,9 +262,6 @@ def _scaled(main: Tensor, drop_rate: Tensor, rescale: str, is_training: bool) ->
     return main / (1 - drop_rate) if is_training and bool(drop_rate < 1) else main
 
 
-_log = logging.getLogger("composer.algorithms.stochastic_depth")
-
-
 def apply_stochastic_depth(
     model: nn.Module,
     target_layer_name: str,
@@ -300,30 +299,17 @@ def apply_stochastic_depth(
     Reference:
         Huang et al., "Deep Networks with Stochastic Depth", ECCV 2016, arXiv:1603.09382.
     """
-    check_is_module(model, "blocks to drop")
     _check(target_layer_name, stochastic_method, drop_rate, drop_distribution, rescale)
-    _convert(model, target_layer_name, stochastic_method, drop_rate, drop_distribution, BlockDraws(), rescale)
-
-
-def _convert(
-    model: nn.Module,
-    layer_name: str,
-    method: str,
-    drop_rate: float,
-    distribution: str,
-    draws: BlockDraws,
-    rescale: Rescale,
-) -> list[nn.Module]:
-    layer_class, converter = layer_mapping()[layer_name]
+    layer_class, converter = layer_mapping()[target_layer_name]
     count = count_module_instances(model, layer_class) + isinstance(model, layer_class)  # which is not counted
     if not count:
-        why = f"it has no {layer_class.__qualname__}, which is what target_layer_name={layer_name!r} stands for"
+        why = f"it has no {layer_class.__qualname__}, which is what {target_layer_name=} stands for"
         log_no_effect(_log, "StochasticDepth", model, why)
 
     def policy(module: nn.Module, module_index: int) -> nn.Module:
-        return converter(module, module_index, count, drop_rate, distribution, method, draws, rescale)
+        return converter(module, module_index, count, drop_rate, drop_distribution, stochastic_method, rescale=rescale)
 
-    return list(replace_module_classes(model, {layer_class: policy}, include_root=True))
+    replace_module_classes(model, {layer_class: policy}, include_root=True)
 
 
 class StochasticDepth(ModelSurgery):
@@ -398,7 +384,11 @@ class StochasticDepth(ModelSurgery):
         if event == Event.INIT:
             self._convert_blocks(state, logger)
         elif event == Event.BATCH_START and self._fraction < 1:
-            self._set_fraction(min(1.0, self._elapsed_fraction(state)))
+            warmup = self.drop_warmup
+            elapsed: Any = state.timestamp.get(warmup.unit) if warmup.unit != TimeUnit.DURATION else None
+            if elapsed is None:
+                elapsed = elapsed_fraction(state, f"drop_warmup={str(warmup)!r}")
+            self._set_fraction(min(1.0, float(elapsed / warmup)))
             if logger is not None:
                 logger.log_metrics({"stochastic_depth/drop_rate": self.drop_rate * self._fraction})
 
@@ -416,17 +406,20 @@ class StochasticDepth(ModelSurgery):
         stage = ((state.deepspeed_config or {}).get("zero_optimization") or {}).get("stage", 0)
         is_exchanging = dist.get_world_size() > 1 and (state.fsdp_config is not None or bool(stage))
         if self.use_same_gpu_seed is False and self.find_unused_parameters and is_exchanging:
-            by = f"DeepSpeed's stage {stage}" if stage else "FSDP"
             raise ValueError(
-                f"StochasticDepth(use_same_gpu_seed=False) lets each rank drop other blocks, but under {by} the ranks "
-                f"exchange the gradients of the same ones. Leave use_same_gpu_seed out, or use "
-                f"stochastic_method='sample'."
+                "StochasticDepth(use_same_gpu_seed=False) lets each rank drop other blocks, but under FSDP and the "
+                "stages of DeepSpeed the ranks exchange the gradients of the same ones. Leave it out, or use "
+                "stochastic_method='sample'."
             )
         if self.use_same_gpu_seed or (self.use_same_gpu_seed is None and is_sharded):
             # The same decisions on all ranks: sharded ranks gather the weights of a block together.
             self._draws.seed = state.rank_zero_seed
         settings = (self.target_layer_name, self.stochastic_method, self.drop_rate, self.drop_distribution)
-        blocks = _convert(state.model, *settings, self._draws, self.rescale)
+        apply_stochastic_depth(state.model, *settings, rescale=self.rescale)
+        layer_class, _ = layer_mapping()[self.target_layer_name]
+        blocks: list[Any] = list(filter(lambda module: isinstance(module, layer_class), state.model.modules()))
+        for block in blocks:
+            block.draws = self._draws
         self._final_rates = [(block, torch.as_tensor(block.drop_rate)) for block in blocks]
         self._set_fraction(self._fraction)
         _log.info("StochasticDepth: %d blocks are dropped at random.", len(blocks))
@@ -442,11 +435,6 @@ class StochasticDepth(ModelSurgery):
         self._fraction = fraction
         for block, final_rate in self._final_rates:
             block.drop_rate = final_rate * fraction
-
-    def _elapsed_fraction(self, state: State) -> float:
-        if self.drop_warmup.unit != TimeUnit.DURATION:
-            return float(state.timestamp.get(self.drop_warmup.unit) / self.drop_warmup)
-        return float(elapsed_fraction(state, f"drop_warmup={str(self.drop_warmup)!r}") / self.drop_warmup)
 
 
 def _warmup_time(drop_warmup: Any) -> Time[Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_algorithms._arguments import accept_legacy_arguments, check_counts, check_interval
-from composer_algorithms._averaging import EMAParameters, compute_ema
+from composer_algorithms._averaging import EMAParameters, compute_ema, counted_time
 from composer_algorithms._method import Method, is_reached, parse_time
 from composer_algorithms.metadata import METHODS
 from composer_dist.wrapping import canonical_name
@@ -35,15 +35,11 @@ class SWA(Method):
 
     From `swa_start` on, each `update_interval` adds the weights to a mean, at the ends of batches or epochs, depending
     on its unit. At the first such event, or end of an epoch, from `swa_end` on, the mean is copied into the model once,
-    and training continues with it. Fractions of training are counted in the unit of `max_duration`. Buffers are not
-    averaged: the statistics of batch norms are stale then, and recover in the remaining training. The mean is kept on
-    the device of the model's weights, and sharded like them.
+    and training continues with it. Buffers are not averaged: the statistics of batch norms recover in the remaining
+    training.
 
     With `schedule_swa_lr`, while the mean is taken, the learning rate of each parameter group changes from its value at
-    the start to `swa_lr` within `anneal_steps` intervals and stays there. It is set before and after every batch, which
-    overrides other schedulers; these take effect again afterwards.
-
-    The state allows an exact resumption, under the names of the bare model.
+    the start to `swa_lr` within `anneal_steps` intervals and stays there, which overrides other schedulers.
 
     Args:
         swa_start: Start of averaging: a fraction of training (`'0.7dur'`) or an epoch (`'7ep'`).
@@ -82,11 +78,7 @@ class SWA(Method):
         swa_lr: float | None = None,
     ) -> None:
         self.swa_start, self.swa_end = _window(swa_start, swa_end)
-        self.update_interval = interval = parse_time("update_interval", update_interval)
-        if interval.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or interval.value < 1:
-            raise ValueError(
-                f"update_interval={str(interval)!r} is not a valid interval: pass batches ('10ba') or epochs ('1ep')."
-            )
+        self.update_interval = counted_time(update_interval, "update_interval", no_unit=TypeError)
         if str(anneal_strategy).lower() not in _STRATEGIES:
             raise ValueError(f"anneal_strategy={anneal_strategy!r} is unknown: choose 'linear' or 'cos'.")
         check_counts(anneal_steps=anneal_steps)
@@ -173,13 +165,6 @@ class SWA(Method):
             if name != "n_averaged"
         }
         self._base_lrs = [float(lr) for lr in (state.get("swa_scheduler") or {}).get("base_lrs", ())]
-
-    def __repr__(self) -> str:
-        return (
-            f"SWA(swa_start={str(self.swa_start)!r}, swa_end={str(self.swa_end)!r}, "
-            f"update_interval={str(self.update_interval)!r}, schedule_swa_lr={self.schedule_swa_lr!r}, "
-            f"anneal_strategy={self.anneal_strategy!r}, anneal_steps={self.anneal_steps!r}, swa_lr={self.swa_lr!r})"
-        )
 
     def _reset(self) -> None:
         self.swa_started = False

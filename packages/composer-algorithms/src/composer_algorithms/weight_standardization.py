@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from composer_algorithms._arguments import check_counts, check_is_module
+from composer_algorithms._arguments import check_counts
 from composer_algorithms._method import ModelSurgery, log_no_effect, report
 from composer_algorithms._optimizer_surgery import rename_in_optimizer
 from composer_algorithms.metadata import METHODS
@@ -68,7 +68,6 @@ def apply_weight_standardization(module: nn.Module, n_last_layers_ignore: int = 
         Qiao et al., "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization", 2019,
         arXiv:1903.10520, eq. (6).
     """
-    check_is_module(module, "convolutions")
     check_counts(0, n_last_layers_ignore=n_last_layers_ignore)
     convs = {name: conv for name, conv in module.named_modules() if isinstance(conv, _CONVS)}
     # Tracing is slow and may fail, so only where the order matters.

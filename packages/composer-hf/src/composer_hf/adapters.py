@@ -80,7 +80,13 @@ def published_adapter_names(
         {'base_model.model.h.0.c_attn.lora_A.default.weight': 'base_model.model.h.0.c_attn.lora_A.weight'}
     """
     names = list(names)
-    biases = _biases(set(names), str(peft_config.get("bias", "none")))
+    bias, biases = peft_config.get("bias", "none"), set[str]()
+    if bias == "all":
+        biases = {name for name in names if name.endswith("bias")}
+    elif bias == "lora_only":
+        # The biases of adapted layers; peft moves them to `base_layer` when it wraps a layer.
+        layers = {name.split("lora_")[0] for name in names if "lora_" in name}
+        biases = {f"{layer}{inner}bias" for layer in layers for inner in ("", "base_layer.")}
     return {
         name: _without_adapter(name, adapter_name)
         for name in names
@@ -147,16 +153,6 @@ def peft_config_values(peft_config: "PeftConfig") -> dict[str, Any]:
     # `runtime_config` describes this process, not the adapter.
     values = {name: value for name, value in peft_config.to_dict().items() if name != "runtime_config"}
     return json.loads(json.dumps(values, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
-
-
-def _biases(names: set[str], bias: str) -> set[str]:
-    if bias == "all":
-        return {name for name in names if name.endswith("bias")}
-    if bias != "lora_only":
-        return set()
-    # "lora_only" trains the biases of adapted layers; peft moves them to `base_layer` when it wraps a layer.
-    layers = {name.split("lora_")[0] for name in names if "lora_" in name}
-    return {f"{layer}{inner}bias" for layer in layers for inner in ("", "base_layer.")} & names
 
 
 def _without_adapter(name: str, adapter_name: str) -> str:

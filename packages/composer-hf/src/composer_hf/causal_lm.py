@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -26,22 +25,6 @@ __all__ = ["ComposerHFCausalLM", "InitDevice", "hf_causal_lm"]
 InitDevice = Literal["cpu", "meta", "mixed"]
 
 _INIT_DEVICES: Final = ("cpu", "meta", "mixed")
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """Source of a model and the options for loading it."""
-
-    path: str
-    pretrained: bool
-    trust_remote_code: bool
-    options: Mapping[str, Any]
-
-    @property
-    def access(self) -> dict[str, Any]:
-        """The arguments that every download needs."""
-        token = {"token": self.options["token"]} if "token" in self.options else {}
-        return {**token, "trust_remote_code": self.trust_remote_code}
 
 
 class ComposerHFCausalLM(HuggingFaceModel):
@@ -108,15 +91,15 @@ class ComposerHFCausalLM(HuggingFaceModel):
                 f"loads an existing one. Give one of them."
             )
         options = _loading_options(use_auth_token, use_flash_attention_2, attn_implementation, load_in_8bit)
-        origin = _Origin(pretrained_model_name_or_path, pretrained, trust_remote_code, options)
+        path = pretrained_model_name_or_path
 
         def build() -> Any:
-            model = _build(origin, config_overrides or {}, init_device)
+            model = _build(path, pretrained, trust_remote_code, options, config_overrides or {}, init_device)
             if pretrained_lora_id_or_path is None:
                 return model
-            return _with_saved_adapter(model, pretrained_lora_id_or_path)
+            return _peft().PeftModel.from_pretrained(model, pretrained_lora_id_or_path, is_trainable=True)
 
-        model = _on_every_rank(build, pretrained_model_name_or_path)
+        model = _on_every_rank(build, path)
         with counting_from_zero():
             eval_metrics = [LanguageCrossEntropy(), LanguagePerplexity(), *_named(additional_eval_metrics)]
             train_metrics = [LanguageCrossEntropy(), LanguagePerplexity(), *_named(additional_train_metrics)]
@@ -134,9 +117,7 @@ class ComposerHFCausalLM(HuggingFaceModel):
         prepare_hf_model_for_fsdp(self.model, init_device)  # after peft has wrapped the model, which gets the hints
 
 
-def hf_causal_lm(
-    tokenizer: "PreTrainedTokenizerBase", *, name: str = "hf_causal_lm", **settings: Any
-) -> ComposerHFCausalLM:
+def hf_causal_lm(tokenizer: Any, *, name: str = "hf_causal_lm", **settings: Any) -> ComposerHFCausalLM:
     """Build a model from the `model` section of a configuration file.
 
     Args:
@@ -158,18 +139,12 @@ def _loading_options(
     """Return arguments of `from_pretrained` that both transformers 4 and 5 accept."""
     options: dict[str, Any] = {"token": use_auth_token} if use_auth_token else {}
     if use_flash_attention_2:
-        if attn_implementation not in (None, "flash_attention_2"):
-            raise ValueError(
-                f"use_flash_attention_2=True and attn_implementation={attn_implementation!r} select two kinds of "
-                f"attention. Give one of them."
-            )
         from transformers.utils.import_utils import is_flash_attn_2_available
 
-        if not is_flash_attn_2_available():
+        if attn_implementation not in (None, "flash_attention_2") or not is_flash_attn_2_available():
             raise ValueError(
-                "use_flash_attention_2=True needs the package flash-attn and a CUDA device, and one of them is "
-                "missing. Run `pip install flash-attn`, or leave the setting out to use PyTorch's attention, which "
-                "computes the same."
+                f"use_flash_attention_2=True needs the package flash-attn, a CUDA device, and no other attention; got "
+                f"{attn_implementation=}. Leave the setting out to use PyTorch's attention, which computes the same."
             )
         attn_implementation = "flash_attention_2"
     if attn_implementation is not None:
@@ -183,36 +158,41 @@ def _loading_options(
     return options
 
 
-def _build(origin: _Origin, overrides: Mapping[str, Any], init_device: InitDevice) -> Any:
+def _build(
+    path: str,
+    pretrained: bool,
+    trust_remote_code: bool,
+    options: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    init_device: InitDevice,
+) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    # The arguments that every download needs.
+    access: dict[str, Any] = {name: value for name, value in options.items() if name == "token"}
+    access["trust_remote_code"] = trust_remote_code
 
     # Local rank 0 fills the cache, from which the other ranks of the node read.
     with dist.run_local_rank_zero_first():
-        config = AutoConfig.from_pretrained(origin.path, **origin.access)
+        config = AutoConfig.from_pretrained(path, **access)
         if config.model_type == "mpt":
-            raise ValueError(
-                f"{origin.path!r} is an MPT model, which is trained by its own class. Choose another model."
-            )
+            raise ValueError(f"{path!r} is an MPT model, which is trained by its own class. Choose another model.")
         config.use_cache = False  # a generation cache only costs memory in training
         _override(config, overrides)
         has_weights = init_device == "cpu" or (init_device == "mixed" and dist.get_global_rank() == 0)
-        if has_weights and origin.pretrained:
+        if has_weights and pretrained:
             # The dtype of training must not depend on the dtype of the file.
             return AutoModelForCausalLM.from_pretrained(
-                origin.path,
-                config=config,
-                dtype=torch.float32,
-                trust_remote_code=origin.trust_remote_code,
-                **origin.options,
+                path, config=config, dtype=torch.float32, trust_remote_code=trust_remote_code, **options
             )
-        options = {name: value for name, value in origin.options.items() if name == "attn_implementation"}
+        own = {name: value for name, value in options.items() if name == "attn_implementation"}
         with contextlib.nullcontext() if has_weights else _empty_weights():
             model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, trust_remote_code=origin.trust_remote_code, **options
+                config, dtype=torch.float32, trust_remote_code=trust_remote_code, **own
             )
         model.tie_weights()
         with contextlib.suppress(OSError):  # an optional file, which `from_pretrained` reads and `from_config` does not
-            model.generation_config = GenerationConfig.from_pretrained(origin.path, **origin.access)
+            model.generation_config = GenerationConfig.from_pretrained(path, **access)
         return model
 
 
@@ -267,20 +247,20 @@ def _on_every_rank(build: Callable[[], Any], path: str) -> Any:
     except Exception as raised:  # of any kind: the other ranks would hang in the next collective
         error = raised
     told = dist.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
-    if not any(told):
-        return model
-    if error is not None and dist.get_world_size() == 1:
-        raise error
     failures = {rank: text for rank, text in enumerate(told) if text}
+    if not failures:
+        return model
+    if error is not None and len(told) == 1:
+        raise error
     raise RuntimeError(f"{path!r} could not be built on ranks {list(failures)}: {failures}") from error
 
 
-def _with_saved_adapter(model: Any, path: str) -> Any:
+def _peft() -> Any:
     if not peft_installed:
         raise MissingConditionalImportError("peft", "peft", distribution="composer-hf")
-    from peft import PeftModel
+    import peft
 
-    return PeftModel.from_pretrained(model, path, is_trainable=True)
+    return peft
 
 
 def _lora_config(values: Mapping[str, Any]) -> Any:
@@ -291,12 +271,8 @@ def _lora_config(values: Mapping[str, Any]) -> Any:
             f"peft_config has peft_type={values.get('peft_type')!r} and task_type={values.get('task_type')!r}. Give "
             f"'LORA' and 'CAUSAL_LM'."
         )
-    if not peft_installed:
-        raise MissingConditionalImportError("peft", "peft", distribution="composer-hf")
-    from peft import LoraConfig
-
     del settings["peft_type"]  # `LoraConfig` sets it itself
-    return LoraConfig(**settings)
+    return _peft().LoraConfig(**settings)
 
 
 def _named(names: Sequence[str] | None) -> "list[Metric]":
@@ -304,10 +280,9 @@ def _named(names: Sequence[str] | None) -> "list[Metric]":
 
     import composer_models
 
-    found: list[Metric] = []
-    for name in names or ():
-        kind = getattr(composer_models, name, None) or getattr(torchmetrics, name, None)
-        if kind is None:
-            raise ValueError(f"no metric is called {name!r}, neither in composer_models nor in torchmetrics.")
-        found.append(kind())
-    return found
+    kinds: dict[str, Any] = {
+        name: getattr(composer_models, name, getattr(torchmetrics, name, None)) for name in names or ()
+    }
+    if unknown := [name for name, kind in kinds.items() if kind is None]:
+        raise ValueError(f"no metric is called {unknown[0]!r}, neither in composer_models nor in torchmetrics.")
+    return [kind() for kind in kinds.values()]

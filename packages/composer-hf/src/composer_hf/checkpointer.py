@@ -21,13 +21,9 @@ from composer_checkpoint.remote.fetch import is_uri, parse_uri
 from composer_checkpoint.tensors import as_stored
 from composer_dist import dist
 from composer_dist.wrapping import unwrap_model
+from composer_events import Callback, Event, Logger, State, create_interval_scheduler
 from composer_events.arguments import to_interval
-from composer_events.callback import Callback
-from composer_events.event import Event
 from composer_events.formatting import check_placeholders
-from composer_events.intervals import create_interval_scheduler
-from composer_events.logger import Logger
-from composer_events.state import State
 from composer_hf.adapters import is_adapter_weight
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model import HuggingFaceModel
@@ -86,7 +82,7 @@ class HuggingFaceCheckpointer(Callback):
     def __init__(
         self,
         save_folder: str,
-        save_interval: "Time[Any] | str | int | Callable[[State, Event], bool]",
+        save_interval: Time[Any] | str | int | Callable[[State, Event], bool],
         huggingface_folder_name: str = "ba{batch}",
         precision: str | torch.dtype = "float32",
         overwrite: bool = True,
@@ -137,7 +133,7 @@ class HuggingFaceCheckpointer(Callback):
         self._writing: Future[None] | None = None
         self._metadata: HuggingFaceMetadata | None = None  # of the newest folder, on rank 0
 
-    def init(self, state: "State", logger: "Logger") -> None:
+    def init(self, state: State, logger: Logger) -> None:
         """Validate the model and its parallelism, and check that the object store is writable.
 
         Raises:
@@ -153,23 +149,29 @@ class HuggingFaceCheckpointer(Callback):
                 "checkpoints, and convert them with `composer-ckpt convert`; or use FSDP, or stage 2."
             )
         if self.mlflow_registered_model_name is not None:
-            self._registry = self._find_registry(model, logger)
+            self._registry = find_registry(logger)
+            if self._registry is None or (model.tokenizer is None and not model.using_peft):
+                lacks = "an MLFlowLogger among the loggers" if self._registry is None else "a tokenizer for the model"
+                raise ValueError(
+                    f"mlflow_registered_model_name={self.mlflow_registered_model_name!r} needs {lacks}. Pass "
+                    f"loggers=MLFlowLogger(...) to the Trainer and tokenizer=... to HuggingFaceModel."
+                )
         if self.remote_uploader is not None and not self.final_register_only:
             self.remote_uploader.init()
 
-    def batch_checkpoint(self, state: "State", logger: "Logger") -> None:
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Save, if a save is due."""
         self._save_if_due(Event.BATCH_CHECKPOINT, state, logger)
 
-    def epoch_checkpoint(self, state: "State", logger: "Logger") -> None:
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
         """Save, if a save is due."""
         self._save_if_due(Event.EPOCH_CHECKPOINT, state, logger)
 
-    def iteration_checkpoint(self, state: "State", logger: "Logger") -> None:
+    def iteration_checkpoint(self, state: State, logger: Logger) -> None:
         """Save, if a save is due."""
         self._save_if_due(Event.ITERATION_CHECKPOINT, state, logger)
 
-    def fit_end(self, state: "State", logger: "Logger") -> None:
+    def fit_end(self, state: State, logger: Logger) -> None:
         """Wait for the pending folder, register it if requested, and raise its errors on all ranks.
 
         Raises:
@@ -180,13 +182,13 @@ class HuggingFaceCheckpointer(Callback):
         if self._registry is not None and (is_saved or self.final_register_only):
             self._register(self._registry, state, logger)
 
-    def close(self, state: "State", logger: "Logger") -> None:
+    def close(self, state: State, logger: Logger) -> None:
         """Wait for the pending folder and uploads. Errors were logged already."""
         self._thread.shutdown()
         if self.remote_uploader is not None:
             self.remote_uploader.wait_and_close()
 
-    def save(self, state: "State", logger: "Logger") -> None:
+    def save(self, state: State, logger: Logger) -> None:
         """Gather the model's weights and start writing them. Every rank must call this.
 
         Raises:
@@ -217,13 +219,13 @@ class HuggingFaceCheckpointer(Callback):
         """Return the metadata to write. Subclasses may override this; called on rank 0."""
         return metadata
 
-    def save_additional_contents(self, state: "State", logger: "Logger", folder: Path) -> None:
+    def save_additional_contents(self, state: State, logger: Logger, folder: Path) -> None:
         """Write more files before the folder is renamed. Subclasses may override this; called in a thread of rank 0."""
 
     def pre_register_edit(self, folder: Path) -> None:
         """Edit the folder in MLflow's format before it is registered. Override as `save_additional_contents`."""
 
-    def _save_if_due(self, event: Event, state: "State", logger: "Logger") -> None:
+    def _save_if_due(self, event: Event, state: State, logger: Logger) -> None:
         if self.final_register_only:
             return
         if self.save_interval(state, event) and self.last_checkpoint_batch != state.timestamp.batch:
@@ -243,22 +245,7 @@ class HuggingFaceCheckpointer(Callback):
             metadata = replace(metadata, peft_config={**metadata.peft_config, "base_model_name_or_path": base})
         return weights, self.transform_metadata(metadata)
 
-    def _find_registry(self, model: HuggingFaceModel, logger: "Logger") -> ModelRegistry:
-        registry = find_registry(logger)
-        name = self.mlflow_registered_model_name
-        if registry is None:
-            raise ValueError(
-                f"mlflow_registered_model_name={name!r} needs an MLFlowLogger, and none of the loggers registers "
-                f"models. Pass loggers=MLFlowLogger(...) to the Trainer, or leave the name out."
-            )
-        if model.tokenizer is None and not model.using_peft:
-            raise ValueError(
-                f"mlflow_registered_model_name={name!r} needs a tokenizer, which MLflow stores with the model. Pass "
-                f"tokenizer=... to HuggingFaceModel, or leave the name out."
-            )
-        return registry
-
-    def _register(self, registry: ModelRegistry, state: "State", logger: "Logger") -> None:
+    def _register(self, registry: ModelRegistry, state: State, logger: Logger) -> None:
         # After an upload, the local folder is gone.
         is_here = not self.final_register_only and self.remote_uploader is None
         weights, metadata = ({}, self._metadata) if is_here else self._snapshot(_model_of(state))
@@ -283,7 +270,7 @@ class HuggingFaceCheckpointer(Callback):
         wait_on_all_ranks(None if metadata is None else in_background(register), self.register_wait_seconds)
 
     def _write(
-        self, path: str, weights: dict[str, Tensor], metadata: HuggingFaceMetadata, state: "State", logger: "Logger"
+        self, path: str, weights: dict[str, Tensor], metadata: HuggingFaceMetadata, state: State, logger: Logger
     ) -> None:
         try:
             if self.remote_uploader is None:
@@ -300,7 +287,7 @@ class HuggingFaceCheckpointer(Callback):
         log.info("Wrote %s.", path)
 
     def _write_folder(
-        self, path: str, weights: dict[str, Tensor], metadata: HuggingFaceMetadata, state: "State", logger: "Logger"
+        self, path: str, weights: dict[str, Tensor], metadata: HuggingFaceMetadata, state: State, logger: Logger
     ) -> None:
         write_pretrained(
             path,
@@ -334,7 +321,7 @@ class HuggingFaceCheckpointer(Callback):
             raise failure[0]
 
 
-def _model_of(state: "State") -> HuggingFaceModel:
+def _model_of(state: State) -> HuggingFaceModel:
     model: Any = unwrap_model(state.model)
     if not isinstance(model, HuggingFaceModel):
         raise ValueError(

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from composer_checkpoint import IncompatibleCheckpointError
 from composer_hf.tokenizer_files import decode_files
@@ -100,9 +100,7 @@ class HuggingFaceMetadata:
         model = _mapping(saved, "model", source)
         config = _mapping(model, "config", source)
         generation, peft = model.get("generation_config"), model.get("peft_config")
-        tokenizer = saved.get("tokenizer") or {}
-        if not isinstance(tokenizer, Mapping):
-            _refuse(source, "tokenizer", tokenizer)
+        tokenizer = _mapping(saved, "tokenizer", source) if saved.get("tokenizer") else {}
         return cls(
             config=_mapping(config, "content", source),
             model_class=_name(config.get("class")),
@@ -116,12 +114,8 @@ class HuggingFaceMetadata:
 
 def _mapping(outer: Any, key: str, source: Any) -> Mapping[str, Any]:
     value = outer.get(key) if isinstance(outer, Mapping) else None
-    if not isinstance(value, Mapping):
-        _refuse(source, key, value)
-    return value
-
-
-def _refuse(source: Any, key: str, value: Any) -> NoReturn:
+    if isinstance(value, Mapping):
+        return value
     raise IncompatibleCheckpointError(
         f"state/integrations/{_INTEGRATION} of {source} has {type(value).__name__} {value!r:.100} where {key!r} should "
         f"be a dict, so it was not written by Composer. Name another checkpoint, or give the config yourself."

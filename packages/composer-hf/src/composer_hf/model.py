@@ -1,12 +1,10 @@
 """Adapter from Hugging Face models to the training loop."""
 
 import copy
-import os
 import warnings
 from collections.abc import Iterable, Mapping, Sized
 from contextlib import nullcontext
 from logging import getLogger
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -247,15 +245,7 @@ class HuggingFaceModel(ComposerModel):
         if getattr(metric, "needs_batch", False):
             result: Any = metric.update(batch=batch, outputs=outputs, labels=self.labels)
         else:
-            try:
-                result = metric.update(outputs, self.labels)
-            except Exception as error:
-                if self.labels is None and not self.use_logits and isinstance(outputs, Mapping):
-                    error.add_note(
-                        f"{type(metric).__name__} got the model's whole output and no labels, since "
-                        f"HuggingFaceModel(use_logits=False). For a metric of logits and labels pass use_logits=True."
-                    )
-                raise
+            result = metric.update(outputs, self.labels)
         result = dict(result) if isinstance(result, Mapping) else {}
         inputs = batch.get("input_ids") if isinstance(batch, Mapping) else None
         result["metric_name"] = [type(metric).__name__] * (0 if inputs is None else len(inputs))
@@ -287,73 +277,17 @@ class HuggingFaceModel(ComposerModel):
             self._trained |= trained_beside_adapter(self.model)
         return self._trained
 
-    @staticmethod
-    def load_huggingface_tokenizer_from_saved_state(
-        hf_state: Mapping[str, Any], trust_remote_code: bool = False, tokenizer_save_dir: str | None = None
-    ) -> "PreTrainedTokenizerBase | None":
-        """Return the tokenizer in a checkpoint, or `None` without one.
-
-        Args:
-            hf_state: The checkpoint's value under `state/integrations/huggingface`.
-            trust_remote_code: Whether to write and run code among the tokenizer's files.
-            tokenizer_save_dir: Folder for the files, which are kept because some tokenizers read them later. Default: a
-                new folder in the current one.
-
-        Raises:
-            UnsafeCheckpointError: If the name of a file leads out of that folder.
-        """
-        return load_tokenizer(hf_state, trust_remote_code, tokenizer_save_dir)
-
-    @staticmethod
-    def load_huggingface_model_from_saved_state(
-        hf_state: Mapping[str, Any],
-        loaded_state_dict: Mapping[str, Any] | None = None,
-        model_instantiation_class: type | str | None = None,
-        model_config_kwargs: Mapping[str, Any] | None = None,
-        trust_remote_code: bool = False,
-    ) -> "PreTrainedModel":
-        """Return the model that a checkpoint describes, with random weights: the Trainer loads the saved ones.
-
-        Args:
-            hf_state: The checkpoint's value under `state/integrations/huggingface`.
-            loaded_state_dict: The checkpoint's content; unused.
-            model_instantiation_class: Replaces the model's class: a class, an auto class, or the full name of one.
-            model_config_kwargs: Values that replace those of the configuration.
-            trust_remote_code: Whether to import a class outside of transformers that the checkpoint names.
-
-        Raises:
-            ValueError: If the class cannot be imported.
-            AttributeError: If the class is not a model class.
-        """
-        return load_model(hf_state, model_instantiation_class, model_config_kwargs, trust_remote_code=trust_remote_code)
-
-    @staticmethod
-    def hf_from_composer_checkpoint(
-        checkpoint_path: str,
-        model_instantiation_class: type | str | None = None,
-        model_config_kwargs: dict[str, Any] | None = None,
-        local_checkpoint_save_location: Path | str | None = None,
-        trust_remote_code: bool = False,
-        *,
-        load_weights: bool = False,
-    ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]":
-        """Return the model and the tokenizer of a checkpoint; see `composer_hf.hf_from_composer_checkpoint`."""
-        return hf_from_composer_checkpoint(
-            checkpoint_path,
-            model_instantiation_class,
-            model_config_kwargs,
-            local_checkpoint_save_location,
-            trust_remote_code,
-            load_weights=load_weights,
-        )
+    load_huggingface_tokenizer_from_saved_state = staticmethod(load_tokenizer)
+    load_huggingface_model_from_saved_state = staticmethod(load_model)
+    hf_from_composer_checkpoint = staticmethod(hf_from_composer_checkpoint)
 
     def _decoder_inputs(self, labels: Tensor | None) -> Tensor:
         prepare = getattr(maybe_get_underlying_model(self.model), "prepare_decoder_input_ids_from_labels", None)
         if prepare is None or labels is None:
+            lacks = "labels" if labels is None else "prepare_decoder_input_ids_from_labels"
             raise RuntimeError(
-                f"{type(self.model).__name__} has an encoder and a decoder, and the batch has no decoder_input_ids, "
-                f"which cannot be made from the labels: there are no "
-                f"{'labels' if labels is None else 'prepare_decoder_input_ids_from_labels'}. Add them to the batch."
+                f"{type(self.model).__name__} has an encoder and a decoder, and the batch has no "
+                f"decoder_input_ids, which cannot be made from the labels: no {lacks}. Add them to the batch."
             )
         return prepare(labels=labels)
 
@@ -464,41 +398,18 @@ def continuations(model: "HuggingFaceModel", batch: Mapping[str, Any]) -> list[s
     return texts
 
 
-def _refuse_names_and_classes(argument: str, value: Any, auto_class: str) -> None:
-    if isinstance(value, str | os.PathLike):
-        raise TypeError(
-            f"{argument}={value!r} is a name, and the {argument} itself is needed, whose save_pretrained every "
-            f"checkpoint needs. Give {auto_class}.from_pretrained({value!r}) of transformers, or use another of its "
-            f"Auto classes."
-        )
-    if isinstance(value, type):
-        raise TypeError(
-            f"{argument}={value!r} is a class, and a {argument} is needed. Give {value.__name__}.from_pretrained(...), "
-            f"or {value.__name__}(config) for a model with random weights."
-        )
-
-
 def _check_parts(model: Any, tokenizer: Any) -> None:
     """Raise unless a model is a module with a configuration of transformers, and a tokenizer can be saved."""
-    _refuse_names_and_classes("model", model, "AutoModelForCausalLM")
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "to_json_string"):
         raise TypeError(
-            f"model={model!r:.200} must be a torch.nn.Module. Give a PreTrainedModel of transformers, or a "
-            f"peft.PeftModel."
+            f"model={model!r:.200} must be a module with a `config` of transformers, which every checkpoint keeps, and "
+            f"not a name or a class. Give AutoModelForCausalLM.from_pretrained(...), another PreTrainedModel, or a "
+            f"peft.PeftModel. Wrap another module with ComposerModel.from_module(module, loss_fn)."
         )
-    if not hasattr(getattr(model, "config", None), "to_json_string"):
-        raise TypeError(
-            f"model={model!r:.200} has no `config` of transformers, which every checkpoint keeps. HuggingFaceModel "
-            f"takes a PreTrainedModel of transformers, or a peft.PeftModel. Wrap another module with "
-            f"ComposerModel.from_module(module, loss_fn), of composer.models."
-        )
-    if tokenizer is None:
+    if tokenizer is None or (isinstance(tokenizer, Sized) and hasattr(tokenizer, "save_pretrained")):
         return
-    _refuse_names_and_classes("tokenizer", tokenizer, "AutoTokenizer")
-    if not (isinstance(tokenizer, Sized) and hasattr(tokenizer, "save_pretrained")):
-        raise TypeError(
-            f"tokenizer={tokenizer!r:.200} is not a tokenizer, which has len() and save_pretrained, as those of "
-            f"transformers have. Give AutoTokenizer.from_pretrained(...), or "
-            f"PreTrainedTokenizerFast(tokenizer_object=...) around a tokenizers.Tokenizer. With None, "
-            f"checkpoints have no tokenizer."
-        )
+    raise TypeError(
+        f"tokenizer={tokenizer!r:.200} must be a tokenizer with len() and save_pretrained, and not a name or a class. "
+        f"Give AutoTokenizer.from_pretrained(...), or PreTrainedTokenizerFast(tokenizer_object=...) around a "
+        f"tokenizers.Tokenizer. With None, checkpoints have no tokenizer."
+    )

@@ -10,6 +10,10 @@ from torch import nn
 
 log = getLogger(__name__)
 
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_INNER: Final = "_orig_mod"  # the module inside a `torch.compile` wrapper
+
 
 def resolve_shift(model: Any, shift_labels: bool | None) -> bool:
     """Return whether metrics compare each logit with the following label. Default: whether the model is causal."""
@@ -42,7 +46,7 @@ def forward_args(model: Any) -> set[str]:
     """Return the names of the arguments of a model's `forward`.
 
     Raises:
-        ValueError: If it names no arguments, or the model was compiled before peft wrapped it.
+        ValueError: If the model was compiled before peft wrapped it.
     """
     if is_wrapped(model):
         raise ValueError(
@@ -53,28 +57,16 @@ def forward_args(model: Any) -> set[str]:
     # `*args` and `**kwargs` do not show which keys of a batch they accept.
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
-    names = {parameter.name for parameter in parameters if parameter.kind not in variable}
-    if not names:
-        raise ValueError(
-            f"the forward method of {type(model).__name__} names no arguments, so nothing of a batch could be passed "
-            f"to it. Give a model whose forward names them."
-        )
-    return names
+    return {parameter.name for parameter in parameters if parameter.kind not in variable}
 
 
 def _is_causal(model: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    names: set[str] = set()
-    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        names.update([name] if isinstance(name, str) else name)
+    mapped = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    names = {name for names in mapped for name in ([names] if isinstance(names, str) else names)}
     # Comparing classes instead of names would import the modules of every architecture.
     return any(base.__name__ in names and base.__module__.startswith("transformers.") for base in type(model).__mro__)
-
-
-_INNER: Final = "_orig_mod"
-
-Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def take_out(model: Any) -> tuple[Any, Compiler | None]:
@@ -84,7 +76,7 @@ def take_out(model: Any) -> tuple[Any, Compiler | None]:
     """
     if not is_wrapped(model):
         return model, None
-    return model.get_submodule(_INNER), vars(model)["dynamo_ctx"]
+    return model.get_submodule(_INNER), model.dynamo_ctx
 
 
 def is_wrapped(model: Any) -> bool:
@@ -98,7 +90,7 @@ def compile_calls(model: nn.Module, compiler: Compiler) -> None:
 
     PyTorch has no public way to do so with the settings of a wrapper; `Module.compile` sets this attribute, too.
     """
-    vars(model)["_compiled_call_impl"] = compiler(model._call_impl)
+    model._compiled_call_impl = compiler(model._call_impl)
 
 
 @contextmanager
@@ -108,9 +100,8 @@ def as_written(model: nn.Module) -> Iterator[None]:
     In generation, each sequence length would compile another graph, and these would evict the graph of the training
     step once the limit of cached graphs is reached.
     """
-    compiled = vars(model).pop("_compiled_call_impl", None)
+    compiled, model._compiled_call_impl = model._compiled_call_impl, None
     try:
         yield
     finally:
-        if compiled is not None:
-            vars(model)["_compiled_call_impl"] = compiled
+        model._compiled_call_impl = compiled

@@ -56,7 +56,10 @@ class PublishedPiece:
             IncompatibleCheckpointError: If tied weights differ.
         """
         for name in self.copies:
-            if not _are_same(weights[self.sources[0]], weights[name]):
+            one, other = weights[self.sources[0]], weights[name]
+            # Tied weights usually share memory, which saves reading both.
+            is_shared = one.dtype == other.dtype and one.data_ptr() == other.data_ptr() and one.shape == other.shape
+            if not is_shared and not torch.equal(one, other):
                 raise IncompatibleCheckpointError(
                     f"the model's configuration ties {name!r} to {self.sources[0]!r}, and the checkpoint has other "
                     f"values for it. Set tie_word_embeddings=False in the configuration to keep both."
@@ -230,13 +233,6 @@ def _checked(
 def _ignored(model: "PreTrainedModel", kind: str, name: str) -> bool:
     patterns: Any = getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ()
     return any(re.search(pattern, name) for pattern in patterns)
-
-
-def _are_same(one: Tensor, other: Tensor) -> bool:
-    # Tied weights usually share memory, which saves reading both.
-    if one.dtype == other.dtype and one.data_ptr() == other.data_ptr() and one.shape == other.shape:
-        return True
-    return torch.equal(one, other)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -31,12 +31,15 @@ from composer_hf.weight_files import (
     write_files,
 )
 
+log = getLogger(__name__)
+
+ADAPTER_CONFIG_NAME: Final = "adapter_config.json"
 _DTYPES: Final = {
     "float32": torch.float32,
-    "fp32": torch.float32,
     "float16": torch.float16,
-    "fp16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
 
@@ -80,7 +83,8 @@ def write_huggingface_pretrained_from_composer_checkpoint(
     max_shard_bytes, dtype = parse_size(max_shard_size), as_dtype(precision)
     if format not in FORMATS:
         raise ValueError(f"format={format!r} must be one of {', '.join(map(repr, FORMATS))}.")
-    overwrite = overwrite or _is_empty(Path(output_folder))
+    output_folder = Path(output_folder)
+    overwrite = overwrite or (output_folder.is_dir() and not any(output_folder.iterdir()))
     with local_checkpoint(checkpoint_path, local_checkpoint_save_location) as path:
         verify(path)  # before any of its content is parsed
         with open_checkpoint(path) as source:
@@ -99,7 +103,7 @@ def write_huggingface_pretrained_from_composer_checkpoint(
                 overwrite=overwrite,
                 trust_remote_code=trust_remote_code,
             )
-    return Path(output_folder)
+    return output_folder
 
 
 def write_pretrained(
@@ -173,15 +177,6 @@ def as_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
     if name not in _DTYPES:
         raise ValueError(f"precision={precision!r} must be one of {', '.join(_DTYPES)}.")
     return _DTYPES[name]
-
-
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not any(folder.iterdir())
-
-
-log = getLogger(__name__)
-
-ADAPTER_CONFIG_NAME: Final = "adapter_config.json"
 
 
 @contextmanager

@@ -47,9 +47,8 @@ class ModelRegistry(Protocol):
 
 def find_registry(logger: "Logger") -> ModelRegistry | None:
     """Return the first of the logger's destinations that registers models, or `None`."""
-    # `hasattr` on the instance would evaluate properties such as `client`.
-    names = ("run_id", "client", "save_model", "register_model_with_run_id")
-    found = (own for own in logger.destinations if all(hasattr(type(own), name) or name in vars(own) for name in names))
+    # By a method of the class: `hasattr` on the instance would evaluate properties such as `client`.
+    found = (own for own in logger.destinations if hasattr(type(own), "register_model_with_run_id"))
     return cast("ModelRegistry | None", next(found, None))
 
 
@@ -90,11 +89,9 @@ def in_background(work: Callable[[], None]) -> "Future[None]":
 
     def run() -> None:
         try:
-            work()
+            future.set_result(work())
         except BaseException as error:  # the waiting ranks would hang without it
             future.set_exception(error)
-        else:
-            future.set_result(None)
 
     threading.Thread(target=run, name="register-model", daemon=True).start()
     return future
@@ -134,12 +131,9 @@ def _arguments(folder: Path, metadata: HuggingFaceMetadata, config: Mapping[str,
     import transformers
 
     arguments = {"task": _TASK, **config}
-    is_chat = arguments["task"] == _CHAT
-    example: dict[str, Any] = (
-        {"messages": [{"role": "user", "content": _QUESTION}]} if is_chat else {"prompt": _QUESTION}
-    )
     if str(arguments["task"]).startswith("llm/"):
-        arguments.setdefault("input_example", example)
+        chat, prompt = {"messages": [{"role": "user", "content": _QUESTION}]}, {"prompt": _QUESTION}
+        arguments.setdefault("input_example", chat if arguments["task"] == _CHAT else prompt)
     arguments["metadata"] = {"task": arguments["task"], **(config.get("metadata") or {})}
     # Without requirements, MLflow infers them by running the model in subprocesses.
     versions = (("torch", torch.__version__.partition("+")[0]), ("transformers", transformers.__version__))

@@ -46,7 +46,14 @@ def describe(
         peft_config = model.peft_config[adapter_of(model)]
         described["peft_config"] = _entry(peft_config_values(peft_config), type(peft_config))
         described["trained_beside_adapter"] = sorted(trained_beside_adapter)
-    return {"model": described, "tokenizer": {} if tokenizer is None else _tokenizer_files(tokenizer)}
+    files: dict[str, Any] = {}
+    if tokenizer is not None:
+        # Several templates would be saved as a folder, which checkpoints cannot hold: they stay in the configuration.
+        as_files = not isinstance(getattr(tokenizer, "chat_template", None), dict)
+        with tempfile.TemporaryDirectory(prefix="composer-tokenizer-") as folder:
+            tokenizer.save_pretrained(folder, save_jinja_files=as_files)
+            files = encode_files(Path(folder))
+    return {"model": described, "tokenizer": files}
 
 
 def get_hf_config_from_composer_state_dict(
@@ -85,7 +92,17 @@ def get_peft_config_from_composer_state_dict(state_dict: Mapping[str, Any]) -> "
 def load_tokenizer(
     hf_state: Mapping[str, Any], trust_remote_code: bool = False, tokenizer_save_dir: str | None = None
 ) -> "PreTrainedTokenizerBase | None":
-    """Return the tokenizer in a checkpoint; see `HuggingFaceModel.load_huggingface_tokenizer_from_saved_state`."""
+    """Return the tokenizer in a checkpoint, or `None` without one.
+
+    Args:
+        hf_state: The checkpoint's value under `state/integrations/huggingface`.
+        trust_remote_code: Whether to write and run code among the tokenizer's files.
+        tokenizer_save_dir: Folder for the files, which are kept because some tokenizers read them later. Default: a
+            new folder in the current one.
+
+    Raises:
+        UnsafeCheckpointError: If the name of a file leads out of that folder.
+    """
     if not hf_state.get("tokenizer"):
         return None
     from transformers import AutoTokenizer  # slow to load
@@ -105,24 +122,30 @@ def load_tokenizer(
 
 def load_model(
     hf_state: Mapping[str, Any],
+    loaded_state_dict: Mapping[str, Any] | None = None,
     model_instantiation_class: type | str | None = None,
     model_config_kwargs: Mapping[str, Any] | None = None,
-    *,
     trust_remote_code: bool = False,
 ) -> "PreTrainedModel":
-    """Return the model that a checkpoint describes, with random weights.
+    """Return the model that a checkpoint describes, with random weights: the Trainer loads the saved ones.
 
-    See `HuggingFaceModel.load_huggingface_model_from_saved_state`.
+    Args:
+        hf_state: The checkpoint's value under `state/integrations/huggingface`.
+        loaded_state_dict: The checkpoint's content; unused.
+        model_instantiation_class: Replaces the model's class: a class, an auto class, or the full name of one.
+        model_config_kwargs: Values that replace those of the configuration.
+        trust_remote_code: Whether to import a class outside of transformers that the checkpoint names.
+
+    Raises:
+        ValueError: If the class cannot be imported.
+        AttributeError: If the class is not a model class.
     """
     metadata = HuggingFaceMetadata.from_saved(hf_state)
     config = build_config(metadata, model_config_kwargs, trust_remote_code=trust_remote_code)
-    given = model_instantiation_class
-    if given is None:
-        model_class = find_class(metadata.model_class, trust_remote_code=trust_remote_code)
-    elif isinstance(given, str):
-        model_class = find_class(given, trust_remote_code=True)  # chosen by the caller, not by the checkpoint
-    else:
-        model_class = given
+    model_class = model_instantiation_class or metadata.model_class
+    if isinstance(model_class, str):  # trusted if chosen by the caller, not by the checkpoint
+        is_trusted = trust_remote_code or model_instantiation_class is not None
+        model_class = find_class(model_class, trust_remote_code=is_trusted)
     model = build_model(model_class, config)
     if metadata.peft_config is None:
         return model
@@ -135,14 +158,6 @@ def load_model(
 
 def _entry(content: dict[str, Any], owner: type) -> dict[str, Any]:
     return {"file_extension": _JSON, "content": content, "class": f"{owner.__module__}.{owner.__qualname__}"}
-
-
-def _tokenizer_files(tokenizer: "PreTrainedTokenizerBase") -> dict[str, dict[str, Any]]:
-    # Several templates would be saved as a folder, which checkpoints cannot hold, so they stay in the configuration.
-    as_files = not isinstance(getattr(tokenizer, "chat_template", None), dict)
-    with tempfile.TemporaryDirectory(prefix="composer-tokenizer-") as folder:
-        tokenizer.save_pretrained(folder, save_jinja_files=as_files)
-        return encode_files(Path(folder))
 
 
 def _original_class(model: Any) -> type:
@@ -183,7 +198,7 @@ def hf_from_composer_checkpoint(
     with local_checkpoint(checkpoint_path, local_checkpoint_save_location) as path, open_checkpoint(path) as source:
         metadata = HuggingFaceMetadata.from_checkpoint(source.tree, checkpoint_path)
         saved = source.state["integrations"]["huggingface"]
-        model = load_model(saved, model_instantiation_class, model_config_kwargs, trust_remote_code=trust_remote_code)
+        model = load_model(saved, None, model_instantiation_class, model_config_kwargs, trust_remote_code)
         if load_weights:
             stored = source.weights
             pieces = [] if is_peft_model(model) else plan_weights(on_meta(stored), metadata)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -38,7 +37,7 @@ def prepare_hf_model_for_fsdp(model: Any, init_device: str | None = None) -> Non
         )
     add_sharding_hints(model)
     if init_device in ("meta", "mixed"):
-        model.param_init_fn = partial(_draw, maybe_get_underlying_model(model))
+        model.param_init_fn = maybe_get_underlying_model(model)._init_weights
 
 
 def add_sharding_hints(model: Any) -> None:
@@ -59,28 +58,15 @@ def block_types(model: Any) -> tuple[type[nn.Module], ...]:
     """
     inner = maybe_get_underlying_model(model)
     named = frozenset(getattr(inner, "_no_split_modules", None) or ())
-    in_lists = list(_listed_types(inner))
-    by_name = tuple(kind for kind in in_lists if kind.__name__ in named)
-    return by_name or tuple(in_lists)
+    in_lists = tuple(dict.fromkeys(_listed_types(inner)))
+    return tuple(kind for kind in in_lists if kind.__name__ in named) or in_lists
 
 
-def _listed_types(model: nn.Module) -> Iterator[type[nn.Module]]:
-    """Yield each class of modules in the outermost lists once; lists inside blocks are skipped."""
-    seen: set[type[nn.Module]] = set()
-
-    def walk(module: nn.Module) -> Iterator[type[nn.Module]]:
-        for child in module.children():
-            if not isinstance(child, nn.ModuleList):
-                yield from walk(child)
-                continue
-            for block in child:
-                # FSDP has nothing to shard in a block without parameters.
-                if next(block.parameters(), None) is not None and type(block) not in seen:
-                    seen.add(type(block))
-                    yield type(block)
-
-    yield from walk(model)
-
-
-def _draw(model: Any, module: nn.Module) -> None:
-    model._init_weights(module)
+def _listed_types(module: nn.Module) -> Iterator[type[nn.Module]]:
+    """Yield the classes of modules in the outermost lists; lists inside blocks are skipped."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            # FSDP has nothing to shard in a block without parameters.
+            yield from (type(block) for block in child if next(block.parameters(), None) is not None)
+        else:
+            yield from _listed_types(child)

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 from composer_checkpoint import IncompatibleCheckpointError, UnsafeCheckpointError
 
+log = getLogger(__name__)
+
 _CODE: Final = ".py"
 _TEXTS: Final = (_CODE, ".jinja")
 _KINDS: Final = (".json", ".txt", ".model", *_TEXTS)
@@ -38,7 +40,17 @@ def decode_files(saved: Mapping[str, Any]) -> dict[str, bytes]:
             )
         # Old releases of Composer omitted the extension from the name.
         name = key if str(key).endswith(extension) else f"{key}{extension}"
-        _check_name(name)
+        if name in _MODELS_OWN or name.endswith(_MODELS_OWN[-1]):
+            raise UnsafeCheckpointError(
+                f"the checkpoint's tokenizer has a file {name!r:.200}, which describes models and not tokenizers: "
+                f"it would replace the one of the model. Nothing was written. Give the tokenizer yourself."
+            )
+        # Windows separators and drives are rejected on every system, since a checkpoint may be converted on Windows.
+        if name != PurePosixPath(name).name or name in (".", "..") or "\\" in name or "\0" in name or ":" in name:
+            raise UnsafeCheckpointError(
+                f"the checkpoint's tokenizer has a file {name!r:.200}, whose name is not a plain one: it would be "
+                f"written outside its folder. Nothing was written. Give the tokenizer yourself."
+            )
         files[name] = _decode(name, extension, entry["content"])
     return files
 
@@ -107,26 +119,11 @@ def _decode(name: str, extension: str, content: Any) -> bytes:
     )
 
 
-def _check_name(name: str) -> None:
-    if name in _MODELS_OWN or name.endswith(_MODELS_OWN[-1]):
-        raise UnsafeCheckpointError(
-            f"the checkpoint's tokenizer has a file {name!r:.200}, which describes models and not tokenizers: "
-            f"it would replace the one of the model. Nothing was written. Give the tokenizer yourself."
-        )
-    # Windows separators and drives are rejected on every system, since a checkpoint may be converted on Windows.
-    if name != PurePosixPath(name).name or name in (".", "..") or "\\" in name or "\0" in name or ":" in name:
-        raise UnsafeCheckpointError(
-            f"the checkpoint's tokenizer has a file {name!r:.200}, whose name is not a plain one: it would be written "
-            f"outside its folder. Nothing was written. Do not use this checkpoint, or give the tokenizer yourself."
-        )
-
-
-log = getLogger(__name__)
-
-
 def fit_vocabulary(model: Any, tokenizer: Any, *, may_resize: bool) -> None:
     """Raise if a tokenizer has more tokens than the model, or resize the model's embeddings if that is allowed."""
-    num_embeddings, num_tokens = _num_embeddings(model), len(tokenizer)
+    num_embeddings, num_tokens = getattr(model.config, "vocab_size", None), len(tokenizer)
+    if num_embeddings is None:  # some configurations lack it
+        num_embeddings = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if num_embeddings is None or num_embeddings == num_tokens:
         return
     if num_embeddings > num_tokens:
@@ -148,11 +145,3 @@ def fit_vocabulary(model: Any, tokenizer: Any, *, may_resize: bool) -> None:
         )
     log.warning("%s The embeddings are resized.", message)
     model.resize_token_embeddings(num_tokens)
-
-
-def _num_embeddings(model: Any) -> int | None:
-    size = getattr(model.config, "vocab_size", None)
-    if size is None:  # some configurations lack it
-        embeddings = model.get_input_embeddings()
-        size = getattr(embeddings, "num_embeddings", None)
-    return size

@@ -92,16 +92,10 @@ def _switch_attention(model: nn.Module, max_sequence_length: int) -> None:
     biased = [module for module in model.modules() if hasattr(module, "alibi_slopes")]
     if not biased or find_spec("transformers") is None:
         return
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     register_attention_functions()
-    # The caller may have built other models from the same configuration, or may build one later, without ALiBi. Shared
-    # copies stay shared.
-    copied: dict[int, Any] = {}
-    for module in model.modules():
-        held = {name: value for name, value in vars(module).items() if isinstance(value, PretrainedConfig)}
-        for name, config in held.items():
-            setattr(module, name, copy.deepcopy(config, copied))
+    _give_own_configs(model)
     configs = [getattr(module, "config", None) for module in biased]
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):
@@ -116,6 +110,17 @@ def _switch_attention(model: nn.Module, max_sequence_length: int) -> None:
         uses_config = any(module.config is config for config in configs)
         if uses_config and module._can_set_attn_implementation():
             module.set_attn_implementation(attention_name(module.config._attn_implementation))
+
+
+def _give_own_configs(model: nn.Module) -> None:
+    from transformers import PretrainedConfig
+
+    # The caller may have built other models from the same configuration, or may build one later, without ALiBi.
+    copied: dict[int, Any] = {}  # shared copies stay shared
+    for module in model.modules():
+        held = {name: value for name, value in vars(module).items() if isinstance(value, PretrainedConfig)}
+        for name, config in held.items():
+            setattr(module, name, copy.deepcopy(config, copied))
 
 
 def _attn(
@@ -237,7 +242,6 @@ def _resolve(model: nn.Module, path: str) -> tuple[nn.Module, str]:
     )
 
 
-_log = logging.getLogger("composer.algorithms.alibi")
 _LEGACY = (*LEGACY_ARGUMENTS, "attention_module_name")
 
 

@@ -8,13 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms.bridges._loop_events import (
-    Epochs,
-    LoopBatch,
-    LoopEvents,
-    needs_closure,
-    shallow_copy,
-)
+from composer_algorithms.bridges._loop_events import Epochs, LoopBatch, LoopEvents, needs_closure, shallow_copy
 from composer_algorithms.bridges._refusals import check_algorithms, check_optimizers, refuse_cut_batches
 from composer_events import Algorithm, Callback, Engine, Event, State
 from composer_models.base import model_eval_mode
@@ -27,11 +21,9 @@ class AlgorithmLoop:
     """Run algorithms at the events of a custom training loop, in which only the body of a batch changes.
 
     The loop passes each batch to `batch`, assigns outputs and loss in the block, and leaves the backward pass, the
-    optimizer's step and `zero_grad` to the end of the block. `epoch` reads the dataloader and runs all events; if the
-    loop reads the dataloader itself, epochs are counted by its length, and `BEFORE_DATALOADER` runs late.
-
-    Algorithms change the model and the optimizer in the constructor. Methods that need the model's own loss, such as
-    `SelectiveBackprop`, require a `ComposerModel`: `ComposerModel.from_module(module, loss_fn)`.
+    optimizer's step and `zero_grad` to the end of the block. If the loop does not read the dataloader by `epoch`,
+    epochs are counted by its length. Algorithms change the model and the optimizer in the constructor. Those that need
+    the model's own loss, such as `SelectiveBackprop`, require a `ComposerModel`.
 
     Args:
         model: Model to train.
