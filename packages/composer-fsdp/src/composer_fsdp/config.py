@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from importlib import import_module
 from typing import Any, ClassVar, Self
 
 __all__ = [
@@ -324,9 +325,8 @@ class ParallelismConfig(_Checked):
         Raises:
             ValueError: On every rank, if the settings are invalid, or if the ranks have different ones.
         """
-        from composer_fsdp.parse import configure_state  # here, because it imports torch
-
-        configure_state(self, state)
+        # Here and by name, because that module imports torch and this one.
+        import_module("composer_fsdp.parse").configure_state(self, state)
 
 
 def _names(cls: type) -> set[str]:
