@@ -21,7 +21,7 @@ from xml.sax.saxutils import escape
 import torch
 from torch.cuda import _memory_viz
 
-from composer_checkpoint.remote.logger import maybe_create_remote_uploader_downloader_from_uri
+from composer_checkpoint.remote.logger import RemoteUploaderDownloader, maybe_create_remote_uploader_downloader_from_uri
 from composer_checkpoint.save_folder import ensure_folder_is_empty
 from composer_checkpoint.stores.base import parse_uri
 from composer_events.arguments import check_counts, check_flags, to_time
@@ -132,9 +132,13 @@ class MemoryRecorder(Callback):
 
 def _add_uploader(address: str, state: State, logger: Logger) -> None:
     """Add an uploader for the object store of a URI, unless a logger already uploads there."""
-    uploader = maybe_create_remote_uploader_downloader_from_uri(address, logger.destinations)
+    backend, bucket, _ = parse_uri(address)
+    places = logger.destinations
+    if any(isinstance(place, RemoteUploaderDownloader) and place.serves(backend, bucket) for place in places):
+        return
+    uploader = maybe_create_remote_uploader_downloader_from_uri(address, [])
     if uploader is not None:
-        logger.destinations = (*logger.destinations, uploader)
+        logger.destinations = (*places, uploader)
         state.callbacks.append(uploader)
         uploader.init(state, logger)  # the engine has already run `init` of the loggers
 
