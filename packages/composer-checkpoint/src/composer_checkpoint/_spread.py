@@ -158,10 +158,8 @@ def fill(target: torch.Tensor, whole: torch.Tensor) -> None:
     local = target.to_local()
     # This private method, which torch's own checkpoints use, returns the part of the full tensor that a shard holds.
     for chunk in target.__create_chunk_list__() if local.numel() else ():
-        part = whole
-        for dim, (start, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            part = part.narrow(dim, start, length)
-        local.copy_(part)
+        box = tuple(slice(start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True))
+        local.copy_(whole[box])
 
 
 def as_dtype(precision: str | torch.dtype) -> torch.dtype:

@@ -395,14 +395,12 @@ def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, t
     """Return a checkpoint's content after verifying its hashes, without changing the state."""
     if _ADDRESS.match(path) or os.path.isdir(path):
         return read_sharded(path, state, load_weights_only, verify=verify)
-    read: list[Any] = []
     if state.load_monolith_rank0_only:
-        read.append(safe_torch_load(path, load_monolith_rank0_only=True, verify=verify, trusted=trusted))
+        content = safe_torch_load(path, load_monolith_rank0_only=True, verify=verify, trusted=trusted)
     else:
         # On CPU the file is not memory-mapped: the optimizer would keep working on the mapped memory.
         mmap = getattr(state.device, "name", "cpu") != "cpu"
-        Ranks().together(lambda: read.append(load_file(path, mmap=mmap, verify=verify, trusted=trusted)))
-    content = read[0]
+        content = Ranks().together(lambda: load_file(path, mmap=mmap, verify=verify, trusted=trusted))
     if isinstance(content, dict) and isinstance(content.get("state"), dict):
         if LAYOUT_KEY not in content:
             return content

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Set
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -111,12 +112,15 @@ class FolderLock:
         self.release()
 
 
+@dataclass(slots=True)
 class _Hold:
     """The lock of a folder in this process, with the number of objects that share it."""
 
-    def __init__(self, path: Path, descriptor: int, key: tuple[int, int]) -> None:
-        self.path, self.descriptor, self.key = path, descriptor, key
-        self.pid, self.holders = os.getpid(), 1
+    path: Path
+    descriptor: int
+    key: tuple[int, int]
+    pid: int = field(default_factory=os.getpid)
+    holders: int = 1
 
 
 # POSIX record locks belong to the process, and closing any descriptor of the file releases them. So each process opens
@@ -167,9 +171,10 @@ def _lock_file(path: Path) -> tuple[int, Path]:
                 path.unlink(missing_ok=True)
                 return _take_by_name(path.with_suffix(".owner"))
             raise
-        if _still_has_name(descriptor, path):
-            _sign(descriptor, path)
-            return descriptor, path
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                _sign(descriptor, path)
+                return descriptor, path
         os.close(descriptor)  # the owner removed the file after it was opened here, so a new file must be locked
 
 
@@ -213,13 +218,6 @@ def _take_from_the_dead(path: Path, own: Path) -> None:
         else:
             _say_who_had_it(path, owner)
         stale.unlink()
-
-
-def _still_has_name(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _record() -> bytes:

@@ -189,14 +189,12 @@ def load_local(
     ranks = Ranks(process_group)
     folder = _path_of(path, ranks.rank, ranks.world_size).parent
     ranks.together(lambda: complete_interrupted_sets(folder) if ranks.rank == 0 else None)
-    loaded: list[Mapping[str, Any]] = []
     # All ranks have read and checked their files before any of them changes its state.
-    ranks.together(lambda: loaded.append(_read(state_dict, path, ranks, verify)))
+    loaded = ranks.together(lambda: _read(state_dict, path, ranks, verify))
     ranks.exchange(
-        lambda: loaded[0].get(LAYOUT_KEY, {}).get(SAVE_ID_KEY),
-        lambda ids: [refuse_mixed_saves(ids, path)] * len(ids),
+        lambda: loaded.get(LAYOUT_KEY, {}).get(SAVE_ID_KEY), lambda ids: [refuse_mixed_saves(ids, path)] * len(ids)
     )
-    values = _own_names(loaded[0])
+    values = _own_names(loaded)
 
     def take(name: str, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -257,9 +255,8 @@ def _parts_of(merged: dict[str, Any], state_dict: Mapping[str, Any]) -> dict[str
         target = wanted.get(name)
         if not isinstance(target, DTensor) or not isinstance(leaf, torch.Tensor) or leaf.shape != target.shape:
             return leaf
-        for dim, (start, length) in enumerate(zip(_offsets(target), target.to_local().shape, strict=True)):
-            leaf = leaf.narrow(dim, start, length)
-        return leaf
+        own = zip(_offsets(target), target.to_local().shape, strict=True)
+        return leaf[tuple(slice(start, start + length) for start, length in own)]
 
     return _map_leaves(merged, cut, noted_names())
 
@@ -606,10 +603,8 @@ def _whole(name: str, sources: Sequence[TensorSource], layouts: Sequence[Mapping
     def fetch() -> torch.Tensor:
         whole = torch.empty(shape, dtype=dtype)
         for offsets, part in parts.items():
-            region = whole
-            for dim, (start, length) in enumerate(zip(offsets, part.shape, strict=True)):
-                region = region.narrow(dim, start, length)
-            region.copy_(part.read())
+            box = tuple(slice(start, start + length) for start, length in zip(offsets, part.shape, strict=True))
+            whole[box].copy_(part.read())
         return whole
 
     # Two names are one tensor if all of their parts are.

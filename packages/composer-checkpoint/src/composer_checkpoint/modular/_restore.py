@@ -368,9 +368,7 @@ def load_weights(model: nn.Module, source: Source, options: CheckpointLoadOption
         if Ranks().world_size == 1 and not is_sharded(model):
             # Compared first, since torch raises only after it has copied the weights that fit.
             _compare(model, weights_of(model), own, options.strict)
-            weights: dict[str, Any] = own
-            names = names_in_model(model)
-            unwrap_model(model).load_state_dict({names.get(name, name): w for name, w in weights.items()}, strict=False)
+            _load_named(model, own)
         else:
             _receive(model, TensorSender(own), options.strict)
 
@@ -398,7 +396,7 @@ def _receive(model: nn.Module, sender: TensorSender, strict: bool) -> None:
             sender.receive(value, targets[name])
         else:
             extra[name] = value
-    _load_extra(model, extra)
+    _load_named(model, extra)
 
 
 def _load_folder(model: nn.Module, source: Source, options: CheckpointLoadOptions) -> None:
@@ -418,7 +416,7 @@ def _load_folder(model: nn.Module, source: Source, options: CheckpointLoadOption
     for name, target in targets.items():
         if isinstance(target, torch.Tensor) and readable[name] is not target:
             target.copy_(readable[name].to(precision))
-    _load_extra(model, {name: readable[name] for name in targets if not isinstance(targets[name], torch.Tensor)})
+    _load_named(model, {name: readable[name] for name in targets if not isinstance(targets[name], torch.Tensor)})
 
 
 def _readable(target: Any, entry: object, precision: torch.dtype, cpu_offload: bool) -> Any:
@@ -433,10 +431,10 @@ def _readable(target: Any, entry: object, precision: torch.dtype, cpu_offload: b
     return torch.empty_like(target, dtype=saved, device="cpu" if on_host else None)
 
 
-def _load_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
-    if extra:
-        own_names = names_in_model(model)
-        unwrap_model(model).load_state_dict({own_names[name]: value for name, value in extra.items()}, strict=False)
+def _load_named(model: nn.Module, named: Mapping[str, Any]) -> None:
+    if named:
+        names = names_in_model(model)
+        unwrap_model(model).load_state_dict({names.get(name, name): w for name, w in named.items()}, strict=False)
 
 
 def _compare(model: nn.Module, targets: Mapping[str, Any], saved: Mapping[str, Any], strict: bool) -> None:

@@ -88,9 +88,11 @@ def load_checkpoint(
         load_resumption_checkpoint(state, os.path.join(load_path, resumption_filename), trusted=trusted)
     if model is not None and options.load_model:
         _shard_as_needed(model, optim, options, options.seed)
-        _load_model(model, sources["model"], options, trusted)
+        _refuse_other_kind(model, sources["model"], options)
+        load_weights(model, sources["model"], options, trusted=trusted)
     if model is not None and optim is not None and options.load_optimizer:
-        _load_optim(model, optim, sources["optim"], options, trusted)
+        _refuse_other_kind(model, sources["optim"], options, is_optimizer=True)
+        load_optimizer(model, optim, sources["optim"], options, trusted=trusted)
 
 
 def load_model_checkpoint(
@@ -129,7 +131,8 @@ def load_model_checkpoint(
     options = _as_options(load_options)
     source = find_source(load_path, "model", options.sharded_checkpoint)
     _shard_as_needed(model, None, options, seed)
-    _load_model(model, source, options, trusted)
+    _refuse_other_kind(model, source, options)
+    load_weights(model, source, options, trusted=trusted)
 
 
 def load_optim_checkpoint(
@@ -157,7 +160,8 @@ def load_optim_checkpoint(
     """
     options = _as_options(load_options)
     source = find_source(load_path, "optim", options.sharded_checkpoint)
-    _load_optim(model, optim, source, options, trusted)
+    _refuse_other_kind(model, source, options, is_optimizer=True)
+    load_optimizer(model, optim, source, options, trusted=trusted)
 
 
 def load_resumption_checkpoint(state: "State", path: PathLike, *, trusted: bool = False) -> None:
@@ -227,25 +231,16 @@ def _shard_as_needed(
         follow_parameters(optim, model, before)
 
 
-def _load_model(model: nn.Module, source: Source, options: CheckpointLoadOptions, trusted: bool) -> None:
-    _refuse_other_kind(model, source, options, "the model")
-    load_weights(model, source, options, trusted=trusted)
-
-
-def _load_optim(
-    model: nn.Module, optim: torch.optim.Optimizer, source: Source, options: CheckpointLoadOptions, trusted: bool
+def _refuse_other_kind(
+    model: nn.Module, source: Source, options: CheckpointLoadOptions, *, is_optimizer: bool = False
 ) -> None:
-    if options.shard_as_needed_during_load and not is_sharded(model):
+    sharded, wanted = is_sharded(model), options.sharded_checkpoint
+    what = "the model of the optimizer" if is_optimizer else "the model"
+    if is_optimizer and options.shard_as_needed_during_load and not sharded:
         raise ValueError(
             "shard_as_needed_during_load=True, and the model is not sharded: an optimizer is not sharded by itself. "
             "Load the model at the same time, or shard it first."
         )
-    _refuse_other_kind(model, source, options, "the model of the optimizer")
-    load_optimizer(model, optim, source, options, trusted=trusted)
-
-
-def _refuse_other_kind(model: nn.Module, source: Source, options: CheckpointLoadOptions, what: str) -> None:
-    sharded, wanted = is_sharded(model), options.sharded_checkpoint
     if source.is_sharded and not sharded and wanted:
         raise ValueError(
             f"{source.path} is a sharded checkpoint, and {what} is not sharded. Shard it first, pass "

@@ -141,7 +141,7 @@ def get_metadata_state_dict(
         **get_composer_env_dict(),
         "torch_version": str(torch.__version__),
         "python_version": platform.python_version(),
-        "precision": _precision_name("fp32" if precision is None else precision),
+        "precision": str(getattr(precision or "fp32", "value", precision or "fp32")).removeprefix("torch."),
     }
     if sharded_state_dict is not None:
         metadata["sharded_state_dict"] = sharded_state_dict
@@ -220,12 +220,6 @@ def _class_name(model: nn.Module) -> str:
     if fsdp is not None and isinstance(model, fsdp.FSDPModule):
         return next(base for base in type(model).__mro__[1:] if not issubclass(base, fsdp.FSDPModule)).__name__
     return type(model).__name__
-
-
-def _precision_name(precision: str | torch.dtype) -> str:
-    if isinstance(precision, torch.dtype):
-        return str(precision).removeprefix("torch.")
-    return str(getattr(precision, "value", precision))
 
 
 def _collected(state: dict[str, Any], sharded: bool, cpu_offload: bool | None) -> dict[str, Any]:

@@ -100,9 +100,7 @@ def _plan(state_dict: dict[str, Any], reader: VerifyingReader, planner: LoadPlan
     if not isinstance(planner, ComparingLoadPlanner):  # that one plans without the other ranks
         return ranks.exchange(plan_locally, lambda plans: reader.prepare_global_plan(planner.create_global_plan(plans)))
     # All ranks raise if any of them fails, so that none begins to read.
-    plans: list[LoadPlan] = []
-    ranks.together(lambda: plans.append(plan_locally()))
-    return plans[0]
+    return ranks.together(plan_locally)
 
 
 log = getLogger(__name__)

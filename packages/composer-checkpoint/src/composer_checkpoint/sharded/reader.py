@@ -71,10 +71,7 @@ def copy_box(
     if not target.numel():
         return
     if not shape or stored.place is None:  # a scalar, or a tensor that is not stored in row-major order
-        source = stored.read()
-        for dim, begin in enumerate(start):
-            source = source.narrow(dim, begin, target.shape[dim])
-        target.copy_(source)
+        target.copy_(stored.read()[_box(start, target.shape)])
         return
     row_shape, item_bytes = shape[1:], stored.dtype.itemsize
     row = math.prod(row_shape)
@@ -93,9 +90,11 @@ def copy_box(
         file.read_into(block, offset + (first + i * row) * item_bytes)
         source = torch.frombuffer(_blocks.block, dtype=stored.dtype, count=rows * row).view(rows, *row_shape)
         # Whole rows are read and then narrowed, which takes fewer system calls than reading each run of elements.
-        for dim, begin in enumerate(start[1:], 1):
-            source = source.narrow(dim, begin, target.shape[dim])
-        target[i : i + rows].copy_(source)
+        target[i : i + rows].copy_(source[:, *_box(start[1:], target.shape[1:])])
+
+
+def _box(start: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(begin, begin + size) for begin, size in zip(start, sizes, strict=True))
 
 
 _NUM_THREADS = min(4, os.cpu_count() or 1)

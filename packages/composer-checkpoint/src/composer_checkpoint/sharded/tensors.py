@@ -206,16 +206,8 @@ def _tree(metadata: Metadata, parts: dict[MetadataIndex, Part], shards: OpenShar
             _put(root, path, value)
     # A container that is empty on one rank has a separate entry, in addition to those of its items on other ranks.
     for path, value in empty:
-        if not _has_items(root, path):
-            _put(root, path, value)
+        _put(root, path, value, may_be_there=True)
     return _with_lists(root)
-
-
-def _has_items(root: dict[Any, Any], path: tuple[str | int, ...]) -> bool:
-    here: Any = root
-    for step in path:
-        here = here.get(step) if isinstance(here, dict) else None
-    return isinstance(here, dict)
 
 
 def _stored(
@@ -227,12 +219,10 @@ def _stored(
         whole = torch.empty(shape, dtype=dtype)
         for chunk in entry.chunks:
             part = parts[MetadataIndex(fqn, chunk.offsets)]
-            region = whole
-            for dim, (start, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                region = region.narrow(dim, start, length)
+            box = tuple(slice(start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True))
             # Checked only now: opening the source has read nothing but the metadata.
             shards.check(part, None)
-            shards.read(part, (0,) * len(chunk.sizes), region)
+            shards.read(part, (0,) * len(chunk.sizes), whole[box])
         return whole
 
     return StoredTensor(dtype, shape, fetch)
@@ -242,10 +232,12 @@ class _List(dict[int, Any]):
     """List whose items are added in any order."""
 
 
-def _put(root: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
+def _put(root: dict[Any, Any], path: tuple[str | int, ...], value: Any, *, may_be_there: bool = False) -> None:
     here: Any = root
     for step, following in pairwise(path):
         here = here.setdefault(step, _List() if isinstance(following, int) else {}) if isinstance(here, dict) else None
+    if may_be_there and isinstance(here, dict) and isinstance(here.get(path[-1]), dict):
+        return
     if not isinstance(here, dict) or path[-1] in here or len(path) > _MAX_DEPTH:
         raise CorruptCheckpointError(
             f"`.metadata` has an entry at {'/'.join(map(str, path[:10]))!r:.200}, {len(path)} levels deep, where "
