@@ -42,8 +42,9 @@ from composer_checkpoint.save_folder import (
     numbers_in_name,
 )
 from composer_checkpoint.sharded._storage import fetch_once_per_node, open_source
+from composer_checkpoint.sharded.load import check_sharded
 from composer_checkpoint.sharded.reader import read_manifest as read_sharded_manifest
-from composer_checkpoint.state import Layout, check_spread, layout_of, other_number_of_ranks, own_file
+from composer_checkpoint.state import Layout, empty_content, layout_of, other_number_of_ranks, own_file
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.stores.opening import list_if_allowed
 from composer_checkpoint.verify import verify
@@ -390,7 +391,7 @@ def _fetch_folder(store: Any, name: str, state: "State", attempt: ExitStack) -> 
     def read() -> None:
         # Each step fails on all ranks or on none, so that all ranks take part in the next one.
         Ranks().together(lambda: _refuse_partial(read_sharded_manifest(open_source(address, {})), address, name))
-        check_spread(address, state)
+        check_sharded(empty_content(address, state, weights_only=False), address)
 
     return address, fault_of(name, read)
 

@@ -317,7 +317,7 @@ def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: boo
     """Return this rank's part of a folder's content. Every rank must call this."""
     from composer_checkpoint.sharded import load_sharded
 
-    content = _empty_content(path, state, weights_only)
+    content = empty_content(path, state, weights_only)
     load_sharded(content, path, verify=verify, planner=getattr(state.fsdp_config, "load_planner", None))
     saved = content.setdefault("state", {})
     if isinstance(algorithms := saved.get("algorithms"), list):
@@ -326,14 +326,8 @@ def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: boo
     return content
 
 
-def check_spread(path: str | os.PathLike[str], state: "State") -> None:
-    """Verify the hashes of each rank's part of a folder. Every rank must call this."""
-    from composer_checkpoint.sharded.load import check_sharded
-
-    check_sharded(_empty_content(path, state, weights_only=False), path)
-
-
-def _empty_content(path: str | os.PathLike[str], state: "State", weights_only: bool) -> dict[Any, Any]:
+def empty_content(path: str | os.PathLike[str], state: "State", weights_only: bool) -> dict[Any, Any]:
+    """Return a folder's content with empty tensors, sharded as this rank needs them. Every rank must call this."""
     from composer_checkpoint.sharded import read_folder_metadata
 
     # Together, so that a rank that cannot read it does not leave the others in a collective.
