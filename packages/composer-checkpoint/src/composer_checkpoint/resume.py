@@ -260,7 +260,7 @@ def _fetch(
         # Not even a part of it exists.
         is_absent = isinstance(error, FileNotFoundError | NotImplementedError) and not is_unfinished
         told = None if error is None else (is_absent, is_unfinished, str(error))
-        problems = dist.all_gather_object(told)  # all ranks accept or skip the candidate together
+        problems: list[Any] = dist.all_gather_object(told)  # all ranks accept or skip the candidate together
         if not any(problems) and candidate.latest is not None:
             reason = Ranks().from_first(partial(_abandoned, candidate, path, store, layout))
             problems[0] = None if reason is None else (False, True, reason)
