@@ -167,7 +167,7 @@ def check_filename(
         )
     names: set[str] = set()
     for _, name, spec, _ in _parse(argument, template):
-        if name is None:
+        if name is None or spec is None:
             continue
         names.add(name)
         if not name.isidentifier():
@@ -176,7 +176,7 @@ def check_filename(
                 f"{argument}={template!r} has the placeholder {{{name}}}, which is not a name. Use names such as "
                 f"{{epoch}} and {{batch}}, or double the braces to have them in the file name."
             )
-        if "{" in (spec or "") or any(int(width) > _WIDEST for width in _DIGITS.findall(spec or "")):
+        if any(int(width) > _WIDEST for width in _DIGITS.findall(spec)) or "{" in spec:
             raise ValueError(
                 f"{argument}={template!r} has the format {spec!r}, which is too wide for a file name. Use one such as "
                 f"{{{name}:06d}}."

@@ -42,8 +42,9 @@ from composer_checkpoint.save_folder import (
     numbers_in_name,
 )
 from composer_checkpoint.sharded._storage import fetch_once_per_node, open_source
+from composer_checkpoint.sharded.load import check_sharded
 from composer_checkpoint.sharded.reader import read_manifest as read_sharded_manifest
-from composer_checkpoint.state import Layout, check_spread, layout_of, other_number_of_ranks, own_file
+from composer_checkpoint.state import Layout, empty_content, layout_of, other_number_of_ranks, own_file
 from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.stores.opening import list_if_allowed
 from composer_checkpoint.verify import verify
@@ -141,16 +142,7 @@ def _store_of(place: Any) -> ObjectStore | None:
 def _in_folder(saver: "CheckpointSaver", state: "State", layout: Layout) -> tuple[list[_Candidate], list[str]]:
     """Return the candidates in the saver's folder, newest first, and those that cannot be used, with the reason."""
     folder = format_name_with_dist(saver.folder, state.run_name)
-    try:
-        os.listdir(folder)  # `glob` does not raise, so an unreadable folder would look empty
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        raise StorageError(
-            error.errno,
-            f"save_folder={folder!r} cannot be looked through for checkpoints: {error.strerror or error}. Check the "
-            f"disk and the permissions, or choose another folder",
-        ) from error
+    _refuse_unreadable(folder)  # `glob` does not raise, so an unreadable folder would look empty
     if layout is Layout.LOCAL and os.path.isdir(folder):
         # A save that was killed while renaming would look like files of several saves.
         complete_interrupted_sets(folder)
@@ -169,8 +161,21 @@ def _in_folder(saver: "CheckpointSaver", state: "State", layout: Layout) -> tupl
 
     later = [one.path for one in found if pointed and one.sorting_key()[:2] > pointed[0].sorting_key()[:2]]
     names = [_Candidate(name_of(one.path), str(target) if one.path in later else None) for one in found]
-    # Without dangling links, which are no checkpoints.
+    # Dangling links do not count.
     return names, [f"{skip.path} ({skip.reason})" for skip in skipped if skip.path.exists()]
+
+
+def _refuse_unreadable(folder: str) -> None:
+    try:
+        os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise StorageError(
+            error.errno,
+            f"save_folder={folder!r} cannot be looked through for checkpoints: {error.strerror or error}. Check the "
+            f"disk and the permissions, or choose another folder",
+        ) from error
 
 
 def _as_glob(template: str, state: "State") -> str:
@@ -255,28 +260,31 @@ def _fetch(
         # Not even a part of it exists.
         is_absent = isinstance(error, FileNotFoundError | NotImplementedError) and not is_unfinished
         told = None if error is None else (is_absent, is_unfinished, str(error))
-        problems = dist.all_gather_object(told)  # all ranks accept or skip the candidate together
+        problems: list[Any] = dist.all_gather_object(told)  # all ranks accept or skip the candidate together
         if not any(problems) and candidate.latest is not None:
             reason = Ranks().from_first(partial(_abandoned, candidate, path, store, layout))
             problems[0] = None if reason is None else (False, True, reason)
         if not any(problems):
-            sees = not is_here or os.path.exists(own_file(path) if layout is Layout.LOCAL else path)
-            if missing := [rank for rank, found in enumerate(dist.all_gather_object(sees)) if not found]:
-                raise RuntimeError(
-                    f"autoresume found {path} on rank 0, and ranks {missing} do not see it. Save to a disk that all "
-                    f"nodes share, or to a store."
-                )
+            if is_here:
+                _refuse_unseen(own_file(path))
             fetched.push(attempt.pop_all())  # keeps the download until the caller has loaded it
             return path
+    rank = next(rank for rank, problem in enumerate(problems) if problem is not None)
+    is_absent, is_unfinished, reason = problems[rank]
     # Logged on all ranks, since each has its own log.
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            is_absent, is_unfinished, reason = problem
-            log.log(DEBUG if is_absent else WARNING, "Skipped %s: %s (on rank %d)", name, reason, rank)
-            if not is_absent and (is_here or not is_unfinished):
-                unusable.append(f"{name} ({reason})")
-            break
+    log.log(DEBUG if is_absent else WARNING, "Skipped %s: %s (on rank %d)", name, reason, rank)
+    if not is_absent and (is_here or not is_unfinished):
+        unusable.append(f"{name} ({reason})")
     return None
+
+
+def _refuse_unseen(path: str) -> None:
+    """Raise on all ranks if any of them does not have a file of the folder."""
+    if missing := [rank for rank, sees in enumerate(dist.all_gather_object(os.path.exists(path))) if not sees]:
+        raise RuntimeError(
+            f"autoresume found {path} on rank 0, and ranks {missing} do not see it. Save to a disk that all nodes "
+            f"share, or to a store."
+        )
 
 
 def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> str | None:
@@ -315,17 +323,7 @@ def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tu
     """Download and verify a file, or verify a checkpoint of the folder. Every rank must call this."""
     # Each rank has a file of its own, or one rank reads the file: rank 0 on a shared disk, or the first of each node.
     reads = layout is Layout.LOCAL or (dist.get_global_rank() if store is None else dist.get_local_rank()) == 0
-    path = name
-    if store is not None:
-        own = attempt.enter_context(tempfile.TemporaryDirectory(prefix="composer-resume-"))
-        if layout is not Layout.LOCAL:  # the ranks of a node share the folder of the one that downloads
-            own = of_first_rank_of_node(own)
-            # The rank that downloaded must not delete the file before the others have read it. After an exception,
-            # other ranks may not reach the barrier.
-            attempt.push(lambda kind, *_: dist.barrier() if kind is None else None)
-        base = os.path.basename(name)
-        # The rank may be in the name of a folder only, and the downloads of all ranks need different names.
-        path = os.path.join(own, f"{{rank}}-{base}" if layout is Layout.LOCAL and "{rank}" not in base else base)
+    path = name if store is None else _place_for(name, layout, attempt)
 
     def fetch() -> tuple[list[Any], Exception | None]:
         manifests: list[Manifest | None] = []
@@ -340,6 +338,20 @@ def _fetch_file(store: Any, name: str, layout: Layout, attempt: ExitStack) -> tu
         except CorruptCheckpointError as error:
             problem = problem or error
     return path, problem
+
+
+def _place_for(name: str, layout: Layout, attempt: ExitStack) -> str:
+    """Return the temporary path of a download. Every rank must call this."""
+    own = attempt.enter_context(tempfile.TemporaryDirectory(prefix="composer-resume-"))
+    base = os.path.basename(name)
+    if layout is Layout.LOCAL:
+        # The rank may be in the name of a folder only, and the downloads of all ranks need different names.
+        return os.path.join(own, base if "{rank}" in base else f"{{rank}}-{base}")
+    own = of_first_rank_of_node(own)  # the ranks of a node share the folder of the one that downloads
+    # The rank that downloaded must not delete the file before the others have read it. After an exception, other ranks
+    # may not reach the barrier.
+    attempt.push(lambda kind, *_: dist.barrier() if kind is None else None)
+    return os.path.join(own, base)
 
 
 def _fetch_and_check(store: Any, name: str, path: str) -> Manifest | None:
@@ -379,7 +391,7 @@ def _fetch_folder(store: Any, name: str, state: "State", attempt: ExitStack) -> 
     def read() -> None:
         # Each step fails on all ranks or on none, so that all ranks take part in the next one.
         Ranks().together(lambda: _refuse_partial(read_sharded_manifest(open_source(address, {})), address, name))
-        check_spread(address, state)
+        check_sharded(empty_content(address, state, weights_only=False), address)
 
     return address, fault_of(name, read)
 

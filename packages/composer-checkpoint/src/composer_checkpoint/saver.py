@@ -183,9 +183,31 @@ class CheckpointSaver(Callback):
         save_timeout_in_seconds: float | None = 1800,
         remote_num_checkpoints_to_keep: int = -1,
     ) -> None:
-        _check_arguments(locals())  # first, while `locals` has only the arguments
+        check_places(folder=folder, filename=filename)
+        remote_names = {"remote_file_name": remote_file_name, "latest_remote_file_name": latest_remote_file_name}
+        check_names(_REMOTE_NAME, **remote_names)
+        check_placeholders(OF_FOLDER, folder=folder)
+        check_placeholders(OF_SAVE, **remote_names)
+        check_flags(may_be_none=True, overwrite=overwrite, weights_only=weights_only, async_save=async_save)
+        check_counts(num_concurrent_uploads=num_concurrent_uploads)
+        check_counts(-1, remote_num_checkpoints_to_keep=remote_num_checkpoints_to_keep)
+        check_seconds(upload_timeout_in_seconds=upload_timeout_in_seconds)
+        check_seconds(may_be_none=True, save_timeout_in_seconds=save_timeout_in_seconds)
+        check_ignore_keys("save_ignore_keys", ignore_keys)
+        if save_async_policy not in ("wait", "skip"):
+            raise ValueError(f"save_async_policy={save_async_policy!r} is not known. Use 'wait' or 'skip'.")
         folder, filename = os.fspath(folder), os.fspath(filename).lstrip("/")
         interval = to_interval("save_interval", save_interval)
+        check_filename(filename, interval=interval if isinstance(interval, Time) else None, overwrite=overwrite)
+        check_compressor(filename)
+        if latest_filename is not None:
+            check_places(latest_filename=latest_filename)
+            check_filename(str(latest_filename), argument="save_latest_filename", overwrite=True)
+            if str(latest_filename).lstrip("/") == filename:
+                raise ValueError(
+                    f"save_latest_filename={latest_filename!r} is also the name of the checkpoints, so the link to the "
+                    f"latest one would replace it. Give them different names, or pass save_latest_filename=None."
+                )
         self.save_timeout_in_seconds = save_timeout_in_seconds
         self._kept = KeptFiles(combine_policies(num_checkpoints_to_keep, keep))
         remote_rules, said = remote_policy(remote_num_checkpoints_to_keep, keep, self._kept.policy)
@@ -578,36 +600,3 @@ class CheckpointSaver(Callback):
             self._kept.rotate()
         if self._kept_remotely is not None:
             self._kept_remotely.rotate()
-
-
-def _check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse arguments that are invalid or contradict each other. Retention rules are checked elsewhere."""
-
-    def selected(*names: str) -> dict[str, Any]:
-        return {name: given[name] for name in names}
-
-    check_places(**selected("folder", "filename"))
-    check_names(_REMOTE_NAME, **selected("remote_file_name", "latest_remote_file_name"))
-    check_placeholders(OF_FOLDER, **selected("folder"))
-    check_placeholders(OF_SAVE, **selected("remote_file_name", "latest_remote_file_name"))
-    check_flags(may_be_none=True, **selected("overwrite", "weights_only", "async_save"))
-    check_counts(**selected("num_concurrent_uploads"))
-    check_counts(-1, **selected("remote_num_checkpoints_to_keep"))
-    check_seconds(**selected("upload_timeout_in_seconds"))
-    check_seconds(may_be_none=True, **selected("save_timeout_in_seconds"))
-    if given["save_async_policy"] not in ("wait", "skip"):
-        raise ValueError(f"save_async_policy={given['save_async_policy']!r} is not known. Use 'wait' or 'skip'.")
-    check_ignore_keys("save_ignore_keys", given["ignore_keys"])
-    filename, latest = os.fspath(given["filename"]).lstrip("/"), given["latest_filename"]
-    interval = to_interval("save_interval", given["save_interval"])
-    check_filename(filename, interval=interval if isinstance(interval, Time) else None, overwrite=given["overwrite"])
-    check_compressor(filename)
-    if latest is None:
-        return
-    check_places(latest_filename=latest)
-    check_filename(str(latest), argument="save_latest_filename", overwrite=True)
-    if str(latest).lstrip("/") == filename:
-        raise ValueError(
-            f"save_latest_filename={latest!r} is also the name of the checkpoints, so the link to the latest one would "
-            f"replace it. Give them different names, or pass save_latest_filename=None."
-        )

@@ -1,12 +1,14 @@
 """Collect the content of a training state's checkpoint, and save it in the layout of the state."""
 
 import os
+import posixpath
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from functools import cache
 from importlib.metadata import version
+from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
 __all__ = ["get_save_filename", "save_checkpoint"]
 
+log = getLogger(__name__)
+
 DEFAULT_PREFIX_DIR = "ep{epoch}-ba{batch}"
 TRAIN_DATA_KEY = "train_data"
 """In a checkpoint's `metadata`: the number of samples in the dataset, and the seed of its order."""
@@ -76,6 +80,7 @@ def path_of(state: "State", filename: str, folder: str | None = None) -> str:
     """
     match layout_of(state):
         case Layout.SHARDED:
+            _warn_of_name(filename, prefix_dir_of(state))
             filename = sharded_folder(filename, prefix_dir_of(state))
         case Layout.LOCAL:
             if "{rank}" not in filename:
@@ -89,6 +94,19 @@ def path_of(state: "State", filename: str, folder: str | None = None) -> str:
         case Layout.MONOLITHIC:
             pass
     return PartialFilePath(filename, folder).format(state)
+
+
+@cache  # warns once, although each save calls it
+def _warn_of_name(filename: str, prefix_dir: str) -> None:
+    name = posixpath.basename(filename)
+    is_own = name.removesuffix(".pt") != DEFAULT_PREFIX_DIR + "-rank{rank}"
+    if is_own and prefix_dir == DEFAULT_PREFIX_DIR and dist.get_global_rank() == 0:
+        log.warning(
+            "save_filename=%r does not name the sharded checkpoints, which are folders: this run names them %r. Set "
+            "the name with sharded_ckpt_prefix_dir in the FSDP settings, or save one file with state_dict_type='full'.",
+            filename,
+            sharded_folder(filename, prefix_dir),
+        )
 
 
 def get_save_filename(state: "State", filename: str = "ep{epoch}-ba{batch}-rank{rank}") -> str:
@@ -339,7 +357,7 @@ def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: boo
     """Return this rank's part of a folder's content. Every rank must call this."""
     from composer_checkpoint.sharded import load_sharded
 
-    content = _empty_content(path, state, weights_only)
+    content = empty_content(path, state, weights_only)
     load_sharded(content, path, verify=verify, planner=getattr(state.fsdp_config, "load_planner", None))
     saved = content.setdefault("state", {})
     if isinstance(algorithms := saved.get("algorithms"), list):
@@ -348,14 +366,8 @@ def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: boo
     return content
 
 
-def check_spread(path: str | os.PathLike[str], state: "State") -> None:
-    """Verify the hashes of each rank's part of a folder. Every rank must call this."""
-    from composer_checkpoint.sharded.load import check_sharded
-
-    check_sharded(_empty_content(path, state, weights_only=False), path)
-
-
-def _empty_content(path: str | os.PathLike[str], state: "State", weights_only: bool) -> dict[Any, Any]:
+def empty_content(path: str | os.PathLike[str], state: "State", weights_only: bool) -> dict[Any, Any]:
+    """Return a folder's content with empty tensors, sharded as this rank needs them. Every rank must call this."""
     from composer_checkpoint.sharded import read_folder_metadata
 
     # Together, so that a rank that cannot read it does not leave the others in a collective.

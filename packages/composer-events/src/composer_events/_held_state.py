@@ -31,7 +31,6 @@ __all__ = ["HeldState", "holds_generators", "holds_state", "set_epoch_everywhere
 _KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 _LEAVES = (str, bytes, int, float, bool, type(None), type, ModuleType, BuiltinFunctionType, np.ndarray, torch.Tensor)
 _NOT_DATA = (logging.Logger, torch.optim.Optimizer, random.SystemRandom)
-_OF_TRAINING = ("composer_events.", "composer.trainer.")
 _NUMBERS = (int, float)  # exact types, so that bool is excluded
 _PLAIN = (int, float, bool, str)
 _UNSET = (int, bool, type(None))
@@ -94,15 +93,8 @@ class HeldState:
         settings = self.settings() if self._listened else {}
         found["listened"] = {name: settings[name] for name in self._listened if name in settings}
         numbers = {} if self._only_generators else self.numbers()
-        changed: dict[str, Any] = {}
-        for name, now in numbers.items():
-            first = self._first.get(name, _MISSING)
-            if isinstance(now, bytes):  # an order that is new or has another length is derived from something else
-                has_changed = isinstance(first, tuple) and first[0] == len(now) and first != _mark(now)
-            else:  # a number that replaced `None`, such as a file descriptor, is not a counter
-                has_changed = first not in (None, now)
-            if has_changed:
-                changed[name] = now
+        # A number that replaced `None`, such as a file descriptor, is not a counter.
+        changed = {name: now for name, now in numbers.items() if self._has_changed(name, now)}
         if changed:
             found["numbers"] = {"changed": changed, "rest": self._rest()}
         return {kind: entries for kind, entries in found.items() if entries}
@@ -121,12 +113,7 @@ class HeldState:
             if part.name in objects:
                 _load(part.value, **objects[part.name])
         if role != "chooses":
-            values = {part.name: part.value for part in parts}
-            for name, setting in saved.get("listened", {}).items():
-                owner, _, key = name.rpartition(".")
-                if owner in values:
-                    object.__setattr__(values[owner], key, setting)
-                    self._listened.add(name)
+            self._restore_settings(parts, saved.get("listened", {}))
         numbers = saved.get("numbers")
         if numbers and role != "loads":
             changed = numbers["changed"]
@@ -139,6 +126,15 @@ class HeldState:
             # Last, since loading a state may draw from a generator.
             if isinstance(part.value, _KINDS) and part.name in saved.get("generators", {}):
                 _set_generator_state(part.value, saved["generators"][part.name])
+
+    def _restore_settings(self, parts: Iterable[_Part], settings: Mapping[str, Any]) -> None:
+        """Restore the settings that listeners had changed."""
+        values = {part.name: part.value for part in parts}
+        for name, setting in settings.items():
+            owner, _, key = name.rpartition(".")
+            if owner in values:
+                object.__setattr__(values[owner], key, setting)
+                self._listened.add(name)
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers that samplers and their parts hold as attributes, and their orders as bytes."""
@@ -174,6 +170,12 @@ class HeldState:
         """Record the settings that listeners have changed: they are not called again on a resume inside the epoch."""
         now = self.settings()
         self._listened |= {name for name in now.keys() & before.keys() if now[name] != before[name]}
+
+    def _has_changed(self, name: str, now: Any) -> bool:
+        first = self._first.get(name, _MISSING)
+        if isinstance(now, bytes):  # an order that is new or has another length is derived from something else
+            return isinstance(first, tuple) and first[0] == len(now) and first != _mark(now)
+        return first not in (None, now)
 
     def _of_samplers(self) -> list[tuple[str, Any]]:
         parts = [part for part in _parts(self.loader) if part.role == "chooses"]
@@ -298,18 +300,20 @@ def _parts(loader: Any) -> list[_Part]:
         limit = len(found) + _MAX_OBJECTS
         while waiting and len(found) < limit:
             name, value = waiting.popleft()
-            if isinstance(value, _LEAVES) or id(value) in seen:
-                continue
-            # These would lead to the whole training state.
-            if isinstance(value, _NOT_DATA) or type(value).__module__.startswith(_OF_TRAINING):
-                continue
-            if isinstance(value, torch.nn.Module) and next(value.parameters(), None) is not None:
+            if isinstance(value, _LEAVES) or id(value) in seen or not _is_data(value):
                 continue
             seen.add(id(value))
             found.append(_Part(name, value, role))
             if not isinstance(value, _KINDS):
                 waiting.extend((f"{name}.{key}" if name else str(key), inner) for key, inner in _inside(value))
     return found
+
+
+def _is_data(value: Any) -> bool:
+    # These would lead to the whole training state.
+    if isinstance(value, _NOT_DATA) or type(value).__module__.startswith(("composer_events.", "composer.trainer.")):
+        return False
+    return not isinstance(value, torch.nn.Module) or next(value.parameters(), None) is None
 
 
 def _inside(value: Any) -> Iterable[tuple[object, Any]]:

@@ -73,22 +73,22 @@ def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
 
 
 def _open(uri: str, backend_kwargs: Mapping[str, Any] | None) -> ObjectStore | None:
-    parsed = parse_uri(uri)
+    parsed, settings = parse_uri(uri), backend_kwargs or {}
     backend, netloc = ("sftp" if parsed.backend == "ssh" else parsed.backend), urlsplit(uri).netloc
     if not backend:
         return None
-    if backend in _BACKENDS and not netloc and not backend_kwargs:
+    if backend in _BACKENDS and not netloc and not settings:
         raise ValueError(f"{uri!r} names no bucket or host. Write one such as '{parsed.backend}://bucket/folder'.")
     if backend == "dbfs" and not parsed.path.startswith(MLFLOW_PREFIX):
         UCObjectStore.validate_path(parsed.path)  # a malformed path is rejected before a slow import
     # An address of libcloud is incomplete without arguments.
     if backend in {*_BACKENDS, "dbfs"} and (backend != "libcloud" or backend_kwargs is not None):
         namespace = {"bucket": netloc} if backend == "oci" and "@" in netloc else {}
-        return build_remote_backend(backend, {**arguments_of(uri), **namespace, **(backend_kwargs or {})})
+        return build_remote_backend(backend, {**arguments_of(uri), **namespace, **settings})
     check_scheme(uri)
     address = f"{backend}://{netloc}{'' if netloc else '/'}"
     # With a time limit, since some client libraries fetch credentials when the store is created.
-    return _first_answer(address, lambda: FsspecObjectStore(address, **(backend_kwargs or {})))
+    return _first_answer(address, lambda: FsspecObjectStore(address, **settings))
 
 
 def check_scheme(uri: str) -> None:
