@@ -32,7 +32,14 @@ from composer.trainer._arguments import (
 )
 from composer.trainer._data import Clock
 from composer.trainer._divergence_guard import DivergenceGuard, takes_none
-from composer.trainer._evaluation import Evaluation, Prediction, complete_evaluator, make_evaluators, metrics_by_name
+from composer.trainer._evaluation import (
+    Evaluation,
+    Prediction,
+    check_metrics,
+    complete_evaluator,
+    make_evaluators,
+    metrics_by_name,
+)
 from composer.trainer._fit_settings import (
     FitPlan,
     Schedule,
@@ -354,6 +361,7 @@ class Runtime:
         if arguments.compute_training_metrics:
             # A copy, because get_metrics may return the same objects for training and evaluation.
             metrics = copy.deepcopy(metrics_by_name(self.model, is_train=True))
+        check_metrics(metrics)
         state.train_metrics = {name: state.device.module_to_device(metric) for name, metric in metrics.items()}
         self.set_evaluators(resolved.evaluators)
 
