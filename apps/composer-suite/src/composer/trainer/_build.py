@@ -50,7 +50,7 @@ from composer.trainer._fit_settings import (
     to_duration,
 )
 from composer.trainer._microbatching import HalveOnOom, Microbatching
-from composer.trainer._rank_sync import Ranks, begin_stage, broadcast_error
+from composer.trainer._rank_sync import Ranks, broadcast_error
 from composer.trainer._report import Report, TrainMetrics, log_run_facts
 from composer.trainer._scaler import ClosureGradScaler, ShardedGradScaler
 from composer.trainer._shutdown import Preemption, close_engine, postponed, take_signals
@@ -410,7 +410,7 @@ class Runtime:
     @contextmanager
     def recording_failure(self) -> Generator[None]:
         """Return a context that names the stage in an error, records it, and remembers that this rank has failed."""
-        begin_stage()
+        error_context.forget_failures()
         try:
             yield
         except BaseException as error:
