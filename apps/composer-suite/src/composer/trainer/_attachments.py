@@ -15,7 +15,7 @@ from composer.loggers.mosaicml_logger import MOSAICML_ACCESS_TOKEN_ENV_VAR, MOSA
 from composer.loggers.progress_bar_logger import ProgressBarLogger
 from composer.report.recorder import RunRecorder, recorder_of_environment
 from composer.trainer._arguments import OLDER_NAMES_ONLY, check_members, user_stacklevel
-from composer.trainer._rank_sync import first_failure_of_others
+from composer.trainer._error_context import first_failure_of_others
 from composer.utils import checkpoint
 from composer_checkpoint.ignore_keys import check_ignore_keys
 from composer_dist import get_global_rank

@@ -32,7 +32,14 @@ from composer.trainer._arguments import (
 )
 from composer.trainer._data import Clock
 from composer.trainer._divergence_guard import DivergenceGuard, takes_none
-from composer.trainer._evaluation import Evaluation, Prediction, complete_evaluator, make_evaluators, metrics_by_name
+from composer.trainer._evaluation import (
+    Evaluation,
+    Prediction,
+    check_metrics,
+    complete_evaluator,
+    make_evaluators,
+    metrics_by_name,
+)
 from composer.trainer._fit_settings import (
     FitPlan,
     Schedule,
@@ -43,7 +50,7 @@ from composer.trainer._fit_settings import (
     to_duration,
 )
 from composer.trainer._microbatching import HalveOnOom, Microbatching
-from composer.trainer._rank_sync import Ranks, begin_stage, broadcast_error
+from composer.trainer._rank_sync import Ranks, broadcast_error
 from composer.trainer._report import Report, TrainMetrics, log_run_facts
 from composer.trainer._scaler import ClosureGradScaler, ShardedGradScaler
 from composer.trainer._shutdown import Preemption, close_engine, postponed, take_signals
@@ -354,6 +361,7 @@ class Runtime:
         if arguments.compute_training_metrics:
             # A copy, because get_metrics may return the same objects for training and evaluation.
             metrics = copy.deepcopy(metrics_by_name(self.model, is_train=True))
+        check_metrics(metrics)
         state.train_metrics = {name: state.device.module_to_device(metric) for name, metric in metrics.items()}
         self.set_evaluators(resolved.evaluators)
 
@@ -402,7 +410,7 @@ class Runtime:
     @contextmanager
     def recording_failure(self) -> Generator[None]:
         """Return a context that names the stage in an error, records it, and remembers that this rank has failed."""
-        begin_stage()
+        error_context.forget_failures()
         try:
             yield
         except BaseException as error:

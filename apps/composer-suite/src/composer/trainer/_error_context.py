@@ -1,10 +1,12 @@
-"""Notes on exceptions that name the stage of training, so that the report of a multi-rank run can show it."""
+"""Notes on exceptions: the stage of training, and the failure of the rank that failed first."""
 
+import itertools
 import traceback
 from collections.abc import Callable, Iterable
 from types import CodeType, FunctionType
-from typing import Any, TypeVar
+from typing import Final, TypeVar
 
+from composer.trainer._rank_sync import open_store
 from composer_dist import get_global_rank, get_world_size
 from composer_events.engine import listening
 from composer_events.event import Event
@@ -51,16 +53,6 @@ def name_stage(error: BaseException, state: State) -> None:
             return
 
 
-def name_dataset(error: Exception, dataloader: Any) -> None:
-    """Add a note with the dataset of a dataloader that raised."""
-    dataset = getattr(dataloader, "dataset", None)
-    if dataset is None:
-        return
-    num_workers = getattr(dataloader, "num_workers", 0)
-    reader = f"a {type(dataloader).__name__}" + (f" with num_workers={num_workers}" if num_workers else "")
-    error.add_note(f"{reader} was reading {type(dataset).__module__}.{type(dataset).__qualname__}")
-
-
 def name_setters(error: Exception, state: State, events: Iterable[Event]) -> None:
     """Add a note with the algorithms and callbacks that may have set a batch that cannot be split."""
     setters = [f"algorithm {type(algorithm).__name__}" for algorithm in state.algorithms]
@@ -69,3 +61,42 @@ def name_setters(error: Exception, state: State, events: Iterable[Event]) -> Non
     if setters:
         kind = type(state.batch).__name__
         error.add_note(f"state.batch is a {kind}. If no dataloader yielded it, it was set by {' or '.join(setters)}")
+
+
+_MOST_KEPT: Final = 20_000  # characters from the end; the store keeps them in memory
+_KEY: Final = "first"
+
+_uses: Final = itertools.count()  # per process; all ranks count alike
+_use = next(_uses)
+
+
+def forget_failures() -> None:
+    """Forget earlier failures. Every rank must call this, for each fit, evaluation and prediction."""
+    global _use
+    _use = next(_uses)
+
+
+def first_failure_of_others(error: BaseException) -> str | None:
+    """Publish the failure of this rank, and return the message of the rank that failed first.
+
+    This does not block on other ranks: they may be gone, and the store with them.
+
+    Returns:
+        The first rank and its traceback; `None` if this rank is the first, or no rank has published one.
+    """
+    if get_world_size() == 1:
+        return None
+    rank = f"Rank {get_global_rank()}"
+    told = f"{rank} failed first:\n{''.join(traceback.format_exception(error))[-_MOST_KEPT:]}"
+    try:
+        store = open_store(f"composer/failure/{_use}")
+        # A KeyboardInterrupt or SystemExit is usually a consequence of the failure of another rank, so it only reads.
+        if isinstance(error, Exception):
+            first = store.compare_set(_KEY, "", told).decode(errors="replace")
+        elif store.check([_KEY]):
+            first = store.get(_KEY).decode(errors="replace")
+        else:
+            return None
+    except Exception:  # any class, depending on the store; this rank's own error matters more
+        return None
+    return None if first.startswith(f"{rank} ") else first

@@ -331,7 +331,10 @@ def make_evaluators(
             "Mixing Evaluator with other classes is not allowed, please wrapall other classes with the Evaluator "
             f"class. eval_dataloader holds {[type(item).__name__ for item in items]}."
         )
-    names = list(metrics_by_name(model, is_train=False))
+    metrics = metrics_by_name(model, is_train=False)
+    if items:
+        check_metrics(metrics)
+    names = list(metrics)
     check_subset("eval_subset_num_batches", subset_num_batches)
     to_interval("eval_interval", eval_interval)
     # Copies, because defaults are filled in and the user may pass the evaluators to another Trainer.
@@ -409,6 +412,18 @@ def metrics_by_name(model: ComposerModel, *, is_train: bool) -> Mapping[str, Any
         "must return a dict of names to metrics, such as {'MulticlassAccuracy': MulticlassAccuracy(...)}, or {} "
         "without metrics."
     )
+
+
+def check_metrics(metrics: Mapping[str, Any]) -> None:
+    """Reject metrics on the meta device, which have no values to start from."""
+    for name, metric in metrics.items():
+        states = [value for part in metric.modules() for value in getattr(part, "metric_state", {}).values()]
+        if any(isinstance(state, Tensor) and state.is_meta for state in states):
+            raise ValueError(
+                f"the metric {name!r} of the model, a {type(metric).__name__}, is on the meta device, where it has no "
+                f"values to start from. Create the model's metrics inside "
+                f"`with torch.device('cpu'):`, even if the rest of the model is created on the meta device."
+            )
 
 
 class Padding:

@@ -6,12 +6,10 @@ losses or the clock are read.
 
 from __future__ import annotations
 
-import itertools
 import re
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as tdist
@@ -21,7 +19,6 @@ from torch.utils import data
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from composer.trainer._error_context import name_dataset
 from composer_dist import RankDisagreementError, agreement, dist, get_global_rank, get_world_size
 from composer_dist.ddp import sum_counts
 from composer_dist.devices import get_device
@@ -167,7 +164,11 @@ def next_batch(batches: Iterator[Any], dataloader: Any, num_read: int, default: 
             ) from end
         return default
     except Exception as error:
-        name_dataset(error, dataloader)
+        dataset = getattr(dataloader, "dataset", None)
+        if dataset is not None:
+            num_workers = getattr(dataloader, "num_workers", 0)
+            reader = f"a {type(dataloader).__name__}" + (f" with num_workers={num_workers}" if num_workers else "")
+            error.add_note(f"{reader} was reading {type(dataset).__module__}.{type(dataset).__qualname__}")
         raise
 
 
@@ -202,45 +203,6 @@ def agreed_facts(dataloader: Any) -> dict[str, Any]:
         if sampler.num_replicas == 1:  # each rank may have its own dataset
             del facts["dataset"], facts["sampler.num_samples"]
     return facts
-
-
-_MOST_KEPT: Final = 20_000  # characters from the end; the store keeps them in memory
-_KEY: Final = "first"
-
-_stages: Final = itertools.count()  # per process; all ranks count alike
-_stage = next(_stages)
-
-
-def begin_stage() -> None:
-    """Forget earlier failures. Every rank must call this, for each fit, evaluation and prediction."""
-    global _stage
-    _stage = next(_stages)
-
-
-def first_failure_of_others(error: BaseException) -> str | None:
-    """Publish the failure of this rank, and return the message of the rank that failed first.
-
-    This does not block on other ranks: they may be gone, and the store with them.
-
-    Returns:
-        The first rank and its traceback; `None` if this rank is the first, or no rank has published one.
-    """
-    if get_world_size() == 1:
-        return None
-    rank = f"Rank {get_global_rank()}"
-    told = f"{rank} failed first:\n{''.join(traceback.format_exception(error))[-_MOST_KEPT:]}"
-    try:
-        store = open_store(f"composer/failure/{_stage}")
-        # A KeyboardInterrupt or SystemExit is usually a consequence of the failure of another rank, so it only reads.
-        if isinstance(error, Exception):
-            first = store.compare_set(_KEY, "", told).decode(errors="replace")
-        elif store.check([_KEY]):
-            first = store.get(_KEY).decode(errors="replace")
-        else:
-            return None
-    except Exception:  # any class, depending on the store; this rank's own error matters more
-        return None
-    return None if first.startswith(f"{rank} ") else first
 
 
 TOTAL = "loss/train/total"
