@@ -11,7 +11,7 @@ from composer_checkpoint import CheckpointConflictError, UnfittingWeightsError
 from composer_checkpoint.remote.fetch import get_file
 from composer_checkpoint.tensors import StoredTensor, TensorSource, refuse_quantized, refuse_sparse
 from composer_ckpt.options import ConvertOptions
-from composer_ckpt.output import Result, UsageError, format_size, progress_bar
+from composer_ckpt.output import Result, UsageError, counted, first_few, format_size, progress_bar
 from composer_ckpt.sources import opened
 from composer_ckpt.targets import clear_leftovers, may_replace, publish, written_to
 from composer_ckpt.to_checkpoint import plan_checkpoint
@@ -60,6 +60,8 @@ def write_converted(
                 plan.write(progress)
             if options.push_to_hub is not None:
                 plan.warnings.append(f"published as {publish(local, options.push_to_hub, options)}")
+            if nan := list(plan.names_with_nan):
+                plan.warnings.append(f"NaN in {counted(len(nan), 'tensor')}, written as it is: {first_few(nan)}")
     done = "nothing was written (--dry-run)"
     if not options.dry_run:
         read_back = "not read back" if options.no_verify else "read back, every tensor as it was written"

@@ -31,7 +31,8 @@ _ALWAYS = ("integrations", "metadata")  # kept with weights alone
 
 def plan_checkpoint(source: TensorSource, options: ConvertOptions) -> Plan:
     """Plan a checkpoint of the format `options.to`."""
-    chosen, renamed, changes = choose_weights(source, options)
+    nan: dict[str, None] = {}
+    chosen, renamed, changes = choose_weights(source, options, nan)
     notes = notes_on_the_rest(source)
     target = cast(Target, options.to)
     tree = _tree(source, options, chosen, notes)
@@ -55,6 +56,7 @@ def plan_checkpoint(source: TensorSource, options: ConvertOptions) -> Plan:
         largest_source=max((tensor.size_bytes for tensor in source.tensors.values()), default=0),
         cast=changes,
         renamed=renamed,
+        names_with_nan=nan,
         warnings=notes,
     )
 
