@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from functools import cache
 from importlib.metadata import version
+from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 __all__ = ["get_save_filename", "save_checkpoint"]
 
+log = getLogger(__name__)
+
 DEFAULT_PREFIX_DIR = "ep{epoch}-ba{batch}"
 TRAIN_DATA_KEY = "train_data"
 """In a checkpoint's `metadata`: the number of samples in the dataset, and the seed of its order."""
@@ -76,6 +79,7 @@ def path_of(state: "State", filename: str, folder: str | None = None) -> str:
     """
     match layout_of(state):
         case Layout.SHARDED:
+            _warn_of_name(filename, prefix_dir_of(state))
             filename = sharded_folder(filename, prefix_dir_of(state))
         case Layout.LOCAL:
             if "{rank}" not in filename:
@@ -89,6 +93,18 @@ def path_of(state: "State", filename: str, folder: str | None = None) -> str:
         case Layout.MONOLITHIC:
             pass
     return PartialFilePath(filename, folder).format(state)
+
+
+@cache  # warns once, although each save calls it
+def _warn_of_name(filename: str, prefix_dir: str) -> None:
+    has_default = os.path.basename(filename).removesuffix(".pt") == DEFAULT_PREFIX_DIR + "-rank{rank}"
+    if not has_default and prefix_dir == DEFAULT_PREFIX_DIR and dist.get_global_rank() == 0:
+        log.warning(
+            "save_filename=%r does not name the sharded checkpoints, which are folders: this run names them %r. Set "
+            "the name with sharded_ckpt_prefix_dir in the FSDP settings, or save one file with state_dict_type='full'.",
+            filename,
+            sharded_folder(filename, prefix_dir),
+        )
 
 
 def get_save_filename(state: "State", filename: str = "ep{epoch}-ba{batch}-rank{rank}") -> str:
