@@ -177,6 +177,22 @@ def test_what_is_no_part_of_a_checkpoint_stays_in_a_folder_that_is_replaced(run,
     )
 
 
+@pytest.mark.parametrize("target", ["out.pt", "out.safetensors", "out --to dcp", "out{rank}.pt --world-size 2"])
+def test_weights_that_are_no_numbers_are_named(target, run, tmp_path, monkeypatch):
+    """A conversion of a model that had diverged ended with "written", and no word of it."""
+    monkeypatch.chdir(tmp_path)
+    weights = {f"w{number}": torch.ones(3, 3) for number in range(9)}
+    for number in (1, 2, 3, 5, 7, 8):
+        weights[f"w{number}"][2, 1] = float("nan")
+    weights["w0"][0, 0] = float("inf")  # as a mask has
+    save_file({"state": {"model": weights}}, "ep2.pt")
+    code, out, _ = run("convert", "ep2.pt", *target.split())
+    assert code == 0
+    assert "NaN in 6 tensors, written as it is: w1, w2, w3, w5, w7 and 1 more" in out
+    save_file({"state": {"model": {"w": torch.full((2,), float("inf"))}}}, "masks.pt")
+    assert "NaN" not in run("convert", "masks.pt", "finite.pt")[1]
+
+
 @pytest.mark.parametrize("is_zip", [False, True])
 def test_a_file_that_is_no_checkpoint_is_never_replaced(is_zip, run, beside):
     there = beside / "mine.pt"

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -189,6 +190,21 @@ def test_nobody_trains_inside_an_evaluation(model, loader):
         pass
     assert all(map(torch.equal, model.parameters(), weights))
     train_epoch(loop, model)
+
+
+def test_a_save_in_the_middle_of_a_batch_is_told(model, loader):
+    loop = make_loop(model, loader, num_microbatches=2)
+    warned = []
+    for x, y in loop.epoch():
+        with loop.batch(x, y) as b:
+            b.outputs = model(b.inputs)
+            b.loss = F.cross_entropy(b.outputs, b.targets)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loop.state_dict()
+        warned.append([str(warning.message) for warning in caught])
+    assert [len(each) for each in warned] == [1, 0, 1, 0]
+    assert "after 1 of the 2 parts of a batch" in warned[0][0]
 
 
 @pytest.mark.parametrize("num_batches", [3, 4, 6])

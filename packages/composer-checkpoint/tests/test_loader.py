@@ -6,8 +6,10 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import save_file as save_safetensors
 
 from composer_checkpoint import (
+    CheckpointError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
     LoadCheckpoint,
@@ -225,6 +227,35 @@ def test_a_checkpoint_of_weights_alone_that_is_loaded_in_full_is_warned_about(lo
     for name in ("AdamW", "Timestamp"):
         assert f"{name} is not in the state_dict. Its state will not be restored." in told
     torch.testing.assert_close(weights(run), weights(trained), rtol=0, atol=0)
+
+
+@pytest.fixture
+def hugging_face(tmp_path):
+    """Make the folder of a Hugging Face model, whose names have no `model.` before them."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_safetensors({"transformer.weight": torch.ones(1, 2)}, folder / "model.safetensors")
+    return folder
+
+
+def test_the_folder_of_a_hugging_face_model_is_named_with_the_command_that_converts_it(loop, hugging_face):
+    with pytest.raises(IncompatibleCheckpointError, match=rf"Hugging Face.*composer-ckpt convert {hugging_face} x\.pt"):
+        load_checkpoint(hugging_face, loop().state, None)
+
+
+@pytest.mark.parametrize("load_weights_only", [False, True])
+def test_the_weights_of_a_hugging_face_model_are_named_with_that_command(loop, hugging_face, load_weights_only):
+    path = hugging_face / "model.safetensors"
+    with pytest.raises(CheckpointError, match=rf"Hugging Face.*composer-ckpt convert {hugging_face} x\.pt"):
+        load_checkpoint(path, loop().state, None, load_weights_only=load_weights_only)
+
+
+def test_only_weights_of_a_hugging_face_model_are_taken_for_some(loop, tmp_path):
+    save_safetensors({"another": torch.ones(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="of another model") as refusal:
+        load_checkpoint(tmp_path / "x.safetensors", loop().state, None, load_weights_only=True)
+    assert "Hugging Face" not in str(refusal.value)
 
 
 def test_a_missing_file_is_named(loop, tmp_path):

@@ -137,8 +137,11 @@ def test_names_that_lead_nowhere_are_answered_with_what_is_there(tmp_path):
     run_ranks(save_alone, top, world_size=1, store=tmp_path / "alone")
     ranks = run_ranks(refusals, top, world_size=2, store=tmp_path / "together")
     told, said = ranks[0]
-    for name in ("s/sub/ep0-ba1-rank{rank}.pt", "s/sub/ep0-ba1/rank{rank}.pt", "s/sub/ba1.pt", "nowhere/{rank}.pt"):
-        assert told[name].endswith("Check the path.")
+    beside = "Sharded checkpoints are folders, which are loaded by their names: "
+    for name in ("s/sub/ep0-ba1-rank{rank}.pt", "s/sub/ep0-ba1/rank{rank}.pt"):
+        assert told[name].partition(beside)[2].startswith(f"{top}/s/sub/ep0-ba1")
+    assert f"{top}/s/sub/own-ba1" in told["s/sub/ba1.pt"]
+    assert told["nowhere/{rank}.pt"].endswith("Check the path.")
     for told, _ in ranks:
         for name in ("here/ba1-rank{rank}.pt", "file://there/ba1-rank{rank}.pt"):
             assert told[name].startswith("ValueError: ")

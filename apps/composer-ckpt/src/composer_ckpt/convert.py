@@ -27,7 +27,7 @@ from composer_checkpoint.tensors import (
 )
 from composer_ckpt.folders import saved_description
 from composer_ckpt.options import ConvertOptions, Plan, Progress
-from composer_ckpt.output import Result, UsageError, format_size, progress_bar
+from composer_ckpt.output import Result, UsageError, counted, first_few, format_size, progress_bar
 from composer_ckpt.places import clear_leftovers, may_replace, opened, publish, written_to
 from composer_ckpt.to_hugging_face import (
     in_memory_weights,
@@ -83,6 +83,8 @@ def write_converted(
                 plan.write(progress)
             if options.push_to_hub is not None:
                 plan.warnings.append(f"published as {publish(local, options.push_to_hub, options)}")
+            if nan := list(plan.names_with_nan):
+                plan.warnings.append(f"NaN in {counted(len(nan), 'tensor')}, written as it is: {first_few(nan)}")
     done = "nothing was written (--dry-run)"
     if not options.dry_run:
         read_back = "not read back" if options.no_verify else "read back, every tensor as it was written"
@@ -189,7 +191,8 @@ _ALWAYS = ("integrations", "metadata")  # kept with weights alone
 
 def plan_checkpoint(source: TensorSource, options: ConvertOptions) -> Plan:
     """Plan a checkpoint of the format `options.to`."""
-    chosen, renamed, changes = choose_weights(source, options)
+    nan: dict[str, None] = {}
+    chosen, renamed, changes = choose_weights(source, options, nan)
     notes = notes_on_the_rest(source)
     target = cast(Target, options.to)
     tree = _tree(source, options, chosen, notes)
@@ -217,6 +220,7 @@ def plan_checkpoint(source: TensorSource, options: ConvertOptions) -> Plan:
         cast=changes,
         renamed=renamed,
         warnings=notes,
+        names_with_nan=nan,
     )
 
 

@@ -133,6 +133,7 @@ class Plan:
     largest_source: int  # bytes
     cast: Mapping[str, int]  # number of tensors by the change of dtype
     renamed: Mapping[str, str]  # new names by old ones
+    names_with_nan: Mapping[str, None]  # known after the weights were read
     warnings: list[str]
     dropped_aliases: Mapping[str, str] = field(default_factory=dict)  # left out, since the target has the kept names
 

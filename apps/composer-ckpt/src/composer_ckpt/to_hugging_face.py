@@ -46,7 +46,8 @@ _KINDS: dict[str, Target] = {"safetensors": "safetensors", "bin": "pt"}
 def plan_folder(source: TensorSource, options: ConvertOptions, stack: ExitStack) -> Plan:
     """Plan a folder, reading only descriptions of tensors. The stack closes other sources that are opened."""
     metadata = metadata_of(source, options)
-    chosen, renamed, changes = choose_weights(source, options)
+    nan: dict[str, None] = {}
+    chosen, renamed, changes = choose_weights(source, options, nan)
     refuse_sparse(chosen, "--to hf")
     refuse_quantized(chosen, "--to hf")
     notes = [*_notes_on_adapters(metadata, options), *notes_on_the_rest(source)]
@@ -80,6 +81,7 @@ def plan_folder(source: TensorSource, options: ConvertOptions, stack: ExitStack)
         largest_source=max((tensor.size_bytes for tensor in weights.values()), default=0),
         cast=changes,
         renamed=renamed,
+        names_with_nan=nan,
         warnings=notes,
         dropped_aliases=dropped,
     )

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -167,8 +168,13 @@ def cast(tensors: Mapping[str, StoredTensor], precision: str) -> Weights:
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
-def choose_weights(source: TensorSource, options: ConvertOptions) -> tuple[Weights, dict[str, str], dict[str, int]]:
-    """Return the weights to convert, their new names by old ones, and the number of weights by the change of dtype."""
+def choose_weights(
+    source: TensorSource, options: ConvertOptions, names_with_nan: dict[str, None]
+) -> tuple[Weights, dict[str, str], dict[str, int]]:
+    """Return the weights to convert, their new names by old ones, and the number of weights by the change of dtype.
+
+    As the weights are read, the names of those with NaN are added to `names_with_nan`.
+    """
     if source.missing:
         raise CorruptCheckpointError(
             f"{options.source}: {len(source.missing)} tensors of the index are in no file: "
@@ -191,7 +197,26 @@ def choose_weights(source: TensorSource, options: ConvertOptions) -> tuple[Weigh
         for name, tensor in converted.items()
         if weights[name].dtype != tensor.dtype
     )
-    return converted, {before: after for before, after in names.items() if before != after}, dict(changes)
+    chosen = {name: _noting_nan(name, stored, names_with_nan) for name, stored in converted.items()}
+    return chosen, {before: after for before, after in names.items() if before != after}, dict(changes)
+
+
+def _noting_nan(name: str, stored: StoredTensor, found: dict[str, None]) -> StoredTensor:
+    if not stored.dtype.is_floating_point or not has_numbers(stored.dtype) or stored.sparse is not None:
+        return stored
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        # In pieces, since `isnan` allocates a mask.
+        if name not in found and any(piece.float().isnan().any() for piece in tensor.flatten().split(BLOCK_NUMEL)):
+            found[name] = None
+        return tensor
+
+    in_parts = stored.fetch_range
+    return replace(
+        stored,
+        fetch=lambda: look(stored.fetch()),
+        fetch_range=None if in_parts is None else lambda start, count: look(in_parts(start, count)),
+    )
 
 
 def notes_on_the_rest(source: TensorSource) -> list[str]:

@@ -1,8 +1,9 @@
 """Comparison of a checkpoint with a model and its optimizers, before any weight is changed."""
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from composer_events import State
 
 __all__ = [
+    "advice_for_hugging_face",
     "refuse_another_model",
     "named_optimizers",
     "refuse_unfitting_state",
@@ -57,7 +59,7 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
         raise UnfittingWeightsError(
             f"{error}: not one of its {len(names)} weights ({', '.join(sorted(map(str, names.values()))[:5])}, ...) is "
             f"among the {len(own)} of this model ({', '.join(sorted(own)[:5])}, ...). Load it into the model that it "
-            f"was saved from."
+            f"was saved from.{advice_for_hugging_face(path)}"
         )
     missing, unexpected, differing = _differences(own, names, weights, apart)
     if differing and leaves_out:
@@ -151,10 +153,15 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
 
 
-T = TypeVar("T")
-
-
-_DICTS = ("optimizers", "timestamp", "dataset_state")
+def advice_for_hugging_face(path: str) -> str:
+    """Return advice, with a leading space, if a path is the folder of a Hugging Face model or a file in it, else ""."""
+    folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        return ""
+    return (
+        f" It seems to hold a Hugging Face model. Convert it with composer-ckpt convert {folder} x.pt, and load x.pt "
+        f"with load_weights_only=True."
+    )
 
 
 def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from logging import getLogger
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from composer_checkpoint._compatibility import refuse_another_model, refuse_unfitting_state
+from composer_checkpoint._compatibility import advice_for_hugging_face, refuse_another_model, refuse_unfitting_state
 from composer_checkpoint._ranks import Ranks, fetch_together, not_here, of_first_rank_of_node
 from composer_checkpoint.commit import read_pointer
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError, shown
@@ -367,7 +368,7 @@ def _existing(own: str, path: str, state: "State") -> str:
         return own
     if not have_it[0]:
         if dist.get_global_rank() == 0:
-            raise NoCheckpointError(f"Local path {own} does not exist (load_path={path!r}). Check the path.")
+            raise NoCheckpointError(f"Local path {own} does not exist (load_path={path!r}). {_sharded_beside(own)}")
         raise NoCheckpointError(not_here(own, 0, "it has no such file"))
     if layout_of(state) is Layout.LOCAL:
         _refuse_other_number_of_ranks(own)
@@ -376,6 +377,17 @@ def _existing(own: str, path: str, state: "State") -> str:
         f"{own} exists on rank 0, and not on ranks {missing}: No such file or directory there. Save to a disk that all "
         f"nodes share, or to a store."
     )
+
+
+def _sharded_beside(path: str) -> str:
+    """Return advice for a missing file, for which there is often the folder of a sharded checkpoint."""
+    found = {place.parent for pattern in (".metadata", "*/.metadata") for place in Path(path).parent.glob(pattern)}
+    if not found:
+        return "Check the path."
+    # The best match first, such as ep1-ba2 for ep1-ba2-rank0.pt, then the newest.
+    name = os.path.basename(path)
+    best = sorted(found, key=lambda folder: (not name.startswith(folder.name), -folder.stat().st_mtime))
+    return f"Sharded checkpoints are folders, which are loaded by their names: {', '.join(map(str, best[:3]))}."
 
 
 def _refuse_other_number_of_ranks(own: str) -> None:
@@ -394,7 +406,12 @@ def _refuse_other_number_of_ranks(own: str) -> None:
 def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, trusted: bool) -> dict[str, Any]:
     """Return a checkpoint's content after verifying its hashes, without changing the state."""
     if _ADDRESS.match(path) or os.path.isdir(path):
-        return read_sharded(path, state, load_weights_only, verify=verify)
+        try:
+            return read_sharded(path, state, load_weights_only, verify=verify)
+        except NoCheckpointError as error:
+            if advice := advice_for_hugging_face(path):
+                raise IncompatibleCheckpointError(f"{error}{advice}") from error
+            raise
     if state.load_monolith_rank0_only:
         content = safe_torch_load(path, load_monolith_rank0_only=True, verify=verify, trusted=trusted)
     else:
@@ -417,7 +434,7 @@ def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, t
         return {"state": {"model": content}}  # a model's own state dict
     raise IncompatibleCheckpointError(
         f"{path} has no 'state', so it is not a checkpoint of a training run. Load weights alone with "
-        f"load_weights_only=True, or name another checkpoint."
+        f"load_weights_only=True, or name another checkpoint.{advice_for_hugging_face(path)}"
     )
 
 

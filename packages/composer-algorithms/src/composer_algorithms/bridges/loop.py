@@ -1,5 +1,6 @@
 """Algorithms in a custom training loop in plain PyTorch."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -230,7 +231,17 @@ class AlgorithmLoop:
         Save it together with the model, both inside one `evaluation` block or both outside: with EMA, the model holds
         one of two sets of weights, and this state the other one. With `num_microbatches`, save between whole batches;
         otherwise a resumed run has other random numbers and dropout masks than this one.
+
+        Warns:
+            UserWarning: In the middle of a batch.
         """
+        if 0 < len(self._pieces) < self._num_pieces:
+            warnings.warn(
+                f"loop.state_dict() was called after {len(self._pieces)} of the {self._num_pieces} parts of a batch. "
+                f"A resumed run starts this batch over, with other random numbers than this run: save when "
+                f"loop.state.timestamp.batch has advanced.",
+                stacklevel=2,
+            )
         return self._events.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
