@@ -218,18 +218,6 @@ def test_allocated_memory_is_logged_in_gigabytes():
     assert kept.of("memory/current_allocated_mem_max") == kept.of("memory/current_allocated_mem")
 
 
-@pytest.mark.parametrize(
-    ("keys", "text"),
-    [
-        ({"num_ooms": 1}, r"memory_keys\['num_ooms'\]=1 must be a text"),
-        ({1: "num_ooms"}, r"memory_keys=\{1: 'num_ooms'\} must be a dict whose keys are texts"),
-    ],
-)
-def test_names_of_memory_that_are_no_texts_are_refused(keys, text):
-    with pytest.raises(TypeError, match=text):
-        MemoryMonitor(memory_keys=keys)
-
-
 def test_a_reduction_by_another_name_is_refused():
     with pytest.raises(ValueError, match="op='median' must be one of 'mean'"):
         reduce_value(1.0, torch.device("cpu"), "median")

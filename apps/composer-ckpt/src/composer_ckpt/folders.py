@@ -27,10 +27,7 @@ _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"
 
 
 def describe_folder(folder: str | os.PathLike[str], *, trust_remote_code: bool = False) -> dict[str, Any] | None:
-    """Return the checkpoint's form, under `state/integrations/huggingface`, of a folder's configurations and tokenizer.
-
-    A folder without `config.json` and `adapter_config.json` has none.
-    """
+    """Return a folder's configurations and tokenizer as under `state/integrations/huggingface`, `None` without any."""
     root = Path(folder)
     config, adapter = _object(root / "config.json"), _object(root / "adapter_config.json")
     generation = _object(root / "generation_config.json")
