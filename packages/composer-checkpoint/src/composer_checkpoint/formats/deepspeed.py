@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 
@@ -96,7 +96,7 @@ class _Ranks:
         """Return the optimizer state dict in a rank's file."""
         state = self.optimizers[rank].tree.get("optimizer_state_dict")
         if not isinstance(state, dict):
-            self.refuse(f"the optimizer's file of rank {rank} has no optimizer_state_dict")
+            raise self.error(f"the optimizer's file of rank {rank} has no optimizer_state_dict")
         return state
 
     def model(self, rank: int = 0) -> Mapping[str, Any]:
@@ -113,8 +113,8 @@ class _Ranks:
             rest["state"] = {key: value for key, value in model["state"].items() if key != "model"}
         return {**rest, "zero_stage": self.stage}
 
-    def refuse(self, what: str) -> NoReturn:
-        raise CorruptCheckpointError(f"{self.folder}: {what}. Load another checkpoint.")
+    def error(self, what: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self.folder}: {what}. Load another checkpoint.")
 
 
 def _open_all(folder: Path, pattern: re.Pattern[str], opened: ExitStack) -> list[TensorSource]:
@@ -184,7 +184,7 @@ def _shapes(ranks: _Ranks) -> list[dict[str, tuple[int, ...]]]:
     raw = ranks.model().get("param_shapes")
     groups = raw if isinstance(raw, list) else [raw]
     if not all(isinstance(group, dict) for group in groups):
-        ranks.refuse("the model's file has no param_shapes")
+        raise ranks.error("the model's file has no param_shapes")
     return [{name: tuple(shape) for name, shape in group.items()} for group in groups if group is not None]
 
 
@@ -195,7 +195,7 @@ def _of_stage_1(ranks: _Ranks) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for index, shapes in enumerate(_shapes(ranks)):
         if index >= min(map(len, groups)):
-            ranks.refuse(f"there are more groups of parameters than the {index} that a rank's file has")
+            raise ranks.error(f"there are more groups of parameters than the {index} that a rank's file has")
         parts = [of_rank[index] for of_rank in groups]
         position = 0
         for order, (name, shape) in enumerate(shapes.items()):
@@ -238,7 +238,7 @@ def _frozen(ranks: _Ranks) -> dict[str, StoredTensor]:
     for name, shape in shapes.items():
         parts = [of_rank[name] for of_rank in fragments if isinstance(of_rank.get(name), StoredTensor)]
         if len(parts) < len(fragments):
-            ranks.refuse(f"the frozen parameter {name!r:.200} is not in the files of all ranks")
+            raise ranks.error(f"the frozen parameter {name!r:.200} is not in the files of all ranks")
         # Padding comes after the last element, so the parameter is the beginning of the concatenated pieces.
         found[name] = _Cut(parts, [(0, math.prod(shape))], tuple(shape)).stored(ranks, name)
     return found
@@ -260,7 +260,7 @@ def _flat(ranks: _Ranks, key: str) -> list[list[StoredTensor]]:
         listed: list[Any] = raw if isinstance(raw, list) else [raw]
         parts.append([part for part in listed if isinstance(part, StoredTensor)])
         if not parts[-1] or len(parts[-1]) < len(listed):
-            ranks.refuse(f"the optimizer's file of rank {rank} has no {key}")
+            raise ranks.error(f"the optimizer's file of rank {rank} has no {key}")
     return parts
 
 
@@ -277,7 +277,9 @@ class _Cut:
         if sum(length for _, length in self.stretches) != math.prod(self.shape) or any(
             start + length > available for start, length in self.stretches
         ):
-            ranks.refuse(f"{name!r:.200} of shape {self.shape} reaches beyond the {available} elements that are stored")
+            raise ranks.error(
+                f"{name!r:.200} of shape {self.shape} reaches beyond the {available} elements that are stored"
+            )
         return StoredTensor(self.parts[0].dtype, self.shape, self.fetch, (id(self.parts[0]), tuple(self.stretches)))
 
     def fetch(self) -> torch.Tensor:

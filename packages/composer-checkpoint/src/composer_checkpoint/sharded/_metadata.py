@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -77,7 +77,7 @@ class _Checker:
 
     def metadata(self, raw: object) -> Metadata:
         if not isinstance(raw, _Record) or not _is(raw, "Metadata"):
-            self._refuse("it", f"is a {type(raw).__name__}", "a Metadata of torch.distributed.checkpoint")
+            raise self._error("it", f"is a {type(raw).__name__}", "a Metadata of torch.distributed.checkpoint")
         entries = self._mapping(raw, "state_dict_metadata")
         stored = {
             _key(index): info
@@ -88,7 +88,7 @@ class _Checker:
         storage_data: dict[MetadataIndex, StorageInfo] = {}
         for fqn, entry in entries.items():
             if not _is_name(fqn):
-                self._refuse("a name", f"is {_shown(fqn)}", f"a string of up to {MAX_NAME_CHARS} characters")
+                raise self._error("a name", f"is {_shown(fqn)}", f"a string of up to {MAX_NAME_CHARS} characters")
             if _is(entry, "BytesStorageMetadata"):
                 state_dict_metadata[fqn] = BytesStorageMetadata()
                 storage_data[MetadataIndex(fqn)] = self._location(stored, MetadataIndex(fqn), fqn, 0)
@@ -113,21 +113,21 @@ class _Checker:
     def _mapping(self, raw: object, name: str) -> Mapping[Any, Any]:
         value = _get(raw, name)
         if not isinstance(value, dict):
-            self._refuse(name, f"is a {type(value).__name__}", "a dict")
+            raise self._error(name, f"is a {type(value).__name__}", "a dict")
         return value
 
     def _tensor(self, fqn: str, entry: object) -> TensorStorageMetadata:
         if not _is(entry, "TensorStorageMetadata"):
-            self._refuse(repr(fqn), f"is a {type(entry).__name__}", "a description of a tensor or of bytes")
+            raise self._error(repr(fqn), f"is a {type(entry).__name__}", "a description of a tensor or of bytes")
         dtype = _dtype(_get(entry, "properties"))
         if not isinstance(dtype, torch.dtype):
-            self._refuse(repr(fqn), f"has dtype {shown(dtype)}", "a torch.dtype")
+            raise self._error(repr(fqn), f"has dtype {shown(dtype)}", "a torch.dtype")
         size = self._dims(fqn, "shape", _get(entry, "size"))
         if math.prod(size) * dtype.itemsize >= _MAX_COUNT:
-            self._refuse(repr(fqn), f"has shape {tuple(size)} of {dtype}", "fewer than 2^63 bytes")
+            raise self._error(repr(fqn), f"has shape {tuple(size)} of {dtype}", "fewer than 2^63 bytes")
         raw_chunks = _get(entry, "chunks")
         if not isinstance(raw_chunks, list | tuple):
-            self._refuse(repr(fqn), f"has parts {shown(raw_chunks)}", "a list")
+            raise self._error(repr(fqn), f"has parts {shown(raw_chunks)}", "a list")
         chunks = [
             ChunkStorageMetadata(
                 self._dims(fqn, "offsets of a part", _get(chunk, "offsets"), len(size)),
@@ -136,21 +136,23 @@ class _Checker:
             for chunk in raw_chunks
         ]
         if problem := covers_exactly(size, chunks):
-            self._refuse(repr(fqn), f"of shape {tuple(size)} {problem}", "parts that tile the tensor")
+            raise self._error(repr(fqn), f"of shape {tuple(size)} {problem}", "parts that tile the tensor")
         return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
     def _dims(self, fqn: str, what: str, value: object, count: int | None = None) -> torch.Size:
         dims: tuple[Any, ...] = value if isinstance(value, tuple) else ()
         counts = dims is value and all(type(dim) is int and 0 <= dim < _MAX_COUNT for dim in dims)
         if not counts or len(dims) > _MAX_DIMS or count not in (None, len(dims)):
-            self._refuse(repr(fqn), f"has {what} {shown(value)}", f"{count or 'up to 64'} counts from 0 to 2^63")
+            raise self._error(repr(fqn), f"has {what} {shown(value)}", f"{count or 'up to 64'} counts from 0 to 2^63")
         return torch.Size(dims)
 
     def _location(self, stored: Mapping[Any, Any], index: MetadataIndex, name: str, need_bytes: int) -> StorageInfo:
         info = stored.get(_place(index.fqn, index.offset))
         file, offset, length = (_get(info, field) for field in ("relative_path", "offset", "length"))
         if not _is_name(file) or not file or file in (".", "..") or any(mark in file for mark in "/\\\0"):
-            self._refuse(repr(name), f"is stored in the file {_shown(file)}", "the name of a file of the same folder")
+            raise self._error(
+                repr(name), f"is stored in the file {_shown(file)}", "the name of a file of the same folder"
+            )
         if _get(info, "transform_descriptors"):
             raise IncompatibleCheckpointError(
                 f"{self._folder}: {name!r} was written through {shown(_get(info, 'transform_descriptors'))}, and only "
@@ -159,7 +161,7 @@ class _Checker:
         # The part is an archive, so it is longer than the elements in it.
         counts = all(type(value) is int and 0 <= value < _MAX_COUNT for value in (offset, length))
         if not counts or length < need_bytes:
-            self._refuse(
+            raise self._error(
                 repr(name),
                 f"is stored in {shown(length)} bytes at offset {shown(offset)}",
                 f"at least {need_bytes} bytes",
@@ -182,7 +184,7 @@ class _Checker:
         if raw is None:
             return None
         if not isinstance(raw, dict):
-            self._refuse("planner_data", f"is a {type(raw).__name__}", "a dict of paths")
+            raise self._error("planner_data", f"is a {type(raw).__name__}", "a dict of paths")
         paths: dict[str, tuple[str | int, ...]] = {}
         for fqn in entries:
             path = raw.get(fqn)
@@ -192,12 +194,12 @@ class _Checker:
                 or not 0 < len(path) <= MAX_STEPS
                 or not all(_is_step(step, len(entries) + _MAX_EMPTY) for step in path)
             ):
-                self._refuse(repr(fqn), f"has the path {shown(path)}", "a tuple of names and small indices")
+                raise self._error(repr(fqn), f"has the path {shown(path)}", "a tuple of names and small indices")
             paths[fqn] = path
         return paths
 
-    def _refuse(self, what: str, found: str, expected: str) -> NoReturn:
-        raise CorruptCheckpointError(
+    def _error(self, what: str, found: str, expected: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
             f"{os.path.join(self._folder, '.metadata')}: {what} {found}; expected: {expected}. Load another checkpoint."
         )
 
