@@ -1,6 +1,6 @@
 """Planning of a Composer checkpoint: a `.pt`, per-rank files, a sharded folder, or weights alone as `.safetensors`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from composer_checkpoint.tensors import (
 )
 from composer_ckpt.folders import saved_description
 from composer_ckpt.options import ConvertOptions, Plan, Progress
+from composer_ckpt.output import first_few
 from composer_ckpt.to_hugging_face import in_memory_weights, read_back, trained_beside_adapter, with_adapter
 from composer_ckpt.weights import Weights, choose_weights, notes_on_the_rest, renamed_by
 from composer_hf.metadata import HuggingFaceMetadata
@@ -36,6 +37,8 @@ def plan_checkpoint(source: TensorSource, options: ConvertOptions) -> Plan:
     notes = notes_on_the_rest(source)
     target = cast(Target, options.to)
     tree = _tree(source, options, chosen, notes)
+    if target == "dcp" and (changed := list(_keys_that_are_no_strings(tree, ""))):
+        notes.append(f"keys that are not strings become strings: {first_few(changed)}")
     weights: Weights = tree["state"]["model"]
     aliases = aliases_of(weights)
     own = {name: tensor for name, tensor in weights.items() if name not in aliases}
@@ -59,6 +62,16 @@ def plan_checkpoint(source: TensorSource, options: ConvertOptions) -> Plan:
         names_with_nan=nan,
         warnings=notes,
     )
+
+
+def _keys_that_are_no_strings(value: Any, place: str) -> Iterator[str]:
+    """Yield the places of such keys, as old optimizer states have: loading would not find their parameters' state."""
+    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+        name = f"{place}/{key}" if place else str(key)
+        if isinstance(value, Mapping) and not isinstance(key, str):
+            yield name
+        if isinstance(item, Mapping | list):
+            yield from _keys_that_are_no_strings(item, name)
 
 
 def _tree(source: TensorSource, options: ConvertOptions, weights: Weights, notes: list[str]) -> dict[str, Any]:
