@@ -7,6 +7,7 @@ A file ("room") is entered when one of its functions is called. "changes" counts
 """
 
 import collections
+import gc
 import json
 import os
 import sys
@@ -47,6 +48,8 @@ class Recorder:
             self.last = room
 
     def __enter__(self):
+        gc.collect()  # or the end of an earlier Trainer might be counted
+        gc.disable()
         threading.setprofile(self)
         sys.setprofile(self)
         return self
@@ -54,6 +57,7 @@ class Recorder:
     def __exit__(self, *error):
         sys.setprofile(None)
         threading.setprofile(None)
+        gc.enable()
 
     def result(self):
         """Return the counts."""

@@ -180,6 +180,15 @@ def test_what_is_left_out_of_a_conversion_is_told(here, run_json):
     ]
 
 
+def test_keys_that_a_folder_turns_into_texts_are_told(here, run_json):
+    moments = {0: {"exp_avg": ONE}, 1: {"exp_avg": TWO}}
+    save_file({"state": {"model": {"w": ONE}, "optimizers": {"Adam": {"state": moments}}}}, "a.pt")
+    warnings = run_json("convert", "a.pt", *TARGETS["dcp"], "--optimizer")[1]["warnings"]
+    told = "keys that are not strings become strings: state/optimizers/Adam/state/0, state/optimizers/Adam/state/1"
+    assert warnings == [told]
+    assert run_json("convert", "a.pt", "out.pt", "--optimizer")[1]["warnings"] == []
+
+
 def test_empty_dicts_and_tensors_in_tuples_come_back_from_a_folder(here, run):
     state = {"model": {"w": ONE}, "callbacks": {"Quiet": {}, "Seen": (TWO, 3)}, "schedulers": {"Cosine": {}}}
     save_file({"state": state}, "a.pt")

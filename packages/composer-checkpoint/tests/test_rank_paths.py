@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_checkpoint import CheckpointSaver, checkpoint_to_resume, load_checkpoint
+from composer_checkpoint.state import Layout, path_of
 from composer_dist import dist
 from composer_dist.testing import run_ranks
 from composer_events import Engine, Event, State
@@ -151,3 +152,14 @@ def test_names_that_lead_nowhere_are_answered_with_what_is_there(tmp_path):
     assert "'sub/ep{epoch}-ba{batch}'" in line
     assert "sharded_ckpt_prefix_dir" in line
     assert ranks[1][1] == []
+
+
+def test_a_file_name_that_sharded_checkpoints_do_not_have_is_told_once(caplog, monkeypatch):
+    """A run with `save_filename='mine.pt'` saved under another name, and no word of it."""
+    state = State(torch.nn.Linear(1, 1), 0, device="cpu")
+    monkeypatch.setattr("composer_checkpoint.state.layout_of", lambda _: Layout.SHARDED)
+    for filename in ("ep{epoch}-ba{batch}-rank{rank}.pt", "mine.pt", "mine.pt"):
+        assert path_of(state, filename).endswith("ep0-ba0")
+    assert [record.getMessage().partition(" does not name")[0] for record in caplog.records] == [
+        "save_filename='mine.pt'"
+    ]

@@ -14,7 +14,7 @@ from composer_checkpoint import CheckpointError, CorruptCheckpointError, UnsafeC
 from composer_checkpoint.pickles import PLAIN_GLOBALS
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
-keys = st.text() | st.integers(-(2**64), 2**64)
+keys = st.text() | st.integers()
 plain_data = st.recursive(
     leaves,
     lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(keys, inner) | st.frozensets(keys),
@@ -323,16 +323,10 @@ def test_keys_that_would_take_endless_time_are_refused_before_they_do(name):
         safe_unpickle(b"\x80\x04" + BURDENSOME_KEYS[name])
 
 
-@pytest.mark.parametrize("protocol", [2, 4])
-def test_large_sets_and_tuples_as_keys_come_back(protocol):
-    data = [frozenset(range(10_000)), {(1, 2): 3}]
-    assert safe_unpickle(pickle.dumps(data, protocol=protocol)) == data
-
-
-@pytest.mark.parametrize("key", [2**65, (1, (2, 3)), tuple(range(9)), frozenset([1])])
-def test_only_short_numbers_and_flat_tuples_are_keys(key):
-    with pytest.raises(CorruptCheckpointError, match="endless time"):
-        safe_unpickle(pickle.dumps({key: 1}))
+def test_large_sets_and_sets_as_keys_come_back():
+    for data in ([frozenset(range(10_000)), {(1, 2): 3}], {frozenset({n, n + 1}): n for n in range(3000)}):
+        for protocol in (2, 4):
+            assert safe_unpickle(pickle.dumps(data, protocol=protocol)) == data
 
 
 def test_tuples_that_unfold_to_endless_are_no_burden_as_values():
@@ -343,8 +337,12 @@ def test_tuples_that_unfold_to_endless_are_no_burden_as_values():
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_thousands_of_short_tuples_as_keys_come_back(protocol):
-    data = {**{(layer, head, "x"): None for layer in range(30) for head in range(30)}, (4, 5): {(6,)}}
+def test_thousands_of_short_tuples_and_long_numbers_as_keys_come_back(protocol):
+    data = {
+        **{(layer, (head, "x")): None for layer in range(30) for head in range(30)},
+        **{2**70 + number: None for number in range(1000)},
+        frozenset([1, (2, 3)]): {(4, 5), (6,)},
+    }
     assert safe_unpickle(pickle.dumps(data, protocol=protocol)) == data
 
 

@@ -1,7 +1,7 @@
 """The commands `composer-ckpt convert` and `composer-ckpt merge`, and the writing of Composer checkpoints."""
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -196,6 +196,8 @@ def plan_checkpoint(source: TensorSource, options: ConvertOptions) -> Plan:
     notes = notes_on_the_rest(source)
     target = cast(Target, options.to)
     tree = _tree(source, options, chosen, notes)
+    if target == "dcp" and (changed := list(_keys_that_are_no_strings(tree, ""))):
+        notes.append(f"keys that are not strings become strings: {first_few(changed)}")
     weights: Weights = tree["state"]["model"]
     aliases = aliases_of(weights)
     own = {name: tensor for name, tensor in weights.items() if name not in aliases}
@@ -305,3 +307,13 @@ def _write_local(tree: dict[str, Any], info: Mapping[str, Any], options: Convert
         for path in files:  # the files have their final names already, so they must not stay
             path.unlink(missing_ok=True)
         raise
+
+
+def _keys_that_are_no_strings(value: Any, place: str) -> Iterator[str]:
+    """Yield the places of such keys, as old optimizer states have: loading would not find their parameters' state."""
+    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+        name = f"{place}/{key}" if place else str(key)
+        if isinstance(value, Mapping) and not isinstance(key, str):
+            yield name
+        if isinstance(item, Mapping | list):
+            yield from _keys_that_are_no_strings(item, name)

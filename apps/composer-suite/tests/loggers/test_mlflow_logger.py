@@ -153,6 +153,14 @@ def test_each_image_is_two_files(begun, make_logger, tmp_path):
     assert len(list((tmp_path / "artifacts").rglob("images/mine_*"))) == 2 * 3
 
 
+def test_images_that_mlflow_cannot_show(begun, make_logger):
+    engine = begun(make_logger())
+    with pytest.raises(ValueError, match=r"the images 'mine' have 8 channels.*channels_last"):
+        engine.logger.log_images(torch.rand(8, 6, 3), name="mine")
+    with pytest.warns(UserWarning, match="masks and mask_class_labels of the images 'mine' are left out"):
+        engine.logger.log_images(torch.rand(1, 3, 8, 8), name="mine", masks={"a": torch.zeros(1, 8, 8)})
+
+
 def test_a_run_that_raises_ends_as_failed(make_trainer, make_logger):
     class Fail(Callback):
         def batch_end(self, state, logger):

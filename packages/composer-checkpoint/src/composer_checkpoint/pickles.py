@@ -19,6 +19,7 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from itertools import islice
 from numbers import Number
 from typing import Any, ClassVar, NoReturn
 
@@ -34,16 +35,29 @@ _ALWAYS_ALLOWED = 1 << 16  # a budget for the smallest pickles, which cannot use
 # The hash of a string is cached and depends on a secret of the process, and few floats or integers of up to 64 bits
 # share a hash. The hashes of all other keys are predictable, so many keys can be made to collide. In addition, the hash
 # of a tuple is computed on each use, over everything that it unfolds to: a tuple that contains another one twice, which
-# contains a third one twice, and so on, takes 2**n steps. Therefore only flat, short tuples are keys, and few of them.
+# contains a third one twice, and so on, takes 2**n steps. Therefore the number and size of such keys are limited.
 _PLAIN_KEYS = frozenset([str, bytes, float, bool, type(None)])
 _PREDICTABLE = (Number, tuple, frozenset, timedelta)
 _MOST_KEYS = 1 << 12
-_LONGEST_KEY = 8
+_MOST_ELEMENTS = 1 << 6
 _MOST_NUMBER = 1 << 64
 
 
 def _is_plain_key(key: Any) -> bool:
     return type(key) in _PLAIN_KEYS or (type(key) is int and -_MOST_NUMBER <= key <= _MOST_NUMBER)
+
+
+def _is_small(key: Any) -> bool:
+    """Return whether a key unfolds to few elements. The walk stops at the limit, since there may be any number."""
+    left, pending = _MOST_ELEMENTS, [key]
+    while pending and left > 0:
+        inner = pending.pop()
+        left -= 1
+        if isinstance(inner, tuple | frozenset):
+            pending.extend(islice(inner, left + 1))
+        elif isinstance(inner, int):
+            left -= inner.bit_length() >> 6  # a long integer counts one element per 64 bits
+    return not pending and left >= 0
 
 
 class Budget:
@@ -70,15 +84,11 @@ class Budget:
             if _is_plain_key(key) or not isinstance(key, _PREDICTABLE):
                 continue
             self._keys_left -= 1
-            if isinstance(key, tuple):
-                is_short = len(key) <= _LONGEST_KEY and all(map(_is_plain_key, key))
-            else:
-                is_short = not isinstance(key, frozenset | int)
-            if self._keys_left < 0 or not is_short:
+            if self._keys_left < 0 or not _is_small(key):
                 raise CorruptCheckpointError(
-                    f"a pickle has keys that can be made to take endless time: sets, numbers of more than 64 bits, "
-                    f"tuples of more than {_LONGEST_KEY} texts and numbers, or more than {_MOST_KEYS} tuples. Use text "
-                    f"or short numbers as keys, or load another checkpoint."
+                    f"a pickle has keys that can be made to take endless time: tuples, sets or long numbers that "
+                    f"unfold to more than {_MOST_ELEMENTS} elements, or more than {_MOST_KEYS} of them. Use text or "
+                    f"short numbers as keys, or load another checkpoint."
                 )
 
 

@@ -280,13 +280,16 @@ def compile_composer_schedulers(
         for name, value in scaled.items():
             setattr(scheduler, name, value)
         if isinstance(factors, list):
-            # A subclass of the same name, as `fully_shard` does with modules: a method set on the scheduler itself
-            # would be saved with its state.
-            beside: Any = scheduler
-            beside.__class__ = _class_beside(type(scheduler))
-            beside._shared_rates = list(factors)
+            _share_rates(scheduler, factors)
     rest = iter(compiled)
     return [scheduler if isinstance(scheduler, LRScheduler) else next(rest) for scheduler in schedulers]
+
+
+def _share_rates(scheduler: Any, rates: Sequence[SharedRate]) -> None:
+    # A subclass of the same name, as `fully_shard` does with modules: a method set on the scheduler itself would be
+    # saved with its state.
+    scheduler.__class__ = _class_beside(type(scheduler))
+    scheduler._shared_rates = list(rates)
 
 
 _Bound = Sequence[tuple[Callable[..., float], "tuple[()] | tuple[float]"]]

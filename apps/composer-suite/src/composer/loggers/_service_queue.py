@@ -69,6 +69,11 @@ class LoggedImages:
         """The approximate memory of the copies, in bytes."""
         return self._snapshot.size_bytes
 
+    @property
+    def num_channels(self) -> set[int]:
+        """The numbers of channels of the images."""
+        return {image.shape[2] for image in self._images}
+
     def read(self) -> PixelsAndMasks:
         """Wait for the copies, and yield each image, with values from 0 to 255, and its masks."""
         self._snapshot.wait()
@@ -437,8 +442,12 @@ class QueuedLogger(LoggerDestination):
         """
         if self._enabled:
             logged = LoggedImages(images, channels_last, masks if self._shows_masks else None)
+            self._check_images(name or self._images_name, logged.num_channels, bool(masks or mask_class_labels))
             more = name or self._images_name, step, mask_class_labels, use_table
             self._outbox.post(lambda: self._send_images(logged.read(), *more), size_bytes=logged.size_bytes)
+
+    def _check_images(self, name: str, num_channels: set[int], has_masks: bool) -> None:
+        """Raise or warn if the service does not show such images."""
 
     def fit_end(self, state: "State", logger: "Logger") -> None:
         """Wait until all calls to the service are done."""

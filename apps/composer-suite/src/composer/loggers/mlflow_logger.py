@@ -406,6 +406,18 @@ class MLFlowLogger(QueuedLogger):
 
         self._log_batch("params", [Param(name, str(value)) for name, value in values.items()], _MOST_PARAMS)
 
+    def _check_images(self, name: str, num_channels: set[int], has_masks: bool) -> None:
+        if has_masks:
+            warnings.warn(
+                f"masks and mask_class_labels of the images {name!r} are left out: MLflow shows none. Log the masks as "
+                f"images, or give the Trainer a WandBLogger or CometMLLogger as well.",
+                stacklevel=3,
+            )
+        if others := num_channels - {1, 3, 4}:
+            raise ValueError(
+                f"the images {name!r} have {min(others)} channels. MLflow shows 1, 3 or 4. Is channels_last right?"
+            )
+
     def _send_images(
         self, images: PixelsAndMasks, name: str, step: int | None, labels: dict[int, str] | None, use_table: bool
     ) -> None:

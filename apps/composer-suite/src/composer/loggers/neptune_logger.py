@@ -8,6 +8,7 @@ from typing import Any
 
 from composer.loggers._service_queue import PATIENCE_S, PixelsAndMasks, QueuedLogger, require
 from composer_dist import get_global_rank
+from composer_events.arguments import check_flags, check_texts
 from composer_events.hparams import convert_nested_dict_to_flat_dict
 from composer_events.logger import Logger
 from composer_events.state import State
@@ -52,6 +53,8 @@ class NeptuneLogger(QueuedLogger):
         **neptune_kwargs: Any,
     ) -> None:
         require("neptune", extra="neptune")
+        check_flags(upload_checkpoints=upload_checkpoints)
+        check_texts(base_namespace=base_namespace)
         if not base_namespace:
             raise ValueError("base_namespace='' must not be empty. Give a name such as 'training'.")
         super().__init__(rank_zero_only, patience_s)
