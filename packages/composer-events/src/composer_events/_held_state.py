@@ -291,7 +291,8 @@ def _parts(loader: Any) -> list[_Part]:
     found: list[_Part] = []
     # The global generators, which checkpoints keep elsewhere.
     functions: tuple[Any, ...] = (random.random, np.random.rand)
-    seen = {*(id(function.__self__) for function in functions), id(torch.default_generator)}
+    # A script may have put another function in the place of one, such as a test that makes random numbers known.
+    seen = {*(id(getattr(function, "__self__", None)) for function in functions), id(torch.default_generator)}
     starts: dict[str, tuple[str, ...]] = {"": ()}
     if isinstance(loader, DataLoader):
         starts = {"loads": ("dataset", "collate_fn"), "chooses": ("sampler", "batch_sampler"), "": ()}
