@@ -265,8 +265,7 @@ def compile_composer_schedulers(
     theirs = [scheduler for scheduler in schedulers if isinstance(scheduler, LRScheduler)]
     bound = [(each, ratio_argument(each, ssr)) for each in schedulers if not isinstance(each, LRScheduler)]
     for scheduler in theirs:
-        if misfit := _misfit(scheduler, optimizer):
-            raise ValueError(f"schedulers has a {type(scheduler).__name__} in it that {misfit}.")
+        _check_fit(scheduler, optimizer)
     lengths = [scaled_lengths(scheduler, ssr) for scheduler in theirs]
     factors: Any = _product(bound, state)  # of all LambdaLRs; with PyTorch's, a shared rate for each group
     if theirs and bound:
@@ -316,14 +315,17 @@ def _only_optimizer(state: OptimizedState) -> Optimizer:
     return state.optimizers[0]
 
 
-def _misfit(scheduler: LRScheduler, optimizer: Optimizer) -> str:
-    """Return why a PyTorch scheduler cannot be combined with Composer's, or nothing."""
+def _check_fit(scheduler: LRScheduler, optimizer: Optimizer) -> None:
+    """Refuse a PyTorch scheduler that cannot be combined with Composer's."""
     if compiled_for(scheduler) is not None:
-        return "compile_composer_scheduler made: give the Composer scheduler itself"
-    if isinstance(scheduler, ReduceLROnPlateau):
-        return "needs a loss at every step: use one that depends on time only, or step it after evaluation"
-    is_ours = scheduler.optimizer is optimizer
-    return "" if is_ours else "was made for another optimizer: make it for state.optimizers[0]"
+        misfit = "compile_composer_scheduler made: give the Composer scheduler itself"
+    elif isinstance(scheduler, ReduceLROnPlateau):
+        misfit = "needs a loss at every step: use one that depends on time only, or step it after evaluation"
+    elif scheduler.optimizer is not optimizer:
+        misfit = "was made for another optimizer: make it for state.optimizers[0]"
+    else:
+        return
+    raise ValueError(f"schedulers has a {type(scheduler).__name__} in it that {misfit}.")
 
 
 def ratio_argument(scheduler: Callable[..., float], ssr: float) -> "tuple[()] | tuple[float]":
