@@ -206,7 +206,8 @@ def upload_with_retries(
 def _plan(path: Path, remote_name: str) -> tuple[list[_Piece], list[_Piece]]:
     if path.is_dir():
         names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-        last = [name for name in (_INDEX_NAME, MANIFEST_NAME) if name in names]
+        # Readers recognize a folder by these.
+        last = [name for name in ("config.json", "adapter_config.json", _INDEX_NAME, MANIFEST_NAME) if name in names]
         data, seals = (
             [(path / name, posixpath.join(remote_name, name)) for name in some]
             for some in ([name for name in names if name not in last], last)
