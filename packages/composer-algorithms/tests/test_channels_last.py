@@ -1,6 +1,7 @@
 """The memory format changes and nothing else."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,12 +40,9 @@ def test_checkpoints_are_those_of_the_plain_model():
 
 
 def test_filters_of_a_model_that_will_be_sharded_stay_and_inputs_are_converted():
-    class FSDP2Config:
-        pass
-
     conv = nn.Conv2d(3, 8, 3)
-    state = State(nn.Sequential(conv), rank_zero_seed=0, max_duration="1ep")
-    state.fsdp_config = FSDP2Config()
+    sharding = SimpleNamespace(fsdp=None, fsdp2=SimpleNamespace(), tp=None)
+    state = State(nn.Sequential(conv), rank_zero_seed=0, max_duration="1ep", parallelism_config=sharding)
     x = torch.rand(2, 3, 6, 6)
     expected = conv(x)
     for _ in range(2):

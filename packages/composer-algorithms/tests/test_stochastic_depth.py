@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -266,9 +267,8 @@ def test_a_seed_for_all_ranks_decides_anew_each_time_and_goes_on_after_a_checkpo
 def decisions_on_a_rank(use_same_gpu_seed, fsdp_config):
     torch.manual_seed(100 + torch.distributed.get_rank())
     algorithm = StochasticDepth("ResNetBottleneck", drop_rate=0.5, use_same_gpu_seed=use_same_gpu_seed)
-    state = state_of(block())
-    if fsdp_config:
-        state.fsdp_config = type("FSDP2Config", (), {})()
+    sharding = SimpleNamespace(fsdp=None, fsdp2=SimpleNamespace(), tp=None) if fsdp_config else None
+    state = state_of(block(), parallelism_config=sharding)
     torch.manual_seed(100 + torch.distributed.get_rank())
     algorithm.apply(Event.INIT, state, None)
     torch.manual_seed(100 + torch.distributed.get_rank())

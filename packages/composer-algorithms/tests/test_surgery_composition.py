@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,8 +58,7 @@ CHANGES_NAMES = ["BlurPool", "Factorize", "GhostBatchNorm", "SqueezeExcite", "We
 each = pytest.mark.parametrize("name", ALGORITHMS)
 
 
-class FSDP2Config:
-    """What a state knows of a model that will be sharded."""
+SHARDING = SimpleNamespace(fsdp=None, fsdp2=SimpleNamespace(), tp=None)  # of a model that will be sharded
 
 
 class Network(nn.Module):
@@ -91,10 +91,14 @@ def batches(num=3):
 
 def applied(algorithm, model, optimizers=None, is_sharded=False):
     state = State(
-        model, rank_zero_seed=0, max_duration="4ba", optimizers=optimizers, algorithms=algorithm, precision="amp_bf16"
+        model,
+        rank_zero_seed=0,
+        max_duration="4ba",
+        optimizers=optimizers,
+        algorithms=algorithm,
+        precision="amp_bf16",
+        parallelism_config=SHARDING if is_sharded else None,
     )
-    if is_sharded:
-        state.fsdp_config = FSDP2Config()
     torch.manual_seed(1)
     algorithm.apply(Event.INIT, state, None)
     return state
