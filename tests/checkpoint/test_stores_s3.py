@@ -1,6 +1,7 @@
 """Checkpoints in S3: a real server on loopback, and one in front of it that fails as S3 does on bad days."""
 
 import http.client
+import itertools
 import os
 import socket
 import sys
@@ -211,7 +212,14 @@ def test_a_bucket_that_does_not_exist_is_an_error_of_the_first_upload(tmp_path):
 
 def test_of_two_that_create_an_object_only_one_succeeds(store, tmp_path, monkeypatch):
     (tmp_path / "x").write_text("x")
-    monkeypatch.setattr(store, "_has", lambda name: False)  # both looked before either wrote
+    size_of, is_look = store.get_object_size, itertools.cycle([True, False])
+
+    def unseen_before(name):
+        if next(is_look):  # both looked before either wrote
+            raise FileNotFoundError(name)
+        return size_of(name)
+
+    monkeypatch.setattr(store, "get_object_size", unseen_before)
     store.upload_object("x", tmp_path / "x", overwrite=False)
     with pytest.raises(FileExistsError, match="already exists"):
         store.upload_object("x", tmp_path / "x", overwrite=False)

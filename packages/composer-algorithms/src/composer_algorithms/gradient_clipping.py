@@ -1,7 +1,7 @@
 """Gradient clipping: bound the gradients by their norm, by value, or by the norms of the weights they belong to."""
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -269,16 +269,19 @@ def _clip_norm(parameters: Iterable[Tensor], max_norm: float) -> None:
 
 def _clip_value(parameters: Iterable[Tensor], threshold: float) -> None:
     """Clamp each element of the gradients to `[-threshold, threshold]`."""
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    if _can_be_sharded():
-        for parameter in parameters:
-            if parameter.grad is not None and is_dtensor(
-                parameter.grad
-            ):  # elementwise, so each rank can clamp its own shard
-                local_part(parameter.grad).clamp_(-threshold, threshold)
-        parameters = [parameter for parameter in parameters if not is_dtensor(parameter.grad)]
-    if parameters:  # torch fails on an empty list
-        torch.nn.utils.clip_grad_value_(parameters, clip_value=threshold)
+    if isinstance(parameters, (Iterator, Sequence)):  # not what stands for parameters in tests of users
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        if _can_be_sharded():
+            whole: list[Tensor] = []
+            for parameter in parameters:
+                if is_dtensor(gradient := parameter.grad):
+                    local_part(gradient).clamp_(-threshold, threshold)  # elementwise, so each rank clamps its shard
+                else:
+                    whole.append(parameter)
+            parameters = whole
+        if not parameters:  # torch fails on an empty list
+            return
+    torch.nn.utils.clip_grad_value_(parameters, clip_value=threshold)
 
 
 def _can_be_sharded() -> bool:

@@ -22,6 +22,7 @@ class LPGroupNorm(nn.GroupNorm):
     It takes the same arguments.
 
     Example:
+        >>> import torch
         >>> with torch.autocast("cpu", torch.bfloat16):
         ...     LPGroupNorm(2, 4)(torch.rand(2, 4)).dtype
         torch.bfloat16

@@ -387,7 +387,7 @@ def get_precision_context(
     Args:
         precision: A member or its string.
         precision_config: Arguments of the float8 recipe. By default format `HYBRID`, an `amax` history of 16 steps
-        and `max` over it.
+            and `max` over it.
         fp8_autocast_enabled: Whether layers of TransformerEngine compute in float8; pass `False` for excluded
             parts.
         device_type: Device type of the tensors, such as `'cuda'` or `'cpu'`. When `None`, the current accelerator

@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Collection
+from difflib import get_close_matches
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -155,9 +156,11 @@ def check_placeholders(known: Collection[str] = OF_RUN, **templates: str | os.Pa
             root = re.split(r"[.\[]", name, maxsplit=1)[0]
             if root in known:
                 continue
+            close = get_close_matches(root, known, 1)
+            advice = f"Did you mean {{{close[0]}}}?" if close else f"There are {', '.join(sorted(known))}."
             warnings.warn(
                 f"{argument}={template!r} has the placeholder {{{name}}}, which will not be filled in and stays in the "
-                f"name. There are {', '.join(sorted(known))}.",
+                f"name. {advice}",
                 UserWarning,
                 stacklevel=3,
             )

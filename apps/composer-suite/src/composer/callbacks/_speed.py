@@ -8,7 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
@@ -275,9 +275,16 @@ class SpeedMonitor(Callback):
         return of_all | {f"throughput/device/{name}": rate / self._world_size for name, rate in rates.items()}
 
     def _flops(self, of_batch: Any, state: State) -> dict[str, Any]:
+        try:
+            of_batch = float(of_batch)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"flops_per_batch returned {of_batch!r} for a batch, but must return its number of floating-point "
+                f"operations."
+            ) from error
         # Cumulative, like the other histories, so that the first and the last entry give the window.
         so_far = self.history_flops[-1] if self.history_flops else 0.0
-        self.history_flops.append(so_far + _over_all_ranks(float(of_batch), state))
+        self.history_flops.append(so_far + _over_all_ranks(of_batch, state))
         seconds = self.history_wct[-1] - self.history_wct[0]
         if len(self.history_flops) < (self.history_flops.maxlen or 0) or seconds <= 0:
             return {}
@@ -291,7 +298,13 @@ class SpeedMonitor(Callback):
 def _flops_function(model: Any) -> Callable[[Any], float] | None:
     """Return the model's `flops_per_batch`, or `None` if it has none."""
     model = unwrap_model(model)
-    return getattr(model, "flops_per_batch", None)
+    flops_per_batch: Any = getattr(model, "flops_per_batch", None)
+    if flops_per_batch is not None and not callable(flops_per_batch):
+        raise TypeError(
+            f"flops_per_batch={flops_per_batch!r} of {type(model).__name__} must be a function of a batch that returns "
+            "its number of floating-point operations."
+        )
+    return cast("Callable[[Any], float] | None", flops_per_batch)
 
 
 def _over_all_ranks(flops: float, state: State) -> Any:

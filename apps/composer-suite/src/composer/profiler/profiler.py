@@ -222,6 +222,7 @@ class Profiler(Callback):
     By default, events of the engine, and each algorithm and callback on each of them, are recorded as spans. A
     `TorchProfiler` adds PyTorch's operators, and a `SystemProfiler` the system load. Trace handlers receive the
     records: a `JSONTraceHandler` writes files for https://ui.perfetto.dev, an `EventRecorder` accumulates a table.
+    Arguments that begin with `torch_prof_` are those of `TorchProfiler`.
 
     Args:
         schedule: Function of the state that returns the action for a batch, or its name; see `cyclic_schedule`.
@@ -231,7 +232,6 @@ class Profiler(Callback):
         sys_prof_disk: Record disk reads and writes.
         sys_prof_net: Record network traffic.
         sys_prof_stats_thread_interval_seconds: Interval between readings of these four, in seconds.
-        torch_prof_...: The arguments of `TorchProfiler`, which records PyTorch's operators.
 
     Attributes:
         schedule: As given.
