@@ -48,6 +48,7 @@ MODULES = {
     "composer-models": ["composer_models"],
     "composer-events": [
         "composer_events",
+        "composer_events.data_position",
         "composer_events.arguments",
         "composer_events.passes",
         "composer_events.value_copies",
