@@ -5,12 +5,18 @@ child, or of the model if the child does not define it. Modules that neither sel
 """
 
 import contextlib
+import dataclasses
+import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+
+# In torch 2.11, `torch.compiler.is_compiling` is not True everywhere during compilation.
+from torch._guards import detect_fake_mode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     CheckpointWrapper,
@@ -18,6 +24,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
+from torch.utils._python_dispatch import TorchDispatchMode  # torch has no public name for it
+from torch.utils._pytree import tree_leaves  # the public equivalent, `optree`, is a separate package
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 __all__ = ["apply_ac", "chosen_for_checkpointing", "warn_of_none_chosen", "contexts_that_keep_products"]
@@ -127,7 +135,7 @@ def _wrapper(
     def wrap(module: nn.Module) -> nn.Module:
         own = dict(settings)
         if checkpointing == "selective":
-            own["context_fn"] = _contexts
+            own["context_fn"] = contexts_that_keep_products()  # one per module: it remembers in-place changes
         wrapped = checkpoint_wrapper(module, **own) if checkpointing else module
         return offload_wrapper(wrapped) if offload else wrapped
 
@@ -152,9 +160,7 @@ _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
 def contexts_that_keep_products() -> Callable[[], _Contexts]:
-    """Return the `context_fn` of `torch.utils.checkpoint.checkpoint` that saves the results of matrix products.
-
-    The backward pass raises if such a result was changed in place after it was saved.
+    """Return the `context_fn` of `torch.utils.checkpoint.checkpoint` for one module.
 
     Example:
         >>> from torch.utils.checkpoint import checkpoint
@@ -162,23 +168,135 @@ def contexts_that_keep_products() -> Callable[[], _Contexts]:
         >>> contexts = contexts_that_keep_products()
         >>> checkpoint(lambda: (weight @ weight).exp(), use_reentrant=False, context_fn=contexts).sum().backward()
     """
-    return _contexts  # a plain function: torch.compile accepts no callable object here
+    return functools.partial(_contexts, _Seen())  # torch.compile accepts no callable object here
 
 
-def _contexts() -> _Contexts:
-    return create_selective_checkpoint_contexts(_KeepProducts())
+@dataclasses.dataclass
+class _Seen:
+    """Products that must be recomputed, by number, as found in the first pass of a module."""
+
+    changed: set[int] | None = None
 
 
-class _KeepProducts:
+def _contexts(seen: _Seen) -> _Contexts:
+    if detect_fake_mode() is not None:  # fake tensors have no addresses to watch
+        return create_selective_checkpoint_contexts(_Policy(set()))
+    if not torch.is_grad_enabled():
+        return contextlib.nullcontext(), contextlib.nullcontext()
+    if seen.changed is None:
+        return _Watch(seen), contextlib.nullcontext()
+    keep, reuse = create_selective_checkpoint_contexts(_Policy(seen.changed))
+    return keep, _Explained(reuse)
+
+
+@dataclasses.dataclass
+class _Progress:
+    """Progress of one pass through a module."""
+
+    num_products: int = 0
+    is_after_product: bool = False
+
+
+class _Policy:
     """Policy that saves products; called in the forward pass, and in older PyTorch versions also on recomputation."""
 
-    def __init__(self) -> None:
-        self._is_after_product: dict[bool, bool] = {}  # by whether it is a recomputation
+    def __init__(self, changed: set[int]) -> None:
+        self.changed = changed
+        self.forward, self.again = _Progress(), _Progress()
 
     def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        progress = self.again if context.is_recompute else self.forward
         is_product = operation in _KEPT
-        # Also the view that matmul returns in place of its product: it does not share the counter of changes with the
-        # product, so PyTorch would not notice a change through the view.
-        keeps = is_product or (operation is _UNSAFE_VIEW and self._is_after_product.get(context.is_recompute, False))
-        self._is_after_product[context.is_recompute] = is_product
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+        # Save the view that matmul returns along with its product, so that PyTorch detects changes through either.
+        is_of_product = is_product or (operation is _UNSAFE_VIEW and progress.is_after_product)
+        progress.num_products += is_product
+        progress.is_after_product = is_product
+        if is_of_product and progress.num_products - 1 not in self.changed:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Watch(TorchDispatchMode):
+    """Records which savable results are later changed in place or outlive the pass."""
+
+    supports_higher_order_operators = True  # PyTorch rejects these operators in other modes
+
+    def __init__(self, seen: _Seen) -> None:
+        super().__init__()
+        self.seen = seen
+        self.num_products = 0
+        self.numbers: dict[int, int] = {}  # by the address of a product
+        self.aliases: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+        self.held: list[torch.Tensor] = []  # keeps addresses from being reused
+        self.changed: set[int] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # keep compiled regions compiled, as PyTorch's own modes do
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _written(func, args, kwargs):
+            self.changed |= {self.numbers[address] for address in _addresses(tensor) if address in self.numbers}
+        result = func(*args, **kwargs)
+        # Every alias is followed, since a view of a product may be changed or kept in its place.
+        tensors = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        if func in _KEPT:
+            self.numbers |= {address: self.num_products for tensor in tensors for address in _addresses(tensor)}
+            self.num_products += 1
+            self.held += [tensor.detach() for tensor in tensors]
+        for tensor in tensors:
+            numbers = {self.numbers[address] for address in _addresses(tensor) if address in self.numbers}
+            self.aliases += [(number, weakref.ref(tensor)) for number in numbers]
+        return result
+
+    def __exit__(self, exception_type: Any, exception: Any, traceback: Any) -> None:
+        super().__exit__(exception_type, exception, traceback)
+        if exception is None:
+            # What outlives the pass may be changed in place later, where this mode no longer sees it.
+            outliving = {number for number, tensor in self.aliases if tensor() is not None}
+            self.seen.changed = self.changed | outliving
+        self.held.clear()
+
+
+class _Explained:
+    """Context that adds advice to PyTorch's error about a saved result that was changed."""
+
+    def __init__(self, context: contextlib.AbstractContextManager[Any]) -> None:
+        self.context = context
+
+    def __enter__(self) -> Any:
+        return self.context.__enter__()
+
+    def __exit__(self, exception_type: Any, exception: Any, traceback: Any) -> Any:
+        done = self.context.__exit__(exception_type, exception, traceback)
+        if isinstance(exception, RuntimeError) and "has been mutated" in str(exception):
+            raise RuntimeError(
+                "activation_checkpointing='selective' kept the result of a matrix product, and it was changed in place "
+                "after that, outside the checkpointed module or differently from the module's first pass. Create a new "
+                "tensor instead (`y = y + x` for `y += x`), or use activation_checkpointing=True."
+            ) from exception
+        return done
+
+
+def _written(operation: Any, args: Any, kwargs: Any) -> list[Any]:
+    schema = getattr(operation, "_schema", None)  # higher-order operators have none
+    if schema is None or not schema.is_mutable:
+        return []
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    changing = [item.name for item in schema.arguments if item.alias_info is not None and item.alias_info.is_write]
+    return tree_leaves([given.get(name) for name in changing])
+
+
+def _addresses(value: Any) -> set[int]:
+    """Return the storage addresses of a tensor, or those of the inner tensors of a wrapper subclass."""
+    if not isinstance(value, torch.Tensor):
+        return set()
+    flatten = getattr(value, "__tensor_flatten__", None)
+    if flatten is not None:
+        names, _ = flatten()
+        return {address for name in names for address in _addresses(getattr(value, name))}
+    try:
+        return {value.untyped_storage().data_ptr()}
+    except (NotImplementedError, RuntimeError):  # sparse and opaque tensors, which are never saved products
+        return set()
