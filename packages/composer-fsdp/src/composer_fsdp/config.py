@@ -63,8 +63,8 @@ class FSDPConfig(_Sharding):
 
     Args:
         activation_checkpointing: Whether to recompute the activations of the chosen modules in the backward pass
-            instead of keeping them. `'selective'` keeps the results of matrix products, which the model must not change
-            in place. `composer_fsdp.activation` describes the choice of modules.
+            instead of keeping them. `'selective'` keeps the results of matrix products, unless they are changed in
+            place. `composer_fsdp.activation` describes the choice of modules.
         activation_checkpointing_reentrant: Whether to use torch's reentrant implementation; only an explicit `True`
             does. It computes no gradients for a module whose inputs need none.
         activation_cpu_offload: Whether to keep the activations of the chosen modules on the host.
