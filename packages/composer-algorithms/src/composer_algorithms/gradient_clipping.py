@@ -274,8 +274,10 @@ def _clip_value(parameters: Iterable[Tensor], threshold: float) -> None:
         if _can_be_sharded():
             whole: list[Tensor] = []
             for parameter in parameters:
-                if is_dtensor(gradient := parameter.grad):
-                    local_part(gradient).clamp_(-threshold, threshold)  # elementwise, so each rank clamps its shard
+                if parameter.grad is not None and is_dtensor(parameter.grad):
+                    local_part(parameter.grad).clamp_(
+                        -threshold, threshold
+                    )  # elementwise, so each rank clamps its shard
                 else:
                     whole.append(parameter)
             parameters = whole
