@@ -275,9 +275,8 @@ def _clip_value(parameters: Iterable[Tensor], threshold: float) -> None:
             whole: list[Tensor] = []
             for parameter in parameters:
                 if parameter.grad is not None and is_dtensor(parameter.grad):
-                    local_part(parameter.grad).clamp_(
-                        -threshold, threshold
-                    )  # elementwise, so each rank clamps its shard
+                    # Elementwise, so each rank clamps its own shard.
+                    local_part(parameter.grad).clamp_(-threshold, threshold)
                 else:
                     whole.append(parameter)
             parameters = whole

@@ -63,9 +63,7 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
         )
     missing, unexpected, differing = _differences(own, names, weights, apart)
     if differing and leaves_out:
-        saved["model"] = dict(filter(lambda item: item[0] not in differing, weights.items()))
-        words = len(differing), path, _listed(differing.values())
-        log.warning("%d weights of %s have another shape in the model and are left out: %s", *words)
+        _leave_out(differing, saved, path)
     elif differing or (strict and (missing or unexpected)):
         lists = (
             ("not in the checkpoint", missing),
@@ -76,6 +74,12 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
             f"{error}. Weights {_described(lists)}. Nothing was changed. Load it into the model that it was saved "
             f"from, or load what fits with load_weights_only=True and load_strict_model_weights=False."
         )
+
+
+def _leave_out(differing: Mapping[Any, str], saved: dict[str, Any], path: str) -> None:
+    saved["model"] = {name: value for name, value in saved["model"].items() if name not in differing}
+    words = len(differing), path, _listed(differing.values())
+    log.warning("%d weights of %s have another shape in the model and are left out: %s", *words)
 
 
 def _described(lists: Iterable[tuple[str, Collection[str]]]) -> str:
