@@ -442,7 +442,11 @@ class Runtime:
         if state.auto_microbatching and self.halve_on_oom is None:
             self.halve_on_oom = HalveOnOom(state, self.strategy)
         policy = self._on_divergence
-        guard = None if policy is None else DivergenceGuard(policy, state, self.strategy, self.divergences)
+        guard = None
+        if policy is not None:
+            closure = needs_closure(state.optimizers[0])
+            guard = DivergenceGuard(policy, state, self.strategy, self.divergences, evaluates_loss=closure)
+        state.pending_steps = None if guard is None else guard.settle
         train_batch = BatchTrainer(
             state,
             self.engine,
