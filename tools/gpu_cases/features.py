@@ -1,6 +1,7 @@
 """Parts of the library that take another path on a GPU than on a CPU."""
 
 import importlib.util
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -160,10 +161,11 @@ def group_of_the_script(device: str) -> str:
     """A process group that the script has made with NCCL serves a run that saves and resumes."""
     if device != "cuda":
         raise Skip("NCCL needs a GPU")
+    names = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    os.environ |= {name: "1" if "SIZE" in name else "0" for name in names}
     with tempfile.TemporaryDirectory() as folder:
-        torch.distributed.init_process_group(
-            "nccl", init_method=f"file://{folder}/group", rank=0, world_size=1, device_id=torch.device("cuda", 0)
-        )
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
         saving = {"save_folder": f"{folder}/saved", "save_interval": "2ba", "run_name": "run", "autoresume": True}
         for duration, batches in (("1ep", 6), ("2ep", 12)):
             with make_trainer(make_network(), make_batches(6), device, max_duration=duration, **saving) as trainer:

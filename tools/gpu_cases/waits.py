@@ -37,7 +37,6 @@ WARM_UP, COUNTED = 6, 4
 ALLOWED = {
     "AdamW, amp_fp16": 1.0,  # GradScaler itself, unless the optimizer is fused
     "AdamW, skip": 2.0,  # needs to know before it steps
-    "LBFGS": 40.0,  # reads the loss itself, in each of its iterations
     "NaNMonitor": 1.0,
     "ConsoleLogger, every 2": 0.5,  # prints numbers
 }
@@ -124,7 +123,6 @@ def _rows() -> Mapping[str, Row]:
         "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         "Adagrad": lambda model: torch.optim.Adagrad(model.parameters()),
         "RAdam": lambda model: torch.optim.RAdam(model.parameters()),
-        "LBFGS": lambda model: torch.optim.LBFGS(model.parameters(), max_iter=4),
         "DecoupledAdamW": lambda model: DecoupledAdamW(model.parameters(), lr=1e-3),
         "DecoupledSGDW": lambda model: DecoupledSGDW(model.parameters(), lr=0.1, momentum=0.9),
     }

@@ -631,7 +631,14 @@ def test_weights_that_are_known_late_to_be_bad_are_neither_saved_nor_evaluated(t
     saving = {"save_folder": str(tmp_path), "save_interval": f"{interval}ba", "save_filename": "ba{batch}.pt"}
     evaluation = {"eval_dataloader": evaluator, "eval_interval": f"{interval}ba", "callbacks": Finite()}
     _, _, error = train(
-        make_batches({5}), network, optimizer=optimizer, algorithms=algorithm, device=late, **saving, **evaluation
+        make_batches({5}),
+        network,
+        optimizer=optimizer,
+        algorithms=algorithm,
+        device=late,
+        precision="fp32",
+        **saving,
+        **evaluation,
     )
     assert error.divergence.batch == 5
     assert sorted(path.name for path in tmp_path.glob("ba*")) == [f"ba{n}.pt" for n in range(interval, 6, interval)]
@@ -639,13 +646,12 @@ def test_weights_that_are_known_late_to_be_bad_are_neither_saved_nor_evaluated(t
         assert all(weight.isfinite().all() for weight in load_file(path)["state"]["model"].values())
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_nobody_waits_for_a_gpu(train, fused):
+def test_nobody_waits_for_a_gpu_whose_optimizer_is_fused(train):
     batches = [(inputs.cuda(), targets.cuda()) for inputs, targets in make_batches({5})]
     network, expected = make_network().cuda(), make_network().cuda()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9, fused=fused) for each in (network, expected)]
+    optimizers = [fused_sgd(each.parameters(), lr=0.5, momentum=0.9) for each in (network, expected)]
     train(batches[:5], expected, optimizer=optimizers[1], device="gpu", precision="fp32")
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -653,5 +659,4 @@ def test_nobody_waits_for_a_gpu(train, fused):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert error.divergence.batch == 5
-    if fused:
-        assert_same_weights(network, expected)
+    assert_same_weights(network, expected)
