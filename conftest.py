@@ -16,7 +16,7 @@ except ImportError:  # a package that is tested alone does not have it
 else:
     _examples = Sybil(
         parsers=[PythonCodeBlockParser(), SkipParser()],
-        patterns=["README.md", *(f"docs/{folder}*.md" for folder in ("", "guides/", "coming-from/", "algorithms/"))],
+        patterns=["README.md", "docs/*.md", "docs/*/*.md"],
     )
     pytest_collect_file = _examples.pytest()
 

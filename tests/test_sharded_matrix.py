@@ -1,6 +1,6 @@
 """What composes with sharding: each algorithm and callback trains a sharded model as it trains one under DDP.
 
-The table in `docs/sharding.md` is the result of these runs, row by row.
+The table in `docs/guides/fsdp.md` is the result of these runs, row by row.
 """
 
 import re
@@ -463,7 +463,7 @@ def test_the_documented_table_is_what_two_ranks_see(kind, root, tmp_path):
     for name, row in TABLE[kind].items():
         assert seen[name].split(":")[0] == row.outcome, f"{name}: {seen[name]}"
     executed = [f"| {kind} | {name} | {row.outcome} |" for name, row in TABLE[kind].items()]
-    documented = (root / "docs" / "sharding.md").read_text().splitlines()
+    documented = (root / "docs" / "guides" / "fsdp.md").read_text().splitlines()
     assert executed == [line for line in documented if line.startswith(f"| {kind} |")]
 
 

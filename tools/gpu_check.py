@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,6 +76,17 @@ CASES = (
     Case("methods.functions", "methods as functions"),
     Case("methods.image_algorithms", "methods for images", limit_s=150.0),
     Case("methods.text_algorithms", "methods for text"),
+    Case("waits.steps", "steps that never wait for the GPU", limit_s=150.0, on_cpu=False),
+    Case("features.bfloat16_weights", "a model in bfloat16", on_cpu=False),
+    Case("features.cuda_graphs", "CUDA graphs and microbatches", limit_s=150.0, on_cpu=False),
+    Case("features.memory_files", "records of memory, under FSDP", on_cpu=False),
+    Case("features.offloaded", "FSDP with weights on the CPU"),
+    Case("features.recomputed", "recomputed activations"),
+    Case("features.hugging_face", "a model of transformers"),
+    Case("features.loaded_by_workers", "DataLoader with workers"),
+    Case("features.profiled", "the profiler"),
+    Case("features.several_methods", "seven methods, compiled", limit_s=150.0),
+    Case("features.group_of_the_script", "NCCL group of the script", on_cpu=False),
     Case("suite.marked", "tests marked gpu", limit_s=180.0),
     Case("speed.mfu", "SpeedMonitor's MFU", alone=True),
     Case("checkpoints.async_stall", "stall of an asynchronous checkpoint", limit_s=120.0, alone=True),
@@ -239,6 +251,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for result in results:
             if result.outcome == "failed":
                 print(f"\n== {result.case.name}\n{_tail(folder / f'{result.case.name}.log')}")
+        if asked.logs:
+            asked.logs.mkdir(parents=True, exist_ok=True)
+            for log in folder.glob("*.log"):
+                shutil.copy2(log, asked.logs)
     results.sort(key=lambda result: cases.index(result.case))
     print(f"\n{table(results)}\n{time.monotonic() - start_s:.0f} s in all")
     return 0 if is_good(results) else 1
@@ -257,6 +273,7 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.5, help="after which all is over")
     parser.add_argument("--recipe-minutes", type=float, default=3.0, help="of these, for the recipe")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a check of the check")
+    parser.add_argument("--logs", type=Path, help="a folder that gets what each case printed")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these cases, such as precision.amp_bf16")
     return parser.parse_args(arguments)
 

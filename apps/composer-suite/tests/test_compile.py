@@ -6,6 +6,8 @@ import logging
 import pytest
 import torch
 
+from composer.trainer import _strategies
+
 BACKEND = "eager"  # what dynamo makes of the model is run as it is: no compiler of the machine's is needed
 
 
@@ -104,3 +106,30 @@ def test_a_compiled_model_of_another_kind_is_refused(make_trainer):
 def test_settings_that_torch_compile_does_not_know(make_trainer, config, said):
     with pytest.raises(TypeError, match=said):
         make_trainer(compile_config=config)
+
+
+@pytest.mark.parametrize(
+    ("config", "overwrites"),
+    [
+        ({}, False),
+        ({"mode": "reduce-overhead"}, True),
+        ({"mode": "max-autotune"}, True),
+        ({"options": {"triton.cudagraphs": True}}, True),
+        ({"backend": BACKEND}, False),
+    ],
+)
+def test_gradients_in_a_cuda_graph_are_copied_before_the_next_replay(
+    make_trainer, make_model, monkeypatch, config, overwrites
+):
+    """The second microbatch overwrote the gradients of the first."""
+    assert _strategies.uses_cuda_graphs(config, make_model()) == overwrites
+    assert _strategies.uses_cuda_graphs(None, torch.compile(make_model(), **config)) == overwrites
+    assert not _strategies.uses_cuda_graphs(None, make_model())
+
+    monkeypatch.setattr(_strategies, "uses_cuda_graphs", lambda config, model: overwrites)
+    model, places = make_model(), []
+    weight = next(model.parameters())
+    weight.register_post_accumulate_grad_hook(lambda weight: places.append(weight.grad.data_ptr()))
+    make_trainer(model=model, device_train_microbatch_size=1, max_duration="1ba").fit()
+    assert (places[0] != places[1]) == overwrites
+    assert places[1] == places[2] == places[3], "copied more than once"

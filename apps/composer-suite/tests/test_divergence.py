@@ -10,11 +10,13 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from composer import Trainer
-from composer.algorithms import SAM, GradientClipping
-from composer.core import DataSpec
+from composer.algorithms import EMA, SAM, GradientClipping
+from composer.core import Callback, DataSpec, Evaluator
 from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
+from composer.trainer import _divergence_guard
 from composer.trainer.divergence import DivergenceError, OnDivergence
+from composer_checkpoint import load_file
 
 BATCH, NUM_BATCHES = 4, 8
 
@@ -63,9 +65,8 @@ def train():
             train_dataloader=batches,
             max_duration="1ep",
             optimizers=optimizer or optimizer_for(network),
-            device="cpu",
             progress_bar=False,
-            **{"device_train_microbatch_size": BATCH, **settings},
+            **{"device": "cpu", "device_train_microbatch_size": BATCH, **settings},
         )
         trainers.append(trainer)
         trainer.state.scaler = scaler
@@ -552,18 +553,109 @@ def test_a_policy_that_makes_no_sense_is_refused(settings):
         OnDivergence(**settings)
 
 
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def late(request, monkeypatch):
+    """Let the host read the results two batches later, which only GPUs need, and return the device."""
+    if request.param == "gpu" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    monkeypatch.setattr(_divergence_guard, "_DEFERS_ON", {"cpu", "cuda"})
+    return request.param
+
+
+class Finite(Callback):
+    """Check that the weights are finite whenever they are evaluated."""
+
+    def eval_start(self, state, logger):
+        assert all(parameter.isfinite().all() for parameter in state.model.parameters())
+
+
+def fused_sgd(parameters, **settings):
+    return torch.optim.SGD(parameters, fused=True, **settings)
+
+
+SGD = {"plain": torch.optim.SGD, "fused": fused_sgd, "drops": DropsBadGradients, "hook": sgd_with_hook}
+
+
+@pytest.mark.parametrize("make_optimizer", SGD.values(), ids=SGD)
+@pytest.mark.parametrize("action", ["raise", "skip", "rollback"])
+def test_a_result_that_arrives_late_ends_in_the_same_weights(train, late, action, make_optimizer, caplog):
+    batches, device = make_batches({5}), "cuda" if late == "gpu" else "cpu"
+    network = make_network().to(device)
+    optimizer = make_optimizer(network.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
+    policy = OnDivergence(action, rollback_batches=2)
+    trainer, network, error = train(
+        batches, network, optimizer=optimizer, on_divergence=policy, device=late, precision="fp32"
+    )
+    drops = action == "raise" and make_optimizer in (DropsBadGradients, sgd_with_hook)
+    assert [each.batch for each in trainer.divergences] == ([] if drops else [5])
+    assert ("waits for the device" in caplog.text) == (action == "skip" and make_optimizer is not fused_sgd)
+    if action == "raise" and not drops:
+        assert error.divergence.batch == 5
+    if action == "raise" and make_optimizer is torch.optim.SGD:
+        assert "0.weight" in str(error), "names the weights, which the host has not kept"
+        return
+    kept = {"raise": batches[:5], "skip": batches[:5] + batches[6:], "rollback": batches[:4] + batches[6:]}[action]
+    expected = train_by_hand(
+        [(inputs.to(device), targets.to(device)) for inputs, targets in kept], make_network().to(device)
+    )
+    if drops:
+        expected = reference_that_drops(batches, device, make_optimizer)
+    for one, other in zip(network.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # fused kernels round otherwise
+
+
+def reference_that_drops(batches, device, make_optimizer):
+    network = make_network().to(device)
+    optimizer = make_optimizer(network.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(inputs.to(device)), targets.to(device)).backward()
+        optimizer.step()
+    return network
+
+
+MAKERS = {
+    "SGD": lambda network: (optimizer_for(network), None),
+    "SAM": lambda network: (optimizer_for(network), SAM()),
+    "LBFGS": lambda network: (torch.optim.LBFGS(network.parameters(), lr=0.1), None),
+    "EMA": lambda network: (optimizer_for(network), EMA(half_life="2ba")),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("interval", [1, 2, 7])
+def test_weights_that_are_known_late_to_be_bad_are_neither_saved_nor_evaluated(train, late, tmp_path, make, interval):
+    network = make_network().to("cuda" if late == "gpu" else "cpu")
+    optimizer, algorithm = make(network)
+    evaluator = Evaluator(label="eval", dataloader=make_batches(), device_eval_microbatch_size=BATCH)
+    saving = {"save_folder": str(tmp_path), "save_interval": f"{interval}ba", "save_filename": "ba{batch}.pt"}
+    evaluation = {"eval_dataloader": evaluator, "eval_interval": f"{interval}ba", "callbacks": Finite()}
+    _, _, error = train(
+        make_batches({5}),
+        network,
+        optimizer=optimizer,
+        algorithms=algorithm,
+        device=late,
+        precision="fp32",
+        **saving,
+        **evaluation,
+    )
+    assert error.divergence.batch == 5
+    assert sorted(path.name for path in tmp_path.glob("ba*")) == [f"ba{n}.pt" for n in range(interval, 6, interval)]
+    for path in tmp_path.glob("ba*"):
+        assert all(weight.isfinite().all() for weight in load_file(path)["state"]["model"].values())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_nobody_waits_for_a_gpu_whose_optimizer_is_fused(train):
-    network = make_network().cuda()
-    fused = torch.optim.SGD(network.parameters(), lr=0.5, momentum=0.9, fused=True)
     batches = [(inputs.cuda(), targets.cuda()) for inputs, targets in make_batches({5})]
-    expected = make_network().cuda()
-    reference = torch.optim.SGD(expected.parameters(), lr=0.5, momentum=0.9, fused=True)
-    train(batches[:5], expected, optimizer=reference, device="gpu", precision="fp32")
+    network, expected = make_network().cuda(), make_network().cuda()
+    optimizers = [fused_sgd(each.parameters(), lr=0.5, momentum=0.9) for each in (network, expected)]
+    train(batches[:5], expected, optimizer=optimizers[1], device="gpu", precision="fp32")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        _, network, error = train(batches, network, optimizer=fused, device="gpu", precision="fp32")
+        _, network, error = train(batches, network, optimizer=optimizers[0], device="gpu", precision="fp32")
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert error.divergence.batch == 5

@@ -18,6 +18,8 @@ from composer.algorithms import EMA, ChannelsLast, LayerFreezing
 from composer.core import Callback, DataSpec, Evaluator, Event
 from composer.loggers import InMemoryLogger, LoggerDestination
 from composer.optim import ConstantScheduler, LinearScheduler
+from composer.trainer._arguments import choose_precision
+from composer_dist.devices import DeviceGPU
 
 
 def test_a_model_that_is_no_composer_model():
@@ -158,6 +160,48 @@ def test_a_seed_out_of_range(make_trainer, seed):
 def test_a_precision_the_cpu_does_not_have(make_trainer, precision):
     with pytest.raises(ValueError, match=r"not supported for CPU training"):
         make_trainer(precision=precision)
+
+
+class GPUWithoutCuda(DeviceGPU):
+    """What chooses by the kind of device alone takes it for a GPU."""
+
+    def __init__(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "chosen"),
+    [
+        (torch.float32, None, "amp_fp16"),
+        (torch.float32, "amp_fp16", "amp_fp16"),
+        (torch.bfloat16, None, "amp_bf16"),
+        (torch.bfloat16, "amp_bf16", "amp_bf16"),
+        (torch.bfloat16, "fp32", "fp32"),
+        (torch.float16, "fp32", "fp32"),
+    ],
+)
+@pytest.mark.parametrize("frozen", [None, torch.float16, torch.bfloat16])
+def test_the_precision_of_a_gpu_fits_the_weights(make_model, dtype, precision, chosen, frozen):
+    """A GradScaler failed in the first step, at gradients in bfloat16."""
+    model = make_model().to(dtype)
+    if frozen is not None:
+        model.module[0].to(frozen).requires_grad_(False)
+    assert choose_precision(precision, GPUWithoutCuda(), model, has_deepspeed=False).value == chosen
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "advice"),
+    [
+        (torch.bfloat16, "amp_fp16", "precision='amp_bf16'"),
+        (torch.float16, "amp_fp16", "model.float()"),
+        (torch.float16, None, "model.float()"),
+    ],
+)
+def test_weights_whose_gradients_no_scaler_takes(make_model, dtype, precision, advice):
+    with pytest.raises(ValueError, match=r"precision='amp_fp16' needs weights in float32") as refusal:
+        choose_precision(precision, GPUWithoutCuda(), make_model().to(dtype), has_deepspeed=False)
+    assert advice in str(refusal.value)
+    assert choose_precision(precision, GPUWithoutCuda(), make_model().to(dtype), has_deepspeed=True).value == "amp_fp16"
 
 
 def test_an_unknown_device(make_trainer):

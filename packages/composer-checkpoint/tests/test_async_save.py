@@ -94,6 +94,19 @@ def test_a_stable_tensor_that_changes_too_early_fails_the_save(tmp_path):
         except CheckpointError as error:
             raised = error
     assert "'w' was changed while it was copied" in str(raised)
+
+
+def test_a_change_before_the_wait_is_found_even_if_the_wait_comes_first(tmp_path):
+    """A step before `wait_for_staging` went into the checkpoint if the wait ended before the writing did."""
+    weight, event = torch.zeros(10), threading.Event()
+    saver = AsyncSaver()
+    saver.save({"w": weight, "slow": Slow(event)}, tmp_path / "ep1", stable_until_step=[weight])
+    weight += 1
+    threading.Timer(0.05, event.set).start()
+    saver.wait_for_staging()
+    with pytest.raises(CheckpointError, match="was changed while it was copied"):
+        saver.close()
+    assert not (tmp_path / "ep1").exists()
     assert list(tmp_path.iterdir()) == []
     saver.close()
 

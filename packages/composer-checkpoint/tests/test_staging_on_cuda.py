@@ -64,6 +64,7 @@ def test_training_in_a_stream_of_its_own_is_waited_for_in_that_stream(tmp_path):
 def test_a_stable_tensor_that_changes_too_early_fails_the_save(tmp_path):
     weight = torch.zeros(10, device="cuda")
     saver = AsyncSaver()
+    keep_busy()
     saver.save({"w": weight}, tmp_path / "ep1.pt", stable_until_step=[weight])
     weight += 1
     with pytest.raises(CheckpointError, match="was changed while it was copied"):

@@ -18,6 +18,7 @@ from composer.callbacks.oom_observer import SnapshotFileNameConfig
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination, RemoteUploaderDownloader
 from composer.models import ComposerClassifier
+from composer_dist.devices import DeviceCPU
 
 KiB = 1024
 SNAPSHOT = "rank0.3.memory_snapshot"
@@ -105,12 +106,18 @@ def allocator(monkeypatch):
     return allocator
 
 
+class CudaDevice(DeviceCPU):
+    """A device that only says that it is CUDA's."""
+
+    torch_device = torch.device("cuda")
+
+
 class Run:
-    """A run of which only the batches are counted; its model takes no memory."""
+    """A run of which only the batches are counted; its weights are on the CPU, as before they are sharded."""
 
     def __init__(self, callback, *loggers):
-        model = ComposerClassifier(torch.nn.Linear(2, 2, device="meta"), num_classes=2)
-        self.state = State(model, rank_zero_seed=0, run_name="plum", device="cpu", callbacks=callback)
+        model = ComposerClassifier(torch.nn.Linear(2, 2), num_classes=2)
+        self.state = State(model, rank_zero_seed=0, run_name="plum", device=CudaDevice(), callbacks=callback)
         self.logger = Logger(self.state, loggers)
         self.callback = callback
         callback.init(self.state, self.logger)
@@ -322,10 +329,12 @@ def test_running_out_of_memory_on_a_gpu_leaves_its_files(make_loader, make_model
     snapshot = MemorySnapshot(skip_batches=0, interval="1ba", folder=str(tmp_path / "all"), remote_file_name=None)
     model = make_model()
     settings = {"train_dataloader": make_loader(8, 4), "max_duration": "2ba", "device": "gpu"}
+    settings["optimizers"] = torch.optim.SGD(model.parameters(), lr=0.1)
     with Trainer(model, **settings, callbacks=snapshot) as trainer:
         trainer.fit()
     assert len(files_in(tmp_path / "all")) == 2
     greedy = Greedy(torch.nn.Linear(2, 2), num_classes=2)
+    settings["optimizers"] = torch.optim.SGD(greedy.parameters(), lr=0.1)
     with Trainer(greedy, **settings, callbacks=observer) as trainer, pytest.raises(RuntimeError, match="out of memory"):
         trainer.fit()
     assert files_in(tmp_path / "oom") == OOM_FILES

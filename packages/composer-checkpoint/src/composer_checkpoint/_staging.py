@@ -65,7 +65,7 @@ class Snapshot:
         elsewhere = {name: tensor for name, tensor in sources.items() if name not in on_cuda}
         self._later = {name: tensor for name, tensor in elsewhere.items() if may_wait(tensor)}
         self._watched = {name: (tensor, _version(tensor)) for name, tensor in sources.items() if may_wait(tensor)}
-        self._may_change = False
+        self._changed_early: list[str] | None = None  # known once `wait` has allowed changes
         self._on_cuda = _CudaCopies(on_cuda, self.copies, may_wait, streams)
         self._copy({name: tensor for name, tensor in elsewhere.items() if name not in self._later})
         if not self._later:
@@ -85,8 +85,8 @@ class Snapshot:
         The counter rises only at the end of an operation, so one that began before the end of the copy may still be
         running. Call this as late as possible: when the copies are on disk, before the rename.
         """
-        changed = [name for name, (tensor, version) in self._watched.items() if _version(tensor) != version]
-        if changed and not self._may_change:
+        changed = self._changed() if self._changed_early is None else self._changed_early
+        if changed:
             raise CheckpointError(
                 f"{changed[0]!r} was changed while it was copied, so this checkpoint would mix two steps and was not "
                 f"written. Call wait_for_staging() before the optimizer's step, or leave the tensor out of "
@@ -102,7 +102,11 @@ class Snapshot:
         """Return when the tensors may be changed. CUDA streams wait for the copies; the CPU does not."""
         self._completed.wait()
         self._on_cuda.hold_back()
-        self._may_change = True
+        if self._changed_early is None:
+            self._changed_early = self._changed()
+
+    def _changed(self) -> list[str]:
+        return [name for name, (tensor, version) in self._watched.items() if _version(tensor) != version]
 
     def _copy(self, sources: Mapping[str, torch.Tensor]) -> None:
         copies = self.copies

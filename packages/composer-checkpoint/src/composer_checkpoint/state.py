@@ -238,6 +238,7 @@ def save_checkpoint(
     check_flags(weights_only=weights_only)
     check_placeholders(OF_SAVE, filename=filename)
     path = path_of(state, filename)
+    state.settle()
     content = collect(state, weights_only=weights_only, ignore_keys=ignore_keys)
     info = describe(state, weights_only=weights_only)
     return write(content, path, layout_of(state), info, planner=save_planner_of(state))

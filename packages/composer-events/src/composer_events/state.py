@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -224,6 +224,7 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         self.callbacks = callbacks
         self.evaluators = evaluators
 
+        self.pending_steps: Callable[[], object] | None = None
         # The engine counts them, to distinguish assignments of algorithms and callbacks from those of the loop.
         self.num_running_events = 0
         self._is_loop_of_pairs = False
@@ -238,6 +239,15 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         if dataloader is not None and dataloader_label is None:
             dataloader_label = "train"
         self.set_dataloader(dataloader, dataloader_label, dataloader_len)
+
+    def settle(self) -> None:
+        """Wait for the results of earlier steps, if a loop has set `pending_steps`. Every rank must call this.
+
+        Whoever saves or evaluates weights calls this first, because a loop may learn late that a step has made weights
+        non-finite. It then raises.
+        """
+        if self.pending_steps is not None:
+            self.pending_steps()
 
     def _begin_at_zero(self) -> None:
         self.timestamp = Timestamp()

@@ -196,6 +196,7 @@ class HuggingFaceCheckpointer(Callback):
                 be replaced.
         """
         self._wait()  # at most one copy of the weights in host memory
+        state.settle()
         path = self._name.format(state)
         model = _model_of(state)
         if not self.overwrite and self.remote_uploader is None:

@@ -68,17 +68,16 @@ class MemoryRecorder(Callback):
         self._uploaded: set[str] = set()
 
     def init(self, state: State, logger: Logger) -> None:
-        """Create the folder and, for a URI, add an uploader. Warn if the model is not on a CUDA device.
+        """Create the folder and, for a URI, add an uploader. Warn if training does not run on a CUDA device.
 
         Every rank must call this.
 
         Raises:
             FileExistsError: If the folder contains files and `overwrite` is false.
         """
-        parameter = next(state.model.parameters(), None)
-        where = "no device" if parameter is None else parameter.device.type
-        # On the meta device, weights are materialized on the accelerator later.
-        self._enabled = where == "cuda" or (where == "meta" and torch.cuda.is_available())
+        # Not where the parameters are: FSDP and DeepSpeed move them to the device later, or never.
+        where = state.device.torch_device.type
+        self._enabled = where == "cuda"
         if not self._enabled:
             warnings.warn(
                 f"The {self._title} only works on CUDA devices, but the model is on {where}.",
@@ -509,7 +508,7 @@ class OOMObserver(MemoryRecorder):
         super().__init__(max_entries, folder, filename, remote_file_name, overwrite)
 
     def init(self, state: State, logger: Logger) -> None:
-        """Start recording, if the model is on a CUDA device."""
+        """Start recording, if training runs on a CUDA device."""
         super().init(state, logger)
         if not self._enabled:
             return

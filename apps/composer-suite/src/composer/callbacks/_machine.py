@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["MemoryMonitor", "SystemMetricsMonitor", "reduce_value"]
 
 _GIGABYTE: Final = 1e9
+_HAVE_STATISTICS: Final = ("cuda", "xpu")  # device types
 _DIGITS: Final = 5  # significant digits, which keep logs short
 
 _NAMES: Final = {
@@ -62,31 +63,23 @@ class MemoryMonitor(Callback):
             check_counts(dist_aggregate_batch_interval=dist_aggregate_batch_interval)
         self.memory_keys = dict(_NAMES if memory_keys is None else memory_keys)
         self.dist_aggregate_batch_interval = dist_aggregate_batch_interval
-        self._is_on_cpu = False
 
     def init(self, state: State, logger: Logger) -> None:
-        """Warn if the model is not on an accelerator with memory statistics."""
-        self._is_on_cpu = state.device.name == "cpu"
-        parameter = next(state.model.parameters(), None)
-        if parameter is not None and parameter.device.type in ("cuda", "xpu", "meta"):
-            return
-        where = "nothing: it has no parameters" if parameter is None else parameter.device.type
-        warnings.warn(
-            f"The memory monitor only works on CUDA devices, but the model is on {where}.", UserWarning, stacklevel=2
-        )
+        """Warn if training does not run on an accelerator with memory statistics."""
+        # Not where the parameters are: FSDP and DeepSpeed move them to the device later, or never.
+        if (where := state.device.torch_device.type) not in _HAVE_STATISTICS:
+            message = f"The memory monitor only works on CUDA devices, but the model is on {where}."
+            warnings.warn(message, UserWarning, stacklevel=2)
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Log the memory usage before the optimizer step."""
-        if self._is_on_cpu:
-            return
-        parameter = next(state.model.parameters(), None)
-        # Checked here, since parameters on the meta device at INIT are materialized later.
-        if parameter is None or parameter.device.type not in ("cuda", "xpu"):
+        device = state.device.torch_device
+        if device.type not in _HAVE_STATISTICS:
             return
         report: dict[str, Any] = self._report()
         interval = self.dist_aggregate_batch_interval
         if interval is not None and state.timestamp.num_batches % interval == 0:
-            report |= _over_all_ranks(report, parameter.device)
+            report |= _over_all_ranks(report, device)
         logger.log_metrics({f"memory/{name}": value for name, value in report.items()})
 
     def _report(self) -> dict[str, float]:
@@ -259,10 +252,14 @@ class GPUReader:
             uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
             self._handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         handle = self._handle
-        use = nvml.nvmlDeviceGetUtilizationRates(handle)
-        return {
-            "gpu_percentage": use.gpu,
-            "memory_percentage": use.memory,
+        numbers: dict[str, float] = {}
+        try:
+            use = nvml.nvmlDeviceGetUtilizationRates(handle)
+        except nvml.NVMLError_NotSupported:  # in a MIG instance
+            pass
+        else:
+            numbers = {"gpu_percentage": use.gpu, "memory_percentage": use.memory}
+        return numbers | {
             "gpu_temperature_C": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
             "gpu_power_usage_W": nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch.optim import Optimizer
 
 from composer_dist import Precision, reproducibility
@@ -179,10 +181,23 @@ def check_model(model: Any) -> ComposerModel:
     )
 
 
-def choose_precision(precision: Any, device: Device) -> Precision:
-    """Return the precision, by default mixed 16-bit precision on a GPU and fp32 elsewhere."""
+_log = logging.getLogger(__name__)
+
+
+def choose_precision(precision: Any, device: Device, model: ComposerModel, *, has_deepspeed: bool) -> Precision:
+    """Return the precision, by default mixed 16-bit precision on a GPU and fp32 elsewhere.
+
+    A GradScaler, which `amp_fp16` needs, unscales only float32 gradients. DeepSpeed scales by itself.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    has_bf16, has_fp16 = torch.bfloat16 in dtypes and not has_deepspeed, torch.float16 in dtypes and not has_deepspeed
     if precision is None:
-        return Precision.AMP_FP16 if isinstance(device, DeviceGPU) else Precision.FP32
+        if not isinstance(device, DeviceGPU):
+            return Precision.FP32
+        if has_bf16 and not has_fp16:
+            _log.info("The model has bfloat16 weights, so precision='amp_bf16' replaces the default of 'amp_fp16'.")
+            return Precision.AMP_BF16
+        precision = Precision.AMP_FP16
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter(
             "always"
@@ -191,6 +206,13 @@ def choose_precision(precision: Any, device: Device) -> Precision:
     for warning in caught:
         warnings.warn(warning.message, warning.category, stacklevel=user_stacklevel())
     validate_precision(chosen, device)
+    if chosen is Precision.AMP_FP16 and (has_bf16 or has_fp16):
+        raise ValueError(
+            f"precision='amp_fp16' needs weights in float32, because its GradScaler unscales only their gradients; the "
+            f"model has weights in {'bfloat16' if has_bf16 else 'float16'}. "
+            + ("Pass precision='amp_bf16'" if has_bf16 and not has_fp16 else "Convert the model with model.float()")
+            + "; weights that are not trained may have any dtype."
+        )
     return chosen
 
 

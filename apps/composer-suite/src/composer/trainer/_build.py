@@ -88,9 +88,11 @@ class ResolvedArguments:
         check_kinds(arguments)
         compilation = strategies.unwrap_compiled(arguments.compile_config, arguments.model)
         given, self.compile_config, self.is_compiled = compilation
+        self.has_cuda_graphs = strategies.uses_cuda_graphs(self.compile_config, arguments.model)
         self.model = model = check_model(given)
         self.device = device = get_device(arguments.device)
-        self.precision = choose_precision(arguments.precision, device)
+        has_deepspeed = arguments.deepspeed_config is not None
+        self.precision = choose_precision(arguments.precision, device, model, has_deepspeed=has_deepspeed)
         self.schedule = Schedule.of(
             arguments.schedulers, arguments.scale_schedule_ratio, arguments.step_schedulers_every_batch
         )
@@ -115,7 +117,7 @@ class ResolvedArguments:
             self.data_spec = ensure_data_spec(arguments.train_dataloader)
             self.microbatching.resolve(self.data_spec)
         check_seconds(dist_timeout=arguments.dist_timeout)
-        self.on_divergence = to_policy(arguments.on_divergence, is_deepspeed=arguments.deepspeed_config is not None)
+        self.on_divergence = to_policy(arguments.on_divergence, is_deepspeed=has_deepspeed)
         self.optimizers = choose_optimizers(arguments.optimizers, model)
         check_optimizers_of(self.schedule.schedulers, self.optimizers)
         self.parallelism_config = strategies.read_parallelism(arguments)
@@ -208,7 +210,11 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
     evaluators = make_evaluators(
         asked.eval_dataloader, runtime.model, asked.eval_interval, asked.eval_subset_num_batches, state.device
     )
-    new_precision = choose_precision(asked.precision or state.precision, state.device)
+    new_precision = state.precision
+    if asked.precision is not None:
+        new_precision = choose_precision(
+            asked.precision, state.device, runtime.model, has_deepspeed=state.deepspeed_enabled
+        )
     if runtime.strategy.has_own_precision and new_precision is not state.precision:
         raise ValueError(
             f"precision={new_precision.value!r} cannot be set by fit(): DeepSpeed's engine was made for "
@@ -277,6 +283,7 @@ class Runtime:
     def __init__(self, arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
         self.saver = resolved.saver
         self._compile_config = resolved.compile_config
+        self._has_cuda_graphs = resolved.has_cuda_graphs
         self._recomputes = resolved.recomputes
         self._eval_settings = arguments.eval_interval, arguments.eval_subset_num_batches
         self._by_tokens = arguments.accumulate_train_batch_on_tokens
@@ -442,7 +449,11 @@ class Runtime:
         if state.auto_microbatching and self.halve_on_oom is None:
             self.halve_on_oom = HalveOnOom(state, self.strategy)
         policy = self._on_divergence
-        guard = None if policy is None else DivergenceGuard(policy, state, self.strategy, self.divergences)
+        guard = None
+        if policy is not None:
+            closure = needs_closure(state.optimizers[0])
+            guard = DivergenceGuard(policy, state, self.strategy, self.divergences, evaluates_loss=closure)
+        state.pending_steps = None if guard is None else guard.settle
         train_batch = BatchTrainer(
             state,
             self.engine,
@@ -455,6 +466,7 @@ class Runtime:
             ranks=self.ranks,
             by_tokens=self._by_tokens,
             guard=guard,
+            has_cuda_graphs=self._has_cuda_graphs,
             oom=self.halve_on_oom if state.auto_microbatching else None,
         )
         if self.saver is not None:

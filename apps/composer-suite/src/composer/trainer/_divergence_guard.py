@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_DEFERS_ON = {"cuda"}  # the devices whose results the host reads later, instead of waiting for them
+
 _MOST_OVERFLOWS = 32  # after so many halvings of 2**16 the scale is too small to cause another overflow
 
 
@@ -44,16 +46,32 @@ class DivergenceGuard:
     continues.
 
     The strategy averages gradients over the ranks, so all ranks reach the same result without another collective. On
-    a CPU the result is read at once. On a GPU, fused optimizer kernels skip the step by a flag on the device, and the
-    host reads the flag two batches later; until then no further step is taken. Other optimizers synchronize with the
-    device.
+    a CPU the result is read at once. On a GPU the host reads it two batches later, and before weights are saved or
+    evaluated. Until then fused optimizer kernels skip each step by a flag on the device, which keeps the weights.
+    Other optimizers step, so when the result arrives their weights are not finite either. The host waits for the
+    device only to detect a loss that jumps, and to skip the step of an optimizer that is not fused.
 
     A `GradScaler` skips steps whose float16 gradients overflow and lowers its scale. With one, a divergence is an
     overflow of a batch whose loss is not finite, or 32 overflows in a row. DeepSpeed's engine keeps its gradients
     internal, so they are checked only when a loss is not finite.
+
+    Args:
+        policy: What to do with a bad batch.
+        state: Its optimizers, scaler, precision and device do not change afterwards.
+        strategy: Steps the optimizer, and combines results over the ranks.
+        divergences: Receives what was found.
+        evaluates_loss: Whether the optimizer evaluates the loss itself, in a closure.
     """
 
-    def __init__(self, policy: OnDivergence, state: State, strategy: Strategy, divergences: list[Divergence]) -> None:
+    def __init__(
+        self,
+        policy: OnDivergence,
+        state: State,
+        strategy: Strategy,
+        divergences: list[Divergence],
+        *,
+        evaluates_loss: bool,
+    ) -> None:
         self._policy = policy
         self._state = state
         self._strategy = strategy
@@ -67,15 +85,24 @@ class DivergenceGuard:
         # With sharded gradients, a reduction carries the result to all ranks; each rank sees only its own shard.
         fsdp = as_fsdp(strategy)
         self._reductions = fsdp.watch_reductions() if fsdp is not None and self._sees_gradients else None
-        # A spike check reads the loss at every batch anyway, so the result need not be deferred.
-        self._defers = (
-            device.type == "cuda"
-            and policy.spike_factor is None
-            # Fused optimizers, whose kernels read a skip flag on the device, have this attribute for GradScaler.
-            and (state.scaler is not None or getattr(state.optimizers[0], "_step_supports_amp_scaling", False))
+        optimizer = state.optimizers[0]
+        # Whether a flag on the device keeps the optimizer from stepping, as GradScaler does with fused kernels.
+        self._gates = (
+            not evaluates_loss
+            and (state.scaler is not None or getattr(optimizer, "_step_supports_amp_scaling", False))
             # A hook may drop bad gradients, which only a step shows; PyTorch has no public way to ask for hooks.
-            and not getattr(state.optimizers[0], "_optimizer_step_pre_hooks", None)
+            and not getattr(optimizer, "_optimizer_step_pre_hooks", None)
         )
+        # A spike check reads the loss at every batch anyway, so the result need not be deferred.
+        self._defers = device.type in _DEFERS_ON and policy.spike_factor is None and not state.deepspeed_enabled
+        if self._defers and not self._gates and (policy.action == "skip" or state.scaler is not None):
+            self._defers = False  # the step needs the result
+            if state.scaler is None:
+                _log.warning(
+                    "on_divergence='skip' waits for the device before each step, because %s is not fused. Pass "
+                    "fused=True to the optimizer, if it has that option, to avoid it.",
+                    type(optimizer).__name__,
+                )
         # A deferred result concerns a batch that is LAG batches old, so its buffers must still be there.
         buffers = KeptBuffers(state.model, num_batches=LAG + 1 if self._defers else 1)
         self._buffers = buffers if buffers.owners else None
@@ -105,7 +132,7 @@ class DivergenceGuard:
 
         The scaler then skips the step on every rank, as the gradients are averaged.
         """
-        return loss if not self._defers else loss * torch.where(self._found == 0, 1.0, math.nan)
+        return loss if not (self._defers and self._gates) else loss * torch.where(self._found == 0, 1.0, math.nan)
 
     def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
         """Return whether the optimizer may step; act on a divergence first.
@@ -150,7 +177,7 @@ class DivergenceGuard:
 
     def stops_closure(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
         """Return whether a closure with these losses must stop; the action follows at the end of `closures`."""
-        self._refused = self._look(optimizer, losses, may_defer=False)
+        self._refused = self._look(optimizer, losses)
         if self._refused is None or self._refused.action == "log":
             return False
         if not takes_none(optimizer):
@@ -166,7 +193,7 @@ class DivergenceGuard:
         before each step.
         """
         self._refused = None
-        undo = None if takes_none(optimizer) else StepSnapshot(optimizer)
+        undo = None if self._defers or takes_none(optimizer) else StepSnapshot(optimizer)
         try:
             yield
         except _Refused:
@@ -174,6 +201,11 @@ class DivergenceGuard:
             undo()
         if self._refused is not None:
             self._act(self._refused)
+
+    def settle(self) -> None:
+        """Act on all pending results, if the weights may be bad until then. This synchronizes with the device."""
+        if self._defers and not self._gates:
+            self._act_on_arrivals(wait=True)
 
     def check_weights(self) -> None:
         """Act on all pending results, then raise if a step itself has made weights non-finite."""
@@ -193,13 +225,14 @@ class DivergenceGuard:
             for optimizer in self._state.optimizers:
                 set_found_inf(optimizer, None)
 
-    def _look(self, optimizer: Optimizer, losses: Mapping[str, Tensor], *, may_defer: bool = True) -> Divergence | None:
+    def _look(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> Divergence | None:
         """Return the divergence of the batch, if one is known."""
         is_bad_loss = missing_share(losses) != 0
         overflow = self._find(optimizer, is_bad_loss)
-        if not (self._defers and may_defer):
+        if not self._defers:
             return self._judge(losses, overflow, is_bad_loss)
-        set_found_inf(optimizer, self._found if self._scaler is None else None)
+        if self._gates and self._scaler is None:
+            set_found_inf(optimizer, self._found)
         facts = [self._found, torch.zeros_like(self._found) if overflow is None else overflow, is_bad_loss]
         self._arrivals.send(self._state.timestamp.num_batches, torch.stack([fact.float() for fact in facts]))
         return None
@@ -274,6 +307,14 @@ class DivergenceGuard:
             if overflow > 0 and self._strategy.world_size > 1:  # an overflow is on all ranks, a bad loss perhaps on one
                 found = self._strategy.sum([found])[0]
             if self._counts_overflow(overflow > 0) or found:
+                if (
+                    not self._gates
+                    and self._policy.action == "raise"
+                    and not self._finds_bad_weights(self._state.optimizers)
+                ):  # the optimizer has left the bad gradients out by itself
+                    self._found.zero_()
+                    self._arrivals.forget()  # their steps are among those that the weights have passed
+                    return
                 self._act(self._describe(math.nan, is_spike=False, batch=batch))
             else:
                 self._num_in_a_row = 0
@@ -322,7 +363,12 @@ class DivergenceGuard:
         self._num_in_a_row += 1
         if self._buffers is not None:
             self._buffers.restore()
-        message = self._explain(divergence)
+        # Without the flag on the device, the optimizer has stepped until the host knew.
+        has_stepped = self._defers and not self._gates
+        if self._snapshot is not None and (has_stepped or divergence.action == "rollback"):
+            self._snapshot.restore()
+            has_stepped = False
+        message = self._explain(divergence, has_stepped=has_stepped)
         self._found.zero_()
         if divergence.action != "skip":
             self._arrivals.forget()  # pending results belong to steps that were blocked or are undone
@@ -331,27 +377,33 @@ class DivergenceGuard:
                 set_found_inf(optimizer, None)
             raise DivergenceError(message, divergence)
         if divergence.action == "rollback":
-            assert self._snapshot is not None
-            self._snapshot.restore()
             went_back = f"Weights and optimizer state were rolled back by {self._num_since_snapshot - 1} batches."
             _log.warning("%s The optimizer did not step. %s", _sentence(divergence), went_back)
         else:
             _log.warning("%s The optimizer did not step.", _sentence(divergence))
 
-    def _explain(self, divergence: Divergence) -> str:
+    def _explain(self, divergence: Divergence, *, has_stepped: bool) -> str:
         where = ""
+        parameters = list(self._state.model.named_parameters())
+        if has_stepped:
+            names = names_of_bad((name, p.detach()) for name, p in parameters)
+            where = (
+                f" The optimizer has stepped {LAG} times or less until this was known, and {names or 'its state'} must "
+                "be finite and are not; they are neither saved nor evaluated. Continue from the latest checkpoint. "
+                "With fused=True, an optimizer that has this option keeps the weights from before such a batch."
+            )
         # When a deferred result arrives, `grad` holds the gradients of a later batch.
-        if not divergence.is_spike and not self._defers:
-            parameters = self._state.model.named_parameters()
+        elif not divergence.is_spike and not self._defers:
             gradients = ((name, p.grad) for name, p in parameters if p.grad is not None)
             names = names_of_bad(gradients, may_be_marked=self._reductions is not None)
             where = f" The gradients of {names} are not finite." if names else ""
-        again = f", {self._num_in_a_row} batches in a row" if self._num_in_a_row > 1 else ""
+        if not has_stepped:
+            again = f", {self._num_in_a_row} batches in a row" if self._num_in_a_row > 1 else ""
+            where += f" The optimizer made no step with it{again}; the weights are those before it, on every rank."
         return (
-            f"{_sentence(divergence)}{where} The optimizer made no step with it{again}; the weights are those before "
-            "it, on every rank. Lower the learning rate, clip the gradients, or look at the batch; where all labels of "
-            "a microbatch may be ignored, set accumulate_train_batch_on_tokens=True, which gives it no weight. "
-            "on_divergence='skip' leaves such batches out, and None disables the check."
+            f"{_sentence(divergence)}{where} Lower the learning rate, clip the gradients, or look at the batch; where "
+            "all labels of a microbatch may be ignored, set accumulate_train_batch_on_tokens=True, which gives it no "
+            "weight. on_divergence='skip' leaves such batches out, and None disables the check."
         )
 
     def _refuse_weights(self) -> None:
@@ -398,10 +450,13 @@ class DelayedReadback:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._waiting: deque[tuple[int, Tensor, torch.Event]] = deque()
+        self._waiting: deque[tuple[int, Tensor, torch.Event | None]] = deque()
 
     def send(self, batch: int, numbers: Tensor) -> None:
         """Start the copy of a batch's numbers, which may change afterwards."""
+        if self._device.type == "cpu":
+            self._waiting.append((batch, numbers, None))
+            return
         # Pinned memory makes the copy asynchronous; the event marks its end.
         on_host = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
         event = torch.Event(self._device)
@@ -416,7 +471,8 @@ class DelayedReadback:
         """
         while len(self._waiting) > (0 if wait else LAG):
             batch, on_host, event = self._waiting.popleft()
-            event.synchronize()
+            if event is not None:
+                event.synchronize()
             yield batch, cast("list[float]", on_host.tolist())  # pyright: ignore[reportUnknownMemberType]
 
     def forget(self) -> None:

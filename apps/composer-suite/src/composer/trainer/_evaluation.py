@@ -94,6 +94,7 @@ class Evaluation:
         """
         state, run_event, metrics = self.state, self.engine.run_event, self.state.eval_metrics[evaluator.label]
         subset = evaluator.subset_num_batches if subset_num_batches is None else subset_num_batches
+        state.settle()
         state.eval_timestamp = Timestamp()
         with evaluating(state, evaluator.dataloader.dataloader, evaluator.label, -1 if subset is None else subset):
             run_event(Event.EVAL_START)

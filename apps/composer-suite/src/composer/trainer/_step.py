@@ -58,6 +58,7 @@ class BatchTrainer:
         create_graph: Whether an algorithm differentiates through the gradients.
         by_tokens: Whether microbatches are weighted by their loss-generating tokens instead of their samples.
         guard: Decides whether to take each step; `None` takes all steps.
+        has_cuda_graphs: Whether gradients lie in memory that the next backward pass overwrites.
         oom: Repeats batches that do not fit into memory; `None` if the microbatch size is fixed.
     """
 
@@ -72,6 +73,7 @@ class BatchTrainer:
     ranks: Ranks
     by_tokens: bool
     guard: DivergenceGuard | None
+    has_cuda_graphs: bool
     oom: HalveOnOom | None
     _optimizers: Sequence[Optimizer] = field(init=False)
     _step: "Step | None" = field(default=None, init=False)
@@ -127,11 +129,21 @@ class BatchTrainer:
                 is_last = index == len(microbatches)
                 with self.strategy.microbatch(is_last=is_last, sync=sync, is_aligned=is_aligned):
                     self._train_microbatch(share, losses, averages=averages)
+                if index == 1 and not is_last and self.has_cuda_graphs:
+                    self._own_gradients()
         state.batch = batch
         if state.scaler is not None:
             # Here, because algorithms such as clipping read the gradients on AFTER_TRAIN_BATCH.
             state.scaler.unscale_(state.optimizers[0])
         self.engine.run_event(Event.AFTER_TRAIN_BATCH)
+
+    def _own_gradients(self) -> None:
+        """Copy the gradients out of the memory of a CUDA graph, so that later microbatches are added to them."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad = parameter.grad.clone()
 
     @error_context.stage("the cutting into microbatches")
     def _cut(self, batch: Any) -> Sequence[Any]:

@@ -403,6 +403,19 @@ def unwrap_compiled(config: Mapping[str, Any] | None, model: Any) -> tuple[Any, 
     return inner, None, True
 
 
+def uses_cuda_graphs(config: Mapping[str, Any] | None, model: Any) -> bool:
+    """Return whether a compiled model runs in CUDA graphs, whose outputs and gradients each replay overwrites.
+
+    Args:
+        config: The arguments of `torch.compile`, or `None`.
+        model: The model as given, perhaps compiled already.
+    """
+    # What a compiled function knows of its settings, for which PyTorch has no public name.
+    wrapper = model if config is None else torch.compile(nn.Identity(), **config)
+    settings: Any = getattr(getattr(wrapper, "dynamo_ctx", None), "compiler_config", None)
+    return settings is not None and bool(settings["triton.cudagraphs"])
+
+
 _SELECTIVE = "selective"
 
 

@@ -1,0 +1,198 @@
+"""Where a training step waits for the GPU: each row trains a few batches and lists the lines that synchronize."""
+
+import functools
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from composer import algorithms, callbacks
+from composer.core import Algorithm, Callback
+from composer.loggers import ConsoleLogger, InMemoryLogger
+from composer.models import ComposerModel
+from composer_optim import DecoupledAdamW, DecoupledSGDW
+from gpu_cases.as_installed import ROOT
+from gpu_cases.methods import IMAGE_METHODS
+from gpu_cases.subjects import (
+    LENGTH,
+    NUM_CLASSES,
+    make_batches,
+    make_convolutional,
+    make_gpt,
+    make_images,
+    make_network,
+    make_sentences,
+    make_trainer,
+)
+
+WARM_UP, COUNTED = 6, 4
+# How often a step may wait, where that is not never.
+ALLOWED = {
+    "AdamW, amp_fp16": 1.0,  # GradScaler itself, unless the optimizer is fused
+    "AdamW, skip": 2.0,  # needs to know before it steps
+    "NaNMonitor": 1.0,
+    "ConsoleLogger, every 2": 0.5,  # prints numbers
+}
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class Waits(Callback):
+    """Count the synchronizations of the last batches by the innermost lines outside torch."""
+
+    def __init__(self) -> None:
+        self.lines: Counter[str] = Counter()
+
+    def batch_start(self, state: Any, logger: Any) -> None:
+        """Begin to count after the warm-up."""
+        if state.timestamp.batch == WARM_UP and state.device.name == "gpu":
+            torch.set_warn_always(True)
+            torch.cuda.set_sync_debug_mode("warn")
+            warnings.filterwarnings("always", "called a synchronizing")
+            warnings.showwarning = self._note
+
+    def epoch_end(self, state: Any, logger: Any) -> None:
+        """Stop counting before what happens once an epoch."""
+        if state.device.name == "gpu":
+            torch.cuda.set_sync_debug_mode("default")
+
+    def _note(self, message: Any, *_: Any, **__: Any) -> None:
+        if "called a synchronizing" in str(message):
+            self.lines[_place()] += 1
+
+
+def _place() -> str:
+    frames = [
+        f"{Path(frame.filename).relative_to(ROOT) if frame.filename.startswith(str(ROOT)) else frame.filename}"
+        f":{frame.lineno} {frame.name}"
+        for frame in traceback.extract_stack()
+        if not frame.filename.startswith(_TORCH) and frame.filename not in (__file__, warnings.__file__)
+    ]
+    return " < ".join(reversed(frames[-3:]))
+
+
+def _metrics_model() -> ComposerModel:
+    metric = MulticlassAccuracy(NUM_CLASSES, average="micro")
+    return ComposerModel.from_module(make_network(), F.cross_entropy, metrics=metric)
+
+
+Row = Callable[[str], Counter[str]]
+
+
+def _row(make: Callable[[], Any], batches: Callable[[int], list[Any]], **settings: Any) -> Row:
+    def run(device: str) -> Counter[str]:
+        waits, model = Waits(), make()
+        made = {
+            name: value(model) if name in ("optimizers", "algorithms", "callbacks") else value
+            for name, value in settings.items()
+        }
+        watchers = made.pop("callbacks", [])
+        pinned = [_pinned(batch, device) for batch in batches(WARM_UP + COUNTED)]
+        with make_trainer(model, pinned, device, callbacks=[waits, *watchers], **made) as trainer:
+            trainer.fit()
+        return waits.lines
+
+    return run
+
+
+def _pinned(batch: Any, device: str) -> Any:
+    if device != "cuda":
+        return batch
+    if isinstance(batch, dict):
+        return {name: value.pin_memory() for name, value in batch.items()}
+    return tuple(value.pin_memory() for value in batch)
+
+
+def _adamw(**settings: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, **settings)
+
+
+def _rows() -> Mapping[str, Row]:
+    plain, text = (make_network, make_batches), (make_gpt, make_sentences)
+    fused = {"optimizers": _adamw(fused=True)}
+    sharded = {"parallelism_config": {"fsdp": {}}, **fused}
+    optimizers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+        "AdamW": _adamw(),
+        "AdamW, fused": _adamw(fused=True),
+        "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        "Adagrad": lambda model: torch.optim.Adagrad(model.parameters()),
+        "RAdam": lambda model: torch.optim.RAdam(model.parameters()),
+        "DecoupledAdamW": lambda model: DecoupledAdamW(model.parameters(), lr=1e-3),
+        "DecoupledSGDW": lambda model: DecoupledSGDW(model.parameters(), lr=0.1, momentum=0.9),
+    }
+    rows = {name: _row(*plain, optimizers=make) for name, make in optimizers.items()}
+    rows |= {
+        "AdamW, skip": _row(*plain, optimizers=_adamw(), on_divergence="skip"),
+        "AdamW fused, skip": _row(*plain, on_divergence="skip", **fused),
+        "AdamW, rollback": _row(*plain, optimizers=_adamw(), on_divergence="rollback"),
+        "progress bar": _row(*plain, progress_bar=True, **fused),
+        "ConsoleLogger, every 2": _row(*plain, loggers=ConsoleLogger(log_interval="2ba"), **fused),
+        "InMemoryLogger": _row(*plain, loggers=InMemoryLogger(), **fused),
+        "torchmetrics, progress bar": _row(_metrics_model, make_batches, progress_bar=True, **fused),
+        "4 microbatches": _row(*plain, device_train_microbatch_size=8, **fused),
+        "amp_bf16": _row(*plain, precision="amp_bf16", **fused),
+        "amp_fp16": _row(*plain, precision="amp_fp16", **fused),
+        "AdamW, amp_fp16": _row(*plain, precision="amp_fp16", optimizers=_adamw()),
+        "GPT": _row(*text, precision="amp_bf16", **fused),
+        "GPT, FSDP": _row(*text, **sharded),
+        "GPT, FSDP, amp_bf16": _row(*text, precision="amp_bf16", **sharded),
+        "GPT, FSDP, AdamW": _row(*text, parallelism_config={"fsdp": {}}, optimizers=_adamw()),
+        "compiled": _row(*plain, compile_config={}, **fused),
+    }
+    for kind, threshold in (("norm", 1.0), ("value", 1.0), ("adaptive", 0.1)):
+        clip = functools.partial(algorithms.GradientClipping, kind, threshold)
+        rows[f"clipping by {kind}"] = _row(*plain, algorithms=_made(clip), **fused)
+        rows[f"clipping by {kind}, FSDP"] = _row(*text, algorithms=_made(clip), **sharded)
+    image_methods: dict[str, Callable[[], Algorithm]] = {
+        **IMAGE_METHODS,
+        "ChannelsLast": algorithms.ChannelsLast,
+        "LayerFreezing": lambda: algorithms.LayerFreezing(freeze_start=0.0, freeze_level=0.6),
+        "SWA": lambda: algorithms.SWA(swa_start="0.2dur", swa_end="0.9dur", update_interval="1ba"),
+        "GyroDropout": algorithms.GyroDropout,
+    }
+    for name, make in image_methods.items():
+        rows[name] = _row(make_convolutional, make_images, algorithms=_made(make), precision="amp_bf16", **fused)
+    text_methods: dict[str, Callable[[], Algorithm]] = {
+        "SeqLengthWarmup": lambda: algorithms.SeqLengthWarmup(max_seq_length=LENGTH),
+        "LowPrecisionLayerNorm": algorithms.LowPrecisionLayerNorm,
+    }
+    for name, make in text_methods.items():
+        rows[name] = _row(*text, algorithms=_made(make), precision="amp_bf16", **fused)
+    watchers: dict[str, Callable[[], Callback]] = {
+        "SpeedMonitor": lambda: callbacks.SpeedMonitor(window_size=2),
+        "LRMonitor": callbacks.LRMonitor,
+        "MemoryMonitor": callbacks.MemoryMonitor,
+        "NaNMonitor": callbacks.NaNMonitor,
+        "RuntimeEstimator": callbacks.RuntimeEstimator,
+        "OptimizerMonitor": callbacks.OptimizerMonitor,
+        "ActivationMonitor": lambda: callbacks.ActivationMonitor(interval="10ba"),
+        "SystemMetricsMonitor": callbacks.SystemMetricsMonitor,
+    }
+    for name, make in watchers.items():
+        rows[name] = _row(*plain, callbacks=lambda _, make=make: [make()], **fused)
+    return rows
+
+
+def _made(make: Callable[[], Algorithm]) -> Callable[[nn.Module], Algorithm]:
+    return lambda model: make()
+
+
+def steps(device: str) -> str:
+    """Every kind of step waits for the GPU as often as it is allowed to, and no more."""
+    too_often, rows = [], _rows()
+    for name, run in rows.items():
+        lines = run(device)
+        each_step = sum(lines.values()) / COUNTED
+        print(f"{name:28} {each_step:g} a step", flush=True)
+        for place, count in lines.most_common(4):
+            print(f"    {count:3} times at {place}", flush=True)
+        if each_step > ALLOWED.get(name, 0.0):
+            too_often.append(f"{name} waits {each_step:g} times a step, first {lines.most_common(1)[0][0]}")
+    assert not too_often, "; ".join(too_often)
+    return f"{len(rows) - len(ALLOWED)} kinds of step never wait, {len(ALLOWED)} as they must"
