@@ -243,7 +243,7 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
     def settle(self) -> None:
         """Wait for the results of earlier steps, if a loop has set `pending_steps`. Every rank must call this.
 
-        Whoever saves or evaluates weights calls this first, because a loop may learn late that a step has made weights
+        To be called before weights are saved or evaluated, because a loop may learn late that a step has made them
         non-finite. It then raises.
         """
         if self.pending_steps is not None:

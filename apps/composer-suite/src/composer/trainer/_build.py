@@ -453,7 +453,7 @@ class Runtime:
         if policy is not None:
             closure = needs_closure(state.optimizers[0])
             guard = DivergenceGuard(policy, state, self.strategy, self.divergences, evaluates_loss=closure)
-        state.pending_steps = None if guard is None else guard.settle
+        state.pending_steps = guard.settle if guard is not None and guard.knows_late else None
         train_batch = BatchTrainer(
             state,
             self.engine,

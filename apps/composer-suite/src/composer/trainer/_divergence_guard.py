@@ -85,36 +85,46 @@ class DivergenceGuard:
         # With sharded gradients, a reduction carries the result to all ranks; each rank sees only its own shard.
         fsdp = as_fsdp(strategy)
         self._reductions = fsdp.watch_reductions() if fsdp is not None and self._sees_gradients else None
-        optimizer = state.optimizers[0]
-        # Whether a flag on the device keeps the optimizer from stepping, as GradScaler does with fused kernels.
-        self._gates = (
-            not evaluates_loss
-            and (state.scaler is not None or getattr(optimizer, "_step_supports_amp_scaling", False))
-            # A hook may drop bad gradients, which only a step shows; PyTorch has no public way to ask for hooks.
-            and not getattr(optimizer, "_optimizer_step_pre_hooks", None)
-        )
-        # A spike check reads the loss at every batch anyway, so the result need not be deferred.
-        self._defers = device.type in _DEFERS_ON and policy.spike_factor is None and not state.deepspeed_enabled
-        if self._defers and not self._gates and (policy.action == "skip" or state.scaler is not None):
-            self._defers = False  # the step needs the result
-            if state.scaler is None:
-                _log.warning(
-                    "on_divergence='skip' waits for the device before each step, because %s is not fused. Pass "
-                    "fused=True to the optimizer, if it has that option, to avoid it.",
-                    type(optimizer).__name__,
-                )
+        self._spikes = None if policy.spike_factor is None else Spikes(policy.spike_factor)
+        self._gates, self._defers = self._choose_timing(state.optimizers[0], evaluates_loss=evaluates_loss)
         # A deferred result concerns a batch that is LAG batches old, so its buffers must still be there.
         buffers = KeptBuffers(state.model, num_batches=LAG + 1 if self._defers else 1)
         self._buffers = buffers if buffers.owners else None
         self._rolls_back = policy.rolls_back
         self._snapshot: Snapshot | None = None
         self._num_since_snapshot = 0
-        self._spikes = None if policy.spike_factor is None else Spikes(policy.spike_factor)
         self._num_in_a_row = 0
         self._num_overflows = 0
         self._num_bad_losses = 0
         self._latest_bad_loss = -1
         self._refused: Divergence | None = None
+
+    def _choose_timing(self, optimizer: Optimizer, *, evaluates_loss: bool) -> tuple[bool, bool]:
+        """Return whether a flag on the device keeps the optimizer from stepping, and whether results are read later."""
+        gates = (
+            not evaluates_loss
+            # Fused optimizers, whose kernels read a skip flag on the device, have this attribute for GradScaler.
+            and (self._scaler is not None or getattr(optimizer, "_step_supports_amp_scaling", False))
+            # A hook may drop bad gradients, which only a step shows; PyTorch has no public way to ask for hooks.
+            and not getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        )
+        # A spike check reads the loss at every batch anyway, and DeepSpeed's gradients are gone later.
+        if self._found.device.type not in _DEFERS_ON or self._spikes is not None or self._state.deepspeed_enabled:
+            return gates, False
+        if gates or (self._policy.action != "skip" and self._scaler is None):
+            return gates, True
+        if self._scaler is None:
+            _log.warning(
+                "on_divergence='skip' waits for the device before each step, because %s is not fused. Pass fused=True "
+                "to the optimizer, if it has that option, to avoid it.",
+                type(optimizer).__name__,
+            )
+        return gates, False
+
+    @property
+    def knows_late(self) -> bool:
+        """Return whether weights may be bad until `settle` is called."""
+        return self._defers and not self._gates
 
     def begin_batch(self) -> None:
         """Act on the results that have arrived from the device, and copy the buffers and, if due, the weights."""
@@ -204,7 +214,7 @@ class DivergenceGuard:
 
     def settle(self) -> None:
         """Act on all pending results, if the weights may be bad until then. This synchronizes with the device."""
-        if self._defers and not self._gates:
+        if self.knows_late:
             self._act_on_arrivals(wait=True)
 
     def check_weights(self) -> None:
@@ -364,7 +374,7 @@ class DivergenceGuard:
         if self._buffers is not None:
             self._buffers.restore()
         # Without the flag on the device, the optimizer has stepped until the host knew.
-        has_stepped = self._defers and not self._gates
+        has_stepped = self.knows_late
         if self._snapshot is not None and (has_stepped or divergence.action == "rollback"):
             self._snapshot.restore()
             has_stepped = False

@@ -24,9 +24,10 @@ class OnDivergence:
     Weights that become non-finite in the step itself, such as by a division by 0, end the run for every `action`. They
     are found by the next batch, before a checkpoint is saved, and at the end.
 
-    On a GPU, a fused optimizer (`AdamW(..., fused=True)`) or a `GradScaler` needs no synchronization: the device skips
-    the step by itself, and the host reads the result two batches later. A step of any other optimizer could be undone
-    only with a copy of all weights, so before each the host synchronizes with the device.
+    On a GPU the host reads the result two batches later, without synchronization, and before weights are saved or
+    evaluated. With a fused optimizer (`AdamW(..., fused=True)`) or a `GradScaler`, the device skips the steps until
+    then, so the error leaves the weights from before the batch. Any other optimizer has taken those steps, and its
+    weights are not finite either; `'rollback'` undoes them, and `'skip'` synchronizes with the device before each step.
 
     | `action` | Effect |
     |---|---|
