@@ -1,4 +1,4 @@
-"""The command `composer report`."""
+"""The command `composer report`: write one page about one or several runs."""
 
 import argparse
 import json
