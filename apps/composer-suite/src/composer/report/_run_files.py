@@ -173,7 +173,7 @@ class StepTime:
         self._since = now
 
     def end_step(self) -> None:
-        """Add the time since AFTER_TRAIN_BATCH to the optimizer; there is no event directly after its step."""
+        """Add the time since AFTER_TRAIN_BATCH to the optimizer, because no event follows its step directly."""
         self.is_stepping = False
         now = time.perf_counter()
         if self._since is not None:

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from composer.report._page import write_described
-from composer.report.runs import describe_runs
+from composer.report.runs import describe_runs, write_described
 
 __all__ = ["main"]
 

@@ -7,12 +7,12 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, cast
-
-from composer.report._page import write_described
 
 __all__ = ["Checkpoint", "Curve", "Run", "describe_runs", "read_run", "write_page"]
 
@@ -428,3 +428,62 @@ def write_page(
         ValueError: If `folders` is empty or `max_points` is less than 3.
     """
     return write_described(describe_runs(folders, max_points=max_points, verify=verify), path)
+
+
+_SCRIPTS: Final = ("page_parts.js", "page_chart.js", "page_curves.js", "page.js")  # in the order of their dependencies
+
+
+def write_described(described: dict[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write the page for the result of `describe_runs`, and return the path."""
+    # Browsers reject a whole JSON text that contains NaN, so a NaN that got this far is an error here.
+    packed = described | {"runs": [_packed(run) for run in described["runs"]]}
+    data = json.dumps(packed, allow_nan=False, separators=(",", ":"))
+    here = files("composer.report")
+    template = here.joinpath("page.html").read_text()
+    page = template.format(
+        style=here.joinpath("page.css").read_text(),
+        script="".join(here.joinpath(name).read_text() for name in _SCRIPTS),
+        # Names and messages are untrusted: no tag in them may end the script element.
+        data=data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),
+    )
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(
+            f"{path} is a folder. Name the file that the page goes to, such as {path / 'report.html'}."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(page, encoding="utf-8")
+    unfinished.replace(path)
+    return path
+
+
+def _packed(run: dict[str, Any]) -> dict[str, Any]:
+    """Return a run whose curves share one table of positions, stored as differences: most of a page is positions.
+
+    A position is the place on all axes. `at` of a curve is its rows of the table.
+    """
+    rows = sorted({row for curve in run["curves"].values() for row in _rows(curve)})
+    numbers = {row: number for number, row in enumerate(rows)}
+    curves = {
+        name: {
+            "values": curve["values"],
+            "not_finite": curve["not_finite"],
+            "at": _differences(numbers[row] for row in _rows(curve)),
+        }
+        for name, curve in run["curves"].items()
+    }
+    # Milliseconds, because differences of fractions would add up their rounding.
+    scaled = {
+        axis: [round(row[place] * (1000 if axis == "time_s" else 1)) for row in rows] for place, axis in enumerate(AXES)
+    }
+    return run | {"curves": curves, "positions": {axis: _differences(column) for axis, column in scaled.items()}}
+
+
+def _rows(curve: dict[str, list[float]]) -> Iterable[tuple[float, ...]]:
+    return zip(*(curve[axis] for axis in AXES), strict=True)
+
+
+def _differences(column: Iterable[int]) -> list[int]:
+    values = [0, *column]
+    return [after - before for before, after in pairwise(values)]
