@@ -17,6 +17,8 @@ from composer.optim import ConstantScheduler, LinearScheduler
 from composer.report import RunRecorder, read_run
 from composer.report._settings import fit_settings, script_facts, typed_settings
 from composer.report.runs import describe_runs
+from composer_dist import get_global_rank
+from composer_dist.testing import run_ranks
 
 
 def train(folder, run_name, *, lr=0.1, alpha=0.2, half_life="10ba", batch_size=4, max_duration="1ep", **more):
@@ -104,6 +106,33 @@ WANTED = {
     "parallelism/world_size": 1,
     "precision": "fp32",
 }
+
+
+def train_on_ranks(folder, **more):
+    torch.manual_seed(0)
+    data = [(torch.ones(4, 3), torch.zeros(4, dtype=torch.long)) for _ in range(2)]
+    train(folder, "run", train_dataloader=data, device_train_microbatch_size=4, algorithms=None, **more)
+    return read_run(f"{folder}/run").config if get_global_rank() == 0 else None
+
+
+def train_sharded(folder):
+    model = ComposerModel.from_module(torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy)
+    sharding = {"fsdp": {"state_dict_type": "sharded"}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return train_on_ranks(folder, model=model, optimizers=optimizer, parallelism_config=sharding)
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [(train_on_ranks, {"": "DDP"}), (train_sharded, {"": "FSDP", "/state_dict_type": "sharded"})],
+    ids=["ddp", "fsdp"],
+)
+def test_parallelism_is_recorded_and_the_model_is_counted_whole(tmp_path, body, wanted):
+    config, _ = run_ranks(body, str(tmp_path), store=tmp_path / "store")
+    wanted |= {"/world_size": 2, "/num_nodes": 1}
+    found = {name.removeprefix("parallelism"): value for name, value in config.items() if "parallelism" in name}
+    assert found == wanted
+    assert config["model/num_parameters"] == 8
 
 
 def test_a_pytorch_scheduler_is_named(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import os
@@ -178,12 +179,22 @@ def _parallelism(state: State) -> dict[str, Any]:
     if state.deepspeed_enabled:
         kind, config = "DeepSpeed", state.deepspeed_config
     elif state.fsdp_enabled:
-        kind, config = f"FSDP{state.fsdp_config_version}", vars(state.fsdp_config) if state.fsdp_config else None
+        kind, config = "FSDP", _changed_fields(state.fsdp_config)
     elif state.is_model_ddp or world_size > 1:
         kind = "DDP"
     found = {"parallelism": kind if state.tp_config is None else f"{kind} and tensor parallel"}
     found |= {"parallelism/world_size": world_size, "parallelism/num_nodes": world_size // get_local_world_size()}
     return found | {f"parallelism/{key}": value for key, value in (config or {}).items() if value is not None}
+
+
+def _changed_fields(config: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from their defaults."""
+    values = {field.name: (getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
+    return {
+        name: value
+        for name, (value, default) in values.items()
+        if not name.startswith("_") and value != default and value != ()
+    }
 
 
 def _listeners(state: State) -> dict[str, Any]:
