@@ -1,11 +1,16 @@
 """The launcher's command line."""
 
 import argparse
+import ast
 import math
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 FAILURE_TIMEOUT_S = 8.0
@@ -16,6 +21,8 @@ RUNS = "runs"
 """The default folder for the run folders."""
 CLUSTERS = ("training-operator", "kubernetes", "slurm", "openmpi", "pmi")
 """The supported systems. Slurm comes before MPI, whose processes it may start."""
+GROUP = "composer.commands"
+"""The group of entry points by which other distributions add commands."""
 PLACEHOLDERS = ("rank", "local_rank", "world_size", "local_world_size", "node_rank")
 """Placeholders in the names of output files."""
 
@@ -157,12 +164,44 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help lists the other commands, which are looked up for the help only."""
+
+    def format_help(self) -> str:
+        commands = _describe_commands()
+        self.epilog = f"other commands, each with --help:\n{commands}\n{_EPILOG}" if commands else _EPILOG
+        return super().format_help()
+
+
+def _describe_commands() -> str:
+    """Return the installed commands, one per line, each with the description in its module's docstring."""
+    found = dict(_commands())
+    width = max(map(len, found), default=0)
+    return "".join(f"  {name:{width}}  {_description(entry)}".rstrip() + "\n" for name, entry in found.items())
+
+
+def _commands() -> Iterator[tuple[str, EntryPoint]]:
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        yield f"composer {entry.name}", entry
+    for entry in sorted(entry_points(group="console_scripts"), key=lambda entry: entry.name):
+        if entry.name.startswith(("composer-", "composer_")):
+            yield entry.name, entry
+
+
+def _description(entry: EntryPoint) -> str:
+    """Return the text after the colon in the first line of a module's docstring, without importing the module."""
+    with suppress(Exception):  # the list is complete without it
+        spec = find_spec(entry.module)
+        docstring = ast.get_docstring(ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8")))
+        return (docstring or "").partition("\n")[0].partition(": ")[2].removesuffix(".")
+    return ""
+
+
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="composer",
         usage="composer [-n NPROC] [options] training_script ...",
         description="Run a training script in several processes on this node, as ranks of one run.",
-        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps the line breaks of the epilog
         allow_abbrev=False,  # an abbreviation may become ambiguous with a new option
     )

@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from composer_dist.launch.args import CannotStartError, Options, parse_options
+from composer_dist.launch.args import GROUP, CannotStartError, Options, parse_options
 from composer_dist.launch.report import open_console, release_console, say
 from composer_dist.launch.topology import (
     FREE_PORT,
@@ -190,9 +190,6 @@ def _bind_error(family: int, addr: str, port: int) -> int | None:
     except OSError as error:
         return error.errno
     return None
-
-
-GROUP = "composer.commands"
 
 
 def find_command(arguments: Sequence[str]) -> Callable[[Sequence[str]], int] | None:
