@@ -136,21 +136,21 @@ def _check_rendezvous(options: Options) -> None:
             )
         if fixed := first_given("world_size", "base_rank", "node_rank"):
             raise ValueError(
-                f"--nnodes and {option(fixed)} exclude each other: with --nnodes the nodes agree on their ranks when they "
-                "meet. Leave one of them out."
+                f"--nnodes and {option(fixed)} exclude each other: with --nnodes the nodes agree on their ranks when "
+                "they meet. Leave one of them out."
             )
     name = first_given("rdzv_endpoint", "rdzv_id", "rdzv_conf")
     if name and not options.is_elastic:
         raise ValueError(
-            f"{option(name)}={getattr(options, name)!r} is for runs with a rendezvous, and this one has none. Give --nnodes "
-            "or --max-restarts as well, or leave it out."
+            f"{option(name)}={getattr(options, name)!r} is for runs with a rendezvous, and this one has none. Give "
+            "--nnodes or --max-restarts as well, or leave it out."
         )
     address = first_given("master_addr", "master_port")
     if address and (options.nnodes is not None or options.rdzv_endpoint is not None):
         other = "nnodes" if options.rdzv_endpoint is None else "rdzv_endpoint"
         raise ValueError(
-            f"{option(address)}={getattr(options, address)!r} and {option(other)} exclude each other: ranks meet where the "
-            "rendezvous is. Give --rdzv-endpoint HOST:PORT only."
+            f"{option(address)}={getattr(options, address)!r} and {option(other)} exclude each other: ranks meet where "
+            "the rendezvous is. Give --rdzv-endpoint HOST:PORT only."
         )
 
 
