@@ -1,4 +1,4 @@
-"""Print how much `uv pip` has to download for the locked packages of an environment.
+"""Print how much `uv pip` has to download for the locked packages that an environment lacks.
 
     download_size.py --uv UV LOCK
 
@@ -6,16 +6,19 @@ Runs with the Python of that environment. The lock has no sizes, so they come fr
 """
 
 import argparse
+import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import distributions
 
 
-def total_bytes(pylock: str) -> int:
-    """Return the size of one file of each package; 0 for a package of unknown size."""
+def missing(pylock: str) -> list[int]:
+    """Return the download size of each package that is not installed; 0 if the registry does not know it."""
+    installed = {(re.sub(r"[-_.]+", "-", found.name).lower(), found.version) for found in distributions()}
     packages = tomllib.loads(pylock).get("packages", [])
-    files = ((package.get("wheels") or [package.get("sdist", {})])[0] for package in packages)
-    return sum(file.get("size", 0) for file in files)
+    lacking = [package for package in packages if (package["name"], package["version"]) not in installed]
+    return [(package.get("wheels") or [package["sdist"]])[0].get("size", 0) for package in lacking]
 
 
 def main() -> None:
@@ -27,13 +30,14 @@ def main() -> None:
     # Of all files of a package, pylock.toml holds the one for this machine.
     options = ["-q", "--no-deps", "--no-header", "--format", "pylock.toml", "--python", sys.executable]
     command = [arguments.uv, "pip", "compile", *options, arguments.lock]
-    pylock = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    number, size = pylock.count("[[packages]]"), total_bytes(pylock)
-    print(
-        f"Installing {number} packages: up to {size / 1e9:.1f} GB to download unless they are in uv's cache, about "
-        f"{size * 8 / 100e6 / 60:.0f} minutes at 100 Mbit/s.",
-        flush=True,
-    )
+    sizes = missing(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    if sizes:
+        minutes = max(1, round(sum(sizes) * 8 / 100e6 / 60))
+        print(
+            f"Installing {len(sizes)} packages: up to {sum(sizes) / 1e9:.1f} GB to download, less what uv's cache has; "
+            f"about {minutes} min at 100 Mbit/s.",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
