@@ -51,6 +51,11 @@ class Browser:
                 return answer["result"]
             self.events.append(answer)
 
+    def look(self, *, width=1400, scheme="light"):
+        """Set the width of the window, and whether the user prefers a light or a dark page."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
     def open(self, path):
         """Open a file and wait until the page says that it is ready."""
         self.call("Page.navigate", url=path.as_uri())

@@ -40,7 +40,6 @@ def test_lines_that_cannot_be_read_are_counted_for_each_run(run, tmp_path):
 
 
 def test_a_page_about_nothing_readable_is_written_and_says_so(run, tmp_path):
-    pytest.importorskip("plotly")
     write_metrics(tmp_path / "c1", "garbage")
     code, out, errors = run("c1")
     assert (code, out) == (0, "c1/report.html\n")
@@ -56,7 +55,6 @@ def test_a_folder_in_the_place_of_the_metrics_is_named(folder, run, tmp_path):
 
 
 def test_a_page_that_cannot_be_written_is_named(run, tmp_path):
-    pytest.importorskip("plotly")
     write_metrics(tmp_path / "c1", GOOD)
     (tmp_path / "{file}").touch()
     code, out, errors = run("c1", "-o", "{file}/page.html")
@@ -67,7 +65,6 @@ def test_a_page_that_cannot_be_written_is_named(run, tmp_path):
 
 @pytest.mark.parametrize("typed", [["runs"], ["runs/a", "runs/b"]])
 def test_the_page_lies_in_the_first_folder_that_was_named(typed, run, tmp_path):
-    pytest.importorskip("plotly")
     write_metrics(tmp_path / "runs" / "a", GOOD)
     write_metrics(tmp_path / "runs" / "b", GOOD)
     assert run(*typed)[:2] == (0, f"{typed[0]}/report.html\n")

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-pytest.importorskip("plotly")
-
 from composer.report import write_page
 
 NONE = "\N{EN DASH}"
@@ -56,9 +54,9 @@ def test_what_one_looks_at_first_comes_first_and_what_is_much_is_closed(page, br
     titles = browser.run("[...document.querySelectorAll('h2')].map(head => head.firstChild.textContent)")
     assert titles == [
         *("Losses", "Metrics", "Learning rate", "Gradients", "Throughput", "Memory", "mine"),
-        *("Where the time of a step goes", "Profiled events, algorithms and callbacks", "Which algorithm acted when"),
+        *("Where the time of a step goes", "Profiled events, algorithms and callbacks"),
         *("Norms of layers", "Activations", "Time", "Machine"),
-        *("Configuration", "Checkpoints"),
+        *("Settings", "Checkpoints"),
     ]
     charts = "[...document.querySelectorAll('.chart')].map(chart => chart.dataset.chart)"
     assert browser.run(charts) == [
@@ -78,7 +76,7 @@ def test_what_one_looks_at_first_comes_first_and_what_is_much_is_closed(page, br
 def test_the_contents_lead_to_each_section_and_open_it_also_by_keyboard(page, browser):
     browser.open(page)
     links = browser.run("[...document.querySelectorAll('nav a')].map(link => link.textContent)")
-    assert (links[:2], len(links)) == (["Losses", "Metrics"], 16)
+    assert (links[:2], len(links)) == (["Losses", "Metrics"], 15)
     missing = "[...document.querySelectorAll('nav a')].filter(link => !document.querySelector(link.hash)).length"
     assert browser.run(missing) == 0
     browser.run("[...document.querySelectorAll('nav a')].find(link => link.textContent === 'Time').focus()")
@@ -86,10 +84,10 @@ def test_the_contents_lead_to_each_section_and_open_it_also_by_keyboard(page, br
     for kind in ("keyDown", "keyUp"):
         browser.call("Input.dispatchKeyEvent", type=kind, **key)
     chart = "document.querySelector('[data-chart=\"time/train\"]')"
-    browser.wait_until(f"{chart}?.querySelector('.nsewdrag')")
+    browser.wait_until(f"{chart}?.drawn")
     assert browser.run(f"{chart}.closest('details').querySelector('h2').getBoundingClientRect().top") < 300
     # It is drawn as wide as its box, although there was no box while the section was closed.
-    width, box = browser.run(f"[{chart}.querySelector('.main-svg').getBoundingClientRect().width, {chart}.clientWidth]")
+    width, box = browser.run(f"[{chart}.querySelector('svg').getBoundingClientRect().width, {chart}.clientWidth]")
     assert (width, box > 300) == (pytest.approx(box, abs=1), True)
 
 
@@ -109,8 +107,9 @@ def test_axes_have_the_units_that_are_known(page, browser, chart, unit):
     node = f"document.querySelector('[data-chart=\"{chart}\"]')"
     browser.wait_until(node)
     browser.run(f"{node}.scrollIntoView()")
-    browser.wait_until(f"{node}.querySelector('.nsewdrag')")
-    assert browser.run(f"{node}.layout.yaxis.title?.text ?? null") == unit
+    browser.wait_until(f"{node}.drawn")
+    assert browser.run(f"{node}.drawn.yTitle") == (unit or "")
+    assert unit is None or browser.run(f"[...{node}.querySelectorAll('text')].some(t => t.textContent === '{unit}')")
 
 
 def test_each_run_has_a_table_of_its_own_that_can_be_sorted(tmp_path, browser):
@@ -146,7 +145,9 @@ def test_what_ended_a_run_stands_below_it_without_opening_its_traceback(tmp_path
     error = "Traceback (most recent call last):\n  ...\nOSError: disk full\nraised by callback Saves on batch 3\n"
     browser.open(write_page([write_run(tmp_path / "run", error=error)], tmp_path / "page.html"))
     assert browser.run("document.querySelector('.failure summary').textContent") == "OSError: disk full"
-    assert browser.run("document.querySelector('.failure').closest('td').colSpan") == 10
+    assert browser.run("document.querySelector('.failure').closest('td').colSpan") == browser.run(
+        "document.querySelector('.overview thead tr').cells.length"
+    )
 
 
 def test_what_is_looked_for_is_found_also_in_closed_sections(page, browser):
@@ -165,11 +166,25 @@ def test_what_is_looked_for_is_found_also_in_closed_sections(page, browser):
 def test_what_was_zoomed_into_stays_so_when_curves_are_smoothed(page, browser):
     browser.open(page)
     chart = "document.querySelector('[data-chart=\"loss/train/total\"]')"
-    browser.wait_until(f"{chart}?.querySelector('.nsewdrag')")
-    browser.run(f"Plotly.relayout({chart}, {{'xaxis.range[0]': 1.5, 'xaxis.range[1]': 2.5}}).then(() => 0)")
+    browser.wait_until(f"{chart}?.drawn")
+    browser.run(f"{chart}.querySelector('.sensor').scrollIntoView({{block: 'center'}})")
+    drag(browser, chart, 0.25, 0.75)
+    zoomed = browser.run(f"{chart}.drawn.xRange")
     browser.run("const s = document.getElementById('smoothing'); s.value = 0.5; s.dispatchEvent(new Event('input'))")
-    browser.wait_until(f"{chart}.data.length === 2")
-    assert browser.run(f"{chart}.layout.xaxis.range") == [1.5, 2.5]
+    browser.wait_until(f"{chart}.drawn.lines.length === 2")
+    assert browser.run(f"{chart}.drawn.xRange") == zoomed
+    assert 1 < zoomed[0] < zoomed[1] < 3
+
+
+def drag(browser, chart, begin, end):
+    """Drag the mouse over a chart, from one share of its width to another."""
+    left, top, width, height = browser.run(
+        f"(() => {{ const r = {chart}.querySelector('.sensor').getBoundingClientRect();"
+        " return [r.left, r.top, r.width, r.height]; })()"
+    )
+    for kind, share in (("mousePressed", begin), ("mouseMoved", end), ("mouseReleased", end)):
+        place = {"x": left + share * width, "y": top + height / 2}
+        browser.call("Input.dispatchMouseEvent", type=kind, button="left", buttons=1, clickCount=1, **place)
 
 
 def test_long_runs_are_shown_over_hours(tmp_path, browser):
@@ -179,31 +194,137 @@ def test_long_runs_are_shown_over_hours(tmp_path, browser):
     browser.open(write_page([run], tmp_path / "page.html"))
     browser.run("const a = document.getElementById('axis'); a.value = 'time_s'; a.dispatchEvent(new Event('change'))")
     chart = "document.querySelector('[data-chart=\"loss/train/total\"]')"
-    browser.wait_until(f"{chart}?.layout?.xaxis.title.text === 'hours'")
-    assert browser.run(f"{chart}.data[0].x") == [0, 1, 2, 3, 4]
+    browser.wait_until(f"{chart}?.drawn?.xTitle === 'hours'")
+    assert browser.run(f"{chart}.drawn.lines[0].x") == [0, 1, 2, 3, 4]
 
 
-def test_training_has_the_first_colour_and_no_two_runs_of_twenty_have_one(tmp_path, browser):
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_training_has_the_first_color_and_no_two_runs_of_twenty_have_one(tmp_path, browser, scheme):
     names = {"metrics/eval/Accuracy": 0.5, "metrics/train/Accuracy": 0.6}
     runs = [write_run(tmp_path / f"run{number:02}", names=names) for number in range(20)]
-    lines = (
-        "document.querySelector('[data-chart=\"metrics/Accuracy\"]')?.data?.map(line => [line.name, line.line.color])"
-    )
+    chart = "document.querySelector('[data-chart=\"metrics/Accuracy\"]')"
+    browser.look(scheme=scheme)
     for shown, labels in ((runs[:1], ["train", "eval"]), (runs, ["run00 train", "run00 eval"])):
         browser.open(write_page(shown, tmp_path / "page.html"))
-        browser.wait_until(lines)
-        drawn = browser.run(lines)
-        assert [name for name, _ in drawn[:2]] == labels
-        assert len({color for _, color in drawn}) == max(len(shown), 2)
+        browser.wait_until(f"{chart}?.drawn")
+        drawn = browser.run(f"{chart}.drawn.lines.map(line => line.name)")
+        colors = browser.run(f"[...{chart}.querySelectorAll('.curve')].map(curve => getComputedStyle(curve).stroke)")
+        assert drawn[:2] == labels
+        assert len(set(colors)) == max(len(shown), 2)
 
 
-def test_a_value_that_is_pointed_at_says_of_which_run_it_is(tmp_path, browser):
+@pytest.mark.parametrize("width", [1400, 360])
+def test_a_value_that_is_pointed_at_says_of_which_run_it_is(tmp_path, browser, width):
     names = [f"digits-resnet-bs64-{number}" for number in (1, 2)]
     runs = [write_run(tmp_path / name, names={"loss/train/total": 0.5}) for name in names]
+    browser.look(width=width)
     browser.open(write_page(runs, tmp_path / "page.html"))
     chart = "document.querySelector('[data-chart=\"loss/train/total\"]')"
-    browser.wait_until(f"{chart}?.querySelector('.nsewdrag')")
-    browser.run(f"Plotly.Fx.hover({chart}, {{xval: 2}}, 'xy'); 0")
-    browser.wait_until(f"{chart}.querySelector('.hoverlayer')?.textContent.includes('0.5')")
-    text = browser.run(f"{chart}.querySelector('.hoverlayer').textContent")
-    assert [name for name in names if name in text] == names
+    browser.wait_until(chart)
+    browser.run(f"{chart}.scrollIntoView({{block: 'center'}})")
+    browser.wait_until(f"{chart}.drawn")
+    x, y = browser.run(
+        f"(() => {{ const r = {chart}.querySelector('.sensor').getBoundingClientRect();"
+        " return [r.left + r.width / 2, r.top + r.height / 2]; })()"
+    )
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    browser.wait_until(f"{chart}.querySelector('.tip').textContent.includes('0.5')")
+    assert browser.run(f"[...{chart}.querySelectorAll('.tip .name')].map(name => name.textContent)") == names
+    assert browser.run(f"{chart}.querySelector('.tip').firstChild.textContent") == "batches 2"
+
+
+@pytest.fixture
+def nine(tmp_path):
+    """Return the page of nine runs of a sweep."""
+    folders = []
+    for number in range(9):
+        folder = write_run(tmp_path / f"cifar-resnet50-lr0.{number}-wd0.0001-seed{number}")
+        settings = {"optimizer/lr": number / 10, "optimizer/weight_decay": 1e-4, "foreach": None, "algorithms": "MixUp"}
+        config = json.loads((folder / "config.json").read_text()) | settings
+        (folder / "config.json").write_text(json.dumps(config))
+        acting = {"MixUp on before_forward": {"count": 3, "batches": [[1, 3]]}}
+        (folder / "acting.json").write_text(json.dumps(acting))
+        folders.append(folder)
+    return write_page(folders, tmp_path / "page.html")
+
+
+OVERLAPS = """(() => {
+  const found = [], rightmost = document.documentElement.clientWidth + 1;
+  const pairs = (boxes, meet, name) => boxes.forEach((one, index) => boxes.slice(index + 1).forEach(other => {
+    if (meet(one, other)) found.push(name);
+  }));
+  const meet = (room) => (one, other) => one.left + room < other.right && other.left + room < one.right
+    && one.top + room < other.bottom && other.top + room < one.bottom;
+  const boxesOf = (nodes) => [...nodes].map(node => node.getBoundingClientRect()).filter(box => box.width * box.height);
+  for (const box of boxesOf(document.querySelectorAll('main *'))) {
+    if (box.left < -1) found.push('cut off on the left');
+  }
+  for (const node of document.querySelectorAll('main > *, figure, .chart > svg, .controls > *, .runs > *, .wide')) {
+    if (node.getBoundingClientRect().right > rightmost) found.push(`${node.tagName} is cut off`);
+  }
+  for (const holder of document.querySelectorAll('main, .grid, .controls, .runs, figcaption, nav, .wide')) {
+    pairs(boxesOf(holder.children), meet(1), `overlap in ${holder.className || holder.tagName}`);
+  }
+  for (const chart of document.querySelectorAll('.chart > svg')) {
+    pairs(boxesOf(chart.querySelectorAll(':scope > text')), meet(0), 'labels of an axis');
+  }
+  return found;
+})()"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 360])
+def test_nothing_overlaps_or_is_cut_off_at_any_width(nine, browser, width, scheme):
+    browser.look(width=width, scheme=scheme)
+    browser.open(nine)
+    browser.run("document.querySelectorAll('details').forEach(details => details.open = true)")
+    charts = browser.run("document.querySelectorAll('.chart').length")
+    for number in range(charts):
+        browser.run(f"document.querySelectorAll('.chart')[{number}].scrollIntoView()")
+        browser.wait_until(f"document.querySelectorAll('.chart')[{number}].drawn")
+    browser.run("scrollTo(0, 0)")
+    assert browser.run("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+    assert browser.run(OVERLAPS) == []
+    assert browser.complaints() == ([], [])
+
+
+@pytest.mark.parametrize("width", [1400, 360])
+def test_each_of_nine_runs_can_be_found_in_the_legend_and_stands_out_when_pointed_at(nine, browser, width):
+    browser.look(width=width)
+    browser.open(nine)
+    chart = "document.querySelector('[data-chart=\"loss/train/total\"]')"
+    browser.run(f"{chart}.scrollIntoView({{block: 'center'}})")
+    browser.wait_until(f"{chart}.drawn")
+    names = browser.run("[...document.querySelectorAll('.runs label')].map(label => label.innerText.trim())")
+    assert names == [f"cifar-resnet50-lr0.{number}-wd0.0001-seed{number}" for number in range(9)]
+    browser.run("document.querySelectorAll('.runs label')[4].dispatchEvent(new Event('pointerenter'))")
+    assert browser.run(f"[...{chart}.querySelectorAll('.curve:not(.dim)')].map(curve => curve.dataset.run)") == ["4"]
+    browser.run("document.querySelectorAll('.runs button')[1].click()")  # none
+    browser.wait_until(f"{chart}.drawn.lines.length === 0")
+    browser.run("document.querySelectorAll('.runs input')[2].click()")
+    browser.wait_until(f"{chart}.drawn.lines.length === 1")
+    browser.run("document.querySelectorAll('.runs button')[0].click()")  # all
+    browser.wait_until(f"{chart}.drawn.lines.length === 9")
+
+
+def test_the_timeline_of_algorithms_is_folded(nine, browser):
+    browser.open(nine)
+    assert browser.run("document.getElementById('timeline').open") is False
+    text = browser.run("document.querySelector('#timeline .acting').textContent")
+    assert text == "MixUp on before_forward 3 times: batches 1 to 3"
+
+
+def test_settings_are_in_groups_and_what_says_nothing_is_only_found_by_a_search(nine, browser):
+    browser.open(nine)
+    rows = "[...document.querySelectorAll('.settings tbody tr')].map(row => row.cells[0].textContent)"
+    assert browser.run(rows) == [
+        *("Optimizer", "optimizer/lr", "optimizer/weight_decay", "Algorithms", "algorithms", "Training", "run_name"),
+    ]
+    search = "(() => {{ const s = document.getElementById('settings'); s.value = '{}';"
+    search += " s.dispatchEvent(new Event('input')); }})()"
+    browser.run(search.format("mixup"))
+    assert browser.run(rows) == ["Algorithms", "algorithms"]
+    browser.run(search.format("foreach"))
+    assert browser.run(rows) == ["Other settings", "foreach"]
+    browser.run(search.format("nobody"))
+    assert browser.run("document.querySelector('.settings').textContent") == "No setting is like that."

@@ -1,6 +1,7 @@
 """What a run's settings are on the page, where runs of a sweep are to be told apart by them."""
 
 import math
+import subprocess
 from types import SimpleNamespace
 
 import numpy
@@ -9,17 +10,21 @@ import torch
 
 from composer import Trainer
 from composer.algorithms import EMA, SWA, LabelSmoothing, LowPrecisionLayerNorm, MixUp
-from composer.core import Algorithm, Time
+from composer.callbacks import LRMonitor
+from composer.core import Algorithm, Evaluator, Time
 from composer.models import ComposerModel
+from composer.optim import ConstantScheduler, LinearScheduler
 from composer.report import RunRecorder, read_run
-from composer.report._run_files import fit_settings, typed_settings
+from composer.report._settings import fit_settings, script_facts, typed_settings
 from composer.report.runs import describe_runs
 
 
 def train(folder, run_name, *, lr=0.1, alpha=0.2, half_life="10ba", batch_size=4, max_duration="1ep", **more):
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.ones(8, 3), torch.zeros(8, dtype=torch.long))
-    model = ComposerModel.from_module(torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy)
+    model = more.pop("model", None) or ComposerModel.from_module(
+        torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy
+    )
     settings = {
         "train_dataloader": torch.utils.data.DataLoader(data, batch_size=batch_size),
         "max_duration": max_duration,
@@ -59,6 +64,96 @@ def test_runs_of_a_sweep_differ_on_the_page_by_what_was_swept(tmp_path, auto_log
     assert {name: differing.get(name) for name in wanted} == wanted
     assert (one["optimizer"], one["optimizer/betas"], one["precision"]) == ("Adam", "[0.9, 0.999]", "fp32")
     assert "algorithms/MixUp/mixing" not in one  # what is drawn for a batch is no setting
+
+
+def test_the_record_says_what_was_trained_on_what_and_how(tmp_path):
+    frozen = torch.nn.Linear(3, 2)
+    frozen.bias.requires_grad = False
+    model = ComposerModel.from_module(frozen, torch.nn.functional.cross_entropy)
+    data = torch.utils.data.TensorDataset(torch.ones(8, 3), torch.zeros(8, dtype=torch.long))
+    train(
+        tmp_path,
+        "run",
+        model=model,
+        optimizers=torch.optim.SGD([frozen.weight], lr=0.1),
+        schedulers=[LinearScheduler(alpha_f=0.5), ConstantScheduler()],
+        eval_dataloader=Evaluator(label="held_out", dataloader=torch.utils.data.DataLoader(data, batch_size=8)),
+        callbacks=[LRMonitor()],
+    )
+    config = read_run(tmp_path / "run").config
+    assert {name: config.get(name) for name in WANTED} == WANTED
+
+
+WANTED = {
+    "model/module": "Linear",
+    "model/num_parameters": 8,
+    "model/num_trainable_parameters": 6,
+    "train_dataloader/dataset": "TensorDataset",
+    "train_dataloader/num_samples": 8,
+    "train_dataloader/num_batches": 2,
+    "train_dataloader/num_workers": 0,
+    "evaluators/held_out/batch_size": 8,
+    "evaluators/held_out/num_samples": 8,
+    "scheduler": "LinearScheduler",
+    "scheduler/alpha_f": 0.5,
+    "scheduler-2": "ConstantScheduler",
+    "algorithms": "MixUp, EMA",
+    "callbacks": "LRMonitor",
+    "loggers": "RunRecorder",
+    "parallelism": "none",
+    "parallelism/world_size": 1,
+    "precision": "fp32",
+}
+
+
+def test_a_pytorch_scheduler_is_named(tmp_path):
+    weight = weights()
+    optimizer = torch.optim.SGD(weight, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
+    assert fit_settings(SimpleNamespace(schedulers=[scheduler]))["scheduler"] == "CosineAnnealingLR"
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Return the path of a script in a folder of its own, as the one that is running."""
+    path = tmp_path / "project" / "train.py"
+    path.parent.mkdir()
+    path.write_text("pass\n")
+    monkeypatch.setattr("sys.argv", [str(path), "--lr", "0.1"])
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    return path
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "init.defaultBranch=main"]
+    done = subprocess.run(["git", "-C", folder, *identity, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_the_commit_of_the_script_is_known(script):
+    assert script_facts() == {"script/path": str(script)}
+    git(script.parent, "init")
+    git(script.parent, "add", "train.py")
+    git(script.parent, "commit", "-m", "first")
+    commit = {"script/path": str(script), "script/git_commit": git(script.parent, "rev-parse", "HEAD")}
+    commit["script/git_branch"] = "main"
+    assert script_facts() == commit | {"script/has_uncommitted_changes": False}
+    script.write_text("fail\n")
+    assert script_facts() == commit | {"script/has_uncommitted_changes": True}
+
+
+@pytest.mark.parametrize("program", ["#!/bin/sh\nexec sleep 60\n", "#!/bin/sh\nexit 1\n", None])
+def test_a_git_that_hangs_fails_or_is_missing_costs_no_run(script, tmp_path, monkeypatch, program):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    if program is not None:
+        (tools / "git").write_text(program)
+        (tools / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin" if program else str(tools))
+    monkeypatch.setattr("composer.report._settings._GIT_TIMEOUT_S", 0.2)
+    assert script_facts() == {"script/path": str(script)}
+    train(tmp_path, "run")
+    assert read_run(tmp_path / "run").status["status"] == "finished"
 
 
 def test_what_a_script_logs_itself_stays_as_it_logs_it(tmp_path):
@@ -166,7 +261,7 @@ def test_a_learning_rate_that_is_a_tensor_is_read_on_the_cpu_only():
 def test_the_batch_size_of_a_batch_sampler_counts():
     sampler = torch.utils.data.BatchSampler(range(8), batch_size=2, drop_last=False)
     loader = torch.utils.data.DataLoader(range(8), batch_sampler=sampler)
-    assert fit_settings(SimpleNamespace(train_dataloader=loader)) == {"train_dataloader/batch_size": 2}
+    assert fit_settings(SimpleNamespace(train_dataloader=loader))["train_dataloader/batch_size"] == 2
 
 
 def test_settings_are_read_without_drawing():

@@ -185,6 +185,23 @@ def test_what_starts_nothing_does_not_wait_for_torch(arguments, status, words):
     assert words in run.stdout
 
 
+def test_the_help_lists_the_commands_of_other_distributions_without_importing_them(tmp_path, monkeypatch, capsys):
+    (tmp_path / "fruits.py").write_text('"""The command `composer plum`: count the plums."""\nraise SystemExit\n')
+    metadata = tmp_path / "fruits-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: fruits\nVersion: 1.0\n")
+    scripts = "[console_scripts]\ncomposer-pear = orchard:main\npear = fruits:main\n"
+    (metadata / "entry_points.txt").write_text(f"[composer.commands]\nplum = fruits:main\n{scripts}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    assert ended.value.code == 0
+    assert ["composer", "plum", "count the plums"] in lines
+    assert ["composer-pear"] in lines  # its module is missing, so there is no description
+    assert not any(line[:1] == ["pear"] for line in lines)
+
+
 def test_a_dry_run_prints_ranks_commands_variables_and_their_sources(capsys, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "1234")
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)

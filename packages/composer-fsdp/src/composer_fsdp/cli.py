@@ -1,4 +1,4 @@
-"""The `composer-fsdp` command, which previews what a configuration does to a model.
+"""The command `composer-fsdp`: preview what a configuration does to a model.
 
 PyTorch and the modules that need it are imported after the arguments are parsed, so that `--help` and usage errors are
 fast.

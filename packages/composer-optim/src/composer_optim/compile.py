@@ -20,6 +20,7 @@ __all__ = [
     "compile_composer_schedulers",
     "check_together",
     "compiled_for",
+    "compiled_from",
     "set_last_rates",
     "set_rates",
 ]
@@ -75,6 +76,13 @@ def compiled_for(scheduler: object) -> Any:
     """Return the training state for which a Composer scheduler was compiled, or `None` for anything else."""
     factor = scheduler.lr_lambdas[0] if isinstance(scheduler, LambdaLR) else None
     return getattr(factor.product if isinstance(factor, SharedRate) else factor, "_composer_state", None)
+
+
+def compiled_from(scheduler: object) -> tuple[Any, ...]:
+    """Return the Composer schedulers that a compiled one applies, or the scheduler itself if it is PyTorch's."""
+    factor = scheduler.lr_lambdas[0] if isinstance(scheduler, LambdaLR) else None
+    factor = factor.product if isinstance(factor, SharedRate) else factor
+    return getattr(factor, "_composer_schedulers", (scheduler,))
 
 
 def check_together(schedulers: Iterable[object]) -> None:
@@ -302,6 +310,7 @@ def _product(bound: _Bound, state: OptimizedState) -> Callable[[int], float]:
         return math.prod(scheduler(state, *ratio) for scheduler, ratio in bound)
 
     marked: Any = product
+    marked._composer_schedulers = tuple(scheduler for scheduler, _ in bound)
     marked._composer_state = state  # by which `compiled_for` recognizes schedulers compiled by this module
     return product
 

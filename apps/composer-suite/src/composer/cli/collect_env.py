@@ -1,4 +1,4 @@
-"""The `composer_collect_env` command: a description of the environment for bug reports."""
+"""The command `composer_collect_env`: print a description of the environment for bug reports."""
 
 import sys
 

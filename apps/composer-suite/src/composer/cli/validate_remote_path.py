@@ -1,4 +1,4 @@
-"""Validation of a URI in an object store, to detect errors before a run needs it."""
+"""The command `composer_validate_remote_path`: check a URI in an object store before a run needs it."""
 
 import argparse
 import sys

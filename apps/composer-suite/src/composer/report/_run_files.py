@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import os
-import platform
-import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import islice
 from logging import DEBUG, WARNING, getLogger
-from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from composer import _version
 from composer.loggers._service_queue import Snapshot, as_number
 from composer.loggers._text_output import to_plain
 from composer.loggers.file_logger import KeptFile
-from composer_dist import get_world_size
 from composer_events.event import Event
 from composer_events.state import State
-from composer_time import Time
 
 if TYPE_CHECKING:
     from composer_time import Timestamp
@@ -56,19 +48,6 @@ def saved_traces(state: State) -> list[str]:
     return [os.path.abspath(path) for path in paths]
 
 
-def environment(state: State) -> dict[str, Any]:
-    """Return the versions, the device and the command of the run."""
-    return {
-        "composer": _version.__version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "machine": platform.platform(),
-        "device": state.device.name,
-        "world_size": get_world_size(),
-        "command": sys.argv,
-    }
-
-
 def profiler_times(state: State) -> list[dict[str, Any]]:
     """Return the durations from the recorders of a profiler, if there are any."""
     # By attribute, because few runs are profiled, and the recorder's module imports those of all traces.
@@ -88,105 +67,6 @@ def profiler_times(state: State) -> list[dict[str, Any]]:
         for shares in (handler.shares_of_steps(),)
         for time in handler.times.values()
     ]
-
-
-T = TypeVar("T")
-
-_LEFT_OUT: Final = object()  # not a plain value, so `_plain_items` drops it
-_LONGEST: Final = 100  # items; a longer tuple is data, not a setting
-_DEEPEST: Final = 3  # nested lists; this also ends lists that contain themselves
-_MOST_BITS: Final = 1024  # larger integers exceed the limits of JSON readers and of Python's own conversion
-_WEIGHTS: Final = frozenset({"params", "param_names"})
-
-
-def typed_settings(state: State) -> dict[str, Any]:
-    """Return the settings of the optimizers and the algorithms, by names such as `optimizer/lr`.
-
-    Call it before training, when schedulers and checkpoints have not yet changed the settings of the script. Values
-    that are not plain, or are on a device and would require synchronization, are left out.
-    """
-    found: dict[str, Any] = {}
-    counts: Counter[str] = Counter()
-    readers: list[tuple[str, Any, Callable[[Any], Mapping[str, Any]]]] = []
-    with suppress(Exception):  # foreign objects may raise anything, also below
-        readers += [("optimizer", each, _settings_of_groups) for each in state.optimizers]
-    with suppress(Exception):
-        readers += [(f"algorithms/{type(each).__name__}", each, _arguments) for each in state.algorithms]
-    for kind, each, read in readers:
-        counts[kind] += 1
-        name = kind if counts[kind] == 1 else f"{kind}-{counts[kind]}"  # of repeated names
-        if kind == "optimizer":
-            found[name] = type(each).__name__
-        with suppress(Exception):
-            found |= {f"{name}/{key}": value for key, value in read(each).items()}
-    return found
-
-
-def fit_settings(state: State) -> dict[str, Any]:
-    """Return the settings of a call of `fit`: the dataloader's batch size per rank, the duration, the precision."""
-    settings = {name: getattr(state, name, _LEFT_OUT) for name in ("max_duration", "precision")}
-    with suppress(Exception):
-        loader: Any = state.train_dataloader
-        size = getattr(loader, "batch_size", None)
-        # A DataLoader with a custom batch sampler has `batch_size=None`.
-        settings["train_dataloader/batch_size"] = loader.batch_sampler.batch_size if size is None else size
-    return _plain_items(settings)
-
-
-def _settings_of_groups(optimizer: Any) -> dict[str, Any]:
-    """Return the settings that all parameter groups share, and the rest for each group."""
-    groups = [_plain_items(group, _WEIGHTS) for group in optimizer.param_groups]
-    common = {
-        key: value for key, value in groups[0].items() if all(key in group and group[key] == value for group in groups)
-    }
-    rest = [(f"group{number}/{key}", key, group[key]) for number, group in enumerate(groups) for key in group]
-    return common | {name: value for name, key, value in rest if key not in common}
-
-
-def _arguments(algorithm: Any) -> dict[str, Any]:
-    """Return the attributes with the names of the constructor's parameters.
-
-    Other public attributes may change with each batch, such as the mixing weight of MixUp. They are included only if a
-    parameter has no attribute of its name, since one of them probably holds its value. Properties are not read.
-    """
-    kept: dict[str, Any] = vars(algorithm)  # without properties, whose code could synchronize
-    parameters = inspect.signature(type(algorithm)).parameters.values()
-    names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    # The public attribute comes last, so it takes precedence.
-    found = {name: kept[key] for name in names for key in (f"_{name}", name) if key in kept}
-    if len(found) < len(names) or not names:
-        found |= {name: value for name, value in kept.items() if not name.startswith("_")}
-    return _plain_items(found)
-
-
-def _plain_items(settings: Mapping[Any, Any], without: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return the plain entries, converted for JSON."""
-    plain: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(name, str) and name not in without:
-            with suppress(Exception):  # a foreign object may raise anything
-                plain[name] = _plain(value)
-    return plain
-
-
-def _plain(value: Any, depth: int = 0) -> Any:
-    """Convert a value for JSON; raise an exception if it is not plain."""
-    if isinstance(value, Enum):  # first, because a member may also be a string or a number
-        return _plain(value.value, depth)
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, Time):
-        return str(cast("Time[Any]", value))
-    # By exact type: subclasses, such as DTensor, may need a collective to read.
-    if type(value) in (torch.Tensor, torch.nn.Parameter) and (value.device.type, value.ndim) == ("cpu", 0):
-        return _plain(value.item())
-    if isinstance(value, Integral) and int(value).bit_length() <= _MOST_BITS:
-        return int(value)
-    if isinstance(value, Real):  # NumPy's among them
-        return float(value) if math.isfinite(value) else str(float(value))
-    if isinstance(value, (tuple, list)) and len(cast("list[Any]", value)) <= _LONGEST and depth < _DEEPEST:
-        return [_plain(item, depth + 1) for item in cast("list[Any]", value)]
-    raise TypeError(f"a {type(value).__name__} is not plain")  # no repr: it may read a device
 
 
 _MOST_RANGES = 500  # per algorithm and event, more than a screen can show
@@ -253,22 +133,29 @@ _ENDS: Final = {
     Event.AFTER_LOSS: "loss",
     Event.AFTER_BACKWARD: "backward",
     Event.AFTER_TRAIN_BATCH: "after backward",
-    Event.BATCH_END: "optimizer's step and callbacks",
+    Event.BATCH_END: "callbacks",
     Event.EVAL_AFTER_ALL: "evaluation",
     Event.BATCH_CHECKPOINT: "checkpoints",
     Event.EPOCH_CHECKPOINT: "checkpoints",
 }
 _BEGINS: Final = frozenset({Event.FIT_START, Event.EPOCH_START, Event.EPOCH_END, Event.EVAL_BEFORE_ALL})
+_OPTIMIZER: Final = "optimizer"
 
 
 class StepTime:
     """Total duration of each part of a step, measured on the host.
 
     Devices work asynchronously, so their time appears in the part in which the host synchronizes.
+
+    Attributes:
+        is_stepping: Whether the optimizer's step has begun and not yet ended.
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(_ENDS.values(), 0.0)
+        parts = list(dict.fromkeys(_ENDS.values()))
+        parts.insert(parts.index("callbacks"), _OPTIMIZER)
+        self.seconds: dict[str, float] = dict.fromkeys(parts, 0.0)
+        self.is_stepping = False
         self._since: float | None = None
 
     def see(self, event: Event) -> None:
@@ -276,10 +163,21 @@ class StepTime:
         part = _ENDS.get(event)
         if part is None and event not in _BEGINS:
             return
+        if self.is_stepping:  # nothing was logged after the step, as in a custom loop
+            part = _OPTIMIZER
+        self.is_stepping = event is Event.AFTER_TRAIN_BATCH
         now = time.perf_counter()
         # Events of `_BEGINS` end no part: the time before them, such as between epochs, is not counted.
         if part is not None and self._since is not None:
             self.seconds[part] += now - self._since
+        self._since = now
+
+    def end_step(self) -> None:
+        """Add the time since AFTER_TRAIN_BATCH to the optimizer; there is no event directly after its step."""
+        self.is_stepping = False
+        now = time.perf_counter()
+        if self._since is not None:
+            self.seconds[_OPTIMIZER] += now - self._since
         self._since = now
 
 

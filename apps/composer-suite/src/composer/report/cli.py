@@ -1,4 +1,4 @@
-"""The command `composer report`."""
+"""The command `composer report`: write one page about one or several runs."""
 
 import argparse
 import json
@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from composer.report.runs import describe_runs, write_described
+from composer.report._page import write_described
+from composer.report.runs import describe_runs
 
 __all__ = ["main"]
 
@@ -20,7 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", help="file to write (default: report.html in the first folder)")
     parser.add_argument("--json", action="store_true", help="print the data of the page as JSON, and write no page")
     parser.add_argument("--verify", action="store_true", help="verify the hashes of the checkpoints")
-    parser.add_argument("--max-points", type=int, default=4000, help="points per curve, at most (default: 4000)")
+    parser.add_argument(
+        "--max-points", type=int, help="points per curve, at most (default: 4000, fewer for many curves)"
+    )
     asked = parser.parse_args(arguments)
     try:
         folders = [run for folder in asked.folders for run in _runs_in(Path(folder))]
@@ -37,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = Path(asked.output or Path(asked.folders[0]) / "report.html")
     try:
         path = write_described(described, output)
-    except (ImportError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         return _fail(error)
     sys.stdout.write(f"{path}\n")
     return 0

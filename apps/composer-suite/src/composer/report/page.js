@@ -1,22 +1,54 @@
 // The page: its sections in order, and the links to them.
-const nameOf = (run, index) => make("h3", {}, make("span", { style: `color:${colorOf(index)}` }, "● "), run.name);
+const nameOf = (run, index) => make("h3", {}, dot(index), run.name);
+
+const isNoise = (key, value) => value === undefined || value === "null" || /^enabled_algorithms\/|\/needed_events$|^composer_version$/.test(key)
+  || (key === "composer_commit_hash" && value === "None") || (key === "node_name" && value.startsWith("unknown because"));
+// They differ between any two runs, follow from another setting, or have a column of their own.
+const isTrivial = (key) => /^(run_name|environment\/(command|host)|train_dataloader\/num_batches|script\/.*|optimizer\/lr)$/.test(key);
+const differs = (key) => new Set(data.runs.map((run) => run.config[key])).size > 1;
+const settingKeys = [...new Set(data.runs.flatMap((run) => Object.keys(run.config)))].sort((one, other) => one.localeCompare(other, "en", { numeric: true }));
+
+// "metrics/eval/Accuracy" as "eval Accuracy".
+const title = (metric) => metric.replace(/^metrics\/([^/]+)\//, "$1 ").replace(/^loss\/train\/total$/, "train loss");
 
 function overview() {
-  const head = ["run", "status", "epochs", "batches", "samples", "tokens", "took", "device", "ranks", "torch"];
+  const differing = settingKeys.filter((key) => differs(key) && !isTrivial(key) && !data.runs.every((run) => isNoise(key, run.config[key])));
+  const summarized = [...new Set(data.runs.flatMap((run) => Object.keys(run.summary)))];
+  // Losses, metrics of evaluations, metrics of training.
+  const metrics = [/^loss\//, /^metrics\/(?!train\/)/, /^metrics\/train\//].flatMap((kind) => summarized.filter((name) => kind.test(name)));
+  const rate = summarized.find((name) => name.startsWith("lr-"));
+  const counts = ["epoch", "batch", "sample", "token"].filter((name) => data.runs.some((run) => run.status[name]));
+  // Results first: few settings fit on a phone.
+  const head = ["run", "ended", ...metrics.map(title), "learning rate", ...differing.map((key) => breakable(key.replace(/^algorithms\//, ""))), ...counts.map((name) => ({ epoch: "epochs", batch: "batches" }[name] ?? `${name}s`)), "started", "took"];
   const rows = data.runs.flatMap((run, index) => {
-    const status = run.status.status ?? "unknown";
-    const swatch = make("span", { style: `color:${colorOf(index)}` }, "● ");
-    // A killed run still has the status "running", so the time of its last update is shown.
-    const seen = status === "running" ? `, seen last ${String(run.status.updated).slice(0, 19).replace("T", " ")} UTC` : "";
-    const state = make("span", { class: status }, status + seen);
-    const bad = run.num_bad_lines ? make("div", { class: "faint" }, `${run.num_bad_lines} line(s) of the metrics are cut off`) : null;
-    const reason = run.status.reason ? make("div", { class: "faint" }, run.status.reason) : null;
-    const row = make("tr", {}, ...cells(make("div", {}, swatch, run.name), make("div", {}, state, reason, bad), run.status.epoch ?? 0,
-      run.status.batch ?? 0, run.status.sample ?? 0, run.status.token ?? 0, duration(run.status),
-      ...["device", "world_size", "torch"].map((name) => run.config[`environment/${name}`] ?? "")));
+    const row = make("tr", {}, ...cells(make("div", {}, dot(index), run.name), howEnded(run), ...metrics.map((name) => result(run.summary[name])),
+      learningRate(run, rate), ...differing.map((key) => run.config[key] ?? "–"), ...counts.map((name) => run.status[name] ?? 0),
+      String(run.status.started ?? "").slice(0, 16).replace("T", " "), duration(run.status)));
     return run.status.error ? [row, make("tr", {}, make("td", { colspan: head.length }, failure(run.status.error)))] : [row];
   });
-  return make("div", { class: "overview" }, table(head, rows));
+  return make("div", { class: "overview", tabindex: 0 }, table(head, rows));
+}
+
+function howEnded(run) {
+  const status = run.status.status ?? "unknown";
+  // A killed run still has the status "running", so the time of its last update is shown.
+  const seen = status === "running" ? `, seen last ${String(run.status.updated).slice(0, 19).replace("T", " ")} UTC` : "";
+  const lines = [run.status.reason, run.num_bad_lines ? `${run.num_bad_lines} line(s) of the metrics are cut off` : ""].filter(Boolean);
+  return make("div", {}, make("span", { class: status }, status + seen), ...lines.map((line) => make("div", { class: "faint" }, line)));
+}
+
+// The last value of a metric, and the best one with its time.
+function result(summary) {
+  if (!summary) return "–";
+  const { last, best } = summary;
+  const where = best && `best ${brief(best.value)} at batch ${best.batch.toLocaleString("en")}`;
+  return make("div", { class: "result" }, make("b", {}, brief(last.value)), best ? make("div", { class: "faint", title: `epoch ${best.epoch}` }, where) : null);
+}
+
+function learningRate(run, name) {
+  const first = run.config["optimizer/lr"], last = run.summary[name]?.last;
+  return make("div", { class: "result" }, make("span", {}, first ?? (last ? brief(last.value) : "–")),
+    first !== undefined && last ? make("div", { class: "faint" }, `last ${brief(last.value)}`) : null);
 }
 
 // The summary is the line of the traceback with the exception, which notes may follow.
@@ -34,38 +66,45 @@ function controls(onView, onFilter) {
   const log = make("input", { id: "log", type: "checkbox", onchange: () => { view.log = log.checked; onView(); } });
   const filter = make("input", { id: "filter", type: "search", placeholder: "part of a metric's name",
     oninput: () => { view.filter = filter.value.toLowerCase(); onFilter(); } });
-  const runs = data.runs.length > 1 ? data.runs.map((run, index) => {
-    const box = make("input", { type: "checkbox", checked: true, "data-run": index, onchange: () => {
-      view.hidden[box.checked ? "delete" : "add"](index); onView();
-    } });
-    return make("label", {}, box, make("span", { style: `color:${colorOf(index)}` }, run.name));
-  }) : [];
-  return make("div", { class: "controls" }, make("label", {}, "over", axis), make("label", {}, "smoothing", smoothing),
-    make("label", {}, log, "logarithmic"), make("label", {}, "only", filter),
-    runs.length ? make("div", { class: "runs" }, ...runs) : null);
+  return make("div", { class: "controls" }, make("label", {}, "over", axis), make("label", {}, "smoothing of training", smoothing),
+    make("label", {}, log, "logarithmic"), make("label", {}, "only", filter), data.runs.length > 1 ? legend(onView) : null);
 }
 
-const wide = [];  // functions that draw the full-width charts
+// The names of the runs: each can be hidden, and stands out in the charts while it is pointed at.
+function legend(onView) {
+  const boxes = data.runs.map((_, index) => make("input", { type: "checkbox", checked: true, "data-run": index, onchange: () => apply() }));
+  const apply = () => {
+    boxes.forEach((box, index) => view.hidden[box.checked ? "delete" : "add"](index));
+    onView();
+  };
+  const all = (checked) => { for (const box of boxes) box.checked = checked; apply(); };
+  const highlight = (index) => {
+    for (const curve of document.querySelectorAll(".chart [data-run]")) curve.classList.toggle("dim", index !== null && curve.dataset.run !== String(index));
+  };
+  const labels = boxes.map((box, index) => make("label", { title: data.runs[index].name, onpointerenter: () => highlight(index), onpointerleave: () => highlight(null) },
+    box, dot(index), make("span", { class: "name" }, data.runs[index].name)));
+  const button = (text, checked) => make("button", { onclick: () => all(checked) }, text);
+  return make("div", { class: "runs", role: "group", "aria-label": "runs" }, button("all", true), button("none", false), ...labels);
+}
 
 function stepTimes() {
   const parts = [...new Set(data.runs.flatMap((run) => Object.keys(run.times.step ?? {})))];
   if (!parts.length) return [make("p", { class: "faint" }, "No times were recorded.")];
-  const node = make("div", { class: "wide", id: "step-times" });
-  const traces = parts.map((part) => ({
-    type: "bar", orientation: "h", name: part, y: data.runs.map((run, index) => `${index + 1} ${short(run.name)}`),
-    x: data.runs.map((run) => {
-      const step = run.times.step ?? {};
-      const total = Object.values(step).reduce((sum, seconds) => sum + seconds, 0);
-      return total ? (100 * (step[part] ?? 0)) / total : 0;
-    }), customdata: data.runs.map((run) => (run.times.step ?? {})[part] ?? 0),
-    hovertemplate: "%{x:.1f} %, %{customdata:.2f} s",
-  }));
-  wide.push(() => Plotly.newPlot(node, traces, layout({ ...bars, barmode: "stack", height: 134 + 36 * data.runs.length,
-    margin: { l: 56, r: 14, t: 26, b: 84 }, xaxis: { title: { text: "share of the time in % by the host's clock", standoff: 6 } } }), config));
-  const note = make("p", { class: "faint" }, "Each part includes the algorithms and callbacks of the event that ends it: "
+  const seconds = (run, part) => (run.times.step ?? {})[part] ?? 0;
+  const total = (run) => Object.values(run.times.step ?? {}).reduce((sum, each) => sum + each, 0);
+  const share = (run, part) => (total(run) ? (100 * seconds(run, part)) / total(run) : 0);
+  const bar = (run) => make("div", { class: "bar" }, ...parts.map((part, index) =>
+    make("div", { style: `width:${share(run, part)}%;background:${colorOf(index)}`, title: `${part}: ${share(run, part).toFixed(1)} %` })));
+  const bars = data.runs.map((run, index) => make("div", { class: "bar-row" }, data.runs.length > 1 ? make("div", {}, dot(index), short(run.name)) : null, bar(run)));
+  const rows = parts.map((part, index) => make("tr", {}, ...cells(make("div", { class: "part" }, dot(index), part),
+    ...data.runs.map((run) => make("span", { class: "part" }, `${share(run, part).toFixed(1)} %`, make("span", { class: "faint" }, ` ${seconds(run, part).toFixed(2)} s`))))));
+  const note = make("p", { class: "faint" }, "Measured by the host's clock, which counts a device's time where the host waits for it. "
+    + "Each part includes the algorithms and callbacks of the event that ends it: "
     + "waiting for data those of batch_start, preparing the batch those of before_forward, forward those of after_forward, "
-    + "loss those of after_loss, backward those of after_backward, after backward those of after_train_batch.");
-  return [node, note];
+    + "loss those of after_loss, backward those of after_backward, after backward those of after_train_batch. "
+    + "Optimizer is its step; callbacks are those of batch_end, with the metrics, the logging and the schedulers before them.");
+  return [make("div", { class: "wide", id: "step-times" }, ...bars,
+    make("div", { class: "scroll", tabindex: 0 }, table(["part", ...data.runs.map((run) => run.name)], rows))), note];
 }
 
 function profiledEvents() {
@@ -90,31 +129,51 @@ function timelines() {
   return data.runs.flatMap((run, index) => {
     const names = Object.keys(run.acting);
     if (!names.length) return [];
-    const node = make("div", { class: "wide" });
-    const y = [], base = [], x = [], text = [];
-    for (const name of names) {
-      for (const [first, last] of run.acting[name].batches) {
-        y.push(plain(name)); base.push(first); x.push(last - first + 1); text.push(`batches ${first} to ${last}`);
-      }
-    }
-    wide.push(() => Plotly.newPlot(node, [{ type: "bar", orientation: "h", y, base, x, text, textposition: "none", hovertemplate: "%{y}: %{text}<extra></extra>",
-      marker: { color: colorOf(index) } }], layout({ ...bars, height: 84 + 24 * names.length,
-      xaxis: { title: { text: "batches", standoff: 6 } } }), config));
-    return [nameOf(run, index), node];
+    const end = 1 + Math.max(...names.flatMap((name) => run.acting[name].batches.map(([, last]) => last)));
+    const rows = names.map((name) => {
+      const { count, batches } = run.acting[name];
+      const marks = batches.map(([first, last]) => svg("rect", { x: first, width: last - first + 1, height: 1, style: `fill:${colorOf(index)}` }));
+      const where = batches.length > 3 ? `${batches.length} ranges` : batches.map(([first, last]) => (first === last ? `batch ${first}` : `batches ${first} to ${last}`)).join(", ");
+      return make("div", { class: "acting" }, make("div", {}, name, make("span", { class: "faint" }, ` ${count.toLocaleString("en")} times: ${where}`)),
+        svg("svg", { viewBox: `0 0 ${end} 1`, preserveAspectRatio: "none" }, ...marks));
+    });
+    return [nameOf(run, index), make("div", { class: "wide" }, ...rows, make("div", { class: "faint acting" }, `batches 0 to ${end - 1}`))];
   });
 }
 
+const settingGroups = [
+  ["Model", /^(model|load_path|load_|compile)/], ["Data", /^(train_dataloader|eval_dataloader|evaluators|spin_dataloaders)/], ["Optimizer", /^optimizer/],
+  ["Learning rate schedule", /^(scheduler|scale_schedule|step_schedulers)/], ["Algorithms", /^(algorithm|enabled_algorithms)/],
+  ["Callbacks and loggers", /^(callbacks|loggers|progress_bar|log_|console_)/],
+  ["Parallelism and precision", /^(parallelism|precision|num_nodes|num_\w+_per_node|deepspeed|fsdp|ddp_|dist_|device)/],
+  ["Training", /^(max_duration|run_name|rank_zero_seed|seed|deterministic|eval_|save_|autoresume|train_subset|grad_accum|accumulate)/],
+  ["Script and code", /^script\//], ["Environment", /^(environment|composer_|node_name)/], ["Other settings", /^/],
+];
+const settingGroup = (key) => settingGroups.findIndex(([, pattern]) => pattern.test(key));
+const settingText = (key, value) => (value === undefined ? "–" : /(^|\/)num_\w+$/.test(key) && /^\d{5,}$/.test(value) ? Number(value).toLocaleString("en") : value);
+
 function configuration() {
-  const keys = [...new Set(data.runs.flatMap((run) => Object.keys(run.config)))].sort();
-  const differs = (key) => new Set(data.runs.map((run) => run.config[key])).size > 1;
-  const holder = make("div", { class: "scroll settings" });
+  const holder = make("div", { class: "scroll settings", tabindex: 0 });
   const only = make("input", { type: "checkbox", id: "differences", onchange: () => fill() });
-  const search = make("input", { type: "search", id: "settings", placeholder: "part of a setting", oninput: () => fill() });
-  const fill = () => holder.replaceChildren(table(["setting", ...data.runs.map((run) => run.name)],
-    keys.filter((key) => (!only.checked || differs(key)) && key.toLowerCase().includes(search.value.toLowerCase())).map((key) =>
-      make("tr", differs(key) ? { class: "differs" } : {}, ...cells(key, ...data.runs.map((run) => run.config[key] ?? "–"))))));
+  const search = make("input", { type: "search", id: "settings", placeholder: "part of a setting or value", oninput: () => fill() });
+  const found = (key) => {
+    const text = search.value.toLowerCase();
+    if (only.checked && !differs(key)) return false;
+    // What is not shown otherwise can be searched for.
+    if (!text) return data.runs.some((run) => !isNoise(key, run.config[key]));
+    return [key, ...data.runs.map((run) => run.config[key] ?? "")].some((each) => each.toLowerCase().includes(text));
+  };
+  const fill = () => {
+    const rows = settingGroups.flatMap(([name], group) => {
+      const keys = settingKeys.filter((key) => settingGroup(key) === group && found(key));
+      const head = make("tr", { class: "group" }, make("th", { colspan: data.runs.length + 1, scope: "rowgroup" }, name));
+      return keys.length ? [head, ...keys.map((key) => make("tr", data.runs.length > 1 && differs(key) ? { class: "differs" } : {},
+        ...cells(breakable(key), ...data.runs.map((run) => settingText(key, run.config[key])))))] : [];
+    });
+    holder.replaceChildren(rows.length ? table(["setting", ...data.runs.map((run) => run.name)], rows) : make("p", { class: "faint" }, "No setting is like that."));
+  };
   fill();
-  return [make("div", { class: "controls", style: "position:static" }, make("label", {}, "only", search),
+  return [make("div", { class: "controls still" }, make("label", {}, "search", search),
     data.runs.length > 1 ? make("label", {}, only, "only what differs") : null), holder];
 }
 
@@ -131,8 +190,12 @@ function traces() {
   return rows.length ? [table(["run", "file"], rows)] : [];
 }
 
-function section(id, title, ...nodes) {
+function section(id, title, nodes) {
   return make("section", { id }, make("h2", {}, title), ...nodes);
+}
+
+function folded(id, title, nodes) {
+  return make("details", { id }, make("summary", {}, make("h2", {}, title)), ...nodes);
 }
 
 // Open the collapsed target of a link, also if the address does not change, which causes no `hashchange`.
@@ -154,15 +217,14 @@ function show() {
   document.title = data.runs.map((run) => run.name).join(", ");
   const groups = collect();
   const holders = { first: make("div", { id: "curves" }), second: make("div", { id: "more-curves" }) };
-  const noAlgorithm = make("p", { class: "faint" }, "No algorithm acted.");
   const timeline = timelines(), profiled = profiledEvents(), files = traces();
   const middle = [
     ["step-time", "Where the time of a step goes", "Time of a step", stepTimes()],
     ["profiled", "Profiled events, algorithms and callbacks", "Profiled events", profiled],
-    ["timeline", "Which algorithm acted when", "Timeline", timeline.length ? timeline : [noAlgorithm]],
+    ["timeline", "Which algorithm acted when", "Timeline", timeline],
   ].filter(([, , , nodes]) => nodes.length);
   const last = [
-    ["configuration", "Configuration", "Configuration", configuration()], ["checkpoints", "Checkpoints", "Checkpoints", [checkpoints()]],
+    ["configuration", "Settings", "Settings", configuration()], ["checkpoints", "Checkpoints", "Checkpoints", [checkpoints()]],
     ["traces", "Traces, for Perfetto", "Traces", files],
   ].filter(([, , , nodes]) => nodes.length);
   const ofGroups = (isSecond) => groups.filter((group) => group.isSecond === isSecond).map(({ id, title }) => [id, title]);
@@ -171,12 +233,11 @@ function show() {
   const bar = controls(drawAnew, drawAll);
   root.append(make("h1", {}, data.runs.length > 1 ? `${data.runs.length} runs` : data.runs[0].name),
     contents([...ofGroups(false), ...ofSections(middle), ...ofGroups(true), ...ofSections(last)]), overview(), bar, holders.first,
-    ...middle.map(([id, title, , nodes]) => section(id, title, ...nodes)), holders.second,
-    ...last.map(([id, title, , nodes]) => section(id, title, ...nodes)));
+    ...middle.map(([id, title, , nodes]) => (id === "timeline" ? folded : section)(id, title, nodes)), holders.second,
+    ...last.map(([id, title, , nodes]) => section(id, title, nodes)));
   // Targets of links must not be hidden by the bar, which is fixed at the upper edge.
-  new ResizeObserver(() => { document.documentElement.style.scrollPaddingTop = `${bar.offsetHeight + 8}px`; }).observe(bar);
+  new ResizeObserver(() => { document.documentElement.style.scrollPaddingTop = getComputedStyle(bar).position === "sticky" ? `${bar.offsetHeight + 8}px` : "8px"; }).observe(bar);
   drawAll();
-  for (const draw of wide) draw();  // only now, since their containers get a width when they are in the page
   addEventListener("hashchange", reveal);
   if (location.hash) reveal();
   document.body.dataset.ready = "yes";

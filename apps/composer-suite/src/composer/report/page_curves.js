@@ -52,7 +52,7 @@ function collect() {
       if (!groups.has(title)) groups.set(title, new Map());
       const charts = groups.get(title);
       if (!charts.has(chart)) charts.set(chart, []);
-      charts.get(chart).push({ run, index, label, curve, unit: run.units?.[name] });
+      charts.get(chart).push({ name, run, index, label, curve, unit: run.units?.[name] });
     }
   });
   const isTrain = ({ label }) => label === "train";
@@ -66,54 +66,52 @@ function collect() {
   }));
 }
 
-// Non-finite values are marked at the upper edge, on a separate axis; a labeled line marks the first one.
-function notFinite(x, name, color, curve) {
+// Non-finite values are marked at the upper edge; a labeled line marks the first one.
+function notFinite(x, color, curve) {
   const at = Object.keys(curve.not_finite).map(Number);
-  if (!at.length) return null;
-  const first = x[at[0]];
-  return {
-    trace: { x: at.map((index) => x[index]), y: at.map(() => 0.97), yaxis: "y2", mode: "markers", name, showlegend: false,
-      text: at.map((index) => plain(curve.not_finite[index])), hovertemplate: "%{text}", marker: { symbol: "x-thin", size: 7, line: { color, width: 1.5 } } },
-    shape: { type: "line", yref: "paper", y0: 0, y1: 1, x0: first, x1: first, line: { color: "#b42318", dash: "dot", width: 1 },
-      label: { text: plain(curve.not_finite[at[0]]), textposition: "middle", textangle: 0, xanchor: "left", font: { size: 9, color: "#b42318" } } },
-  };
+  return at.length ? { color, marks: at.map((index) => x[index]), first: x[at[0]], text: curve.not_finite[at[0]] } : null;
 }
 
 const xOf = (curve) => (view.axis === "time_s" ? curve.time_s.map((seconds) => seconds / clock.seconds) : curve[view.axis]);
 
-function draw(node) {
-  const { chart, curves } = node, traces = [], odd = [];
-  for (const { run, index, label, curve } of curves) {
-    if (view.hidden.has(index)) continue;
-    const x = xOf(curve), name = plain([data.runs.length > 1 ? run.name : "", label].filter(Boolean).join(" ") || chart);
-    const color = colorOf(index + (data.runs.length > 1 ? 0 : traces.length));
-    const line = { color, width: 1.6, dash: label && label !== "train" ? "dot" : "solid" };
-    const few = curve.values.length < 30;
-    if (view.smoothing) {
-      traces.push({ x, y: curve.values, name, line: { ...line, width: 1 }, opacity: 0.25, showlegend: false, hoverinfo: "skip", mode: "lines" });
-    }
-    traces.push({ x, y: smoothed(curve.values, view.smoothing), name, line, mode: few ? "lines+markers" : "lines", marker: { size: 5 } });
-    odd.push(notFinite(x, name, color, curve));
-  }
-  const marked = odd.filter(Boolean);
-  // With several runs, the colored names above the charts are the legend.
-  const showlegend = data.runs.length === 1 && curves.length > 1;
-  const units = [...new Set(curves.map(({ unit }) => unit).filter(Boolean))];
-  Plotly.react(node, [...traces, ...marked.map((each) => each.trace)], layout({
-    shapes: marked.map((each) => each.shape), showlegend, ...(showlegend ? { margin: { l: 56, r: 14, t: 26, b: 70 } } : {}),
-    // An unchanged `uirevision` keeps the zoom when runs are hidden or curves are smoothed.
-    xaxis: { title: { text: axes[view.axis], standoff: 6 }, zeroline: false, uirevision: view.axis },
-    yaxis: { type: view.log ? "log" : "linear", zeroline: false, automargin: true, uirevision: String(view.log),
-      ...(units.length ? { title: { text: plain(units.join(" or ")), standoff: 6 } } : {}) },
-    yaxis2: { overlaying: "y", range: [0, 1], fixedrange: true, visible: false },
-  }), config);
+// Values of evaluations, schedules, counts and times are exact: only what is measured on a batch is noisy.
+const isExact = (chart, label) => (label !== "" && label !== "train") || /^(lr-|time\/|trainer\/)/.test(chart)
+  || /(^|[/_.-])(eval|val|valid|validation|test)([/_.-]|$)/i.test(chart) || scheduled.test(chart);
+const scheduled = /^(seq_length_warmup|layer_freezing|progressive_resizing|ema|alibi|stochastic_depth)\/|schedule|learning_rate|(^|[/_])lr([/_]|$)/i;
+
+const dashes = ["none", "5 3", "1.5 3", "8 3 1.5 3"];
+// Training is solid, and each evaluation has its own dashes.
+function dashOf(label, curves) {
+  const others = [...new Set(curves.map((curve) => curve.label))].filter((one) => one !== "train" && one !== "");
+  return label === "train" || label === "" ? dashes[0] : dashes[1 + (others.indexOf(label) % (dashes.length - 1))];
 }
 
-function captionOf(chart, curves) {
-  const labels = [...new Set(curves.map(({ label }) => label))];
-  const isKey = data.runs.length > 1 && labels.length > 1;
-  const key = isKey ? ` – ${labels.map((label) => `${label} ${label === "train" ? "solid" : "dotted"}`).join(", ")}` : "";
-  return make("figcaption", {}, chart, make("span", { class: "faint" }, key));
+const colorIn = (curves, { index, label }) =>
+  colorOf(data.runs.length > 1 ? index : [...new Set(curves.map((curve) => curve.label))].indexOf(label));
+
+function draw(node) {
+  const { chart, curves } = node, raw = [], lines = [], odd = [];
+  for (const each of curves) {
+    const { run, index, label, curve } = each;
+    if (view.hidden.has(index)) continue;
+    const x = xOf(curve), color = colorIn(curves, each);
+    const name = [data.runs.length > 1 ? run.name : "", label].filter(Boolean).join(" ") || chart;
+    const line = { name, x, color, dash: dashOf(label, curves), run: index, isMarked: curve.values.length < 30 };
+    const isSmooth = view.smoothing > 0 && !isExact(chart, label);
+    if (isSmooth) raw.push({ ...line, y: curve.values, isRaw: true });
+    lines.push({ ...line, y: isSmooth ? smoothed(curve.values, view.smoothing) : curve.values });
+    odd.push(notFinite(x, color, curve));
+  }
+  const yTitle = [...new Set(curves.map(({ unit }) => unit).filter(Boolean))].join(" or ");
+  drawChart(node, { lines: [...raw, ...lines], odd: odd.filter(Boolean), xTitle: axes[view.axis], yTitle, isLog: view.log, zoomKey: view.axis });
+}
+
+function captionOf(chart, curves, node) {
+  const labels = [...new Set(curves.map(({ label }) => label))].filter(Boolean);
+  const color = (label) => (data.runs.length > 1 ? "currentColor" : colorIn(curves, { label }));
+  const keys = labels.map((label) => make("span", { class: "label" }, lineKey(color(label), dashOf(label, curves)), label));
+  const reset = make("button", { class: "reset", hidden: true, onclick: () => setZoom(node, null) }, "reset zoom");
+  return make("figcaption", {}, make("span", {}, chart.replace(/^metrics\//, "")), ...keys, reset);
 }
 
 // Charts are drawn when they become visible. Visible ones are redrawn at most once per frame, after all changes.
@@ -138,6 +136,12 @@ const visible = new IntersectionObserver((entries) => {
   drawStale();
 }, { rootMargin: "400px" }); // draw shortly before a chart is scrolled into view
 
+// A chart is as wide as its node, which changes with the window and with what is drawn around it.
+const resized = new ResizeObserver((entries) => {
+  for (const { target } of entries) if (target.drawn && target.drawn.width !== target.clientWidth) stale.add(target);
+  askFrame();
+});
+
 function drawAnew() {
   for (const node of document.querySelectorAll(".chart")) stale.add(node);
   askFrame();
@@ -146,9 +150,9 @@ function drawAnew() {
 function clear(holder) {
   for (const node of holder.querySelectorAll(".chart")) {
     visible.unobserve(node);
+    resized.unobserve(node);
     inSight.delete(node);
     stale.delete(node);
-    Plotly.purge(node); // Plotly would otherwise keep the chart in memory
   }
   holder.replaceChildren();
 }
@@ -161,7 +165,8 @@ function fill(holder, group, wanted) {
     const node = Object.assign(make("div", { class: "chart", "data-chart": chart }), { chart, curves });
     stale.add(node);
     visible.observe(node);
-    grid.append(make("figure", {}, captionOf(chart, curves), node));
+    resized.observe(node);
+    grid.append(make("figure", {}, captionOf(chart, curves, node), node));
   }
   holder.append(grid);
   if (wanted.length > limit) {
@@ -186,7 +191,7 @@ function drawCurves(groups, holders) {
   for (const holder of Object.values(holders)) clear(holder);
   if (!groups.length) holders.first.append(make("p", { class: "faint" }, "No metrics were logged."));
   for (const group of groups) {
-    const wanted = group.charts.filter(([chart]) => chart.toLowerCase().includes(view.filter));
+    const wanted = group.charts.filter(([, curves]) => curves.some(({ name }) => name.toLowerCase().includes(view.filter)));
     if (!wanted.length) continue;
     if (group.isSecond) {
       (view.filter ? holders.first : holders.second).append(closable(group, wanted)); // search results are shown at the top

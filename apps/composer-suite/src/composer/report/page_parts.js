@@ -1,14 +1,22 @@
 // Helpers of all parts of the page: the data, DOM nodes, tables and formatted numbers.
 const data = JSON.parse(document.getElementById("composer-data").textContent);
 const root = document.getElementById("report");
-const colors = [
-  "#3366cc", "#dc5a2b", "#109618", "#990099", "#0099c6", "#b8860b", "#dd4477", "#66aa00", "#b82e2e", "#5a6472",
-  "#8c6d31", "#17807e", "#e6550d", "#6b6ecf", "#9c2c77", "#4a7c00", "#c9971c", "#1b4f9c", "#a55194", "#00a676",
-];
-const colorOf = (index) => colors[index % colors.length];
+const numColors = 20;
+const colorOf = (index) => `var(--run-${index % numColors})`;
 
-// Names are untrusted. DOM nodes treat them as text, but Plotly interprets some HTML tags, which are escaped here.
-const plain = (text) => String(text).replace(/[&<>]/g, (sign) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" }[sign]));
+// Undo the packing of the curves: positions are stored once for all curves of a run, as differences.
+const summed = (differences) => {
+  let sum = 0;
+  return differences.map((difference) => (sum += difference));
+};
+for (const run of data.runs) {
+  const columns = Object.entries(run.positions).map(([axis, differences]) => [axis, summed(differences)]);
+  for (const curve of Object.values(run.curves)) {
+    const rows = summed(curve.at);
+    for (const [axis, column] of columns) curve[axis] = rows.map((row) => column[row] / (axis === "time_s" ? 1000 : 1));
+  }
+}
+
 const make = (tag, attributes = {}, ...children) => {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -24,6 +32,18 @@ const table = (head, rows) =>
     make("tbody", {}, ...rows));
 const cells = (...values) => values.map((value) => make("td", typeof value === "number" ? { class: "number" } : {},
   value instanceof Node ? value : typeof value === "number" ? value.toLocaleString("en") : String(value ?? "")));
+// A number with a few significant digits, or all digits before its point.
+const exact = (value, digits = 6) => {
+  const size = Math.abs(value);
+  if (size && (size < 1e-4 || size >= 1e9)) return value.toExponential(digits - 2);
+  return value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, Math.ceil(Math.log10(size + 1))) });
+};
+// As `exact`, with as many digits for each number of a column.
+const brief = (value) => (typeof value !== "number" ? value
+  : Number.isInteger(value) || Math.abs(value) < 1e-4 || Math.abs(value) >= 1e4 ? exact(value, 4)
+    : value.toLocaleString("en", { minimumSignificantDigits: 4, maximumSignificantDigits: 4 }));
+// A name that may be broken after its slashes and underscores.
+const breakable = (name) => make("span", {}, ...name.split(/(?<=[/_])/).flatMap((part, index) => (index ? [make("wbr"), part] : [part])));
 const bytes = (size) => {
   if (size === null) return "";
   const power = size ? Math.min(4, Math.floor(Math.log2(size) / 10)) : 0;
@@ -35,13 +55,8 @@ const duration = (status) => {
   const [days, ...clock] = [seconds / 86400, (seconds / 3600) % 24, (seconds / 60) % 60, seconds % 60].map(Math.floor);
   return (days ? `${days} d ` : "") + clock.map((part) => String(part).padStart(2, "0")).join(":");
 };
-const layout = (more = {}) => ({
-  margin: { l: 56, r: 14, t: 26, b: 44 }, height: 270, font: { size: 11 }, hovermode: "x unified", hoverlabel: { namelength: 40 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
-  legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", traceorder: "normal" }, ...more,
-});
-const config = { displaylogo: false, responsive: true, modeBarButtons: [["toImage", "resetScale2d"]] };
-const bars = { hovermode: "closest", yaxis: { autorange: "reversed", automargin: true, ticks: "outside", ticklen: 4, tickcolor: "#fff" } };
-const short = (name) => plain(name.length > 40 ? `${name.slice(0, 39)}…` : name);
+const short = (name) => (name.length > 40 ? `${name.slice(0, 39)}…` : name);
+const dot = (index) => make("span", { class: "dot", style: `background:${colorOf(index)}` });
 
 // Table sorted by the selected column: numbers descending, names ascending; selecting it again reverses the order.
 function sortable(columns, records, chosen) {

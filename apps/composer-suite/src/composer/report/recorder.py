@@ -18,13 +18,11 @@ from composer.report._run_files import (
     FactFiles,
     MetricLines,
     StepTime,
-    environment,
-    fit_settings,
     profiler_times,
     saved_checkpoints,
     saved_traces,
-    typed_settings,
 )
+from composer.report._settings import environment, fit_settings, script_facts, typed_settings
 from composer.report.runs import ACTING, CONFIG, METRICS, STATUS, TIMES, now_at, read_json
 from composer_checkpoint.lock import FolderInUseError, FolderLock
 from composer_dist import get_global_rank
@@ -83,8 +81,7 @@ class RunRecorder(LoggerDestination):
             1 s and at most 10 s apart, or one batch if it takes longer.
         overwrite: Whether the folder of an earlier run may be replaced. A resumed run (`Trainer(autoresume=True)`)
             continues its folder, and replaces the lines written after the checkpoint.
-        page: Whether to write the page at the end, which needs plotly (`pip install 'composer-suite[report]'`).
-            Without plotly, a warning is logged.
+        page: Whether to write the page at the end.
         is_optional: Whether to train without a record, after one warning, if the folder cannot be written, and to
             append a number to its name (`plum-2`) if it holds an earlier run. Recorders from `COMPOSER_RUNS` are
             optional.
@@ -216,6 +213,8 @@ class RunRecorder(LoggerDestination):
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Keep metrics with their time in training."""
+        if self._time.is_stepping:  # the Trainer logs the losses directly after the optimizer's step
+            self._time.end_step()
         if self._state is not None and self._lines is not None:
             self._lines.add(self._state.timestamp, step, metrics)
 
@@ -364,7 +363,7 @@ class RunRecorder(LoggerDestination):
             saved = [now_at(path, status.get("folder"), folder) for path in status.get("checkpoints", [])]
             self._saved_earlier = [path for path in saved if "://" in path or os.path.exists(path)]
         self._config |= {"run_name": state.run_name, "environment": environment(state)}
-        self._settings = typed_settings(state)
+        self._settings = typed_settings(state) | script_facts()
         self._write_facts("running")
 
     def _make_folder(self, run_name: str) -> Path:
@@ -423,7 +422,7 @@ class RunRecorder(LoggerDestination):
 
         try:
             write_page([self.folder], self.folder / "report.html")
-        except (ImportError, OSError) as error:  # the run is over, and its record is complete without the page
+        except OSError as error:  # the run is over, and its record is complete without the page
             _log.warning("The page about %s could not be written: %s", self.folder, error)
 
 

@@ -9,9 +9,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, cast
+
+from composer.report._page import write_described
 
 __all__ = ["Checkpoint", "Curve", "Run", "describe_runs", "read_run", "write_page"]
 
@@ -180,16 +181,20 @@ def _inspect(path: str, *, verify: bool) -> Checkpoint:
 
 
 _DIGITS: Final = 8  # significant digits
+_MOST_POINTS: Final = 4000  # per curve
+_FEWEST_POINTS: Final = 500  # about as many as a chart has pixels
+_POINTS_OF_PAGE: Final = 50_000  # of all curves, about 1 MB
 
 
 def describe_runs(
-    folders: Sequence[str | os.PathLike[str]], *, max_points: int = 4000, verify: bool = False
+    folders: Sequence[str | os.PathLike[str]], *, max_points: int | None = None, verify: bool = False
 ) -> dict[str, Any]:
     """Return the data of the page, ready for JSON.
 
     Args:
         folders: Folders written by `RunRecorder`s.
-        max_points: Maximum number of points kept per curve.
+        max_points: Maximum number of points kept per curve. By default 4000, or fewer if there are many curves, so
+            that a page of them stays small.
         verify: Whether to verify the hashes of the checkpoints.
 
     Raises:
@@ -198,9 +203,12 @@ def describe_runs(
     """
     if not folders:
         raise ValueError("No runs to show. Pass the folder of at least one.")
-    if max_points < 3:
+    if max_points is not None and max_points < 3:
         raise ValueError(f"max_points={max_points!r} draws no curve. Pass 3 or more.")
     runs = [read_run(folder, verify=verify) for folder in folders]
+    if max_points is None:
+        num_curves = max(1, sum(len(run.curves) for run in runs))
+        max_points = max(_FEWEST_POINTS, min(_MOST_POINTS, _POINTS_OF_PAGE // num_curves))
     described = [_describe(run, max_points) for run in runs]
     for run, name in zip(described, _labels(runs), strict=True):
         run["name"] = name
@@ -216,6 +224,7 @@ def _describe(run: Run, max_points: int) -> dict[str, Any]:
         "status": run.status,
         "curves": {name: _points(curve, max_points) for name, curve in sorted(run.curves.items())},
         "units": units_of(run.curves, config),
+        "summary": {name: _extremes(name, curve) for name, curve in run.curves.items() if _SUMMARIZED.match(name)},
         "acting": run.acting,
         "times": run.times,
         "checkpoints": [
@@ -224,6 +233,32 @@ def _describe(run: Run, max_points: int) -> dict[str, Any]:
         ],
         "traces": run.traces,
         "num_bad_lines": run.num_bad_lines,
+    }
+
+
+_SUMMARIZED: Final = re.compile(r"(loss|metrics)/|lr-")
+_IS_LOWER_BETTER: Final = re.compile(
+    r"loss|error|entropy|perplexity|divergence|distance|hinge|(^|[/_])(mse|mae|rmse|mape|wer|cer|nll|bpb)([/_]|$)", re.I
+)
+
+
+def _extremes(name: str, curve: Curve) -> dict[str, Any]:
+    """Return the last and the best value, each with its batch and epoch. The name decides what is better."""
+    is_lower_better = _IS_LOWER_BETTER.search(name) is not None
+    finite = [index for index, value in enumerate(curve.values) if math.isfinite(value)]
+    best = (min if is_lower_better else max)(finite, key=curve.values.__getitem__, default=None)
+    return {
+        "last": _point(curve, len(curve.values) - 1),
+        "best": None if best is None else _point(curve, best),
+        "is_lower_better": is_lower_better,
+    }
+
+
+def _point(curve: Curve, index: int) -> dict[str, Any]:
+    value = curve.values[index]
+    return {
+        "value": _short(value) if math.isfinite(value) else str(value),
+        **{axis: _short(curve.at[axis][index]) for axis in ("batch", "epoch")},
     }
 
 
@@ -370,14 +405,11 @@ def largest_triangles(x: Sequence[float], y: Sequence[float], num_points: int) -
     return sorted([*chosen, finite[-1], *others])
 
 
-_SCRIPTS = ("page_parts.js", "page_curves.js", "page.js")  # in the order of their dependencies
-
-
 def write_page(
     folders: Sequence[str | os.PathLike[str]],
     path: str | os.PathLike[str],
     *,
-    max_points: int = 4000,
+    max_points: int | None = None,
     verify: bool = False,
 ) -> Path:
     """Write the page about runs.
@@ -385,7 +417,7 @@ def write_page(
     Args:
         folders: Folders written by `RunRecorder`s; the curves of several runs share their plots.
         path: The file. An existing file is replaced when the new one is complete.
-        max_points: Maximum number of points drawn per curve.
+        max_points: Maximum number of points drawn per curve; see `describe_runs`.
         verify: Whether to verify the hashes of the checkpoints.
 
     Returns:
@@ -393,38 +425,6 @@ def write_page(
 
     Raises:
         FileNotFoundError: If a folder holds no run.
-        MissingConditionalImportError: If plotly is not installed.
         ValueError: If `folders` is empty or `max_points` is less than 3.
     """
     return write_described(describe_runs(folders, max_points=max_points, verify=verify), path)
-
-
-def write_described(described: dict[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write the page for the result of `describe_runs`, and return the path."""
-    try:
-        from plotly.offline import get_plotlyjs  # not needed for the data alone
-    except ImportError as error:
-        from composer_models import MissingConditionalImportError
-
-        raise MissingConditionalImportError("report", "plotly") from error
-    # Browsers reject a whole JSON text that contains NaN, so a NaN that got this far is an error here.
-    data = json.dumps(described, allow_nan=False, separators=(",", ":"))
-    here = files("composer.report")
-    template = here.joinpath("page.html").read_text()
-    page = template.format(
-        style=here.joinpath("page.css").read_text(),
-        script="".join(here.joinpath(name).read_text() for name in _SCRIPTS),
-        plotly=get_plotlyjs(),
-        # Names and messages are untrusted: no tag in them may end the script element.
-        data=data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),
-    )
-    path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(
-            f"{path} is a folder. Name the file that the page goes to, such as {path / 'report.html'}."
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(page, encoding="utf-8")
-    unfinished.replace(path)
-    return path

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from composer_dist.launch.commands import describe_commands
+
 FAILURE_TIMEOUT_S = 8.0
 """Seconds for ranks to end after one has failed; with the other steps, the launcher ends within 10 s."""
 SIGNAL_TIMEOUT_S = 30.0
@@ -162,12 +164,20 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help lists the other commands, which are looked up for the help only."""
+
+    def format_help(self) -> str:
+        commands = describe_commands()
+        self.epilog = f"other commands, each with --help:\n{commands}\n{_EPILOG}" if commands else _EPILOG
+        return super().format_help()
+
+
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="composer",
         usage="composer [-n NPROC] [options] training_script ...",
         description="Run a training script in several processes on this node, as ranks of one run.",
-        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps the line breaks of the epilog
         allow_abbrev=False,  # an abbreviation may become ambiguous with a new option
     )

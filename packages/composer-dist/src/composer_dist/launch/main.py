@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from composer_dist.launch.args import CannotStartError, Options, parse_options
+from composer_dist.launch.commands import GROUP, find_command
 from composer_dist.launch.report import open_console, release_console, say
 from composer_dist.launch.topology import (
     FREE_PORT,
@@ -189,23 +189,6 @@ def _bind_error(family: int, addr: str, port: int) -> int | None:
             listener.listen(1)
     except OSError as error:
         return error.errno
-    return None
-
-
-GROUP = "composer.commands"
-
-
-def find_command(arguments: Sequence[str]) -> Callable[[Sequence[str]], int] | None:
-    """Return the command that a command line begins with, or `None` if it names a script.
-
-    A distribution adds a command by an entry point of the group `composer.commands`: a function from the arguments
-    after the name to the exit status. A file of the same name takes precedence, since scripts need no extension.
-    """
-    name = arguments[0] if arguments else ""
-    if not name.isidentifier() or os.path.exists(name):  # options and paths are not commands
-        return None
-    for found in entry_points(group=GROUP, name=name):
-        return found.load()
     return None
 
 
