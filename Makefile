@@ -5,6 +5,8 @@ FETCHED_UV := $(filter .tools/bin/uv,$(UV))  # empty where another uv is given: 
 UV_VERSION := 0.13.8
 BIN := .venv/bin
 MEMBERS := $(wildcard packages/* apps/*)
+TRAIN_MEMBERS := $(filter-out %/composer-hf %/composer-ckpt,$(MEMBERS))
+LOCKED := uv.lock pyproject.toml $(MEMBERS:%=%/pyproject.toml)
 # Those whose subject has another form in transformers 4.57 than in 5.
 TRANSFORMERS_TESTS := packages/composer-hf/tests tests/hf tests/ckpt/test_round_trips.py tests/ckpt/test_adapters.py \
     tests/ckpt/test_tied_adapters.py tests/ckpt/test_adapter_matrix.py tests/checkpoint/test_bridge_hugging_face.py \
@@ -16,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE  # every launched rank would compile torch anew
 help:  ## Tell what can be made.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "%-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-train: .venv/.synced  ## Train the example network on the CPU, in two processes.
+train: .venv/.train  ## Train the example network on the CPU, in two processes.
 	$(BIN)/composer -n 2 examples/train.py
 
 stdlib-gpt: .venv/.synced  ## Train a small language model on two ranks, convert it, and generate with plain transformers.
@@ -47,8 +49,8 @@ lint: .venv/.synced  ## Format, lint, types, floors, declared dependencies, rang
 alone: .venv/.synced  ## Test each built wheel in an environment of its own.
 	$(BIN)/python tools/alone.py --uv $(UV)
 
-dist: .venv/.synced  ## Build all wheels into dist/, twice, and compare them to the byte.
-	$(BIN)/python tools/dist.py --uv $(UV)
+dist: $(FETCHED_UV)  ## Build all wheels into dist/, twice, and compare them to the byte.
+	$(PYTHON) tools/dist.py --uv $(UV)
 
 check-lock: $(FETCHED_UV)  ## The committed lock holds no address and equals a fresh resolution.
 	$(PYTHON) tools/lock.py check --uv $(UV)
@@ -58,22 +60,30 @@ lock: $(FETCHED_UV)  ## Resolve again, keep every pin that still fits, leave the
 	$(PYTHON) tools/lock.py strip
 
 .tools/bin/uv:
+	@echo "Downloading uv $(UV_VERSION), which installs everything else (about 20 MB)."
 	$(PYTHON) -m pip install -q --disable-pip-version-check --no-deps --target .tools uv==$(UV_VERSION)
 
-.venv/.synced: uv.lock pyproject.toml $(MEMBERS:%=%/pyproject.toml) | $(FETCHED_UV)
-	$(call install,.venv,)
+# What examples/train.py needs. It is added to what the environment has, so that it may run after `make test` as well.
+.venv/.train: $(LOCKED) | $(FETCHED_UV)
+	$(call install,.venv,--package composer-suite --no-default-groups --group example,install -r,$(TRAIN_MEMBERS))
 	touch $@
+
+.venv/.synced: $(LOCKED) | $(FETCHED_UV)
+	$(call install,.venv,--all-packages --all-extras,sync,$(MEMBERS))
+	touch .venv/.train $@
 
 .venv-transformers4/.synced: .venv/.synced
-	$(call install,.venv-transformers4,--group transformers4)
+	$(call install,.venv-transformers4,--all-packages --all-extras --group transformers4,sync,$(MEMBERS))
 	touch $@
 
-# $(1): the environment's folder; $(2): which of the lock's groups.
+# $(1): the environment's folder; $(2): the part of the lock; $(3): whether to add it or to leave nothing else;
+# $(4): our packages.
 define install
 	$(UV) venv -q --allow-existing --python $(PYTHON) $(1)
-	$(UV) export -q --frozen --all-packages --all-extras $(2) --no-emit-workspace --no-annotate -o $(1)/lock.txt
-	$(UV) pip sync -q --python $(1)/bin/python --require-hashes $(1)/lock.txt
-	$(UV) pip install -q --python $(1)/bin/python --no-deps $(MEMBERS:%=-e ./%)
+	$(UV) export -q --frozen $(2) --no-emit-workspace --no-annotate -o $(1)/lock.txt
+	@$(1)/bin/python tools/download_size.py --uv $(UV) $(1)/lock.txt
+	$(UV) pip $(3) $(1)/lock.txt --python $(1)/bin/python --require-hashes
+	$(UV) pip install -q --python $(1)/bin/python --no-deps $(4:%=-e ./%)
 endef
 
 .PHONY: help train stdlib-gpt test test-transformers4 docs bench lint alone dist check-lock lock

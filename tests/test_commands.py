@@ -1,6 +1,7 @@
 """The commands that Composer's users type, under each of their names."""
 
 import re
+import shlex
 import subprocess
 import sys
 
@@ -33,3 +34,36 @@ def test_the_environment_is_described_with_the_versions_of_all_packages(name):
     assert described.returncode == 0, described.stderr
     assert re.search(r"^composer-dist: \d", described.stdout, re.MULTILINE)
     assert re.search(r"^PyTorch version: \d", described.stdout, re.MULTILINE)
+
+
+MODELS = """
+from composer.models import ComposerGPT, composer_resnet
+
+def make_model():
+    return ComposerGPT(dict(d_model=16, n_heads=2, n_layers=1, vocab_size=32, max_seq_len=2048))
+
+def make_resnet():
+    return composer_resnet("resnet18", num_classes=10)
+"""
+
+
+def estimate(tmp_path, monkeypatch, arguments):
+    from composer_fsdp.cli import main
+
+    (tmp_path / "model.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    return main(["estimate", *arguments])
+
+
+def test_estimate_with_the_options_of_its_readme_takes_a_composer_gpt(root, tmp_path, monkeypatch, capsys):
+    page = (root / "packages/composer-fsdp/README.md").read_text()
+    command = re.search(r"^composer-fsdp estimate ((?:.*\\\n)*.*)$", page, re.MULTILINE)[1]
+    assert estimate(tmp_path, monkeypatch, shlex.split(command.replace("\\\n", " "))) == 0
+    # Token ids and labels, 2,048 of each for 4 examples, of 8 bytes each.
+    assert re.search(r"^needs .* of 40\.0 GiB(.*\n)*  batch +128\.0 KiB$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_estimate_makes_images_and_classes_for_a_composer_classifier(tmp_path, monkeypatch, capsys):
+    arguments = ["model.py:make_resnet", "--input-shape", "3,32,32", "--batch-size", "2"]
+    assert estimate(tmp_path, monkeypatch, arguments) == 0
+    assert re.search(r"^  batch +24\.0 KiB$", capsys.readouterr().out, re.MULTILINE)

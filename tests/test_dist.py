@@ -24,7 +24,9 @@ def test_wheels_that_differ_between_two_builds_are_named(dist, tmp_path):
         dist.build(str(uv), tmp_path / "wheels")
 
 
-def test_the_first_script_of_the_readme_is_its_first_python_block(dist, root):
+def test_the_first_script_of_the_readme_is_its_first_python_block(tool, monkeypatch, root):
+    monkeypatch.syspath_prepend(str(root / "tools"))
+    alone = tool("alone")
     page = "```sh\nmake\n```\n\n```python\nimport plum\n\nplum.eat()\n```\n\n```python\nplum.grow()\n```\n"
-    assert dist.first_script(page) == "import plum\n\nplum.eat()\n"
-    assert "trainer.fit()" in dist.first_script((root / "README.md").read_text())
+    assert alone.first_script(page) == "import plum\n\nplum.eat()\n"
+    assert "trainer.fit()" in alone.first_script((root / "README.md").read_text())

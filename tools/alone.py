@@ -14,6 +14,7 @@ what one has said is printed when it is done.
 
 import argparse
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import dist
-from environments import Environment, Environments, prepare, runnable
+from environments import Environment, Environments, prepare
 from packaging.requirements import Requirement
 from ranges import ROOT, members
 
@@ -98,7 +99,7 @@ class Bench:
 
     def follow_readme(self) -> tuple[bool, str]:
         """Install composer-suite as a stranger would, run the README's first script, and say if it did well."""
-        return self._in_an_environment(lambda environment: (True, dist.follow_readme(environment, self.wheels)))
+        return self._in_an_environment(lambda environment: (True, follow_readme(environment, self.wheels)))
 
     def _in_an_environment(self, test: Callable[[Environment], tuple[bool, str]]) -> tuple[bool, str]:
         place = self.places.get()
@@ -155,6 +156,32 @@ class Bench:
         return used
 
 
+def follow_readme(environment: Environment, wheels: Path) -> str:
+    """Install composer-suite from a folder of wheels, run the README's first script, and return what was said.
+
+    Raises:
+        dist.Unfit: If a package of this workspace came from elsewhere.
+        subprocess.CalledProcessError: If it cannot be installed, or the script fails.
+    """
+    said = environment.install("--find-links", str(wheels), "composer-suite")
+    built = {f"{name}=={project['version']}" for name, project in members().items()}
+    ours = {line for line in environment.frozen() if line.startswith("composer-")}
+    if strange := sorted(ours - built):
+        raise dist.Unfit(f"pip install composer-suite found {', '.join(strange)}, which was not built here.")
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "first.py"
+        script.write_text(first_script((ROOT / "README.md").read_text()))
+        environment.python(str(script), cwd=folder)
+    return f"{said}The README's first script did well.\n"
+
+
+def first_script(page: str) -> str:
+    """Return the first Python block of a Markdown page."""
+    found = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
 def closure(name: str, extra: str, projects: dict[str, dict]) -> list[str]:
     """Return the package and its siblings below it, so that none of them is looked for in a registry.
 
@@ -197,7 +224,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Test each package by itself.")
     parser.add_argument("names", nargs="*", type=package, metavar="NAME", help="distributions to test (default: all)")
     parser.add_argument("--record", action="store_true", help="write the lists of distributions")
-    parser.add_argument("--uv", type=runnable, default="uv", help="the uv that builds and installs")
+    parser.add_argument("--uv", type=dist.runnable, default="uv", help="the uv that builds and installs")
     arguments = parser.parse_args()
     failed = []
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AT_ONCE) as pool:

@@ -1,25 +1,23 @@
-"""Build the wheels of all packages twice, install them, and put them into a folder if all is well.
+"""Build the wheels of all packages twice, and put them into a folder if both builds gave the same bytes.
 
 dist.py [--uv UV] [--output FOLDER]
 
-All is well if both builds gave the same bytes, and if the README's first script runs in a fresh environment where
-`pip install composer-suite` found the packages of this workspace in the folder of the wheels.
+It needs Python 3.11 or newer and uv, and no environment. `make alone` tests the wheels.
 """
 
 import argparse
-import re
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from environments import Environment, prepare, runnable
-from ranges import ROOT, members
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class Unfit(Exception):
-    """The wheels are not such that somebody should get them."""
+    """Wheels that must not be published."""
 
 
 def build(uv: str, output: Path) -> list[Path]:
@@ -43,47 +41,33 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {wheel.name: wheel.read_bytes() for wheel in sorted(folder.glob("*.whl"))}
 
 
-def follow_readme(environment: Environment, wheels: Path) -> str:
-    """Install composer-suite from a folder of wheels, run the README's first script, and return what was said.
+def runnable(uv: str) -> str:
+    """Return a uv that was named on the command line such that it can be called from any folder.
 
     Raises:
-        Unfit: If a package of this workspace came from elsewhere.
-        subprocess.CalledProcessError: If it cannot be installed, or the script fails.
+        argparse.ArgumentTypeError: If there is none.
     """
-    said = environment.install("--find-links", str(wheels), "composer-suite")
-    built = {f"{name}=={project['version']}" for name, project in members().items()}
-    ours = {line for line in environment.frozen() if line.startswith("composer-")}
-    if strange := sorted(ours - built):
-        raise Unfit(f"pip install composer-suite found {', '.join(strange)}, which was not built here.")
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "first.py"
-        script.write_text(first_script((ROOT / "README.md").read_text()))
-        environment.python(str(script), cwd=folder)
-    return f"{said}The README's first script did well.\n"
-
-
-def first_script(page: str) -> str:
-    """Return the first Python block of a Markdown page."""
-    found = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found[1]
+    found = shutil.which(uv)
+    if found is None:
+        place = "" if os.sep in uv else " on the PATH"
+        raise argparse.ArgumentTypeError(
+            f"{uv!r} is no program{place} that can be run. Type `make alone` or `make dist`, which bring their own uv, "
+            f"or name yours with --uv PATH."
+        )
+    return str(Path(found).resolve()) if os.sep in uv else uv
 
 
 def main() -> int:
-    """Build, install, and return the exit status."""
+    """Build the wheels, and return the exit status."""
     parser = argparse.ArgumentParser(description="Build all wheels reproducibly.")
     parser.add_argument("--uv", type=runnable, default="uv", help="the uv that builds")
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="the folder for the wheels")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        environments = prepare(asked.uv, folder)
         try:
-            wheels = build(environments.uv, folder / "wheels")
-            with environments.fresh(folder / "environment") as environment:
-                follow_readme(environment, folder / "wheels")
+            wheels = build(asked.uv, Path(name))
         except (Unfit, subprocess.CalledProcessError) as error:
-            print(f"{error}\n{getattr(error, 'stdout', None) or ''}Nothing was written.", file=sys.stderr)
+            print(f"{error}\nNothing was written.", file=sys.stderr)
             return 1
         asked.output.mkdir(parents=True, exist_ok=True)
         for wheel in wheels:

@@ -1,6 +1,5 @@
 """Fresh environments to install wheels into, in which everything else has the version that the lock has."""
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -70,27 +69,11 @@ class Environment:
         return [self.made_by.uv, "pip", verb, "-q", "--python", f"{self.place}/bin/python"]
 
 
-def runnable(uv: str) -> str:
-    """Return a uv that was named on the command line such that it can be called from any folder.
-
-    Raises:
-        argparse.ArgumentTypeError: If there is none.
-    """
-    found = shutil.which(uv)
-    if found is None:
-        place = "" if os.sep in uv else " on the PATH"
-        raise argparse.ArgumentTypeError(
-            f"{uv!r} is no program{place} that can be run. Type `make alone` or `make dist`, which bring their own uv, "
-            f"or name yours with --uv PATH."
-        )
-    return str(Path(found).resolve()) if os.sep in uv else uv
-
-
 def prepare(uv: str, folder: Path) -> Environments:
     """Put what environments share into a folder, and return what makes them.
 
     Args:
-        uv: The uv that installs, as `runnable` returns it.
+        uv: The uv that installs, as `dist.runnable` returns it.
         folder: An empty folder.
     """
     options = ["-q", "--frozen", "--all-packages", "--all-extras", "--no-emit-workspace", "--no-hashes"]

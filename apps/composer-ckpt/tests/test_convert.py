@@ -469,3 +469,12 @@ def test_a_name_with_any_ending_is_a_folder_unless_its_format_is_given(content, 
     assert run("convert", tmp_path / "ep2.pt", tmp_path / "o.xyz", "--to", "dcp")[0] == 0
     assert run("convert", tmp_path / "ep2.pt", tmp_path / "p.xyz", "--to", "pt")[0] == 0
     same(content["state"]["model"], weights_of(tmp_path / "p.xyz"))
+
+
+def test_older_spellings_of_options_are_accepted_and_not_in_the_help(run, tmp_path):
+    torch.save({"state": {"model": {"weight": torch.ones(2)}}}, tmp_path / "w.pt")
+    assert run("convert", tmp_path / "w.pt", tmp_path / "out.pt", "--output_precision", "bf16")[0] == 0
+    assert torch.load(tmp_path / "out.pt")["state"]["model"]["weight"].dtype == torch.bfloat16
+    _, help_text, _ = run("convert", "--help")
+    assert "--output-precision" in help_text
+    assert "_precision" not in help_text

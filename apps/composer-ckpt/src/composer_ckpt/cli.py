@@ -180,7 +180,8 @@ def _add_convert(commands: Any) -> None:
     add("--trust", action="store_true", help="load a .pt that contains more than data, which runs its code")
     add("--push-to-hub", metavar="REPO", help="publish the Hugging Face folder, too; --overwrite: also where REPO is")
     add("--private", action="store_true", help="make the repository private")
-    add("--test-uploaded-model", "--test_uploaded_model", action="store_true", help="download it again and compare")
+    add("--test-uploaded-model", action="store_true", help="download it again and compare")
+    add("--test_uploaded_model", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     _add_writing(command)
 
 
@@ -189,8 +190,8 @@ def _add_conversion(command: argparse.ArgumentParser) -> None:
     formats = ("hf", "pt", "dcp", "local", "safetensors")
     add("--to", choices=formats, help="the format (default: from DST's name, else hf)")
     add("--world-size", type=_count, metavar="N", help="number of ranks (local, dcp)")
-    both = ("--output-precision", "--output_precision")
-    add(*both, choices=_PRECISIONS, default="keep", help="dtype of floating point tensors")
+    add("--output-precision", choices=_PRECISIONS, default="keep", help="dtype of floating point tensors")
+    add("--output_precision", choices=_PRECISIONS, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--max-shard-size", type=parse_size, metavar="SIZE", help="of a file in a hf folder, as 1GB (default: 5GB)")
     weights = ("safetensors", "bin")
     add("--format", choices=weights, default="safetensors", help="of the weight files in a Hugging Face folder")
@@ -200,7 +201,8 @@ def _add_conversion(command: argparse.ArgumentParser) -> None:
     add("--config", metavar="PATH", help="a config.json, or a folder with one, in place of the checkpoint's")
     add("--tokenizer", metavar="PATH", help="a folder with a tokenizer's files, in place of the checkpoint's")
     add("--config-override", metavar="KEY=VALUE", action="append", help="a value of the config, as JSON; repeatable")
-    add("--trust-remote-code", "--trust_remote_code", action="store_true", help="run and keep code of the checkpoint")
+    add("--trust-remote-code", action="store_true", help="run and keep code of the checkpoint")
+    add("--trust_remote_code", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--no-verify", action="store_true", help="neither compare SRC with its hashes nor read back the output")
 
 

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 
@@ -47,16 +48,16 @@ PLACES = [
 ]
 
 REFUSED = [
-    ("WORLD_SIZE=8", f"-n 2 {MEET}", r"world_size=8 \(from WORLD_SIZE\).*Give --node_rank or --base_rank"),
+    ("WORLD_SIZE=8", f"-n 2 {MEET}", r"world_size=8 \(from WORLD_SIZE\).*Give --node-rank or --base-rank"),
     ("", f"-n 2 --world_size 7 --base_rank 4 {MEET}", "node_rank does not follow from base_rank=4"),
     ("", f"-n 2 --world_size 6 --base_rank 3 {MEET}", "node_rank does not follow from base_rank=3"),
     ("", f"-n 2 --world_size 7 --node_rank 1 {MEET}", "base_rank does not follow from node_rank=1"),
     ("", f"-n 4 --world_size 6 --node_rank 1 --base_rank 4 {MEET}", "last rank of this node would be 7.*rank 5"),
     ("", "-n 2 --world_size 4 --node_rank 1 --master_port 1", "master_addr is not known"),
     ("", "-n 2 --world_size 4 --node_rank 1 --master_addr h", "master_port is not known"),
-    ("", "-n 4 --world_size 2", r"world_size=2 \(from --world_size\) is less than the nproc=4"),
-    ("", "-n 2 --base_rank 2", r"base_rank=2 \(from --base_rank\)"),
-    ("", "-n 2 --node_rank 1", r"node_rank=1 \(from --node_rank\)"),
+    ("", "-n 4 --world_size 2", r"world_size=2 \(from --world-size\) is less than the nproc=4"),
+    ("", "-n 2 --base_rank 2", r"base_rank=2 \(from --base-rank\)"),
+    ("", "-n 2 --node_rank 1", r"node_rank=1 \(from --node-rank\)"),
     ("NODE_RANK=1", "-n 2", r"node_rank=1 \(from NODE_RANK\)"),
     ("", "-n 0", r"nproc=0 \(from --nproc\)"),
     ("", "-n -1", r"nproc=-1 \(from --nproc\)"),
@@ -66,19 +67,19 @@ REFUSED = [
     ("MASTER_PORT=http", "-n 2", "MASTER_PORT='http' is not an integer"),
     ("MASTER_PORT=65536", "-n 2", r"master_port=65536 \(from MASTER_PORT\) is not a TCP port"),
     ("", f"-n 2 --world_size 4 --node_rank -1 {MEET}", "node_rank=-1.*below 0"),
-    ("", "-m -c", "--module_mode and --command_mode exclude each other"),
+    ("", "-m -c", "--module-mode and --command-mode exclude each other"),
     ("", "-n 2 --stdout out_{node}.log", "--stdout='out_{node}.log'.*There are {rank} {local_rank}"),
     ("", "-n 2 --stderr out_{.log", "--stderr='out_{.log'"),
-    ("", "-n 2 --log_filter (", "--log_filter='\\(' is not a regular expression"),
+    ("", "-n 2 --log_filter (", "--log-filter='\\(' is not a regular expression"),
     ("", "-n 2 --stdout {rank[0]}", r"--stdout='{rank\[0\]}' is not a file name with placeholders"),
     ("", "-n 2 --stderr=", "--stderr='' names no file"),
-    ("", "-n 2 --max_restarts -1", "--max_restarts=-1 is not a number of 0 or more"),
-    ("", "-n 2 --shutdown_timeout nan", "--shutdown_timeout=nan is not a number of 0 or more"),
-    ("", "-n 2 --monitor_interval 0", "--monitor_interval=0.0 is not a number above 0"),
-    ("", "-n 2 --monitor_interval nan", "--monitor_interval=nan is not a number above 0"),
+    ("", "-n 2 --max_restarts -1", "--max-restarts=-1 is not a number of 0 or more"),
+    ("", "-n 2 --shutdown_timeout nan", "--shutdown-timeout=nan is not a number of 0 or more"),
+    ("", "-n 2 --monitor_interval 0", "--monitor-interval=0.0 is not a number above 0"),
+    ("", "-n 2 --monitor_interval nan", "--monitor-interval=nan is not a number above 0"),
     ("", "-n 2 --nnodes 4:2", "--nnodes='4:2' is not a number of nodes"),
-    ("", "-n 2 --nnodes 2 --node_rank 1", "--nnodes and --node_rank exclude each other"),
-    ("", "-n 2 --signals_to_handle SIGTREM", "--signals_to_handle='SIGTREM'"),
+    ("", "-n 2 --nnodes 2 --node_rank 1", "--nnodes and --node-rank exclude each other"),
+    ("", "-n 2 --signals_to_handle SIGTREM", "--signals-to-handle='SIGTREM'"),
 ]
 
 
@@ -109,12 +110,20 @@ def test_each_value_says_where_it_comes_from(place):
     sources = place("--world_size 8", "LOCAL_WORLD_SIZE=2 NODE_RANK=1 MASTER_ADDR=h MASTER_PORT=1").sources
     assert sources == {
         "nproc": "LOCAL_WORLD_SIZE",
-        "world_size": "--world_size",
+        "world_size": "--world-size",
         "base_rank": "NODE_RANK * nproc",
         "node_rank": "NODE_RANK",
         "master_addr": "MASTER_ADDR",
         "master_port": "MASTER_PORT",
     }
+
+
+def test_help_spells_options_with_dashes_only(capsys):
+    with pytest.raises(SystemExit):
+        parse_options(["--help"])
+    help_text = capsys.readouterr().out
+    assert "--world-size WORLD_SIZE" in help_text
+    assert not re.findall(r"--\w+_\w+", help_text)
 
 
 def test_options_are_spelled_with_underscores_or_dashes():
@@ -270,12 +279,12 @@ def test_a_dry_run_with_restarts_on_one_node_prints_the_ranks_too(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("-n 2 --nnodes 2", "Give --rdzv_endpoint HOST:PORT"),
-        ("-n 2 --runs r --no_runs", "--runs='r' and --no_runs exclude each other"),
-        ("-n 2 --rdzv_endpoint h:1", "--rdzv_endpoint='h:1' is for runs with a rendezvous"),
-        ("-n 2 --rdzv_id job", "--rdzv_id='job' is for runs with a rendezvous"),
-        ("-n 2 --nnodes 1 --master_port 1", "--master_port=1 and --nnodes exclude each other"),
-        ("-n 2 --max_restarts 1 --rdzv_endpoint h:1 --master_addr h", "--master_addr='h' and --rdzv_endpoint exclude"),
+        ("-n 2 --nnodes 2", "Give --rdzv-endpoint HOST:PORT"),
+        ("-n 2 --runs r --no_runs", "--runs='r' and --no-runs exclude each other"),
+        ("-n 2 --rdzv_endpoint h:1", "--rdzv-endpoint='h:1' is for runs with a rendezvous"),
+        ("-n 2 --rdzv_id job", "--rdzv-id='job' is for runs with a rendezvous"),
+        ("-n 2 --nnodes 1 --master_port 1", "--master-port=1 and --nnodes exclude each other"),
+        ("-n 2 --max_restarts 1 --rdzv_endpoint h:1 --master_addr h", "--master-addr='h' and --rdzv-endpoint exclude"),
         ("-n 2 --nnodes 1 --rdzv_conf join_timeout", "'join_timeout' is not KEY=VALUE"),
         (
             "-n 2 --max_restarts 1 --world_size 3 --node_rank 0 --base_rank 0 --master_addr h --master_port 1",

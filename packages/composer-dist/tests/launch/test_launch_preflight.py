@@ -28,20 +28,20 @@ def test_a_port_of_another_host_is_not_looked_at(launch, script):
 def test_a_host_without_address_is_refused_with_its_origin(launch, script):
     status, _, err = launch("-n", 2, "--master_addr", "no-such-host.invalid", script(""))
     assert status == 2
-    assert "master_addr='no-such-host.invalid' (from --master_addr) cannot be resolved" in err
+    assert "master_addr='no-such-host.invalid' (from --master-addr) cannot be resolved" in err
 
 
 def test_a_rendezvous_at_a_host_without_address_is_refused(launch, script):
     endpoint = ["--rdzv_endpoint", "no-such-host.invalid:29400"]
     status, _, err = launch("-n", 1, "--max_restarts", 1, *endpoint, script(""))
     assert status == 2
-    assert "--rdzv_endpoint='no-such-host.invalid:29400' cannot be resolved" in err
+    assert "--rdzv-endpoint='no-such-host.invalid:29400' cannot be resolved" in err
 
 
 def test_a_rendezvous_that_torch_does_not_know_is_refused(launch, script):
     status, _, err = launch("-n", 1, "--nnodes", 1, "--rdzv_backend", "pigeons", script(""))
     assert status == 2
-    assert "composer: error: --rdzv_backend='pigeons'" in err
+    assert "composer: error: --rdzv-backend='pigeons'" in err
 
 
 def test_a_host_that_is_not_this_one_is_refused_on_a_single_node(launch, script, environ):
@@ -65,7 +65,7 @@ def test_what_cannot_be_started_is_refused_before_anything_starts(launch, argume
     assert words in err
 
 
-@pytest.mark.parametrize("option", ["--stdout", "--stderr", "--log_dir"])
+@pytest.mark.parametrize("option", ["--stdout", "--stderr", "--log-dir"])
 def test_a_file_that_cannot_be_opened_is_refused_before_anything_starts(launch, script, tmp_path, option):
     (tmp_path / "file").touch()
     status, out, err = launch("-n", 2, option, tmp_path / "file/in", script("print('started')"))

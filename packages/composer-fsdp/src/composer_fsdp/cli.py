@@ -60,7 +60,7 @@ def _estimate(options: argparse.Namespace) -> Any:
     config = load_config(options.config)
     model, batch = load_model(options.model)
     work = Workload(
-        _batch(options, batch),
+        _batch(options, model, batch),
         batch_size=options.batch_size,
         microbatches=options.microbatches,
         optimizer=load_optimizer(options.optimizer),
@@ -78,8 +78,9 @@ def _of_run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _batch(options: argparse.Namespace, made: Any) -> Any:
+def _batch(options: argparse.Namespace, model: Any, made: Any) -> Any:
     """Return a microbatch from `--batch`, from `--input-shape`, or from the function that made the model."""
+    from composer_fsdp.fake_run import is_composer_model
     from composer_fsdp.model_source import make_batch
 
     if options.batch is not None:
@@ -92,7 +93,14 @@ def _batch(options: argparse.Namespace, made: Any) -> Any:
             raise ValueError(
                 f"--input-dtype={options.input_dtype!r} is not a dtype of torch. Give one such as float32 or int64."
             )
-        return torch.empty((options.batch_size or 1, *options.input_shape), dtype=dtype, device="meta")
+        size = options.batch_size or 1
+        inputs = torch.empty((size, *options.input_shape), dtype=dtype, device="meta")
+        if not is_composer_model(model):
+            return inputs
+        # A ComposerModel takes a whole batch, with the targets of its loss.
+        if dtype.is_floating_point:
+            return inputs, torch.empty(size, dtype=torch.int64, device="meta")
+        return {"input_ids": inputs, "labels": inputs}
     if made is None:
         raise ValueError(
             "nothing says what a batch is, without which there are no activations. Give --input-shape 1024 "
@@ -147,7 +155,13 @@ def _add_work(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--gpu-memory", metavar="SIZE", help="memory of a device, such as 80GiB")
     add("--batch-size", type=int, help="number of examples in a rank's microbatch (default: as in the batch)")
-    add("--input-shape", type=_shape, metavar="SIZES", help="the shape of one example, such as 1024 or 3,224,224")
+    add(
+        "--input-shape",
+        type=_shape,
+        metavar="SIZES",
+        help="the shape of one example, such as 1024 or 3,224,224. A ComposerModel gets a pair of inputs and class "
+        "indices, or with an integer dtype a mapping with input_ids and labels; for another batch, give --batch",
+    )
     add("--input-dtype", default="float32", help="dtype of the input, such as int64 (default: float32)")
     add("--batch", metavar="FUNCTION", help="file.py:function that makes a microbatch, optionally from batch_size")
     add("--loss", metavar="FUNCTION", help="file.py:function of outputs and batch (default: the model's own)")

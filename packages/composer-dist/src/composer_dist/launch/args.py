@@ -66,6 +66,11 @@ def parse_options(arguments: Sequence[str]) -> Options:
     return options
 
 
+def option(name: str) -> str:
+    """Return the spelling on the command line of an attribute of `Options`."""
+    return f"--{name.replace('_', '-')}"
+
+
 def version() -> str:
     """Return what `--version` prints."""
     from importlib.metadata import PackageNotFoundError
@@ -81,32 +86,32 @@ def version() -> str:
 def _check_values(options: Options) -> None:
     if options.module_mode and options.command_mode:
         raise ValueError(
-            "--module_mode and --command_mode exclude each other: the first runs `python -m SCRIPT`, the second runs "
+            "--module-mode and --command-mode exclude each other: the first runs `python -m SCRIPT`, the second runs "
             "SCRIPT without Python. Give one of them, or none for `python SCRIPT`."
         )
     for name in ("max_restarts", "shutdown_timeout", "stopped_timeout"):
         value = getattr(options, name)
         if value is not None and not 0 <= value < math.inf:  # false for "nan" as well
-            raise ValueError(f"--{name}={value!r} is not a number of 0 or more. Give one.")
+            raise ValueError(f"{option(name)}={value!r} is not a number of 0 or more. Give one.")
     if not 0 < options.monitor_interval < math.inf:
         raise ValueError(
-            f"--monitor_interval={options.monitor_interval!r} is not a number above 0. Give seconds, such as 0.1."
+            f"--monitor-interval={options.monitor_interval!r} is not a number above 0. Give seconds, such as 0.1."
         )
     if options.runs == "":
-        raise ValueError("--runs='' names no folder. Give a name such as runs, or --no_runs for none.")
+        raise ValueError("--runs='' names no folder. Give a name such as runs, or --no-runs for none.")
     if options.runs is not None and options.no_runs:
-        raise ValueError(f"--runs={options.runs!r} and --no_runs exclude each other. Leave one of them out.")
+        raise ValueError(f"--runs={options.runs!r} and --no-runs exclude each other. Leave one of them out.")
     known = {signum.name for signum in signal.Signals} - {"SIGKILL", "SIGSTOP"}  # no process can handle these
     for name in options.signals_to_handle.split(","):
         if name.strip() not in known:
             raise ValueError(
-                f"--signals_to_handle={options.signals_to_handle!r}: {name!r} is not a signal that a process can "
+                f"--signals-to-handle={options.signals_to_handle!r}: {name!r} is not a signal that a process can "
                 "handle. Give names such as SIGTERM, separated by commas."
             )
     try:
         re.compile(options.log_filter or "")  # an error now, not in the threads that copy lines
     except re.error as error:
-        raise ValueError(f"--log_filter={options.log_filter!r} is not a regular expression: {error}.") from None
+        raise ValueError(f"--log-filter={options.log_filter!r} is not a regular expression: {error}.") from None
 
 
 def _check_file_names(options: Options) -> None:
@@ -138,21 +143,21 @@ def _check_rendezvous(options: Options) -> None:
             )
         if fixed := first_given("world_size", "base_rank", "node_rank"):
             raise ValueError(
-                f"--nnodes and --{fixed} exclude each other: with --nnodes the nodes agree on their ranks when they "
-                "meet. Leave one of them out."
+                f"--nnodes and {option(fixed)} exclude each other: with --nnodes the nodes agree on their ranks when "
+                "they meet. Leave one of them out."
             )
     name = first_given("rdzv_endpoint", "rdzv_id", "rdzv_conf")
     if name and not options.is_elastic:
         raise ValueError(
-            f"--{name}={getattr(options, name)!r} is for runs with a rendezvous, and this one has none. Give --nnodes "
-            "or --max_restarts as well, or leave it out."
+            f"{option(name)}={getattr(options, name)!r} is for runs with a rendezvous, and this one has none. Give "
+            "--nnodes or --max-restarts as well, or leave it out."
         )
     address = first_given("master_addr", "master_port")
     if address and (options.nnodes is not None or options.rdzv_endpoint is not None):
         other = "nnodes" if options.rdzv_endpoint is None else "rdzv_endpoint"
         raise ValueError(
-            f"--{address}={getattr(options, address)!r} and --{other} exclude each other: ranks meet where the "
-            "rendezvous is. Give --rdzv_endpoint HOST:PORT only."
+            f"{option(address)}={getattr(options, address)!r} and {option(other)} exclude each other: ranks meet where "
+            "the rendezvous is. Give --rdzv-endpoint HOST:PORT only."
         )
 
 
@@ -224,17 +229,15 @@ _Add = Callable[..., None]
 
 
 def _adder(group: Any) -> _Add:
-    """Return a function that adds an option in two spellings; the help shows the one with underscores."""
+    """Return a function that adds an option, also in the older spelling with underscores, which the help leaves out."""
 
     def add(*names: str, **settings: Any) -> None:
-        group.add_argument(*names, **settings)
-        dashed = [name.replace("_", "-") for name in names if "_" in name]
-        if dashed:
-            destination = next(name for name in names if name.startswith("--")).removeprefix("--")
+        destination = group.add_argument(*names, **settings).dest
+        if older := [f"--{name[2:].replace('-', '_')}" for name in names if "-" in name[2:]]:
             settings.pop("metavar", None)
             # The default must be suppressed, or the alias would overwrite the value of the first spelling.
-            hidden = settings | {"dest": destination, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-            group.add_argument(*dashed, **hidden)
+            hidden = {"dest": destination, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            group.add_argument(*older, **settings | hidden)
 
     return add
 
@@ -248,30 +251,30 @@ def _add_run(add: _Add) -> None:
         "visible accelerator, at least 1)",
     )
     add("-v", "--verbose", action="store_true", help="log the launcher's actions")
-    add("-m", "--module_mode", action="store_true", help="run `python -m training_script`")
-    add("-c", "--command_mode", action="store_true", help="run training_script itself, without Python")
+    add("-m", "--module-mode", action="store_true", help="run `python -m training_script`")
+    add("-c", "--command-mode", action="store_true", help="run training_script itself, without Python")
     add("--python", default=sys.executable, metavar="PATH", help="interpreter of the ranks (default: the launcher's)")
     add(
-        "--numa_binding",
+        "--numa-binding",
         choices=["node", "socket", "exclusive", "core-complex"],
         help="bind each rank to the processor cores near its accelerator",
     )
-    add("--dry_run", action="store_true", help="print the ranks, their environment and commands as JSON; start none")
+    add("--dry-run", action="store_true", help="print the ranks, their environment and commands as JSON; start none")
     # An alias.
-    add("--explain", dest="dry_run", action="store_true", default=argparse.SUPPRESS, help="the same as --dry_run")
+    add("--explain", dest="dry_run", action="store_true", default=argparse.SUPPRESS, help="the same as --dry-run")
 
 
 def _add_nodes(add: _Add) -> None:
-    add("--world_size", type=int, help="processes on all nodes (default: $WORLD_SIZE, then NPROC)")
+    add("--world-size", type=int, help="processes on all nodes (default: $WORLD_SIZE, then NPROC)")
     add(
-        "--base_rank",
+        "--base-rank",
         type=int,
         help="lowest rank of this node (default: $BASE_RANK, then NODE_RANK * NPROC). Give it together with "
-        "--node_rank where the nodes run different numbers of processes.",
+        "--node-rank where the nodes run different numbers of processes.",
     )
-    add("--node_rank", type=int, help="number of this node (default: $NODE_RANK, then BASE_RANK / NPROC)")
-    add("--master_addr", help="host of rank 0 (default: $MASTER_ADDR; 127.0.0.1 on a single node)")
-    add("--master_port", type=int, help="port on that host (default: $MASTER_PORT; a free one on a single node)")
+    add("--node-rank", type=int, help="number of this node (default: $NODE_RANK, then BASE_RANK / NPROC)")
+    add("--master-addr", help="host of rank 0 (default: $MASTER_ADDR; 127.0.0.1 on a single node)")
+    add("--master-port", type=int, help="port on that host (default: $MASTER_PORT; a free one on a single node)")
     add(
         "--cluster",
         choices=["auto", "none", *CLUSTERS],
@@ -279,12 +282,12 @@ def _add_nodes(add: _Add) -> None:
         help="whose variables fill in what neither an option nor a variable above says (default: %(default)s)",
     )
     add("--nnodes", metavar="N|MIN:MAX", help="nodes that meet at a rendezvous and agree on their ranks there")
-    add("--rdzv_backend", default="c10d", metavar="NAME", help="kind of rendezvous (default: %(default)s)")
-    add("--rdzv_endpoint", metavar="HOST:PORT", help="its address (default: localhost:0, this node alone)")
-    add("--rdzv_id", metavar="ID", help="name of the run, the same on every node (default: a random one)")
-    add("--rdzv_conf", default="", metavar="K=V,...", help="settings of the rendezvous, such as join_timeout=600")
+    add("--rdzv-backend", default="c10d", metavar="NAME", help="kind of rendezvous (default: %(default)s)")
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="its address (default: localhost:0, this node alone)")
+    add("--rdzv-id", metavar="ID", help="name of the run, the same on every node (default: a random one)")
+    add("--rdzv-conf", default="", metavar="K=V,...", help="settings of the rendezvous, such as join_timeout=600")
     add(
-        "--elastic_batch",
+        "--elastic-batch",
         choices=["keep-global", "keep-per-device"],
         help="which batch size stays when the number of nodes changes; ranks find it in $COMPOSER_ELASTIC_BATCH",
     )
@@ -300,9 +303,9 @@ def _add_output(add: _Add) -> None:
     )
     add("--stderr", metavar="FORMAT", help="the same for stderr")
     add("--tee", action="store_true", help="show every rank's output on the console, each line after '[rank N]:'")
-    add("--log_filter", metavar="REGEX", help="show those lines of the other ranks on the console that match")
+    add("--log-filter", metavar="REGEX", help="show those lines of the other ranks on the console that match")
     add(
-        "--log_dir",
+        "--log-dir",
         metavar="DIR",
         help="where each rank's stdout.log, stderr.log and error.json are kept (default: a temporary folder, which "
         "stays if the run fails). Local rank 0, which has the console, has the logs only with --tee.",
@@ -313,20 +316,20 @@ def _add_output(add: _Add) -> None:
         help="where composer's Trainer leaves a folder for each run: settings, metrics, times (default: "
         f"$COMPOSER_RUNS, then {RUNS})",
     )
-    add("--no_runs", action="store_true", help="write no run folder, as with COMPOSER_RUNS= (set, and empty)")
+    add("--no-runs", action="store_true", help="write no run folder, as with COMPOSER_RUNS= (set, and empty)")
 
 
 def _add_end(add: _Add) -> None:
-    add("--max_restarts", type=int, default=0, metavar="N", help="start all ranks again when one fails, up to N times")
+    add("--max-restarts", type=int, default=0, metavar="N", help="start all ranks again when one fails, up to N times")
     add(
-        "--shutdown_timeout",
+        "--shutdown-timeout",
         type=float,
         metavar="SECONDS",
         help=f"until ranks that do not end are killed (default: {FAILURE_TIMEOUT_S:g} after a rank failed, "
         f"{SIGNAL_TIMEOUT_S:g} after a signal). Give more if ranks save a checkpoint when they get a signal.",
     )
     add(
-        "--stopped_timeout",
+        "--stopped-timeout",
         type=float,
         default=10.0,
         metavar="SECONDS",
@@ -334,14 +337,14 @@ def _add_end(add: _Add) -> None:
         "(default: %(default)g)",
     )
     add(
-        "--monitor_interval",
+        "--monitor-interval",
         type=float,
         default=0.1,
         metavar="SECONDS",
         help="how often the ranks are checked (default: %(default)g)",
     )
     add(
-        "--signals_to_handle",
+        "--signals-to-handle",
         default="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         metavar="NAMES",
         help="signals that are passed on to the ranks and end the run (default: %(default)s)",

@@ -145,7 +145,7 @@ def check_meeting_point(topology: Topology) -> None:
         if _bind_error(family, everywhere, port) == errno.EADDRINUSE:
             raise ValueError(
                 f"master_port={port} (from {source}) is taken by another process of this machine. Give another "
-                f"--master_port, {'the same on every node' if topology.is_multi_node else 'or none for a free one'}."
+                f"--master-port, {'the same on every node' if topology.is_multi_node else 'or none for a free one'}."
             )
 
 
@@ -156,7 +156,7 @@ def check_rendezvous(rendezvous: Rendezvous) -> None:
     host, _, _ = rendezvous.endpoint.rpartition(":") if ":" in rendezvous.endpoint else (rendezvous.endpoint, "", "")
     host = host.strip("[]")  # an IPv6 address
     if host:
-        _wait_for_address(f"--rdzv_endpoint={rendezvous.endpoint!r}", host, rendezvous.max_nodes > 1)
+        _wait_for_address(f"--rdzv-endpoint={rendezvous.endpoint!r}", host, rendezvous.max_nodes > 1)
 
 
 def _wait_for_address(what: str, host: str, is_multi_node: bool) -> None:

@@ -59,9 +59,9 @@ class Logs(LogsSpecs):
                 self.folder = Path(options.log_dir).absolute() / name
                 self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            place = "a temporary folder" if options.log_dir is None else f"--log_dir={options.log_dir!r}"
+            place = "a temporary folder" if options.log_dir is None else f"--log-dir={options.log_dir!r}"
             raise CannotStartError(
-                f"{place} for the logs cannot be made: {error}. Give a --log_dir in which files can be written."
+                f"{place} for the logs cannot be made: {error}. Give a --log-dir in which files can be written."
             ) from error
         self._copies: list[_Copy] = []
         self._targets: dict[Path, TextIO] = {}
@@ -120,7 +120,7 @@ class Logs(LogsSpecs):
                 name = named_file(stream, self._options, envs[local_rank], self._environ)
                 if name is not None:
                     self._copy({local_rank: file}, self._target(Path(name)), {local_rank: ""}, re.compile(""))
-            if is_on_console:  # --tee shows all lines, --log_filter only matching ones
+            if is_on_console:  # --tee shows all lines, --log-filter only matching ones
                 everything = re.compile("") if self._options.tee else wanted
                 self._copy(raw, getattr(sys, stream), prefixes, everything)
 

@@ -149,7 +149,7 @@ def _hints(ending: "Ending", others: Sequence[int]) -> list[str]:
     if ending.exit_code == -9:
         return ["The launcher did not send SIGKILL: the system was out of memory (see dmesg), or a user sent it."]
     if ending.exit_code == -19:
-        return ["A suspended rank holds up all others. With --stopped_timeout 0 they would wait until it resumes."]
+        return ["A suspended rank holds up all others. With --stopped-timeout 0 they would wait until it resumes."]
     if "timed out" in message or "timeout" in message:
         names = ", ".join(map(str, others)) or "none on this node"
         return [

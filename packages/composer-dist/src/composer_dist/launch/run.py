@@ -71,7 +71,7 @@ def _serve_store(topology: Topology) -> tuple[Topology, "Store | None"]:
         )
     except tdist.DistError as error:
         raise CannotStartError(
-            f"master_port={port} (from {source}) cannot be listened on: {error}. Give another --master_port, the same "
+            f"master_port={port} (from {source}) cannot be listened on: {error}. Give another --master-port, the same "
             "on every node."
         ) from error
     return replace(topology, master_port=store.port), store
@@ -267,8 +267,8 @@ def _make_spec(options: Options, rendezvous: Rendezvous) -> WorkerSpec:
         handler = get_rendezvous_handler(parameters)
     except (ValueError, TypeError) as error:  # torch validates the backend and its settings
         raise CannotStartError(
-            f"--rdzv_backend={rendezvous.backend!r} with --rdzv_endpoint={rendezvous.endpoint!r} and "
-            f"--rdzv_conf={dict(rendezvous.config)} is not valid: {error}. Correct the option that it names."
+            f"--rdzv-backend={rendezvous.backend!r} with --rdzv-endpoint={rendezvous.endpoint!r} and "
+            f"--rdzv-conf={dict(rendezvous.config)} is not valid: {error}. Correct the option that it names."
         ) from error
     return WorkerSpec(
         role="composer",

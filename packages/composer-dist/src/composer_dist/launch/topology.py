@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from composer_dist.env import get_free_tcp_port
-from composer_dist.launch.args import CLUSTERS, PLACEHOLDERS, RUNS, Options
+from composer_dist.launch.args import CLUSTERS, PLACEHOLDERS, RUNS, Options, option
 from composer_dist.launch.guardian import LAUNCH_ID, is_within
 
 _log = logging.getLogger("composer_dist.launch")
@@ -163,8 +163,8 @@ def infer(cluster: str, environ: Environment) -> ClusterHints | None:
         system = _SYSTEMS[cluster]
         raise ValueError(
             f"--cluster={cluster!r} needs the environment variables {system.num_nodes}, {system.node_rank}, of which "
-            f"{', '.join(missing[cluster])} is not set. Set it, or give --node_rank, --world_size, --master_addr and "
-            "--master_port."
+            f"{', '.join(missing[cluster])} is not set. Set it, or give --node-rank, --world-size, --master-addr and "
+            "--master-port."
         )
     return ClusterHints(cluster, environ)
 
@@ -182,7 +182,7 @@ def expand_nodelist(nodelist: str) -> list[str]:
     if not _NODELIST.fullmatch(nodelist):
         raise ValueError(
             f"the list of nodes {nodelist!r} is not one that Slurm writes, such as 'n[01-03,7],login'. Give "
-            "--master_addr instead."
+            "--master-addr instead."
         )
     entries = re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", nodelist)
     return [host for entry in entries for host in _expand_entry(entry)]
@@ -251,7 +251,7 @@ def resolve(options: Options, environ: Mapping[str, str], nproc: Found[int]) -> 
             if value is not None and value.value != 0:
                 raise ValueError(
                     f"{name}={value.value} (from {value.source}), but the ranks of this node are all there are, and "
-                    f"start with 0. Give --world_size if there are other nodes, or remove {value.source}."
+                    f"start with 0. Give --world-size if there are other nodes, or remove {value.source}."
                 )
         master_addr = inputs.text("master_addr") or Found("127.0.0.1", _SINGLE_NODE)
         # A free port may be taken before the run starts, so it is chosen again then.
@@ -315,7 +315,7 @@ class _Inputs:
     def flag(self, name: str) -> Found[int] | None:
         """Return the number given as an option."""
         value: int | None = getattr(self.options, name)
-        return None if value is None else Found(value, f"--{name}")
+        return None if value is None else Found(value, option(name))
 
     def variable(self, name: str) -> Found[int] | None:
         """Return the number in an environment variable."""
@@ -338,7 +338,7 @@ class _Inputs:
         """Return the text of an option, or of its variable."""
         typed: str | None = getattr(self.options, name)
         if typed:
-            return Found(typed, f"--{name}")
+            return Found(typed, option(name))
         text = self.environ.get(name.upper())
         return Found(text, name.upper()) if text else None
 
@@ -356,7 +356,7 @@ def _world_size(inputs: _Inputs, nproc: Found[int]) -> Found[int]:
     if world_size.value < nproc.value:
         raise ValueError(
             f"world_size={world_size.value} (from {world_size.source}) is less than the nproc={nproc.value} processes "
-            f"(from {nproc.source}) of this node alone. Lower --nproc, or raise --world_size."
+            f"(from {nproc.source}) of this node alone. Lower --nproc, or raise --world-size."
         )
     return world_size
 
@@ -375,7 +375,7 @@ def _ranks_of_one_node(inputs: _Inputs, nproc: Found[int], world_size: Found[int
         raise ValueError(
             f"the last rank of this node would be {base_rank.value + nproc.value - 1}, with base_rank="
             f"{base_rank.value} (from {base_rank.source}), but {nodes} end with rank {world_size.value - 1}. Lower "
-            "the node's or base rank, or raise --world_size."
+            "the node's or base rank, or raise --world-size."
         )
     return base_rank, node_rank
 
@@ -387,13 +387,13 @@ def _other_rank(
     known = base_rank or node_rank
     if known is None:
         raise ValueError(
-            f"{nodes} mean several nodes, but this node's rank is unknown. Give --node_rank or --base_rank."
+            f"{nodes} mean several nodes, but this node's rank is unknown. Give --node-rank or --base-rank."
         )
     wanted, given = ("node_rank", "base_rank") if known is base_rank else ("base_rank", "node_rank")
     if world_size % nproc or (known is base_rank and known.value % nproc):
         raise ValueError(
             f"{wanted} does not follow from {given}={known.value} (from {known.source}): {nodes} do not fit nodes with "
-            f"equally many processes. Give --{wanted} as well."
+            f"equally many processes. Give {option(wanted)} as well."
         )
     if known is base_rank:
         return known, Found(known.value // nproc, f"{known.source} / nproc")
@@ -407,12 +407,12 @@ def _meeting_point(inputs: _Inputs, world_size: Found[int], nproc: Found[int]) -
     reason = f"world_size={world_size.value} (from {world_size.source}) is more than nproc={nproc.value}"
     if not master_addr:
         raise ValueError(
-            f"master_addr is not known, but {reason}: the nodes must know where rank 0 is. Give --master_addr HOST, "
+            f"master_addr is not known, but {reason}: the nodes must know where rank 0 is. Give --master-addr HOST, "
             "the same on every node."
         )
     if not master_port:
         raise ValueError(
-            f"master_port is not known, but {reason}: the nodes must agree on one. Give --master_port, one that is "
+            f"master_port is not known, but {reason}: the nodes must agree on one. Give --master-port, one that is "
             "free on rank 0's host, the same on every node."
         )
     return master_addr, master_port
@@ -537,8 +537,8 @@ def resolve_rendezvous(
         assert topology is not None
         if topology.world_size % topology.nproc:  # the nodes are not alike
             raise ValueError(
-                f"--max_restarts needs the number of nodes, which world_size={topology.world_size} and nproc="
-                f"{topology.nproc} do not determine. Give --nnodes and --rdzv_endpoint instead of --world_size."
+                f"--max-restarts needs the number of nodes, which world_size={topology.world_size} and nproc="
+                f"{topology.nproc} do not determine. Give --nnodes and --rdzv-endpoint instead of --world-size."
             )
         nnodes = str(topology.world_size // topology.nproc)
     low, _, high = nnodes.partition(":")
@@ -547,11 +547,11 @@ def resolve_rendezvous(
     endpoint = options.rdzv_endpoint
     if endpoint is None and topology is not None and topology.has_meeting_point:
         endpoint = f"{topology.master_addr}:{topology.master_port}"
-        # Node 0 serves the store, unless --rdzv_conf decides otherwise.
+        # Node 0 serves the store, unless --rdzv-conf decides otherwise.
         config = {"is_host": str(topology.node_rank == 0).lower()} | config
     if endpoint is None and max_nodes > 1:
         raise ValueError(
-            f"--nnodes={options.nnodes!r} nodes must know where they meet. Give --rdzv_endpoint HOST:PORT, the same on "
+            f"--nnodes={options.nnodes!r} nodes must know where they meet. Give --rdzv-endpoint HOST:PORT, the same on "
             "every node, where HOST is one of them."
         )
     return Rendezvous(
@@ -575,6 +575,6 @@ def _parse_config(text: str) -> dict[str, str]:
     for pair in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = pair.partition("=")
         if not (key and equals):
-            raise ValueError(f"--rdzv_conf={text!r}: {pair!r} is not KEY=VALUE. Separate several with commas.")
+            raise ValueError(f"--rdzv-conf={text!r}: {pair!r} is not KEY=VALUE. Separate several with commas.")
         config[key.strip()] = value.strip()
     return config
