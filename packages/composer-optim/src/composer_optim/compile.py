@@ -20,6 +20,7 @@ __all__ = [
     "compile_composer_schedulers",
     "check_together",
     "compiled_for",
+    "scheduler_names",
     "set_last_rates",
     "set_rates",
 ]
@@ -73,8 +74,22 @@ class _BesideComposers(LRScheduler):
 
 def compiled_for(scheduler: object) -> Any:
     """Return the training state for which a Composer scheduler was compiled, or `None` for anything else."""
+    return getattr(_factor_of(scheduler), "_composer_state", None)
+
+
+def _factor_of(scheduler: object) -> Any:
     factor = scheduler.lr_lambdas[0] if isinstance(scheduler, LambdaLR) else None
-    return getattr(factor.product if isinstance(factor, SharedRate) else factor, "_composer_state", None)
+    return factor.product if isinstance(factor, SharedRate) else factor
+
+
+def scheduler_names(schedulers: Iterable[object]) -> list[str]:
+    """Return the class names of schedulers. A compiled one has that of the Composer scheduler it was made from."""
+    sources: dict[int, object] = {}
+    for scheduler in schedulers:
+        # All schedulers that were compiled together share one factor.
+        for source in getattr(_factor_of(scheduler), "_composer_sources", (scheduler,)):
+            sources[id(source)] = source
+    return [str(getattr(source, "__name__", type(source).__name__)) for source in sources.values()]
 
 
 def check_together(schedulers: Iterable[object]) -> None:
@@ -302,6 +317,7 @@ def _product(bound: _Bound, state: OptimizedState) -> Callable[[int], float]:
         return math.prod(scheduler(state, *ratio) for scheduler, ratio in bound)
 
     marked: Any = product
+    marked._composer_sources = [scheduler for scheduler, _ in bound]  # for `scheduler_names`
     marked._composer_state = state  # by which `compiled_for` recognizes schedulers compiled by this module
     return product
 
