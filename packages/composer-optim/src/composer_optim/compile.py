@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from composer_optim.time_conversion import SchedulerState
 from composer_optim.torch_schedulers import check_ratio, scaled_lengths
+from composer_optim.warmup import warn_if_warmup_exceeds_training
 
 __all__ = [
     "compile_composer_scheduler",
@@ -310,6 +311,9 @@ _Bound = Sequence[tuple[Callable[..., float], "tuple[()] | tuple[float]"]]
 
 
 def _product(bound: _Bound, state: OptimizedState) -> Callable[[int], float]:
+    for scheduler, ratio in bound:
+        warn_if_warmup_exceeds_training(scheduler, state, *ratio)
+
     # A function, not a callable object: LambdaLR would save the attributes of an object, including the state.
     def product(step: int) -> float:
         if step:  # not in the constructor of LambdaLR, when the state may still have old schedulers

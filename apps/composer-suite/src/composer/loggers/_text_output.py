@@ -44,7 +44,6 @@ def _to_json(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-_LEAST_WIDTH = 40  # a terminal may report a width of 0
 _RESULTS = ("loss/train/", "metrics/")
 
 
@@ -143,8 +142,9 @@ class TextLogger(BufferedDestination):
         if not lines or get_global_rank() != 0:
             return
         if hasattr(stream, "isatty") and stream.isatty():  # break lines between words
-            width = max(os.get_terminal_size(stream.fileno()).columns, _LEAST_WIDTH)
-            wrap = TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False).fill
+            wrap = TextWrapper(
+                _width_of(stream), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            ).fill
             lines = [wrap(line) for line in lines]
         self._write("\n".join(lines))
 
@@ -156,6 +156,14 @@ class TextLogger(BufferedDestination):
     def _file(self) -> TextIO:
         # Looked up at each write, to follow redirections of the stream.
         return getattr(sys, self._stream) if isinstance(self._stream, str) else self._stream
+
+
+_LEAST_WIDTH = 40  # a terminal may report a width of 0
+
+
+def _width_of(terminal: TextIO) -> int:
+    # Without the last columns, into which the terminal writes the ^C of an interrupt.
+    return max(os.get_terminal_size(terminal.fileno()).columns, _LEAST_WIDTH) - len("^C ")
 
 
 _DEEPEST = 50  # levels, far below the recursion limit
@@ -495,6 +503,7 @@ class _Bar:
         self._position = self._count(start)
         is_widget = is_notebook()  # sets its own width
         is_drawn = is_widget or (hasattr(stream, "isatty") and stream.isatty())
+        self._terminal = stream if is_drawn and not is_widget else None
         self._lines = None if is_drawn else stream
         self._written_at = -1  # position of the latest line
         self._shown_s = time.monotonic()
@@ -511,7 +520,7 @@ class _Bar:
             miniters=math.inf,
             maxinterval=math.inf,
             file=stream if is_drawn else io.StringIO(),
-            dynamic_ncols=is_drawn and not is_widget,
+            ncols=None if self._terminal is None else _width_of(self._terminal),
             leave=stays,
         )
 
@@ -547,6 +556,8 @@ class _Bar:
 
     def _set_values(self) -> None:
         self._shown_s = time.monotonic()
+        if self._terminal is not None:
+            self._bar.ncols = _width_of(self._terminal)
         values = {name: as_number(value) for name, value in self._values.items()}
         self._bar.set_postfix({name: value for name, value in values.items() if value is not None}, refresh=False)
 
