@@ -105,8 +105,8 @@ class Trainer:
         save_async: Whether training continues while a checkpoint is written.
         save_async_policy: If the previous save is still being written: `'wait'` for it, or `'skip'` this one.
         autoresume: Resume from the newest complete checkpoint in `save_folder`, if any, regardless of `load_path`.
-            Needs a `run_name`. If the run has finished, `fit` only logs that. If the run was stopped, for example by `EarlyStopper`, `fit` does not train unless
-            `max_duration` has changed.
+            Needs a `run_name`. If the run has finished, `fit` only logs that. If it was stopped, for example by
+            `EarlyStopper`, `fit` does not train unless `max_duration` has changed.
         device: `'cpu'`, `'gpu'`, ... or a `Device`. Default: the best available.
         precision: `'fp32'`, `'amp_bf16'` or `'amp_fp16'`.
         precision_config: Settings of 8-bit precision.
