@@ -44,7 +44,7 @@ def run(folder, arguments, *launcher):
 def test_in_the_background_the_progress_bar_is_added(tmp_path):
     # "In the background, we automatically add the ProgressBarLogger to log training progress to the console."
     assert "2/2" not in run(tmp_path, "progress_bar=False").stderr
-    assert "train          Epoch   0: " in run(tmp_path, "").stderr
+    assert "train epoch 1/1, loss=" in run(tmp_path, "").stderr
 
 
 @pytest.fixture(scope="module")

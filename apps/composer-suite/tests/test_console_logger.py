@@ -2,7 +2,6 @@
 
 import io
 import json
-import math
 import re
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 
 from composer.core import Callback, Evaluator
 from composer.loggers import ConsoleLogger
-from composer.loggers._text_output import format_config
 
 
 @pytest.fixture
@@ -34,7 +32,7 @@ def test_each_block_says_where_training_is(run):
     lines = run(max_duration="2ep")
     assert headers(lines) == [f"[epoch={epoch}][batch={batch}/2]:" for epoch in (1, 2) for batch in (1, 2)]
     assert sum(line.startswith("\t Train loss/train/total: ") for line in lines) == 4
-    assert all(re.match(r"\t Train \S+: \S", line) for line in lines[lines.index(headers(lines)[0]) + 1 :][:3])
+    assert all(re.match(r"\t Train \S+: \S", line) for line in lines[lines.index(headers(lines)[0]) + 1 :][:2])
 
 
 def test_a_training_that_does_not_count_epochs_says_how_far_it_is_in_its_own_unit(run):
@@ -82,12 +80,25 @@ def test_an_evaluation_is_shown_ten_times_at_most_and_at_its_end(run, make_loade
         assert progress[0] == "[Eval batch=1/12] Eval on mine data"
 
 
-def test_the_settings_of_the_run_come_first_and_once(run):
+def test_the_run_is_described_first_and_once(run):
     lines = run(max_duration="2ep")
-    begin, end = [index for index, line in enumerate(lines) if line == "*" * 30]
-    assert lines[begin + 1] == "Config:"
-    assert "rank_zero_seed: 3" in lines[begin:end]
-    assert begin == 0
+    assert lines[0].startswith("Composer ")
+    assert sum("seed 3" in line for line in lines) == 1
+
+
+def test_blocks_of_training_have_losses_and_metrics_and_no_counters(run):
+    class Logs(Callback):
+        def batch_end(self, state, logger):
+            logger.log_metrics({"throughput": 1.0, "time/total": 2.0})
+
+    lines = run(max_duration="1ba", callbacks=Logs())
+    names = {line.split(":")[0] for line in lines if line.startswith("\t")}
+    assert names == {"\t Train loss/train/total", "\t Train metrics/train/MulticlassAccuracy", "\t Train throughput"}
+
+
+def test_after_an_evaluation_comes_the_best_result_so_far(run, make_loader):
+    lines = run(max_duration="2ep", eval_dataloader=make_loader(4, 2))
+    assert sum(line.startswith("eval at epoch 2: CrossEntropy") and "best" in line for line in lines) == 1
 
 
 def test_tables_come_with_every_block(run):
@@ -135,46 +146,6 @@ def test_traces_are_shown_where_they_are_asked_for(make_trainer, capsys):
 def test_what_a_console_cannot_be(arguments, said):
     with pytest.raises(ValueError, match=said):
         ConsoleLogger(*arguments)
-
-
-def test_the_settings_are_yaml_whatever_they_are():
-    yaml = pytest.importorskip("yaml")
-    texts = [
-        "a\x7fb",
-        "\x85",
-        "\ud800",
-        "a,b",
-        "two\nlines",
-        "a: b",
-        "true",
-        "No",
-        "1e5",
-        "12:30",
-        "x # y",
-        "",
-        "- a",
-        "b:",
-        "ü",
-        " c",
-        "/a b",
-        "f(x=1)",
-    ]
-    settings = {"lr": 1e-5, "big": 1e16, "inf": math.inf, "on": None, "betas": [1e-8, -math.inf], "texts": texts}
-    settings |= {"none": {}, "dicts": [{"a,b": "c}", "d": 2.0}]}
-    settings |= {text: text for text in texts if "/" not in text}  # which nests settings
-    block = format_config({**settings, "nested/pair": {(0, 1): 2}})
-    assert yaml.safe_load("\n".join(block.splitlines()[2:-1])) == {**settings, "nested": {"pair": {"(0, 1)": 2}}}
-
-
-def test_a_setting_whose_name_is_also_the_beginning_of_others_is_shown_beside_them():
-    block = format_config({"optimizer": "Adam", "optimizer/lr": 0.1, 1: "x"})
-    assert block.splitlines()[2:-1] == ['"1": x', "optimizer: Adam", "optimizer/lr: 0.1"]
-
-
-def test_settings_that_hold_themselves_end():
-    settings = {"lr": 0.1}
-    settings["itself"] = settings
-    assert "\nlr: 0.1\n" in format_config(settings)
 
 
 def test_tables_come_with_metrics_and_not_with_each_line_of_progress(make_trainer, make_loader):

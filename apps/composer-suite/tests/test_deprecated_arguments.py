@@ -114,3 +114,14 @@ def test_older_names_are_hyperparameters_only_where_they_are_used(make_trainer):
     assert "save_artifact_name" not in make_trainer(auto_log_hparams=True).local_hparams
     used = make_trainer(auto_log_hparams=True, save_artifact_name="a", save_folder="x").local_hparams
     assert used["save_artifact_name"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [({"max_epochs": 3}, "3ep"), ({"num_train_epochs": 2.0}, "3ep"), ({"max_steps": 500}, "500ba")],
+)
+def test_the_length_of_training_of_other_trainers_names_the_duration(make_trainer, arguments, meant):
+    with pytest.raises(
+        TypeError, match=rf"unexpected keyword argument '{next(iter(arguments))}'.*max_duration='{meant}'"
+    ):
+        make_trainer(**arguments)

@@ -104,13 +104,18 @@ def test_without_it_only_the_facts_of_the_run_are_logged(make_trainer):
     assert not hasattr(trainer, "local_hparams")
 
 
-def test_the_level_of_pythons_log_is_set_only_where_it_is_asked_for(make_trainer, monkeypatch):
-    own = logging.getLogger("composer")
-    before = own.level
+def test_the_level_of_pythons_log_is_set_only_where_it_is_asked_for(make_trainer):
+    packages = (
+        "composer",
+        *(f"composer_{name}" for name in ["checkpoint", "dist", "events", "fsdp", "hf", "models", "optim", "time"]),
+    )
+    loggers = [logging.getLogger(name) for name in (*packages, "composer_algorithms")]
+    before = [each.level for each in loggers]
     try:
         make_trainer()
-        assert own.level == before
+        assert [each.level for each in loggers] == before
         make_trainer(python_log_level="info")
-        assert own.level == logging.INFO
+        assert {each.level for each in loggers} == {logging.INFO}
     finally:
-        own.setLevel(before)
+        for each, level in zip(loggers, before, strict=True):
+            each.setLevel(level)

@@ -102,3 +102,16 @@ def test_ignored_modules_are_whole():
 def test_it_is_json_too():
     explanation = explain(Net(), FSDPConfig(), world_size=4)
     assert json.loads(json.dumps(explanation.to_dict()))["units"][1]["name"] == "blocks.0"
+
+
+def test_units_that_differ_only_in_their_names_are_one_line():
+    class Blocks(nn.Sequential):
+        def fsdp_wrap_fn(self, module):
+            return isinstance(module, nn.Linear)
+
+    model = Blocks(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 6))
+    lines = str(explain(model, FSDPConfig(), world_size=4)).splitlines()
+    assert [line.split(": ")[0].strip() for line in lines if " (" in line and "Linear" in line] == [
+        "0 to 2 (3 x Linear), each",
+        "3 (Linear)",
+    ]

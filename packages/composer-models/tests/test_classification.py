@@ -89,3 +89,9 @@ def test_a_classifier_compiles_to_torchscript(batch):
         warnings.simplefilter("ignore")  # torch and torchmetrics announce the end of TorchScript
         scripted = torch.jit.script(model)
     torch.testing.assert_close(scripted(batch), model(batch))
+
+
+def test_a_dict_batch_points_to_the_keys_of_from_module():
+    model = ComposerClassifier(nn.Identity(), num_classes=3)
+    with pytest.raises(TypeError, match=r"the keys 'image', 'label'.*input_key='image', target_key='label'"):
+        model({"image": torch.eye(3), "label": torch.arange(3)})

@@ -2,6 +2,7 @@ import logging
 import math
 
 import pytest
+import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from composer_optim import (
     MultiStepScheduler,
     MultiStepWithWarmupScheduler,
     PolynomialWithWarmupScheduler,
+    compile_composer_scheduler,
 )
 
 # `training` only makes new objects, so one fixture can serve all examples.
@@ -195,3 +197,20 @@ def test_a_shape_needs_time_and_a_power():
 def test_a_text_is_no_answer_to_whether_the_ramp_is_scaled(make):
     with pytest.raises(TypeError, match="scale_warmup='False' is neither True nor False"):
         make("False")
+
+
+@pytest.mark.parametrize(
+    ("t_warmup", "duration"), [("2001ba", "2ep"), ("3ep", "2ep"), ("1.5dur", "100sp"), ("9sp", "8sp")]
+)
+def test_a_warmup_longer_than_training_warns_when_it_is_compiled(training, t_warmup, duration):
+    state = training(duration)
+    state.optimizers = [torch.optim.SGD([torch.zeros(1)], lr=1.0)]
+    with pytest.warns(UserWarning, match=rf"t_warmup='{t_warmup}' is longer than training, max_duration='{duration}'"):
+        compile_composer_scheduler(MultiStepWithWarmupScheduler(t_warmup, []), state)
+
+
+@pytest.mark.parametrize(("t_warmup", "duration"), [("2000ba", "2ep"), ("1dur", "8sp"), ("9sp", "8ba")])
+def test_a_warmup_that_is_not_longer_or_cannot_be_compared_does_not_warn(training, t_warmup, duration):
+    state = training(duration)
+    state.optimizers = [torch.optim.SGD([torch.zeros(1)], lr=1.0)]
+    compile_composer_scheduler(MultiStepWithWarmupScheduler(t_warmup, []), state)  # warnings are errors

@@ -1,6 +1,7 @@
 """Estimates of the memory and communication of a training step."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -267,7 +268,9 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        lines = [_line(unit) for unit in self.units]
+        # The blocks of a model differ only in their names.
+        alike = itertools.groupby(self.units, lambda unit: dataclasses.replace(unit, name=""))
+        lines = [_line(list(units)) for _, units in alike]
         if self.whole_parameters:
             lines.append(f"whole on every rank: {self.whole_parameters:,} parameters")
         kept = sum(unit.shard_bytes for unit in self.units)
@@ -369,7 +372,11 @@ def _rows_of_rank_zero(parameter: nn.Parameter, shards: int) -> int:
     return -(-rows // shards) * (parameter.numel() // rows)
 
 
-def _line(unit: UnitSizes) -> str:
+def _line(units: Sequence[UnitSizes]) -> str:
+    """Describe consecutive units that differ only in their names."""
+    unit, which = units[0], f"{units[0].name or '(the model)'} ({units[0].kind})"
+    if len(units) > 1:
+        which = f"{unit.name} to {units[-1].name} ({len(units)} x {unit.kind}), each"
     freed = "freed after forward"
     if unit.freed_after_forward is False:
         freed = "kept until backward"
@@ -384,7 +391,7 @@ def _line(unit: UnitSizes) -> str:
     ]
     parts += ["activations computed again"] if unit.checkpointed else []
     parts += [f"its own settings {dict(unit.options)}"] if unit.options else []
-    return f"{'  ' * unit.depth}{unit.name or '(the model)'} ({unit.kind}): {'; '.join(parts)}"
+    return f"{'  ' * unit.depth}{which}: {'; '.join(parts)}"
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

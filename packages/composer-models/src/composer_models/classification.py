@@ -1,8 +1,8 @@
 """Classifiers from modules that compute logits."""
 
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -77,6 +77,9 @@ class ComposerClassifier(ComposerModel):
     # torch.jit.script compiles by these annotations.
     def forward(self, batch: tuple[Tensor, Any]) -> Tensor:
         """Compute the logits of the inputs of a batch."""
+        # TorchScript does not compile the check.
+        if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]  # missing in torch.jit.__all__
+            _refuse_mapping(batch)
         inputs, _ = batch
         return self.module(inputs)
 
@@ -101,6 +104,18 @@ class ComposerClassifier(ComposerModel):
                 f"an attribute num_classes, or both train_metrics and val_metrics."
             )
         return MulticlassAccuracy(num_classes=self.num_classes, average="micro")
+
+
+def _refuse_mapping(batch: Any) -> None:
+    # The tuple first, because the check for a mapping is slow.
+    if not isinstance(batch, (tuple, list)) and isinstance(batch, Mapping):
+        keys = [repr(key) for key in cast("Mapping[Any, Any]", batch)]
+        first, second = [*keys, "...", "..."][:2]
+        raise TypeError(
+            f"the batch must be a tuple (inputs, targets) for ComposerClassifier; got a {type(batch).__name__} with "
+            f"the keys {', '.join(keys)}. Use ComposerModel.from_module(module, loss_fn, metrics, input_key={first}, "
+            f"target_key={second})."
+        )
 
 
 def composer_timm(

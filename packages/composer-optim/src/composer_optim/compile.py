@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from composer_optim.time_conversion import SchedulerState
 from composer_optim.torch_schedulers import check_ratio, scaled_lengths
+from composer_optim.warmup import warn_if_warmup_exceeds_training
 
 __all__ = [
     "compile_composer_scheduler",
@@ -74,15 +75,22 @@ class _BesideComposers(LRScheduler):
 
 def compiled_for(scheduler: object) -> Any:
     """Return the training state for which a Composer scheduler was compiled, or `None` for anything else."""
-    factor = scheduler.lr_lambdas[0] if isinstance(scheduler, LambdaLR) else None
-    return getattr(factor.product if isinstance(factor, SharedRate) else factor, "_composer_state", None)
+    return getattr(_factor_of(scheduler), "_composer_state", None)
 
 
-def compiled_from(scheduler: object) -> tuple[Any, ...]:
-    """Return the Composer schedulers that a compiled one applies, or the scheduler itself if it is PyTorch's."""
+def _factor_of(scheduler: object) -> Any:
     factor = scheduler.lr_lambdas[0] if isinstance(scheduler, LambdaLR) else None
-    factor = factor.product if isinstance(factor, SharedRate) else factor
-    return getattr(factor, "_composer_schedulers", (scheduler,))
+    return factor.product if isinstance(factor, SharedRate) else factor
+
+
+def compiled_from(schedulers: Iterable[object]) -> list[Any]:
+    """Return the schedulers as they were given: Composer's for those that were compiled from them."""
+    sources: dict[int, object] = {}
+    for scheduler in schedulers:
+        # All schedulers that were compiled together share one factor.
+        for source in getattr(_factor_of(scheduler), "_composer_schedulers", (scheduler,)):
+            sources[id(source)] = source
+    return list(sources.values())
 
 
 def check_together(schedulers: Iterable[object]) -> None:
@@ -303,6 +311,9 @@ _Bound = Sequence[tuple[Callable[..., float], "tuple[()] | tuple[float]"]]
 
 
 def _product(bound: _Bound, state: OptimizedState) -> Callable[[int], float]:
+    for scheduler, ratio in bound:
+        warn_if_warmup_exceeds_training(scheduler, state, *ratio)
+
     # A function, not a callable object: LambdaLR would save the attributes of an object, including the state.
     def product(step: int) -> float:
         if step:  # not in the constructor of LambdaLR, when the state may still have old schedulers

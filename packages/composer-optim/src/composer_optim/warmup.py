@@ -227,6 +227,23 @@ def _convert_warmup(t_warmup: Time, state: SchedulerState) -> Time:
     return converted
 
 
+def warn_if_warmup_exceeds_training(scheduler: object, state: SchedulerState, ssr: float = 1.0) -> None:
+    """Warn if training ends before the warm-up of a scheduler, as far as their units can be compared."""
+    t_warmup, duration = getattr(scheduler, "t_warmup", None), state.max_duration
+    is_unsized = state.dataloader_len is None
+    if not isinstance(t_warmup, Time) or duration is None or (duration.unit == TimeUnit.EPOCH and is_unsized):
+        return
+    scaled = ssr if getattr(scheduler, "scale_warmup", False) else 1.0
+    end, length = convert_time(t_warmup, state, scaled), convert_time(Time(1.0, TimeUnit.DURATION), state)
+    if end.unit == length.unit and end.value > length.value:
+        warnings.warn(
+            f"t_warmup={str(t_warmup)!r} is longer than training, max_duration={str(duration)!r} ({length}), so the "
+            f"learning rate never reaches its peak. Shorten the warm-up, or train longer.",
+            UserWarning,
+            stacklevel=4,  # the caller of compile_composer_scheduler(s)
+        )
+
+
 def _ramp(t_warmup: Time, state: SchedulerState, ssr: float) -> float:
     """Return the factor of the warm-up, in [0, 1]."""
     end = convert_time(t_warmup, state, ssr)

@@ -1,83 +1,31 @@
-"""Loggers that write text for people: settings of a run, tables, metrics in blocks, and progress bars."""
+"""Loggers that write text for people: facts and results of a run, metrics in blocks, and progress bars."""
 
+import io
 import json
 import math
+import os
 import re
 import sys
+import time
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from textwrap import TextWrapper
 from typing import Any, Final, TextIO, cast
 
 import tqdm.auto
+import tqdm.std
 
+from composer.loggers._run_lines import BestResults, end_lines, start_lines
 from composer.loggers._service_queue import as_number
 from composer.utils.notebook import is_notebook
-from composer_dist import get_local_rank
+from composer_dist import get_global_rank, get_local_rank
 from composer_events.arguments import to_time
-from composer_events.hparams import convert_flat_dict_to_nested_dict
 from composer_events.logger import Logger
 from composer_events.logger_destination import BufferedDestination, LoggedMetrics, format_log_data_value
 from composer_events.state import State
 from composer_time import Time, Timestamp, TimeUnit
 
 __all__ = ["ConsoleLogger", "NUM_EVAL_LOGGING_EVENTS", "ProgressBarLogger"]
-
-_RULE = "*" * 30
-# Strings that YAML reads without quotes, also in lists.
-_PLAIN = re.compile(r"[A-Za-z_/][\w./()=+<>*-]*")
-# YAML 1.1 reads these words as booleans or null.
-_OF_OTHER_KINDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
-
-
-def format_config(hyperparameters: Mapping[str, Any]) -> str:
-    """Return hyperparameters as YAML between two rules.
-
-    Example:
-        >>> print(format_config({"optimizer/lr": 0.1, "seed": 17}))
-        ******************************
-        Config:
-        optimizer:
-          lr: 0.1
-        seed: 17
-        ******************************
-    """
-    named = {str(name): value for name, value in hyperparameters.items()}
-    with suppress(ValueError):  # a name that is also a prefix of others cannot be nested
-        named = convert_flat_dict_to_nested_dict(named)
-    lines = _to_yaml(to_plain(named))
-    return "\n".join([_RULE, "Config:", *lines, _RULE])
-
-
-def _to_yaml(values: Mapping[str, Any], indent: str = "") -> list[str]:
-    """Convert nested settings to lines of YAML."""
-    lines: list[str] = []
-    for name, value in sorted(values.items()):
-        if isinstance(value, Mapping) and value:
-            lines += [f"{indent}{_scalar(name)}:", *_to_yaml(value, indent + "  ")]
-        else:
-            lines.append(f"{indent}{_scalar(name)}: {_scalar(value)}")
-    return lines
-
-
-def _scalar(value: Any) -> str:
-    """Convert a value to YAML, which includes JSON's strings, numbers and lists."""
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _OF_OTHER_KINDS:
-        return value
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_scalar(name)}: {_scalar(item)}' for name, item in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_scalar, value))}]"
-    if isinstance(value, float):
-        return _float(value)
-    # Escape characters that YAML readers or the console reject.
-    return json.dumps(value, ensure_ascii=not (isinstance(value, str) and value.isprintable()))
-
-
-def _float(value: float) -> str:
-    if math.isfinite(value):
-        text = repr(float(value))
-        return text if "." in text or "e" not in text else text.replace("e", ".0e")  # YAML 1.1 needs the dot
-    return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
 
 
 def table_as_json(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -96,8 +44,14 @@ def _to_json(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
+_RESULTS = ("loss/train/", "metrics/")
+
+
 class TextLogger(BufferedDestination):
-    """Base class of loggers that write text to a stream, beginning with the settings of the run."""
+    """Base class of loggers that write text to a stream.
+
+    Rank 0 also describes the run at its start, after each evaluation and at its end.
+    """
 
     def __init__(self, stream: str | TextIO, log_traces: bool) -> None:
         name = stream.lower() if isinstance(stream, str) else None
@@ -107,10 +61,14 @@ class TextLogger(BufferedDestination):
         self.should_log_traces = log_traces
         self.hparams: dict[str, Any] = {}
         self._stream: str | TextIO = stream if name is None else name
-        self._has_shown_hparams = False
+        self._has_described = False
+        self._results: dict[str, Any] = {}  # the latest losses and metrics
+        self._best = BestResults()
+        self._fit_began_s = time.monotonic()
+        self._planned: Time[Any] | None = None
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Store hyperparameters, which are written when the run starts."""
+        """Store hyperparameters in `hparams`."""
         self.hparams.update(hyperparameters)
 
     def log_traces(self, traces: dict[str, Any]) -> None:
@@ -119,16 +77,76 @@ class TextLogger(BufferedDestination):
             for name, trace in traces.items():
                 self._write(f"[trace]: {name}: {format_log_data_value(trace)}")
 
+    def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
+        """Store the latest value of each metric. Values are read only when they are written."""
+        latest: dict[str, Any] = {}
+        for metrics, _, _, _ in logged:
+            latest.update(metrics)
+        latest = {str(name): value for name, value in latest.items()}
+        self._results |= {name: value for name, value in latest.items() if name.startswith(_RESULTS)}
+        self._keep(latest)
+
+    @abstractmethod
+    def _keep(self, metrics: dict[str, Any]) -> None:
+        """Store metrics for the output of the subclass."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best results of the evaluations so far."""
+        return {"best": {name: list(best) for name, best in self._best.found.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the best results. Checkpoints of Composer's progress bar do not have any."""
+        self._best.found = {name: (value, moment) for name, (value, moment) in state.get("best", {}).items()}
+
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Write the settings of the run."""
-        self._show_hparams()
+        """Describe the run."""
+        self._describe(state)
+        self._fit_began_s, self._planned = time.monotonic(), state.max_duration
 
-    predict_start = fit_start
+    def predict_start(self, state: State, logger: Logger) -> None:
+        """Describe the run."""
+        self._describe(state)
 
-    def _show_hparams(self) -> None:
-        if not self._has_shown_hparams and get_local_rank() == 0:
-            self._has_shown_hparams = True
-            self._write(format_config(self.hparams))
+    def eval_start(self, state: State, logger: Logger) -> None:
+        """Describe the run, and remove the results of the previous evaluation."""
+        self._describe(state)
+        self.catch_up()
+        prefix = f"metrics/{state.dataloader_label}/"
+        self._results = {name: value for name, value in self._results.items() if not name.startswith(prefix)}
+
+    def show_end(self, state: State, run_folders: Sequence[str]) -> None:
+        """Describe the end of training; `run_folders` are those of the recorders."""
+        self.catch_up()
+        total = {"loss": self._results["loss/train/total"]} if "loss/train/total" in self._results else {}
+        evaluations = {
+            f"{each.label}/{name}": value
+            for each in state.evaluators
+            for name, value in self._results_of(each.label).items()
+        }
+        is_early = self._planned is not None and state.timestamp < self._planned
+        seconds = time.monotonic() - self._fit_began_s
+        self._write_on_rank_0(end_lines(state, seconds, is_early, total | evaluations, run_folders))
+
+    def _results_of(self, label: str | None) -> dict[str, Any]:
+        """Return the results of the latest evaluation with a label, by the names of the metrics."""
+        prefix = f"metrics/{label}/"
+        return {name.removeprefix(prefix): value for name, value in self._results.items() if name.startswith(prefix)}
+
+    def _describe(self, state: State) -> None:
+        if not self._has_described:
+            self._has_described = True
+            self._write_on_rank_0(start_lines(state))
+
+    def _write_on_rank_0(self, lines: Sequence[str]) -> None:
+        stream = self._file()
+        if not lines or get_global_rank() != 0:
+            return
+        if hasattr(stream, "isatty") and stream.isatty():  # break lines between words
+            wrap = TextWrapper(
+                _width_of(stream), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            ).fill
+            lines = [wrap(line) for line in lines]
+        self._write("\n".join(lines))
 
     def _write(self, text: str) -> None:
         stream = self._file()
@@ -138,6 +156,14 @@ class TextLogger(BufferedDestination):
     def _file(self) -> TextIO:
         # Looked up at each write, to follow redirections of the stream.
         return getattr(sys, self._stream) if isinstance(self._stream, str) else self._stream
+
+
+_LEAST_WIDTH = 40  # a terminal may report a width of 0
+
+
+def _width_of(terminal: TextIO) -> int:
+    # Without the last columns, into which the terminal writes the ^C of an interrupt.
+    return max(os.get_terminal_size(terminal.fileno()).columns, _LEAST_WIDTH) - len("^C ")
 
 
 _DEEPEST = 50  # levels, far below the recursion limit
@@ -171,8 +197,9 @@ NUM_EVAL_LOGGING_EVENTS = 11
 class ConsoleLogger(TextLogger):
     """Logger that writes training metrics at intervals, and evaluation metrics after each evaluation, as text.
 
-    Each block contains the latest values logged since the previous one, and all tables, each as a line of JSON. Every
-    rank writes metrics, and local rank 0 also writes the settings of the run.
+    Each block contains the latest values logged since the previous one, without the `time/` and `trainer/` counters
+    during training, and all tables, each as a line of JSON. Every rank writes metrics, and rank 0 also describes the
+    run.
 
     Args:
         log_interval: The interval in epochs (`'1ep'`, or a bare number) or batches (`'10ba'`). A block is also written
@@ -198,23 +225,14 @@ class ConsoleLogger(TextLogger):
         self, log_interval: int | str | Time[int] = "1ba", stream: str | TextIO = "stderr", log_traces: bool = False
     ) -> None:
         super().__init__(stream, log_traces)
-        self.log_interval: Time[Any] = to_time("console_log_interval", log_interval, TimeUnit.EPOCH)
-        if self.log_interval.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH):
-            raise ValueError(
-                f"The `console_log_interval` argument must have units of EPOCH or BATCH. {log_interval!r} has "
-                f"{self.log_interval.unit.name}. Give epochs ('1ep') or batches ('10ba')."
-            )
-        if self.log_interval.value < 1:
-            raise ValueError(f"console_log_interval={log_interval!r} must be 1 or more.")
+        self.log_interval: Time[Any] = _to_log_interval(log_interval)
         self._logged: dict[str, Any] = {}
         self.tables: dict[str, str] = {}
         self.eval_batch_idxs_to_log: list[int] = []
         self._last_batch: int | None = None  # of the latest block of training
 
-    def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
-        """Store metrics for the next block."""
-        for metrics, _, _, _ in logged:
-            self._logged.update(metrics)
+    def _keep(self, metrics: dict[str, Any]) -> None:
+        self._logged.update(metrics)
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
@@ -255,7 +273,7 @@ class ConsoleLogger(TextLogger):
 
     def eval_start(self, state: State, logger: Logger) -> None:
         """Choose the batches after which to write the progress."""
-        self._show_hparams()
+        super().eval_start(state, logger)
         self.logged_metrics.clear()  # values of training must not appear among those of the evaluation
         length = 0 if state.dataloader_len is None else int(state.dataloader_len)
         if length < NUM_EVAL_LOGGING_EVENTS:
@@ -271,9 +289,10 @@ class ConsoleLogger(TextLogger):
             self._write(_progress_of_evaluation(state))
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Write the results of the evaluation."""
+        """Write the results of the evaluation, and the best ones so far."""
         self.log_to_console(self.logged_metrics, state, prefix="Eval ", is_train=False)
         self.logged_metrics.clear()
+        self._write_on_rank_0(self._best.lines(state, self._results_of(state.dataloader_label)))
 
     def log_to_console(self, data: Mapping[str, Any], state: State, prefix: str = "", is_train: bool = True) -> None:
         """Write one block.
@@ -290,9 +309,25 @@ class ConsoleLogger(TextLogger):
         self._write(progress + (":" if progress and data else "") + "".join(lines))
 
     def _show_training(self, state: State) -> None:
-        self.log_to_console(self.logged_metrics, state, prefix="Train ")
+        shown = {name: value for name, value in self.logged_metrics.items() if not str(name).startswith(_COUNTERS)}
+        self.log_to_console(shown, state, prefix="Train ")
         self.logged_metrics.clear()
         self._last_batch = state.timestamp.num_batches
+
+
+_COUNTERS = ("time/", "trainer/")
+
+
+def _to_log_interval(given: int | str | Time[int]) -> Time[Any]:
+    interval: Time[Any] = to_time("console_log_interval", given, TimeUnit.EPOCH)
+    if interval.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH):
+        raise ValueError(
+            f"The `console_log_interval` argument must have units of EPOCH or BATCH. {given!r} has "
+            f"{interval.unit.name}. Give epochs ('1ep') or batches ('10ba')."
+        )
+    if interval.value < 1:
+        raise ValueError(f"console_log_interval={given!r} must be 1 or more.")
+    return interval
 
 
 def _progress_of_training(state: State) -> str:
@@ -316,42 +351,46 @@ def _progress_of_evaluation(state: State) -> str:
     return f"[Eval batch={batch}{'' if length is None else f'/{int(length)}'}] Eval on {state.dataloader_label} data"
 
 
-_LABEL_WIDTH = 15
 _REDRAWN_S = 0.5  # faster updates are unreadable, and drawing takes as long as a hundred callbacks
-_FILE_WIDTH = 200  # characters; wide, since truncated metrics in a file would be useless
+_WRITTEN_S = 10.0  # a file grows by 9000 lines a day
 
 
 class ProgressBarLogger(TextLogger):
-    """Logger that shows the progress of training and evaluation, with the loss and the evaluation's metrics.
+    """Logger that shows the progress of training and evaluation, with the latest loss and metrics.
 
-    The bars are lines in a terminal or widgets in a notebook. Only local rank 0 shows them, and writes the settings of
-    the run before the first one. If the duration is in epochs, there is one bar per epoch, otherwise a single one.
+    On a terminal or in a notebook, it draws bars, and each evaluation ends in a line with its results. If the duration
+    is in epochs, there is one bar per epoch, otherwise a single one. To any other stream, such as a file, it writes
+    the same as lines. Only local rank 0 shows bars, and rank 0 describes the run before the first one.
 
     Args:
         stream: `'stderr'`, `'stdout'` or a text stream.
         log_traces: Whether to also write the actions of algorithms, above the bars.
+        log_interval: The interval of the lines of training in a file, in epochs (`'1ep'`, or a bare number) or batches
+            (`'10ba'`). By default a line at the end of each epoch, and in an epoch one every 10 seconds at most.
 
     Raises:
-        ValueError: If the stream is another string.
+        ValueError: If the stream is another string, or the interval is in another unit.
     """
 
-    def __init__(self, stream: str | TextIO = "stderr", log_traces: bool = False) -> None:
+    def __init__(
+        self,
+        stream: str | TextIO = "stderr",
+        log_traces: bool = False,
+        log_interval: int | str | Time[int] | None = None,
+    ) -> None:
         super().__init__(stream, log_traces)
+        self._interval = None if log_interval is None else _to_log_interval(log_interval)
         self._shows = get_local_rank() == 0
         self._train: _Bar | None = None
         self._eval: _Bar | None = None
 
-    def take_metrics(self, logged: Sequence[LoggedMetrics]) -> None:
-        """Store the values that a bar shows. They are read only when the bar is redrawn."""
-        latest: dict[str, Any] = {}
-        for metrics, _, _, _ in logged:
-            latest.update(metrics)
+    def _keep(self, metrics: dict[str, Any]) -> None:
         for bar in (self._train, self._eval):
             if bar is not None:
-                bar.keep(latest)
+                bar.keep(metrics)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Write the settings of the run, and open the training bar if training resumes within an epoch."""
+        """Describe the run, and open the training bar if training resumes within an epoch."""
         super().fit_start(state, logger)
         if state.timestamp.num_batches_in_epoch:
             self.epoch_start(state, logger)
@@ -366,13 +405,17 @@ class ProgressBarLogger(TextLogger):
         """Advance the training bar."""
         if self._train is None:  # custom loops may omit EPOCH_START
             self.epoch_start(state, logger)
-        if self._train is not None and self._train.move(state.timestamp):
-            self._show(self._train)
+        if self._train is not None:
+            self._advance(self._train, state.timestamp, self._interval)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         """Close the bar if it is that of an epoch, not of the whole training."""
+        interval = self._interval
         if self._train is not None and self._train.is_of_one_epoch:
-            self._train = self._closed(self._train)
+            is_due = interval is None or (
+                interval.unit is TimeUnit.EPOCH and state.timestamp.num_epochs % interval.value == 0
+            )
+            self._train = self._closed(self._train, is_due)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Close the training bar."""
@@ -380,63 +423,66 @@ class ProgressBarLogger(TextLogger):
 
     def eval_start(self, state: State, logger: Logger) -> None:
         """Open the bar of one evaluation."""
-        self._show_hparams()
+        super().eval_start(state, logger)
         if self._shows:
-            self.catch_up()
             self._eval = self._open_evaluation(state)
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
         """Advance the bar of the evaluation."""
-        if self._eval is not None and self._eval.move(state.eval_timestamp):
-            self._show(self._eval)
+        if self._eval is not None:
+            self._advance(self._eval, state.eval_timestamp)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Close the bar of the evaluation."""
-        self._eval = self._closed(self._eval)
+        """Replace the bar of the evaluation by a line with the results, and the best ones so far."""
+        self._eval = self._closed(self._eval, False)
+        self.catch_up()
+        self._write_on_rank_0(self._best.lines(state, self._results_of(state.dataloader_label)))
 
     def close(self, state: State, logger: Logger) -> None:
         """Close the open bars."""
         self._train = self._closed(self._train)
-        self._eval = self._closed(self._eval)
+        self._eval = self._closed(self._eval, False)
 
-    def _show(self, bar: "_Bar") -> None:
-        self.catch_up()
-        bar.show()
+    def _advance(self, bar: "_Bar", stamp: Timestamp, interval: Time[Any] | None = None) -> None:
+        is_shown = bar.is_due(stamp, interval)
+        if is_shown:  # only then the values are read, which may wait for the device
+            self.catch_up()
+        bar.move(stamp, is_shown)
 
-    def _closed(self, bar: "_Bar | None") -> None:
-        """Draw a bar one last time with the final values, and close it."""
+    def _closed(self, bar: "_Bar | None", is_shown: bool = True) -> None:
+        """Show a bar one last time with the final values, and close it."""
         if bar is not None:
-            self._show(bar)
-            bar.close()
+            self.catch_up()
+            bar.close(is_shown)
 
     def _open_training(self, state: State, duration: Time[Any]) -> "_Bar":
-        label = f"{state.dataloader_label or 'train':{_LABEL_WIDTH}}"
+        label, shown = state.dataloader_label or "train", ("loss/train/", "metrics/train/")
         if duration.unit == TimeUnit.EPOCH:
             length = state.dataloader_len
-            title = f"{label}Epoch {state.timestamp.num_epochs:3}: "
+            title = f"{label} epoch {state.timestamp.num_epochs + 1}/{duration.value}"
             total = None if length is None else int(length)
-            return _Bar(self._file(), title, total, TimeUnit.BATCH, state.timestamp, ("loss/train",), of_one_epoch=True)
-        title = f"{label}{duration.unit.name.capitalize():10}: "
-        return _Bar(self._file(), title, int(duration), duration.unit, state.timestamp, ("loss/train",))
+            return _Bar(self._file(), title, total, TimeUnit.BATCH, state.timestamp, shown, of_one_epoch=True)
+        return _Bar(self._file(), label, int(duration), duration.unit, state.timestamp, shown)
 
     def _open_evaluation(self, state: State) -> "_Bar":
-        label = f"{state.dataloader_label or 'eval':{_LABEL_WIDTH}}"
-        stamp = state.timestamp
-        # At the end of an epoch, the timestamp already counts the epoch that the evaluation belongs to.
-        at_epoch_end = stamp.num_batches_in_epoch == 0
-        where = f"Epoch {max(stamp.num_epochs - 1, 0):3}: " if at_epoch_end else f"Batch {stamp.num_batches:3}: "
-        length = state.dataloader_len
+        label, length = state.dataloader_label or "eval", state.dataloader_len
         total = None if length is None else int(length)
-        return _Bar(self._file(), label + where, total, TimeUnit.BATCH, state.eval_timestamp, ("metrics/",))
+        return _Bar(
+            self._file(), label, total, TimeUnit.BATCH, state.eval_timestamp, (f"metrics/{label}/",), stays=False
+        )
 
     def _write(self, text: str) -> None:
         if self._shows:
-            # `tqdm.write` clears the bars, writes the text and draws them again below it.
-            tqdm.auto.tqdm.write(text, file=self._file())
+            stream = self._file()
+            # Clears the bars, writes the text and draws them again below it. Of the base class, which tests do not
+            # replace as they do the one in `tqdm.auto`.
+            tqdm.std.tqdm.write(text, file=stream)
+            if hasattr(stream, "flush"):
+                stream.flush()
 
 
 class _Bar:
-    """A tqdm bar that follows a counter of a timestamp."""
+    """A tqdm bar that follows a counter of a timestamp, or lines of text where no bar can be drawn."""
 
     def __init__(
         self,
@@ -448,52 +494,91 @@ class _Bar:
         shown: tuple[str, ...],
         *,
         of_one_epoch: bool = False,
+        stays: bool = True,
     ) -> None:
         self.is_of_one_epoch = of_one_epoch
         self._unit = unit
         self._shown = shown
         self._values: dict[str, Any] = {}
         self._position = self._count(start)
-        is_terminal = hasattr(stream, "isatty") and stream.isatty()
-        # A notebook's widget sets its own width. Elsewhere, the bar itself has 25 characters.
-        is_widget = is_notebook()
-        bar_format = " {l_bar}{bar}{r_bar}" if is_widget else " {l_bar}{bar:25}{r_bar}"
-        # On a terminal, a blank bar (`b`) fills the rest of the line, which erases an earlier, longer text.
+        is_widget = is_notebook()  # sets its own width
+        is_drawn = is_widget or (hasattr(stream, "isatty") and stream.isatty())
+        self._terminal = stream if is_drawn and not is_widget else None
+        self._lines = None if is_drawn else stream
+        self._written_at = -1  # position of the latest line
+        self._shown_s = time.monotonic()
+        title = title.replace("{", "{{").replace("}", "}}")
+        bar = " |{bar}|" if is_drawn else ":"
         self._bar = tqdm.auto.tqdm(
             total=total,
             initial=self._position,
-            bar_format=title + bar_format + ("{bar:-1b}" if is_terminal else ""),
+            # The values come first, since a narrow terminal shows only the beginning of a line.
+            bar_format=title + "{postfix}" + bar + " {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]",
             unit=unit.value,
-            mininterval=_REDRAWN_S,
-            file=stream,
-            dynamic_ncols=is_terminal,
-            ncols=None if is_terminal or is_widget else _FILE_WIDTH,
+            # `move` decides when the bar is drawn.
+            mininterval=0,
+            miniters=math.inf,
+            maxinterval=math.inf,
+            file=stream if is_drawn else io.StringIO(),
+            ncols=None if self._terminal is None else _width_of(self._terminal),
+            leave=stays,
         )
 
     def keep(self, metrics: dict[str, Any]) -> None:
         """Store the values that belong to this bar."""
-        for name, value in zip(map(str, metrics), metrics.values(), strict=True):
-            if name.startswith(self._shown) and not name.startswith("metrics/train"):
-                # Without the label of the evaluator, which is in the title, to save space.
-                self._values[name.split("/", 2)[-1] if name.startswith("metrics/") else name] = value
+        for name, value in metrics.items():
+            if name.startswith(self._shown):
+                self._values[_short(name)] = value
 
-    def move(self, stamp: Timestamp) -> bool:
-        """Advance to a timestamp, and return whether the bar was redrawn, and its values need to be read."""
+    def is_due(self, stamp: Timestamp, interval: Time[Any] | None) -> bool:
+        """Return whether the next move is shown: at an interval of lines, or after a time."""
+        if interval is None or self._lines is None:
+            return time.monotonic() - self._shown_s >= (_REDRAWN_S if self._lines is None else _WRITTEN_S)
+        return interval.unit is _BATCH and stamp.num_batches % interval.value == 0
+
+    def move(self, stamp: Timestamp, is_shown: bool) -> None:
+        """Advance to a timestamp, and show it with the values as of now."""
         position = self._count(stamp)
-        is_drawn = bool(self._bar.update(position - self._position))
+        if is_shown:
+            self._set_values()
+        self._bar.miniters = 0 if is_shown and self._lines is None else math.inf
+        self._bar.update(position - self._position)
         self._position = position
-        return is_drawn
+        if is_shown:
+            self._write_line()
 
-    def show(self) -> None:
-        """Set the values next to the bar. They appear with its next update: a refresh here would draw it twice."""
+    def close(self, is_shown: bool) -> None:
+        """Show the bar one last time, and leave it on the screen if it stays."""
+        self._set_values()
+        if is_shown:
+            self._write_line()
+        self._bar.close()
+
+    def _set_values(self) -> None:
+        self._shown_s = time.monotonic()
+        if self._terminal is not None:
+            self._bar.ncols = _width_of(self._terminal)
         values = {name: as_number(value) for name, value in self._values.items()}
         self._bar.set_postfix({name: value for name, value in values.items() if value is not None}, refresh=False)
 
-    def close(self) -> None:
-        """Draw the bar one last time, and leave it on the screen."""
-        self._bar.close()
+    def _write_line(self) -> None:
+        if self._lines is not None and self._written_at != self._position:
+            self._written_at = self._position
+            self._lines.write(f"{self._bar}\n")
+            if hasattr(self._lines, "flush"):
+                self._lines.flush()
 
     def _count(self, stamp: Timestamp) -> int:
         if self.is_of_one_epoch:
             return stamp.num_batches_in_epoch
         return stamp.num_batches if self._unit is _BATCH else stamp.get(self._unit).value
+
+
+# Of torchmetrics and composer_models.
+_KIND = re.compile(r"(Multiclass|Multilabel|Binary|Language)(?=[A-Z])")
+
+
+def _short(name: str) -> str:
+    """Shorten a name, to fit in 80 columns: `loss` for the total, and `Accuracy` for `MulticlassAccuracy`."""
+    name = name.split("/", 2)[-1]
+    return "loss" if name == "total" else _KIND.sub("", name)

@@ -163,9 +163,7 @@ def _loader(name: str, loader: Any) -> dict[str, Any]:
 
 def _schedulers(state: State) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    # Composer schedulers are compiled together, and each result names all of them.
-    originals = {id(each): each for scheduler in state.schedulers for each in compiled_from(scheduler)}
-    for number, each in enumerate(originals.values(), 1):
+    for number, each in enumerate(compiled_from(state.schedulers), 1):
         name = "scheduler" if number == 1 else f"scheduler-{number}"
         found[name] = getattr(each, "__name__", type(each).__name__)
         if not inspect.isroutine(each) and not isinstance(each, torch.optim.lr_scheduler.LRScheduler):

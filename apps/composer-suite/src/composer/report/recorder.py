@@ -249,8 +249,10 @@ class RunRecorder(LoggerDestination):
         """Drop the lines that a resumed run repeats."""
         self._num_batches_before = state.timestamp.num_batches
         if self.is_resuming and self._lines is not None:
-            # At batch 0 no checkpoint was loaded, so the run starts over.
-            self._lines.keep(self._num_lines_saved if state.timestamp.num_batches else 0)
+            # At batch 0 no checkpoint was loaded, so the run starts over. A finished run repeats nothing.
+            is_finished = state.max_duration is not None and state.timestamp >= state.max_duration
+            num_lines = _ALL_LINES if is_finished else self._num_lines_saved
+            self._lines.keep(num_lines if state.timestamp.num_batches else 0)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Reset the outcome, and flush the files."""

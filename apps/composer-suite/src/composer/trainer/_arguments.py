@@ -405,12 +405,21 @@ _OLDER: dict[str, tuple[str | None, str]] = {
 }
 
 
+# Names of other trainers for the length of training, with the unit.
+_LENGTHS = dict.fromkeys(("max_epochs", "num_epochs", "epochs", "num_train_epochs"), "ep") | dict.fromkeys(
+    ("max_steps", "num_steps", "max_batches"), "ba"
+)
+
+
 def translate(values: dict[str, Any], older: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments with those of earlier releases translated to current ones."""
-    for name in older:
+    for name, value in older.items():
         if name not in _OLDER:
             near = difflib.get_close_matches(name, [*values, *_OLDER], n=3, cutoff=0.6)
             meant = f"Did you mean {' or '.join(map(repr, near))}?" if near else "See the docstring of Trainer for all."
+            if name in _LENGTHS:
+                number = value if is_whole(value) else 3
+                meant = f"Write max_duration='{number}{_LENGTHS[name]}'."
             raise TypeError(f"Trainer.__init__() got an unexpected keyword argument {name!r}. {meant}")
     for name, value in older.items():
         newer, advice = _OLDER[name]

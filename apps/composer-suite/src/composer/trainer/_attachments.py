@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import fields, replace
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, cast
 
+from composer.loggers._text_output import TextLogger
 from composer.loggers.console_logger import ConsoleLogger
 from composer.loggers.file_logger import FileLogger
 from composer.loggers.mosaicml_logger import MOSAICML_ACCESS_TOKEN_ENV_VAR, MOSAICML_PLATFORM_ENV_VAR, MosaicMLLogger
@@ -43,7 +47,8 @@ def choose_destinations(given: TrainerArguments) -> list[LoggerDestination]:
             # A resumed run continues its files; any other run must not append to those of an earlier one.
             destination.is_resuming = given.autoresume
     if given.progress_bar and not _is_given("progress_bar", ProgressBarLogger, destinations):
-        destinations.append(ProgressBarLogger(given.console_stream, given.log_traces))
+        interval = None if given.is_default("console_log_interval") else given.console_log_interval
+        destinations.append(ProgressBarLogger(given.console_stream, given.log_traces, interval))
     _add_console(given, destinations)
     is_given = any(isinstance(destination, MosaicMLLogger) for destination in destinations)
     on_platform = os.environ.get(MOSAICML_PLATFORM_ENV_VAR, "").lower() == "true"
@@ -84,6 +89,17 @@ def record_failure(error: BaseException, state: State) -> None:
     # An error that all ranks raise alike would only be repeated.
     if of_others is not None and isinstance(error, Exception) and str(error) not in of_others:
         error.add_note(of_others.rstrip())  # the cause is on another rank, with the more useful traceback
+
+
+def show_end(state: State) -> None:
+    """Let the console and the progress bar describe the end of training."""
+    folders: list[str] = []
+    for each in state.callbacks:
+        with suppress(RuntimeError):  # the folder could not be written
+            folders += [str(each.folder)] if isinstance(each, RunRecorder) else []
+    for destination in state.callbacks:
+        if isinstance(destination, TextLogger):
+            destination.show_end(state, folders)
 
 
 def _is_given(argument: str, kind: type, destinations: list[Any]) -> bool:
@@ -187,7 +203,10 @@ def set_log_level(level: Any) -> None:
         raise ValueError(f"python_log_level={level!r} must be None or one of {', '.join(map(str.lower, known))}.")
     who = f"rank{get_global_rank()}[%(process)d][%(threadName)s]"
     logging.basicConfig(format=f"%(asctime)s: {who}: %(levelname)s: %(name)s: %(message)s")
-    logging.getLogger("composer").setLevel(level.upper())
+    # The packages below this one log under their own names.
+    packages = (re.match(r"composer[\w-]*", each) for each in metadata.requires("composer-suite") or ())
+    for name in {"composer", *(match[0].replace("-", "_") for match in packages if match)}:
+        logging.getLogger(name).setLevel(level.upper())
 
 
 def check_uploaders(arguments: TrainerArguments, listeners: Iterable[object]) -> None:

@@ -42,10 +42,12 @@ from composer.trainer._evaluation import (
 )
 from composer.trainer._fit_settings import (
     FitPlan,
+    NothingLeftError,
     Schedule,
     SchedulerSteps,
     check_optimizers_of,
     following_load,
+    log_nothing_left,
     stay_stopped,
     to_duration,
 )
@@ -405,7 +407,13 @@ class Runtime:
 
     def fit(self, arguments: FitArguments) -> None:
         """Train; see `Trainer.fit`. Every rank must call this."""
-        batches = take_fit_arguments(self, arguments)
+        try:
+            batches = take_fit_arguments(self, arguments)
+        except NothingLeftError:
+            if self.saver is None or not self.saver.resumes:
+                raise
+            log_nothing_left(self.state)  # a finished run that was started again
+            return
         # The failure is recorded before a signal ends the process: the launcher sends one when a rank fails.
         with self.preemption.watched(), self.recording_failure():
             strategies.begin_fit(self.state, self.ranks, batches.data_spec, self.strategy)
@@ -413,6 +421,7 @@ class Runtime:
         # The gradients of the last batch would occupy memory until the next fit.
         for optimizer in self.state.optimizers:
             self.strategy.zero_grad(optimizer)
+        attachments.show_end(self.state)
 
     @contextmanager
     def recording_failure(self) -> Generator[None]:

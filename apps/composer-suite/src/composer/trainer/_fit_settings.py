@@ -278,6 +278,18 @@ def stay_stopped(state: State, stopped_duration: str | None) -> None:
         )
 
 
+def log_nothing_left(state: State) -> None:
+    """Log that a resumed run has finished before."""
+    if get_global_rank() == 0 and state.max_duration is not None:
+        _log.warning(
+            "Nothing left to train: %s is at batch %d, the end of max_duration=%r. To continue, raise max_duration or "
+            "call fit(duration=...).",
+            state.load_path,
+            state.timestamp.num_batches,
+            state.max_duration.to_timestring(),
+        )
+
+
 def check_time_left(state: State) -> None:
     """Raise if there is nothing left to train."""
     now, max_duration = state.timestamp, state.max_duration
@@ -293,12 +305,14 @@ def check_time_left(state: State) -> None:
             "'2ep'. Set it, or give epochs ('10ep')."
         )
     if now >= max_duration:
-        raise ValueError(
+        raise NothingLeftError(
             f"The max_duration {asked} is not beyond the {now.get(max_duration.unit).to_timestring()} trained so far. "
-            "Please provide the `duration` or specify `reset_time=True` in Trainer.fit(). A script that may be started "
-            "again after the end of its run (autoresume=True) should check `trainer.state.timestamp < "
-            "trainer.state.max_duration` first."
+            "Please provide the `duration` or specify `reset_time=True` in Trainer.fit()."
         )
+
+
+class NothingLeftError(ValueError):
+    """The duration of training has been reached before a `fit`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import itertools
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -26,6 +27,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
+
+from tqdm.std import tqdm
 
 from composer.trainer._rank_sync import open_store
 from composer_dist import get_global_rank, get_world_size
@@ -400,11 +403,7 @@ class Preemption:
         state, saver = self._state, self._saver
         batch = state.timestamp.num_batches
         if saver is None:
-            _log.warning(
-                "Training stops after batch %d because of %s. Nothing is saved: give save_folder to resume next time.",
-                batch,
-                self._name(),
-            )
+            self._log_stop(batch, "Nothing is saved: give save_folder to resume next time.")
             return
         # A save in the background must finish before the next one, and before the exit.
         saver.wait(state, self._logger)
@@ -412,7 +411,11 @@ class Preemption:
             saver.save(state, self._logger)
         saver.wait(state, self._logger)
         if get_global_rank() == 0:
-            _log.warning("Training stops after batch %d because of %s. A checkpoint is saved.", batch, self._name())
+            self._log_stop(batch, f"A checkpoint is saved: {', '.join(saver.saved_checkpoints[-1:]) or saver.folder}")
+
+    def _log_stop(self, batch: int, consequence: str) -> None:
+        with tqdm.external_write_mode(sys.stderr):  # on a line of its own, above the progress bars
+            _log.warning("Training stops after batch %d because of %s. %s", batch, self._name(), consequence)
 
     def _exit(self) -> SystemExit:
         return SystemExit(128 + (signal.SIGINT if self._signal() == signal.SIGINT else signal.SIGTERM))

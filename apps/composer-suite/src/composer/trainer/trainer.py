@@ -67,7 +67,9 @@ class Trainer:
         log_to_console: Whether to write metrics as lines of text, which suits a file better than a progress bar.
             `None` does so if `progress_bar` is False.
         console_stream: The stream for both: `'stderr'`, `'stdout'` or a text stream.
-        console_log_interval: The interval of these lines, in epochs (`'1ep'`) or batches (`'10ba'`).
+        console_log_interval: The interval of these lines, in epochs (`'1ep'`) or batches (`'10ba'`). Also that of a
+            progress bar whose stream is not a terminal; with the default, it writes a line at the end of each epoch,
+            and in an epoch one every 10 seconds at most.
         log_traces: Whether progress bar and console also show which algorithms acted.
         auto_log_hparams: Whether to log these arguments as hyperparameters, reduced to names and numbers.
         profiler: A `composer.profiler.Profiler`, which measures where time is spent.
@@ -103,8 +105,8 @@ class Trainer:
         save_async: Whether training continues while a checkpoint is written.
         save_async_policy: If the previous save is still being written: `'wait'` for it, or `'skip'` this one.
         autoresume: Resume from the newest complete checkpoint in `save_folder`, if any, regardless of `load_path`.
-            Needs a `run_name`. If the run was stopped, for example by `EarlyStopper`, `fit` does not train unless
-            `max_duration` has changed.
+            Needs a `run_name`. If the run has finished, `fit` only logs that. If it was stopped, for example by
+            `EarlyStopper`, `fit` does not train unless `max_duration` has changed.
         device: `'cpu'`, `'gpu'`, ... or a `Device`. Default: the best available.
         precision: `'fp32'`, `'amp_bf16'` or `'amp_fp16'`.
         precision_config: Settings of 8-bit precision.
@@ -288,7 +290,8 @@ class Trainer:
             grad_accum: See the constructor.
 
         Raises:
-            ValueError: If optimizer, data or duration is missing, or `max_duration` has been reached.
+            ValueError: If optimizer, data or duration is missing, or `max_duration` has been reached, except by the
+                checkpoint that `autoresume` has loaded.
             SystemExit: After a signal: with status 130 for SIGINT, else 143.
         """
         self._runtime.fit(FitArguments.of(locals()))
