@@ -8,16 +8,13 @@ their links are changed. A warning fails the build.
 """
 
 import argparse
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from reference import MODULES, index_page, module_page
 
@@ -84,27 +81,6 @@ def _settings() -> str:
     return (HERE / "zensical.toml").read_text().replace("{version}", project["version"])
 
 
-def order_search(index: Path, navigation: list[str]) -> None:
-    """Sort the search index by the navigation.
-
-    The search shows equally good results in the order of the index, so that guides come before the reference.
-    """
-    content = json.loads(index.read_text())
-    rank = {page: number for number, page in enumerate(navigation)}
-
-    def position(item: dict[str, Any]) -> int:
-        return rank.get(item["location"].partition("#")[0], len(rank))
-
-    content["items"].sort(key=position)
-    index.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")))
-
-
-def _navigation(home: str) -> Iterator[str]:
-    """Yield the pages in the order in which the navigation links to them."""
-    yield "index.html"
-    yield from re.findall(r'<a href="([^"#:]+\.html)" class="md-nav__link', home)
-
-
 def main() -> int:
     """Build the site and return the exit status of Zensical."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -121,10 +97,9 @@ def main() -> int:
 
 
 def _finish(built: Path, site: Path) -> None:
-    """Remove what readers do not need, sort the search index, and replace the site."""
+    """Remove what readers do not need, and replace the site."""
     for name in NOT_FOR_READERS:
         (built / name).unlink(missing_ok=True)
-    order_search(built / "search.json", list(_navigation((built / "index.html").read_text())))
     shutil.rmtree(site, ignore_errors=True)
     built.rename(site)
 
