@@ -1,6 +1,6 @@
 """Generate the pages of the API reference: one for each public module, with the docstrings of its names.
 
-The names come from `__all__`. The sources say where each is defined, because imported values do not know their module.
+The sources are read where that is possible: imports are slow, and imported values do not know where they are defined.
 """
 
 import ast
@@ -190,8 +190,17 @@ def _family(module: str) -> str:
     return module.partition(".")[0]
 
 
+@cache
 def _public_names(module: str) -> list[str]:
-    return list(getattr(import_module(module), "__all__", ()))
+    lists = [one.value for one in _source(module).body if isinstance(one, ast.Assign) and _is_public_list(one)]
+    try:
+        return ast.literal_eval(lists[0]) if lists else []
+    except ValueError:  # it is computed
+        return list(import_module(module).__all__)
+
+
+def _is_public_list(statement: ast.Assign) -> bool:
+    return ast.unparse(statement.targets[0]) == "__all__"
 
 
 def _owner(module: str, name: str) -> str:
