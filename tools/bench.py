@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,20 +33,41 @@ LEAST_S = 5.0  # a script that has less time is not begun
 INTRODUCTION = """\
 # Benchmarks
 
-`make bench` has written this page: every script of `benchmarks/`, one after the other, {minutes:.0f} minutes in all.
-"plain PyTorch" is the best way to do the same without composer-suite, "peers" are other libraries that were installed.
-A ratio is ours to the plain way's, both measured in turns; below 1 ours is faster. It is the script's own, mostly a
-median over pairs of turns, and need not be the quotient of the two times beside it. "met" tells whether the script's
-own budget was kept; what lost has its line as everything else.
-
-What a method adds to a step ("step with ...") is one short round here, in processor time on one thread, to see that it
-still does what it did; [the methods' own table](algorithms/README.md) has seven rounds, and is the one to go by.
-
-The machine: {machine}.
-Others may have used it at the same time, and its clock rates change by themselves: the same command gives ratios that
-differ by a few percent, and times that differ by more. Compare ratios, and only those of one run. No GPU was used:
-`python tools/gpu_check.py` measures there.
+What the Trainer, checkpoints and startup cost compared with the same work in plain PyTorch. A ratio below 1 means that
+composer-suite is faster.
 """
+
+METHOD = """\
+## How it is measured
+
+`make bench` runs every script of `benchmarks/` and writes this page; this run took {minutes:.0f} minutes. "Plain
+PyTorch" is the fastest way to do the same without composer-suite. "Peers" are other installed libraries. Both sides of
+a ratio are measured in turns. Most ratios are the median over pairs of turns, so they can differ from the quotient of
+the two times in the same row. "Met" is whether the measurement is within the budget of its script.
+
+The rows "step with ..." measure one short round of each speed-up method, in processor time on one thread.
+[The table of methods](algorithms/README.md) has seven rounds; use that one to compare methods.
+
+Machine: {machine}.
+
+Other programs may have been running, and the clock rate varies: ratios of two runs differ by a few percent, and times
+by more. Compare ratios of one run only. No GPU was used; `python tools/gpu_check.py` measures on a GPU.
+"""
+
+# The rows of the summary, with what each of them is called there.
+SUMMARY = {
+    "Trainer step, plain": "Training step of a very small network",
+    "Trainer step, typical": "The same with 4 algorithms, 5 callbacks, 2 loggers, 2 microbatches",
+    "step of a network of 0.6 million parameters": "Training step of a network with 0.6 million parameters",
+    "step of 10 ms with ten callbacks and three loggers, to one without": "Ten callbacks and three loggers",
+    "DDP step of a GPT, Trainer": "Training step of a GPT with DDP, two ranks",
+    "FSDP2 step of a GPT, Trainer": "Training step of a GPT with FSDP2, two ranks",
+    "save_file .pt, 48 MiB, to torch.save, fsync": "Saving a checkpoint of 48 MiB with hashes",
+    "warm: load_file .pt, 48 MiB, to warm: torch.load, each page touched": "Loading and verifying it, from memory",
+    "stall of a sharded checkpoint, ours, stable tensors": "Interruption of training by an asynchronous checkpoint",
+    "launching 2 ranks, whole run, to torchrun": "Launching two ranks, compared with `torchrun`",
+    "from composer import Trainer": "`from composer import Trainer`, compared with `import torch`",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +170,26 @@ def _last_line(text: str) -> str:
 def page(outcomes: Sequence[Outcome], machine: str) -> str:
     """Return the text of the page."""
     minutes = sum(outcome.seconds for outcome in outcomes) / 60
+    rows = [line for outcome in outcomes for line in _lines(outcome)]
+    method = METHOD.format(minutes=minutes, machine=machine)
     head = ("what", "ours", "plain PyTorch", "peers", "ratio", "budget", "met", "command")
-    table = [head, ("---", "--:", "--:", "---", "--:", "--:", "---", "---")]
-    table += [line for outcome in outcomes for line in _lines(outcome)]
-    text = "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in table)
-    return f"{INTRODUCTION.format(minutes=minutes, machine=machine)}\n{text}\n"
+    everything = _table(head, ("---", "--:", "--:", "---", "--:", "--:", "---", "---"), rows)
+    return "\n".join([INTRODUCTION, *_summary(rows), method, "## All measurements\n", everything])
+
+
+def _summary(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yield the most important rows as a table, and how many budgets were met."""
+    by_name = {row[0]: row for row in rows}
+    chosen = [(text, *by_name[name][1:5]) for name, text in SUMMARY.items() if name in by_name]
+    if chosen:
+        head = ("", "composer-suite", "plain PyTorch", "peers", "ratio")
+        yield _table(head, ("---", "--:", "--:", "---", "--:"), chosen)
+    budgets = [row[6] for row in rows if row[6]]
+    yield f"{budgets.count('yes')} of {len(budgets)} budgets are met.\n"
+
+
+def _table(head: tuple[str, ...], rule: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    return "".join(f"| {' | '.join(_escaped(cell) for cell in line)} |\n" for line in (head, rule, *rows))
 
 
 def _lines(outcome: Outcome) -> list[tuple[str, ...]]:

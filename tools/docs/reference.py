@@ -1,6 +1,6 @@
-"""Write the pages of the reference: for each public name of a package or module, the place where its docstring goes.
+"""Generate the pages of the API reference: one for each public module, with the docstrings of its names.
 
-Names come from `__all__`. Where each is defined is read in the sources, since imported objects do not know it.
+The sources are read where that is possible: imports are slow, and imported values do not know where they are defined.
 """
 
 import ast
@@ -10,15 +10,26 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-# By distribution: its import name, then the modules that have a page of their own.
+# The public modules of each distribution, which have a page each.
 MODULES = {
     "composer-suite": [
         "composer",
+        "composer.algorithms",
         "composer.callbacks",
+        "composer.checkpoint",
+        "composer.core",
+        "composer.devices",
+        "composer.distributed",
+        "composer.functional",
         "composer.loggers",
+        "composer.loss",
+        "composer.metrics",
+        "composer.models",
+        "composer.optim",
         "composer.profiler",
         "composer.report",
         "composer.trainer.divergence",
+        "composer.utils",
     ],
     "composer-ckpt": ["composer_ckpt", "composer_ckpt.cli"],
     "composer-hf": ["composer_hf"],
@@ -53,37 +64,67 @@ MODULES = {
         "composer_events.passes",
         "composer_events.value_copies",
     ],
-    "composer-dist": ["composer_dist", "composer_dist.dist", "composer_dist.testing"],
+    "composer-dist": ["composer_dist", "composer_dist.dist", "composer_dist.reproducibility", "composer_dist.testing"],
     "composer-time": ["composer_time"],
 }
 
 
-def reference(distribution: str) -> str:
-    """Return the part of a package's page that its docstrings fill: all public names in a line each, then its own."""
-    package, *modules = MODULES[distribution]
-    lines = ["## Public names", "", f"From `{package}`:", "", *_overview(package)]
-    for module in modules:
-        lines += [f"From [`{module}`]({module}.md):", "", *_overview(module)]
-    return "\n".join([*lines, f"## Reference of `{package}`", "", *_entries(package, level=3)])
+def index_page() -> str:
+    """Return the page that lists all modules."""
+    lines = [
+        "# API reference",
+        "",
+        "Scripts import from `composer`. The packages below it can be used without it; see the page of each package.",
+        "Modules that are not listed here are private and may change in any release.",
+        "",
+    ]
+    for distribution, modules in MODULES.items():
+        folder = "apps" if modules[0] in ("composer", "composer_ckpt") else "packages"
+        lines += [f"## {distribution}", "", f"[About this package](../{folder}/{distribution}/README.md)", ""]
+        lines += ["| Module | Description |", "|---|---|"]
+        lines += [
+            f"| [`{module}`]({module}.md) | {_summary(ast.get_docstring(_source(module)))} |" for module in modules
+        ]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def module_page(module: str) -> str:
     """Return the page of a module."""
-    title = module.partition(".")[2]  # short, for the navigation
-    introduction = [f"# {title}", "", f"`{module}`", "", ast.get_docstring(_source(module)) or "", ""]
-    return "\n".join([*introduction, *_entries(module, level=2)])
+    lines = [f"# {module}", "", ast.get_docstring(_source(module)) or "", "", *_overview(module), *_entries(module)]
+    return "\n".join(lines)
 
 
 def _overview(module: str) -> Iterator[str]:
-    """Yield a table of a module's public names, each with the first line of its docstring."""
+    """Yield a table of the public names of a module, each with the first line of its docstring."""
     names = [name for name in _public_names(module) if name != "__version__"]
     if not names:
         return
-    yield from ["| name | |", "|---|---|"]
+    yield from ["| Name | Description |", "|---|---|"]
     for name in names:
-        said = _first_line(_owner(module, name), name).replace("|", "\\|")
-        yield f"| [`{name}`][{_address(module, name)}] | {said} |"
+        if source := _third_party(module, name):
+            yield f"| `{name}` | From `{source}`. |"
+        else:
+            yield f"| [`{name}`]{_target(module, name)} | {_first_line(_owner(module, name), name)} |"
     yield ""
+
+
+def _third_party(module: str, name: str) -> str | None:
+    """Return the module of another library from which a name is imported, if it is."""
+    owner = _owner(module, name)
+    return None if any(_definitions(owner, name)) else _imports(owner).get(name)
+
+
+def _target(module: str, name: str) -> str:
+    """Return the target of a link to a name: a page, or a place in one."""
+    address = f"{_owner(module, name)}.{name}"
+    is_page = any(address in modules for modules in MODULES.values())
+    return f"({address}.md)" if is_page else f"[{_address(module, name)}]"
+
+
+def _summary(docstring: str | None) -> str:
+    """Return the first paragraph of a docstring as a table cell."""
+    return " ".join((docstring or "").partition("\n\n")[0].split()).replace("|", "\\|")
 
 
 def _first_line(owner: str, name: str) -> str:
@@ -92,7 +133,7 @@ def _first_line(owner: str, name: str) -> str:
         docstring = ast.get_docstring(_source(f"{owner}.{name}"))
     else:
         docstring = next(filter(None, map(_docstring, _definitions(owner, name))), None)
-    return (docstring or "").partition("\n")[0]
+    return _summary(docstring)
 
 
 def _definitions(owner: str, name: str) -> Iterator[tuple[ast.stmt, ast.stmt | None]]:
@@ -118,34 +159,54 @@ def _docstring(definition: tuple[ast.stmt, ast.stmt | None]) -> str | None:
 def _address(module: str, name: str) -> str:
     """Return under which name the reference shows what a module offers."""
     owner = _owner(module, name)
-    is_below = owner.partition(".")[0] != module.partition(".")[0]
+    is_below = _family(owner) != _family(module)
     hidden = _file(f"{module}.{name}").exists()  # by the module of that name, which would be shown
     return f"{owner if is_below or hidden else module}.{name}"
 
 
-def _entries(module: str, level: int) -> Iterator[str]:
-    """Yield a place for the docstring of each name that the module's package owns, then where the others are."""
-    family = module.partition(".")[0]
-    others = []
+def _entries(module: str) -> Iterator[str]:
+    """Yield a place for the docstring of each name that no page of a package below describes."""
     for name in _public_names(module):
-        owner = _owner(module, name)
         if name == "__version__":
-            yield from ["`__version__` is the version of the package that is installed.", ""]
-        elif owner.partition(".")[0] == family:
-            yield from [f"::: {_address(module, name)}", f"    options: {{heading_level: {level}}}", ""]
-        else:
-            others.append(f"- `{name}`: [`{owner}.{name}`][{owner}.{name}]")
-    if others:
-        yield from [f"{'#' * level} Names of packages below", "", *others, ""]
+            yield from ["`__version__` is the version of the installed package.", ""]
+        elif _is_described_by(module, name) and not _third_party(module, name):
+            yield from [f"::: {_address(module, name)}", "    options: {heading_level: 2}", ""]
 
 
+def _is_described_by(module: str, name: str) -> bool:
+    owner = _owner(module, name)
+    return _family(owner) == _family(module) or f"{owner}.{name}" not in _described_below(_family(owner))
+
+
+@cache
+def _described_below(family: str) -> set[str]:
+    """Return the names that the pages of one package describe, and the modules that have a page."""
+    modules = [module for modules in MODULES.values() for module in modules if _family(module) == family]
+    names = {f"{_owner(module, name)}.{name}" for module in modules for name in _public_names(module)}
+    return names.union(modules)
+
+
+def _family(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@cache
 def _public_names(module: str) -> list[str]:
-    return list(getattr(import_module(module), "__all__", ()))
+    lists = [one.value for one in _source(module).body if isinstance(one, ast.Assign) and _is_public_list(one)]
+    try:
+        return ast.literal_eval(lists[0]) if lists else []
+    except ValueError:  # it is computed
+        return list(import_module(module).__all__)
+
+
+def _is_public_list(statement: ast.Assign) -> bool:
+    return ast.unparse(statement.targets[0]) == "__all__"
 
 
 def _owner(module: str, name: str) -> str:
     """Return the module that defines a name."""
-    home = _imports(module).get(name)
+    imports = _imports(module)
+    home = imports.get(name, imports.get("*"))
     return _owner(home, name) if home is not None and home.startswith("composer") else module
 
 

@@ -41,7 +41,7 @@ class Trainer:
     The training loop in `composer.trainer.loop` runs events, on which `algorithms` act and `callbacks` run. Use the
     Trainer as a context manager, or call `close` at the end, so that loggers can finish.
 
-    Args:
+    Args: Model and data
         model: The model to train. `ComposerModel.from_module(module, loss_fn)` wraps any `nn.Module`.
         train_dataloader: Batches to train on: an iterable, a `DataSpec`, or a dict of the arguments of a `DataSpec`.
             May be passed to `fit` instead.
@@ -50,19 +50,25 @@ class Trainer:
         train_subset_num_batches: The maximum number of batches per epoch; -1 for all.
         spin_dataloaders: When resuming in the middle of an epoch, whether to read and drop the batches that were
             already trained on, so that the same batches follow.
+
+    Args: Duration and evaluation
         max_duration: The length of training: `'10ep'`, `'500ba'`, `Time(...)`. A plain number counts epochs.
         eval_dataloader: Batches to evaluate on: like `train_dataloader`, an `Evaluator`, or a list of either.
         eval_interval: The interval of evaluations during `fit`, for evaluators without their own; 0 for never.
         eval_subset_num_batches: The maximum number of batches per evaluation; -1 for all.
-        algorithms: One or several training methods.
-        algorithm_passes: Additional rules for the order of algorithms; see `Engine`.
+
+    Args: Optimizers, schedules and methods
         optimizers: One optimizer. Without it `DecoupledSGDW(model.parameters(), lr=0.1)`, with a warning.
         schedulers: PyTorch schedulers, Composer schedulers, or functions of the state.
         scale_schedule_ratio: Factor for `max_duration` and all schedules; 0.5 trains half as long.
         step_schedulers_every_batch: Default: every epoch if one of them is a PyTorch scheduler, else every batch.
+        algorithms: One or several training methods.
+        algorithm_passes: Additional rules for the order of algorithms; see `Engine`.
         callbacks: One or several callbacks.
-        loggers: One or several loggers.
+
+    Args: Run name, logging and profiling
         run_name: The name of the run. Default: `COMPOSER_RUN_NAME` or `RUN_NAME`, or else a generated name.
+        loggers: One or several loggers.
         progress_bar: Whether to show a progress bar.
         log_to_console: Whether to write metrics as lines of text, which suits a file better than a progress bar.
             `None` does so if `progress_bar` is False.
@@ -75,20 +81,8 @@ class Trainer:
         profiler: A `composer.profiler.Profiler`, which measures where time is spent.
         python_log_level: The level of Composer's Python loggers, such as `'info'`. Default: the application's setting
             is left unchanged.
-        load_path: The checkpoint to load: a path or URI, in which `{run_name}` and `{rank}` are replaced.
-        load_object_store: The location of `load_path`: an `ObjectStore`, or a logger that can download.
-        load_weights_only: Load only the model.
-        load_strict_model_weights: Whether missing or unexpected weights are an error, with `load_weights_only` or a
-            sharded checkpoint.
-        load_progress_bar: Whether to show a progress bar for a download.
-        load_ignore_keys: Patterns of keys not to load, such as `'state/optimizers/*'`, or a function that deletes from
-            the checkpoint's dict. The optimizer and algorithm state of an ignored weight is not loaded either. An
-            optimizer keeps its own values for ignored parts, such as `'state/optimizers/*/lr'`.
-        load_exclude_algorithms: Class names of algorithms not to apply although the saved weights depend on them.
-        load_trusted: Allow the checkpoint to run code while it is loaded. Only for files of old releases from a source
-            that you trust.
-        load_restart_epoch: Restart the epoch in which the checkpoint was saved, with the data of this run. Without it,
-            resuming in the middle of an epoch of different data is an error.
+
+    Args: Saving checkpoints
         save_folder: The folder for checkpoints: a path or URI. `None` saves nothing, unless the callbacks include a
             `CheckpointSaver`, which takes precedence over all arguments that begin with `save_`.
         save_filename: The name of each file, with placeholders for run, ranks and time.
@@ -104,9 +98,27 @@ class Trainer:
         save_metrics: Whether checkpoints include the metrics.
         save_async: Whether training continues while a checkpoint is written.
         save_async_policy: If the previous save is still being written: `'wait'` for it, or `'skip'` this one.
+
+    Args: Loading checkpoints and resuming
         autoresume: Resume from the newest complete checkpoint in `save_folder`, if any, regardless of `load_path`.
             Needs a `run_name`. If the run has finished, `fit` only logs that. If it was stopped, for example by
             `EarlyStopper`, `fit` does not train unless `max_duration` has changed.
+        load_path: The checkpoint to load: a path or URI, in which `{run_name}` and `{rank}` are replaced.
+        load_object_store: The location of `load_path`: an `ObjectStore`, or a logger that can download.
+        load_weights_only: Load only the model.
+        load_strict_model_weights: Whether missing or unexpected weights are an error, with `load_weights_only` or a
+            sharded checkpoint.
+        load_progress_bar: Whether to show a progress bar for a download.
+        load_ignore_keys: Patterns of keys not to load, such as `'state/optimizers/*'`, or a function that deletes from
+            the checkpoint's dict. The optimizer and algorithm state of an ignored weight is not loaded either. An
+            optimizer keeps its own values for ignored parts, such as `'state/optimizers/*/lr'`.
+        load_exclude_algorithms: Class names of algorithms not to apply although the saved weights depend on them.
+        load_trusted: Allow the checkpoint to run code while it is loaded. Only for files of old releases from a source
+            that you trust.
+        load_restart_epoch: Restart the epoch in which the checkpoint was saved, with the data of this run. Without it,
+            resuming in the middle of an epoch of different data is an error.
+
+    Args: Device, precision and batch size
         device: `'cpu'`, `'gpu'`, ... or a `Device`. Default: the best available.
         precision: `'fp32'`, `'amp_bf16'` or `'amp_fp16'`.
         precision_config: Settings of 8-bit precision.
@@ -116,8 +128,14 @@ class Trainer:
         grad_accum: The older form of it: the number of microbatches per batch, or `'auto'`.
         accumulate_train_batch_on_tokens: Whether microbatches are weighted by the tokens that enter the loss, not by
             samples. If that is not all tokens, a `DataSpec` must count the `loss_generating` ones.
-        seed: The seed of Python, NumPy and PyTorch, in [0, 2**32). Random by default. Rank r uses `seed + r`.
-        deterministic_mode: Whether PyTorch uses deterministic algorithms only, which is slower.
+        compile_config: Arguments of `torch.compile`; `{}` for its defaults. The names of weights do not change. A model
+            that is already compiled is used as it is.
+        activation_checkpointing: Whether to recompute activations in the backward pass instead of storing them;
+            `'selective'` stores the results of matrix products that are not changed in place. The modules are selected
+            by `activation_checkpointing_fn(module)` of the model's child, or by their `_activation_checkpointing`.
+            For a sharded model, use the setting of `parallelism_config`.
+
+    Args: Distributed training
         dist_timeout: The timeout of collectives in seconds.
         ddp_sync_strategy: When the ranks average the gradients of several microbatches; see `DDPSyncStrategy`.
         ddp_comm_hook: Compression of gradients between ranks: `'bf16_compress'`, `'fp16_compress'` or `'powersgd'`.
@@ -126,15 +144,15 @@ class Trainer:
             arguments may be omitted; `{}` omits all.
         parallelism_config: Sharding of the model over ranks: `{'fsdp': {...}}` with the settings of
             `composer.utils.FSDPConfig`, and optionally `'tp'` with those of tensor parallelism.
-        compile_config: Arguments of `torch.compile`; `{}` for its defaults. The names of weights do not change. A model
-            that is already compiled is used as it is.
-        activation_checkpointing: Whether to recompute activations in the backward pass instead of storing them;
-            `'selective'` stores the results of matrix products that are not changed in place. The modules are selected
-            by `activation_checkpointing_fn(module)` of the model's child, or by their `_activation_checkpointing`.
-            For a sharded model, use the setting of `parallelism_config`.
+
+    Args: Reproducibility and errors
+        seed: The seed of Python, NumPy and PyTorch, in [0, 2**32). Random by default. Rank r uses `seed + r`.
+        deterministic_mode: Whether PyTorch uses deterministic algorithms only, which is slower.
         on_divergence: The action for a batch with gradients that are not finite, before the optimizer step and on all
             ranks alike: `'raise'` a `DivergenceError`, `'skip'` the step, `'rollback'` to a copy of the weights in
             memory, an `OnDivergence` for more options (also for loss spikes), or `None` for no action.
+
+    Args: Arguments of older releases
         **older_names: Arguments of older releases, each with a `DeprecationWarning` that names the current one:
             `load_strict`, `load_chunk_size`, `save_artifact_name`, `save_latest_artifact_name`, `grad_clip_norm`,
             `compute_training_metrics`, `console_log_level`, `fsdp_config`, `fsdp_auto_wrap` and

@@ -142,9 +142,10 @@ def export_with_logger(
 ) -> None:
     """Write a model like `export_for_inference`, through a logger that keeps files if there is one.
 
+    The other arguments are those of `export_for_inference`. If a logger keeps files and no store is given, `save_path`
+    is the name for the logger.
+
     Args:
-        model, save_format, ...: The arguments of `export_for_inference`. If a logger keeps files and no store is given,
-            `save_path` is the name for the logger.
         logger: The logger.
     """
     settings: dict[str, Any] = {

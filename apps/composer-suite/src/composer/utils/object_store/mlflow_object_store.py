@@ -14,6 +14,8 @@ __all__ = [
     "MLFlowObjectStore",
 ]
 
-# The placeholders are formatted by these names.
 MLFLOW_EXPERIMENT_ID_FORMAT_KEY = MLFLOW_EXPERIMENT_ID_PLACEHOLDER.strip("{}")
+"""Name of the placeholder for the experiment, for `str.format`."""
+
 MLFLOW_RUN_ID_FORMAT_KEY = MLFLOW_RUN_ID_PLACEHOLDER.strip("{}")
+"""Name of the placeholder for the run, for `str.format`."""
