@@ -145,14 +145,26 @@ def _instance(part: str, given: Any, cls: Any) -> Any:
     )
 
 
-def configure_state(config: ParallelismConfig, state: Any) -> None:
-    """Validate sharding settings against a training state and each other; see `ParallelismConfig.configure_state`."""
-    if config == ParallelismConfig():
+def configure_state(state: Any, config: Any) -> None:
+    """Validate the settings of a training state, and set its `tp_config` and `device_mesh`.
+
+    `State` finds this function through the entry point `parallelism`. Every rank must call it.
+
+    Args:
+        state: The training state, which has its model and device.
+        config: An object with the attributes `fsdp`, `fsdp2` and `tp`. Settings of other packages are left alone.
+
+    Raises:
+        ValueError: On every rank, if the settings are invalid, or if the ranks have different ones.
+    """
+    parts = {part: getattr(config, part, None) for part in _PARTS}
+    is_own = any(isinstance(part, FSDPConfig | FSDP2Config | TPConfig) for part in parts.values())
+    if not is_own and (not isinstance(config, ParallelismConfig) or config == ParallelismConfig()):
         return
-    tp = config.tp
-    # Stack levels: this function, `ParallelismConfig.configure_state`, two of the state, the user's line.
+    config, tp = ParallelismConfig(**parts), parts["tp"]
+    # Stack levels: this function, two of the state, the user's line.
     if tp is not None:
-        warn("Tensor parallelism (TP) is experimental and may change in future versions.", 5, FutureWarning)
+        warn("Tensor parallelism (TP) is experimental and may change in future versions.", 4, FutureWarning)
 
     def settle() -> ShardingPlan:
         with warnings.catch_warnings():
@@ -177,7 +189,7 @@ def configure_state(config: ParallelismConfig, state: Any) -> None:
         warn(
             "Received tensor_parallel_degree of 1, which is a no-op. Tensor parallelism will not be used. Give 2 or "
             "more, or leave tp out.",
-            5,
+            4,
         )
         tp = None
     device = torch.device(getattr(state.device, "torch_device", state.device or "cpu"))
