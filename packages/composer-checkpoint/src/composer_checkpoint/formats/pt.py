@@ -435,8 +435,8 @@ def _stored(file: Bytes, offset: int, spec: TensorSpec) -> StoredTensor:
             )
 
         return StoredTensor(dtype, spec.shape, refuse, key, refuse)
-    if spec.byte_range is not None:
-        stored = in_file(file, offset + spec.byte_range[0], dtype, spec.shape, key)
+    if (contiguous := spec.byte_range) is not None:
+        stored = in_file(file, offset + contiguous[0], dtype, spec.shape, key)
     else:
         # Not contiguous: read the range that the strides span, and gather from it.
         last = sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))

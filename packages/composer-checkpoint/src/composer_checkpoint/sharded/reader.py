@@ -83,7 +83,7 @@ def copy_box(
         return
     if not hasattr(_blocks, "block"):
         _blocks.block = bytearray(BLOCK_BYTES)
-    file, offset = stored.place
+    file, offset = stored.place.file, stored.place.offset
     for i in range(0, target.shape[0], rows_at_once):
         rows = min(rows_at_once, target.shape[0] - i)
         block = memoryview(_blocks.block)[: rows * row * item_bytes]
