@@ -33,12 +33,12 @@ from composer_checkpoint._spread import (
 from composer_checkpoint._tree import unflatten
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
 from composer_checkpoint.files import INDEX_SUFFIX, load_file, read_index
+from composer_checkpoint.manifest import METADATA_NAME
 from composer_checkpoint.modular.options import CheckpointLoadOptions
 from composer_checkpoint.modular.state_dict import select_keys
 from composer_checkpoint.remote.fetch import get_file
 from composer_checkpoint.sharded import load_sharded, read_folder_metadata
-from composer_checkpoint.sharded._storage import METADATA_NAME
-from composer_checkpoint.stores.base import is_uri, parse_uri
+from composer_checkpoint.stores.base import has_object, is_uri, parse_uri
 from composer_checkpoint.stores.fsspec import FsspecObjectStore
 from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri, reach
 from composer_dist.reproducibility import seed_context
@@ -92,13 +92,7 @@ def _look(path: str, part: str, wanted: bool | None) -> Source:
         reach(store, path)
 
     def exists(file: str) -> bool:
-        if store is None:
-            return os.path.isfile(file)
-        try:
-            store.get_object_size(parse_uri(file).path)
-        except FileNotFoundError:
-            return False
-        return True
+        return os.path.isfile(file) if store is None else has_object(store, parse_uri(file).path)
 
     is_folder = exists(posixpath.join(path, METADATA_NAME))
     if is_folder and wanted is not False:

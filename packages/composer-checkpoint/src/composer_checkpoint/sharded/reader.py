@@ -23,9 +23,9 @@ from composer_checkpoint.files import Specs, chosen_validation, validate_file
 from composer_checkpoint.formats._zip import check_checksums
 from composer_checkpoint.formats.pt import load_checked, open_pt, read_tree
 from composer_checkpoint.formats.tensor_source import FileRange, StoredTensor, in_file
-from composer_checkpoint.manifest import MANIFEST_NAME, Manifest, check_sharded_seal
+from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, check_sharded_seal
 from composer_checkpoint.sharded._metadata import parse_metadata, part_name
-from composer_checkpoint.sharded._storage import METADATA_NAME, Source, open_source
+from composer_checkpoint.sharded._storage import Source, open_source
 
 __all__ = ["VerifyingReader", "read_folder_metadata", "read_manifest", "verify_folder"]
 

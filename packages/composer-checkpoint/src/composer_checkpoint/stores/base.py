@@ -13,7 +13,16 @@ from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar, overload
 
 from composer_checkpoint.errors import StorageError
 
-__all__ = ["retry", "ParsedURI", "is_uri", "parse_uri", "ObjectStore", "ObjectStoreTransientError", "Progress"]
+__all__ = [
+    "has_object",
+    "retry",
+    "ParsedURI",
+    "is_uri",
+    "parse_uri",
+    "ObjectStore",
+    "ObjectStoreTransientError",
+    "Progress",
+]
 
 Progress = Callable[[int, int], None]
 """Callback with the bytes transferred so far, which never decrease, and the total."""
@@ -191,6 +200,15 @@ def retry(
         return call
 
     return decorate
+
+
+def has_object(store: ObjectStore, name: str, num_attempts: int = 3) -> bool:
+    """Return whether a store has an object of this name, retrying after transient errors."""
+    try:
+        retry(ObjectStoreTransientError, num_attempts)(store.get_object_size)(name)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 # 409 is a conflict of concurrent requests, and 425 a request that came too early.
