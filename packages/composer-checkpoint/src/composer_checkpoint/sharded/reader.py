@@ -390,7 +390,8 @@ class VerifyingReader(StorageReader):
 
     def _read(self, shards: OpenShards, item: ReadItem, target: torch.Tensor) -> None:
         index = item.storage_index
-        shards.read(self._parts[index], self._checked[index], item.storage_offsets, target)
+        # A planner may have added items since `prepare_local_plan`.
+        shards.read(self._parts[index], self._checked.get(index), item.storage_offsets, target)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
