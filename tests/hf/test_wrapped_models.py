@@ -12,7 +12,7 @@ from composer_checkpoint.tensors import open_checkpoint
 from composer_ckpt.cli import main
 from composer_dist import dist, unwrap_model
 from composer_dist.testing import run_ranks
-from composer_events._state_layout import unwrapped
+from composer_events.state_layout import unwrapped
 
 WAYS = {
     "ddp": {},

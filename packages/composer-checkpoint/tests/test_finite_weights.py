@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_checkpoint import CorruptCheckpointError, _finite, load_file, save_file
+from composer_checkpoint import CorruptCheckpointError, files, load_file, save_file
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]
 
@@ -82,7 +82,7 @@ def test_it_agrees_with_torch_on_all_numbers(tmp_path_factory, values):
 
 def test_large_numbers_of_64_bits_are_finite_on_other_devices_too(monkeypatch):
     """On a GPU, weights above 3.4e38 were called infinite, because float32 has no such numbers."""
-    monkeypatch.setattr(_finite, "_BITS", {})  # read as on devices whose bits the host does not see
-    assert _finite._is_finite(torch.tensor([1e300], dtype=torch.float64))
-    assert not _finite._is_finite(torch.tensor([float("inf")], dtype=torch.float64))
-    assert not _finite._is_finite(torch.tensor([float("nan")], dtype=torch.float8_e4m3fn))
+    monkeypatch.setattr(files, "FINITE_BITS", {})  # read as on devices whose bits the host does not see
+    assert files._is_finite(torch.tensor([1e300], dtype=torch.float64))
+    assert not files._is_finite(torch.tensor([float("inf")], dtype=torch.float64))
+    assert not files._is_finite(torch.tensor([float("nan")], dtype=torch.float8_e4m3fn))

@@ -10,11 +10,6 @@ from composer_events import ParallelismType, State
 class FSDPConfig(SimpleNamespace):
     fsdp_version = 1
 
-    def configure_state(self, state):
-        if self.state_dict_type == "bogus":
-            raise ValueError("not a type")
-        state.device_mesh = "a mesh"
-
 
 class FSDP2Config(FSDPConfig):
     fsdp_version = 2
@@ -50,23 +45,13 @@ def test_only_a_full_checkpoint_of_an_automatically_wrapped_model_is_read_on_ran
     assert not make_state(**{kind: config}).load_monolith_rank0_only
 
 
-def test_a_configuration_that_configures_states_is_asked_to():
-    def configure_state(state):
-        state.device_mesh = (state.fsdp_config, state.model, state.save_metrics)
-
-    config = SimpleNamespace(fsdp="settings", configure_state=configure_state)
-    assert State("model", 0, save_metrics=True, parallelism_config=config).device_mesh == ("settings", "model", True)
-
-
 def test_the_sharding_configuration_can_be_replaced_by_one_of_its_kinds_only():
     state = State(None, 0)
     for kind, version in ((FSDPConfig, 1), (FSDP2Config, 2), (FSDPConfig, 1)):
         state.fsdp_config = config = kind(state_dict_type="full")
-        assert (state.fsdp_config, state.fsdp_config_version, state.device_mesh) == (config, version, "a mesh")
+        assert (state.fsdp_config, state.fsdp_config_version) == (config, version)
     with pytest.raises(TypeError, match="neither an FSDPConfig nor an FSDP2Config"):
         state.fsdp_config = {}
-    with pytest.raises(ValueError, match="not a type"):
-        state.fsdp_config = FSDP2Config(state_dict_type="bogus")
     assert (state.fsdp_config, state.fsdp_config_version) == (config, 1)
 
 

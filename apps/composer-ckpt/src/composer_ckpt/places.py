@@ -33,7 +33,7 @@ from composer_checkpoint.remote.fetch import (
     parse_uri,
 )
 from composer_checkpoint.remote.publish import publish_checkpoint
-from composer_checkpoint.stores.base import ObjectStore
+from composer_checkpoint.stores.base import ObjectStore, has_object
 from composer_checkpoint.stores.opening import reach
 from composer_checkpoint.tensors import Kind, TensorSource, as_stored, find_kind, follow_pointers, open_checkpoint
 from composer_ckpt.options import ConvertOptions
@@ -324,11 +324,7 @@ def _looks_written_by_us(file: Path) -> bool:
 def _older(store: ObjectStore, place: str, *, is_folder: bool) -> list[str]:
     if is_folder:
         return [name for name in store.list_objects(f"{place}/") if name.startswith(f"{place}/")]
-    try:
-        store.get_object_size(place)
-    except FileNotFoundError:
-        return []
-    return [place]
+    return [place] if has_object(store, place) else []
 
 
 def _upload(local: Path, place: str, store: ObjectStore, older: list[str], jobs: int) -> None:

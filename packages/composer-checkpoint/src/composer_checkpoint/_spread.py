@@ -15,6 +15,7 @@ from composer_dist.collectives import cpu_group
 from composer_dist.devices import STR_TO_DTYPE
 from composer_dist.wrapping import canonical_name, unwrap_model
 from composer_events.arguments import loaded
+from composer_events.state_layout import names_of_groups
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
@@ -37,18 +38,9 @@ def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the names of the parameters in each of an optimizer's groups; the first name of a tied parameter.
-
-    A parameter that does not belong to the model, such as that of a loss function, is named by its position.
-    """
-    # By identity, since a tied parameter is one object with several names.
-    names: dict[int, str] = {}
-    for name, parameter in parameters_by_name(model).items():
-        names.setdefault(id(parameter), name)
-    return [
-        [names.get(id(parameter), f"param_groups.{g}.{i}") for i, parameter in enumerate(group["params"])]
-        for g, group in enumerate(optimizer.param_groups)
-    ]
+    """Return the names of the parameters in each of an optimizer's groups, as in saved states."""
+    _reshard(model)
+    return names_of_groups(model, optimizer)
 
 
 def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

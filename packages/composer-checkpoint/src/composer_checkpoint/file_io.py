@@ -1,4 +1,4 @@
-"""Hashes of tensors and files, and the reading and writing of files that are hashed.
+"""Hashes of tensors and files, and the reading and writing of files that are hashed and searched for NaN.
 
 XXH3 runs at the speed of memory, so verification costs almost nothing. It detects damage, not forgery. A stronger hash
 next to its data would not detect forgery either, since both could be changed together. BLAKE3 is for manifests, or
@@ -9,9 +9,10 @@ import ctypes
 import functools
 import mmap
 import os
+import re
 import stat
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -402,3 +403,74 @@ def hash_ranges(
         for task in [pool.submit(hash_what_is_left) for _ in range(workers)]:
             task.result()
     return hashes
+
+
+_MAX_NAMES = 10
+_WEIGHTS = re.compile("(state/)?model/")
+
+# The integer types of each dtype's size, and the smallest bit pattern that is NaN or infinite: all exponent bits set,
+# except for float8_e4m3fn, which has no infinity and one NaN. With the sign bit set, the same patterns are the largest
+# unsigned integers, so two maxima decide and no value is converted.
+FINITE_BITS: dict[str, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[Any]], int]] = {
+    "float64": (np.int64, np.uint64, 0x7FF << 52),
+    "float32": (np.int32, np.uint32, 0xFF << 23),
+    "bfloat16": (np.int16, np.uint16, 0xFF << 7),
+    "float16": (np.int16, np.uint16, 0x1F << 10),
+    "float8_e5m2": (np.int8, np.uint8, 0x1F << 2),
+    "float8_e4m3fn": (np.int8, np.uint8, 0x7F),
+}
+_PIECE_ELEMENTS = 1 << 16  # elements; small enough to stay in the core's cache between the two maxima
+
+
+def weight_names(names: Iterable[str]) -> list[str]:
+    """Return the names that are a model's weights, or all names if there are none."""
+    names = list(names)
+    return [name for name in names if _WEIGHTS.match(name)] or names
+
+
+def verify_ranges(
+    file: FileReader,
+    ranges: Mapping[str, tuple[int, int]],
+    manifest_hashes: Mapping[str, str],
+    hash_name: str,
+    weights: Mapping[str, tuple[str, str]],
+    mapped: MappedFile | None,
+    describe: Callable[[str], str] = str,
+) -> set[str]:
+    """Compare ranges of a file with their hashes, and search for NaN and infinities while the bytes are at hand.
+
+    `weights` has, for each weight, the name of its range and that of its dtype. Returns the names of the weights in
+    which no NaN and no infinity was found.
+    """
+    indices = {name: index for index, name in enumerate(ranges)}
+    # A storage of two weights with different dtypes is checked as one of these only.
+    dtypes = {indices[name]: dtype for name, dtype in weights.values() if dtype in FINITE_BITS}
+    not_finite: set[int] = set()
+
+    def look(index: int, elements: memoryview) -> None:  # called from several threads
+        dtype = dtypes.get(index)
+        if dtype is not None and index not in not_finite and not are_finite(elements, dtype):
+            not_finite.add(index)
+
+    hashes = hash_ranges(file, [*ranges.values()], hash_name, mapped=mapped, look=look)
+    wrong = [name for name, found in zip(ranges, hashes, strict=True) if found != manifest_hashes[name]]
+    if wrong:
+        raise CorruptCheckpointError(
+            f"the bytes of {', '.join(map(describe, wrong[:_MAX_NAMES]))} are not those that were written "
+            f"({len(wrong)} of {len(hashes)} hashes differ; the first is at byte {ranges[wrong[0]][0]}). Load another "
+            f"checkpoint."
+        )
+    return {
+        name
+        for name, (of_range, dtype) in weights.items()
+        if indices[of_range] not in not_finite and dtypes.get(indices[of_range]) == dtype
+    }
+
+
+def are_finite(elements: memoryview, dtype: str) -> bool:
+    """Return whether no element is NaN or infinite, by the bits of the exponents."""
+    signed, unsigned, limit = FINITE_BITS[dtype]
+    integers = np.frombuffer(elements, signed)
+    sign = 1 << 8 * integers.itemsize - 1
+    pieces = (integers[start : start + _PIECE_ELEMENTS] for start in range(0, len(integers), _PIECE_ELEMENTS))
+    return all(piece.max() < limit and piece.view(unsigned).max() < sign + limit for piece in pieces)

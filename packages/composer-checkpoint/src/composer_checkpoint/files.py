@@ -4,6 +4,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from logging import getLogger
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from composer_checkpoint._finite import non_finite_weights
 from composer_checkpoint._pickle_inspection import read_legacy_pt, safe_unpickle
 from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.commit import write_atomically
@@ -20,7 +20,17 @@ from composer_checkpoint.errors import (
     CorruptCheckpointError,
     StorageError,
 )
-from composer_checkpoint.file_io import HASH_NAME, FileReader, hash_file, new_hasher
+from composer_checkpoint.file_io import (
+    FINITE_BITS,
+    HASH_NAME,
+    FileReader,
+    are_finite,
+    hash_file,
+    new_hasher,
+    num_threads,
+    tensor_bytes,
+    weight_names,
+)
 from composer_checkpoint.formats.archives import (
     INDEX_SUFFIX,
     STATES_NAME,
@@ -415,6 +425,36 @@ def verify_shards(path: str | os.PathLike[str]) -> Manifest | None:
         with open_shard(index, shard) as reader:
             verify_safetensors(reader)
     return index.manifest
+
+
+_ALWAYS_FINITE = frozenset(["float4_e2m1fn_x2"])  # has neither, and torch does not compute with it
+
+
+def non_finite_weights(obj: Any, known_finite: Collection[str] = ()) -> list[str]:
+    """Return the names of weights that hold NaN or an infinity, skipping those that are known to be finite."""
+    tensors = dict(named_leaves(obj, torch.Tensor))
+    weights = {name: tensors[name].detach() for name in weight_names(tensors) if name not in known_finite}
+    if not weights:
+        return []
+    with ThreadPoolExecutor(num_threads(), thread_name_prefix="finite") as pool:
+        finite = pool.map(_is_finite, weights.values())
+        return [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_floating_point() or tensor.is_meta or tensor.layout != torch.strided:
+        return True
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype in _ALWAYS_FINITE:
+        return True
+    if tensor.device.type != "cpu" or dtype not in FINITE_BITS:
+        # Only 8-bit types, for which not every device has this: a large float64 is infinite in float32.
+        return bool(torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor).all())
+    return are_finite(tensor_bytes(tensor), dtype)
 
 
 VALIDATION_VARIABLE = "CHECKPOINT_VALIDATION_FUNCTION"

@@ -47,7 +47,6 @@ from composer_events.event import Event
 
 if TYPE_CHECKING:
     from composer_checkpoint._ignored_optimizer_state import KeptOptimizers
-    from composer_checkpoint.stores.base import ObjectStore
     from composer_events import Logger, State
 
 __all__ = ["LoadCheckpoint", "load_checkpoint", "load_sharded_checkpoint"]
@@ -326,10 +325,7 @@ def _remote_folder(path: str, state: "State") -> str | None:
     """
     if layout_of(state) is not Layout.SHARDED or not _ADDRESS.match(path):
         return None
-    ranks = Ranks()
-    return ranks.exchange(
-        lambda: _follow_to_folder(path) if ranks.rank == 0 else None, lambda found: [found[0]] * ranks.world_size
-    )
+    return Ranks().from_first(lambda: _follow_to_folder(path))
 
 
 def _follow_to_folder(path: str) -> str | None:
@@ -338,25 +334,17 @@ def _follow_to_folder(path: str) -> str | None:
     from composer_checkpoint.remote.publish import SYMLINK_SUFFIX
     from composer_checkpoint.save_folder import is_name_of_file
     from composer_checkpoint.sharded._storage import store_of
+    from composer_checkpoint.stores.base import has_object
 
     store, name = store_of(path, {})
-    if not name.endswith(SYMLINK_SUFFIX) and is_name_of_file(name) and _is_object(store, name):
+    if not name.endswith(SYMLINK_SUFFIX) and is_name_of_file(name) and has_object(store, name):
         return None
     try:
         target = extract_path_from_symlink(name.removesuffix(SYMLINK_SUFFIX) + SYMLINK_SUFFIX, store)
     except FileNotFoundError:
         return path
-    is_file = is_name_of_file(target) and _is_object(store, target)
+    is_file = is_name_of_file(target) and has_object(store, target)
     return None if is_file else path.rstrip("/").removesuffix(name) + target
-
-
-def _is_object(store: "ObjectStore", name: str) -> bool:
-    """Return whether a store has an object of this name, which is neither a pointer nor a folder."""
-    try:
-        store.get_object_size(name)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _existing(own: str, path: str, state: "State") -> str:
@@ -395,10 +383,10 @@ def _refuse_other_number_of_ranks(own: str) -> None:
     ranks = Ranks()
 
     def saved_by() -> int | None:
-        manifest = read_manifest(own) if ranks.rank == 0 and os.path.isfile(own) else None
+        manifest = read_manifest(own) if os.path.isfile(own) else None
         return None if manifest is None else manifest.info.get("world_size")
 
-    saved: int | None = ranks.exchange(saved_by, lambda found: [found[0]] * ranks.world_size)
+    saved = ranks.from_first(saved_by)
     if saved is not None and saved < ranks.world_size:
         raise other_number_of_ranks(own, saved)
 

@@ -20,6 +20,12 @@ __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "FileEntry", "Manifest", "TensorEn
 MANIFEST_NAME = "composer_manifest.json"
 """Name of the file that lists the hashes of all other files of a checkpoint."""
 
+SIDECAR_SUFFIX = ".manifest.json"
+"""Suffix of the manifest next to a file that cannot hold one."""
+
+METADATA_NAME = ".metadata"
+"""Name of the index of a sharded checkpoint, without which torch does not read it."""
+
 FORMAT_VERSION = 1
 """Version of the manifest's format."""
 

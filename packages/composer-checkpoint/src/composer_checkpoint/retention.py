@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer_checkpoint._durability import discard
 from composer_checkpoint.errors import CheckpointError, shown
-from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
-from composer_checkpoint.remote.publish import has_object
+from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, SIDECAR_SUFFIX, Manifest
 from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.save_folder import is_name_of, manifest_of
-from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, retry
+from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, has_object, retry
 from composer_checkpoint.stores.opening import list_if_allowed
 from composer_events.arguments import to_time
 from composer_events.metric_entries import by_entry, higher_is_better, metric_with, refuse_several
@@ -33,8 +32,6 @@ __all__ = ["RetentionPolicy", "SavedCheckpoint", "choose_to_delete"]
 
 log = getLogger(__name__)
 
-_INDEX_NAME = ".metadata"
-_FILE_MANIFEST_SUFFIX = ".manifest.json"
 _SHARD = re.compile(r"__\d+_\d+\.distcp")
 _ATTEMPTS = 3
 _RULES = ("last", "every", "best")
@@ -507,11 +504,11 @@ def delete_checkpoint(store: ObjectStore, name: str) -> None:
         listed = {part for part in Manifest.from_json(copy.read_bytes()).files if posixpath.basename(part) == part}
     # Shards are also found by their names, since an interrupted deletion has left them without a manifest.
     shards = {posixpath.basename(part) for part in list_if_allowed(store, f"{name}/")}
-    parts = (listed | {part for part in shards if _SHARD.fullmatch(part)}) - {MANIFEST_NAME, _INDEX_NAME}
+    parts = (listed | {part for part in shards if _SHARD.fullmatch(part)}) - {MANIFEST_NAME, METADATA_NAME}
     if parts:
-        objects = [f"{name}/{part}" for part in (MANIFEST_NAME, _INDEX_NAME, *sorted(parts))]
+        objects = [f"{name}/{part}" for part in (MANIFEST_NAME, METADATA_NAME, *sorted(parts))]
     else:
-        objects = [name + _FILE_MANIFEST_SUFFIX, name]
+        objects = [name + SIDECAR_SUFFIX, name]
     for one in objects:
         again(store.delete_object)(one)
 

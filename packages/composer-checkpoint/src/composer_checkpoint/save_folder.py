@@ -16,7 +16,7 @@ from composer_checkpoint._ranks import Ranks
 from composer_checkpoint.commit import read_pointer, refuse_folder, remove_leftovers
 from composer_checkpoint.errors import CheckpointConflictError, CheckpointError, NewerCheckpointError, StorageError
 from composer_checkpoint.lock import LOCK_NAME, FolderLock
-from composer_checkpoint.manifest import MANIFEST_NAME, Manifest
+from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, SIDECAR_SUFFIX, Manifest
 from composer_checkpoint.names import PartialFilePath, format_name_with_dist, is_unfinished, placeholders
 from composer_checkpoint.stores.opening import list_if_allowed
 
@@ -42,12 +42,11 @@ LINEAGE_KEY = "lineage"
 WITHOUT_MANIFEST = "it has no manifest, and other checkpoints here have one"
 """Reason to skip a file of another program, such as exported weights."""
 
-_FILE_MANIFEST = ".manifest.json"
 _SUFFIX = re.compile(r"\.(pt|pth|bin|safetensors|tar|tgz|pt\.[a-z0-9]+|tar\.[a-z0-9]+)$", re.IGNORECASE)
 # Formats whose manifest can be read in place; other files would have to be unpacked first.
 _PLAIN = re.compile(r"\.(pt|pth|bin|safetensors)$", re.IGNORECASE)
 # Files that mark a folder as a checkpoint: our manifest, torch's index, and the files of the modular layout.
-_MARKS = (MANIFEST_NAME, ".metadata", "composer_metadata.json", "model.safetensors.index.json")
+_MARKS = (MANIFEST_NAME, METADATA_NAME, "composer_metadata.json", "model.safetensors.index.json")
 _COUNTERS = ("batch", "sample", "token", "epoch", "iteration")
 _NUMBERS_IN_NAME = re.compile(r"(?:^|[^a-z])(ep|ba)([0-9]+)", re.IGNORECASE)
 _UNITS_BY_VALUE = {"ba": "batch", "ep": "epoch"}
@@ -199,7 +198,7 @@ def _below(folder: Path) -> Iterator[Path]:
 def _could_be(path: Path) -> bool:
     if path.is_dir():
         return _is_checkpoint_folder(path)
-    if path.name == LOCK_NAME or path.name.endswith((_FILE_MANIFEST, ".symlink")):
+    if path.name == LOCK_NAME or path.name.endswith((SIDECAR_SUFFIX, ".symlink")):
         return False
     # Also names without a suffix, such as the default of `save_checkpoint`, but not `ep1-ba2.log`.
     if _SUFFIX.search(path.name) or (not path.suffix and _NUMBERS_IN_NAME.search(path.name)):
@@ -212,7 +211,7 @@ def _is_checkpoint_folder(folder: Path) -> bool:
 
 
 def _manifest_beside(path: Path) -> Path:
-    return path / MANIFEST_NAME if path.is_dir() else path.with_name(path.name + _FILE_MANIFEST)
+    return path / MANIFEST_NAME if path.is_dir() else path.with_name(path.name + SIDECAR_SUFFIX)
 
 
 def _candidate(path: Path) -> Candidate:
@@ -253,7 +252,7 @@ def _counters(info: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
     return counts if any(known.get(unit) is not None for unit in _COUNTERS) else None
 
 
-_MAKES_WHOLE = (MANIFEST_NAME, ".metadata")
+_MAKES_WHOLE = (MANIFEST_NAME, METADATA_NAME)
 _UNITS_IN_EPOCH = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")
 _NUMBERS = {*_COUNTERS, *_UNITS_IN_EPOCH, "rank", "local_rank", "world_size", "local_world_size", "node_rank"}
 

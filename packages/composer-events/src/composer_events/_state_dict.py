@@ -9,13 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from operator import attrgetter, index
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
-from composer_events._state_layout import (
-    get_metric_states,
-    set_metric_states,
-    set_model_state,
-    set_optimizer_state,
-    unwrapped,
-)
 from composer_events.algorithm import Algorithm
 from composer_events.arguments import algorithm_modules, loaded
 from composer_events.batches import ensure_tuple, innermost_dataloader, length_or_none
@@ -23,6 +16,13 @@ from composer_events.event import Event
 from composer_events.hparams import get_composer_env_dict
 from composer_events.parallelism import any_rank, get_world_size
 from composer_events.passes import DEFAULT_PASSES
+from composer_events.state_layout import (
+    get_metric_states,
+    set_metric_states,
+    set_model_state,
+    set_optimizer_state,
+    unwrapped,
+)
 from composer_time import Time, TimeUnit
 
 if TYPE_CHECKING:

@@ -246,7 +246,7 @@ def to_device(device: Any) -> Any:
         return device
     if device is None and loaded("torch") is None:
         return None  # no tensors exist yet, and choosing a device would import torch
-    get_device = _provider("device")
+    get_device = provider("device")
     return device if get_device is None else get_device(device)
 
 
@@ -262,7 +262,7 @@ def to_precision(precision: Any) -> Any:
             return precision
     if not isinstance(precision, str):
         return precision
-    coerce = _provider("precision")
+    coerce = provider("precision")
     return precision if coerce is None else coerce(precision)
 
 
@@ -272,7 +272,8 @@ def algorithm_modules() -> tuple[ModuleType, ...]:
 
 
 @functools.cache  # reading the metadata of every installed package takes milliseconds
-def _provider(name: str) -> Callable[[Any], Any] | None:
+def provider(name: str) -> Callable[..., Any] | None:
+    """Return what an installed package provides for `State` under a name, or `None`."""
     for point in entry_points(group=_STATE_GROUP, name=name):
         return point.load()
     return None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from composer_events.arguments import loaded
+from composer_events.arguments import loaded, provider
 from composer_time import StringEnum
 
 __all__ = ["ParallelismType"]
@@ -102,8 +103,8 @@ class ShardingAnswers:
     """The part of `State` that holds the parallelism configuration.
 
     A configuration is any object with the attributes `fsdp`, `fsdp2` and `tp`, each `None` or an object with the
-    settings as attributes. Its method `configure_state(state)`, if it has one, checks the settings and sets `tp_config`
-    and `device_mesh` of the state; that of composer-fsdp compares the ranks, too.
+    settings as attributes. The function that composer-fsdp provides checks its own settings, compares the ranks, and
+    sets `tp_config` and `device_mesh` of the state.
     """
 
     model: Any
@@ -121,9 +122,9 @@ class ShardingAnswers:
             )
         self._fsdp_config, self._fsdp2_config = getattr(config, "fsdp", None), getattr(config, "fsdp2", None)
         self.tp_config, self.device_mesh = getattr(config, "tp", None), None
-        configure = getattr(config, "configure_state", None)
+        configure = None if config is None else provider("parallelism")
         if configure is not None:
-            configure(self)
+            configure(self, config)
 
     @property
     def fsdp_config(self) -> Any:
@@ -146,12 +147,12 @@ class ShardingAnswers:
                 f"fsdp_config={fsdp_config!r} is a {type(fsdp_config).__name__!r}, neither an FSDPConfig nor an "
                 f"FSDP2Config. Build one of them from your settings first."
             )
-        before = self._fsdp_config, self._fsdp2_config
-        self._fsdp_config, self._fsdp2_config = (fsdp_config, None) if version == 1 else (None, fsdp_config)
+        before = self._fsdp_config, self._fsdp2_config, self.tp_config, self.device_mesh
+        own: dict[str, Any] = {"fsdp": None, "fsdp2": None, "fsdp" if version == 1 else "fsdp2": fsdp_config}
         try:
-            fsdp_config.configure_state(self)
+            self._set_parallelism(SimpleNamespace(**own, tp=self.tp_config))
         except BaseException:
-            self._fsdp_config, self._fsdp2_config = before
+            self._fsdp_config, self._fsdp2_config, self.tp_config, self.device_mesh = before
             raise
 
     @property

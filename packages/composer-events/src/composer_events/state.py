@@ -19,12 +19,12 @@ from composer_events._state_dict import (
     load_optimizers,
     named_by_class,
 )
-from composer_events._state_layout import get_model_state, get_optimizer_state
 from composer_events.algorithm import Algorithm
 from composer_events.arguments import loaded, to_device, to_precision
 from composer_events.batches import batch_get, batch_set
 from composer_events.callback import Callback
 from composer_events.parallelism import ShardingAnswers, get_global_rank
+from composer_events.state_layout import get_model_state, get_optimizer_state
 from composer_time import Serializable, Time, Timestamp, TimeUnit, ensure_time
 
 __all__ = ["State"]

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from importlib import import_module
 from typing import Any, ClassVar, Self
 
 __all__ = [
@@ -43,19 +42,8 @@ class _Checked:
         return super().__new__(cls)
 
 
-class _Sharding(_Checked):
-    """Settings that a training state accepts as its `fsdp_config`."""
-
-    fsdp_version: ClassVar[int]
-
-    def configure_state(self, state: Any) -> None:
-        """Validate the settings of a training state that was assigned these; see `ParallelismConfig`."""
-        own: dict[str, Any] = {"fsdp" if self.fsdp_version == 1 else "fsdp2": self}
-        ParallelismConfig(**own, tp=state.tp_config).configure_state(state)
-
-
 @dataclass
-class FSDPConfig(_Sharding):
+class FSDPConfig(_Checked):
     """All settings of FSDP, including those of older releases.
 
     Case does not matter in strings. Instead of `'FULL_SHARD'` and the like, torch's own `ShardingStrategy.FULL_SHARD`
@@ -205,7 +193,7 @@ def _read_only(name: str, value: Any) -> property:
 
 
 @dataclass
-class FSDP2Config(_Sharding):
+class FSDP2Config(_Checked):
     """Settings of FSDP in the few terms of torch's `fully_shard`.
 
     Args:
@@ -313,20 +301,6 @@ class ParallelismConfig(_Checked):
     fsdp: FSDPConfig | None = None
     tp: TPConfig | None = None
     fsdp2: FSDP2Config | None = None
-
-    def configure_state(self, state: Any) -> None:
-        """Validate the settings of a training state and set its `tp_config` and `device_mesh`.
-
-        Every rank must call this; `State` does in its constructor.
-
-        Args:
-            state: The training state, which has its model and device.
-
-        Raises:
-            ValueError: On every rank, if the settings are invalid, or if the ranks have different ones.
-        """
-        # Here and by name, because that module imports torch and this one.
-        import_module("composer_fsdp.parse").configure_state(self, state)
 
 
 def _names(cls: type) -> set[str]:

@@ -145,43 +145,59 @@ def _instance(part: str, given: Any, cls: Any) -> Any:
     )
 
 
-def configure_state(config: ParallelismConfig, state: Any) -> None:
-    """Validate sharding settings against a training state and each other; see `ParallelismConfig.configure_state`."""
-    if config == ParallelismConfig():
+def configure_state(state: Any, config: Any) -> None:
+    """Validate the settings of a training state, and set its `tp_config` and `device_mesh`.
+
+    `State` finds this function through the entry point `parallelism`. Every rank must call it.
+
+    Args:
+        state: The training state, which has its model and device.
+        config: An object with the attributes `fsdp`, `fsdp2` and `tp`. Settings of other packages are left alone.
+
+    Raises:
+        ValueError: On every rank, if the settings are invalid, or if the ranks have different ones.
+    """
+    parts = {part: getattr(config, part, None) for part in _PARTS}
+    is_own = any(isinstance(part, FSDPConfig | FSDP2Config | TPConfig) for part in parts.values())
+    if not is_own and (not isinstance(config, ParallelismConfig) or config == ParallelismConfig()):
         return
-    tp = config.tp
-    # Stack levels: this function, `ParallelismConfig.configure_state`, two of the state, the user's line.
+    config, tp = ParallelismConfig(**parts), parts["tp"]
+    # Stack levels: this function, two of the state, the user's line.
     if tp is not None:
-        warn("Tensor parallelism (TP) is experimental and may change in future versions.", 5, FutureWarning)
+        warn("Tensor parallelism (TP) is experimental and may change in future versions.", 4, FutureWarning)
 
-    def settle() -> ShardingPlan:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the strategy makes its plan from the same settings, and warns
-            plan = make_plan(config, world_size=dist.get_world_size())
-        if plan.state_dict_type == "sharded" and state.save_metrics:
-            raise ValueError(
-                "save_metrics=True does not go with state_dict_type='sharded', since metrics are not sharded. Use "
-                "save_metrics=False, or state_dict_type='full'."
-            )
-        loads_alone = plan.version == 1 and state.load_monolith_rank0_only and dist.get_global_rank() == 0
-        if loads_alone and any(parameter.is_meta for parameter in getattr(state.model, "parameters", tuple)()):
-            raise ValueError(
-                "load_monolith_rank0_only=True needs real weights on rank 0, where the checkpoint is loaded, and the "
-                "model has parameters on the meta device there. Build it on the CPU on rank 0, and on meta on the "
-                "others only."
-            )
-        return plan
-
-    plan = agreed(settle, lambda plan: {"parallelism_config": plan.facts(), "save_metrics": state.save_metrics})
+    plan = agreed(
+        lambda: _plan_for(state, config),
+        lambda plan: {"parallelism_config": plan.facts(), "save_metrics": state.save_metrics},
+    )
     if tp is not None and plan.layer_plan is None:
         warn(
             "Received tensor_parallel_degree of 1, which is a no-op. Tensor parallelism will not be used. Give 2 or "
             "more, or leave tp out.",
-            5,
+            4,
         )
         tp = None
     device = torch.device(getattr(state.device, "torch_device", state.device or "cpu"))
     state.tp_config, state.device_mesh = tp, _mesh_of(plan, device.type)
+
+
+def _plan_for(state: Any, config: ParallelismConfig) -> ShardingPlan:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the strategy makes its plan from the same settings, and warns
+        plan = make_plan(config, world_size=dist.get_world_size())
+    if plan.state_dict_type == "sharded" and state.save_metrics:
+        raise ValueError(
+            "save_metrics=True does not go with state_dict_type='sharded', since metrics are not sharded. Use "
+            "save_metrics=False, or state_dict_type='full'."
+        )
+    loads_alone = plan.version == 1 and state.load_monolith_rank0_only and dist.get_global_rank() == 0
+    if loads_alone and any(parameter.is_meta for parameter in getattr(state.model, "parameters", tuple)()):
+        raise ValueError(
+            "load_monolith_rank0_only=True needs real weights on rank 0, where the checkpoint is loaded, and the "
+            "model has parameters on the meta device there. Build it on the CPU on rank 0, and on meta on the "
+            "others only."
+        )
+    return plan
 
 
 def _mesh_of(plan: ShardingPlan, device_type: str) -> DeviceMesh | None:

@@ -28,7 +28,6 @@ from torch._utils import (
 from torch.serialization import _open_zipfile_writer_buffer  # pyright: ignore[reportPrivateUsage]
 from torch.torch_version import TorchVersion
 
-from composer_checkpoint._finite import verify_ranges, weight_names
 from composer_checkpoint._pickle_inspection import (
     STORAGE_DTYPES,
     Dtype,
@@ -54,6 +53,8 @@ from composer_checkpoint.file_io import (
     hash_ranges,
     hash_tensor,
     tensor_bytes,
+    verify_ranges,
+    weight_names,
 )
 from composer_checkpoint.formats._zip import Readable, ZipLayout, read_zip_layout
 from composer_checkpoint.formats.archives import final_name, format_of, plain_file
@@ -435,8 +436,8 @@ def _stored(file: Bytes, offset: int, spec: TensorSpec) -> StoredTensor:
             )
 
         return StoredTensor(dtype, spec.shape, refuse, key, refuse)
-    if spec.byte_range is not None:
-        stored = in_file(file, offset + spec.byte_range[0], dtype, spec.shape, key)
+    if (contiguous := spec.byte_range) is not None:
+        stored = in_file(file, offset + contiguous[0], dtype, spec.shape, key)
     else:
         # Not contiguous: read the range that the strides span, and gather from it.
         last = sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))

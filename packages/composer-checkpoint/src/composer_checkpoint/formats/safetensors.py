@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from blake3 import blake3
 
-from composer_checkpoint._finite import verify_ranges
 from composer_checkpoint._tree import doubled, path_text
 from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UnsafeCheckpointError
 from composer_checkpoint.file_io import (
@@ -27,6 +26,7 @@ from composer_checkpoint.file_io import (
     MappedFile,
     new_hasher,
     tensor_bytes,
+    verify_ranges,
 )
 from composer_checkpoint.formats._zip import Readable
 from composer_checkpoint.formats.archives import INDEX_SUFFIX, plain_file

@@ -22,7 +22,6 @@ from composer_checkpoint._spread import (
     TensorSender,
     as_dtype,
     cast_state,
-    group_names,
     is_sharded,
     map_slots,
     map_tensors,
@@ -33,16 +32,17 @@ from composer_checkpoint._spread import (
 from composer_checkpoint._tree import unflatten
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
 from composer_checkpoint.files import INDEX_SUFFIX, load_file, read_index
+from composer_checkpoint.manifest import METADATA_NAME
 from composer_checkpoint.modular.options import CheckpointLoadOptions
 from composer_checkpoint.modular.state_dict import select_keys
 from composer_checkpoint.remote.fetch import get_file
 from composer_checkpoint.sharded import load_sharded, read_folder_metadata
-from composer_checkpoint.sharded._storage import METADATA_NAME
-from composer_checkpoint.stores.base import is_uri, parse_uri
+from composer_checkpoint.stores.base import has_object, is_uri, parse_uri
 from composer_checkpoint.stores.fsspec import FsspecObjectStore
 from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri, reach
 from composer_dist.reproducibility import seed_context
 from composer_dist.wrapping import unwrap_model
+from composer_events.state_layout import names_as_saved, with_numbers
 
 _SUFFIXES = ("pt", "safetensors", "safetensors.index.json")
 
@@ -92,13 +92,7 @@ def _look(path: str, part: str, wanted: bool | None) -> Source:
         reach(store, path)
 
     def exists(file: str) -> bool:
-        if store is None:
-            return os.path.isfile(file)
-        try:
-            store.get_object_size(parse_uri(file).path)
-        except FileNotFoundError:
-            return False
-        return True
+        return os.path.isfile(file) if store is None else has_object(store, parse_uri(file).path)
 
     is_folder = exists(posixpath.join(path, METADATA_NAME))
     if is_folder and wanted is not False:
@@ -256,39 +250,16 @@ def _state_of(content: Any, source: Source, class_name: str) -> dict[str, Any]:
 def _with_numbers(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, strict: bool
 ) -> dict[str, Any]:
-    """Return the state with the parameters numbered as the optimizer numbers them."""
-    own: dict[str, Any] = optimizer.state_dict()
-    own_state: dict[Any, Any] = own["state"]
-    group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
-    names = _as_saved(model, optimizer, group_of)
-    current = [name for group in names for name in group]
-    missing, unexpected = set(current) - group_of.keys(), group_of.keys() - set(current)
+    known = {name for group in saved["param_groups"] for name in group["params"]}
+    current = {name for group in names_as_saved(model, optimizer, known) for name in group}
+    missing, unexpected = current - known, known - current
     if strict and (missing or unexpected):
         raise IncompatibleCheckpointError(
             f"the optimizer's parameters are not those of the checkpoint: {len(missing)} are not saved: "
             f"{_listed(sorted(missing))}; {len(unexpected)} are not optimized here: {_listed(sorted(unexpected))}. "
             f"Build the optimizer as it was saved, or pass strict=False to keep what the checkpoint does not have."
         )
-    state: dict[Any, Any] = {key: value for key, value in saved["state"].items() if key not in group_of}
-    groups: list[dict[str, Any]] = []
-    for own_group, group in zip(own["param_groups"], names, strict=True):
-        settings = next((group_of[name] for name in group if name in group_of), own_group)
-        groups.append({**settings, "params": own_group["params"]})
-        for number, name in zip(own_group["params"], group, strict=True):
-            # Parameters that are not in the checkpoint keep their state.
-            found = saved["state"].get(name, None if name in group_of else own_state.get(number))
-            if found is not None:
-                state[number] = found
-    return {**saved, "state": state, "param_groups": groups}
-
-
-def _as_saved(model: nn.Module, optimizer: torch.optim.Optimizer, known: Mapping[str, Any]) -> list[list[str]]:
-    """Return the names in each group, where a tied parameter has its name in the checkpoint."""
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in parameters_by_name(model).items():
-        aliases.setdefault(id(parameter), []).append(name)
-    chosen = {names[0]: next((name for name in names if name in known), names[0]) for names in aliases.values()}
-    return [[chosen.get(name, name) for name in group] for group in group_names(model, optimizer)]
+    return with_numbers(model, optimizer, saved, strict=False)
 
 
 _KEYWORDS = ("reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params")

@@ -18,7 +18,7 @@ from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CheckpointConflictError, CorruptCheckpointError
 from composer_checkpoint.file_io import HASH_NAME, hash_file
 from composer_checkpoint.files import INDEX_SUFFIX, save_file, save_weights_in_shards, verify_file
-from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, first_difference
+from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, FileEntry, Manifest, first_difference
 from composer_checkpoint.modular.options import CheckpointSaveOptions
 from composer_checkpoint.modular.state_dict import (
     Patterns,
@@ -29,7 +29,6 @@ from composer_checkpoint.modular.state_dict import (
 )
 from composer_checkpoint.names import format_name_with_dist_and_time
 from composer_checkpoint.sharded import save_sharded, verify_folder
-from composer_checkpoint.sharded._storage import METADATA_NAME
 from composer_checkpoint.stores.base import is_uri
 
 if TYPE_CHECKING:

@@ -14,7 +14,13 @@ from composer_checkpoint._ranks import Ranks
 from composer_checkpoint.remote.fetch import get_file
 from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.stores.base import ObjectStore, Progress, parse_uri
-from composer_checkpoint.stores.opening import CREDENTIALS_PROBE, arguments_of, check_scheme, validate_credentials
+from composer_checkpoint.stores.opening import (
+    CREDENTIALS_PROBE,
+    arguments_of,
+    check_scheme,
+    probe_name,
+    validate_credentials,
+)
 from composer_events.arguments import check_counts, check_flags, check_mappings, check_places, check_texts
 from composer_events.formatting import OF_RUN, check_placeholders, format_name_with_dist, partial_format
 from composer_events.logger_destination import LoggerDestination
@@ -101,6 +107,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         self.upload_staging_folder = upload_staging_folder
         # The path of a dbfs address is an argument of the store itself, not a prefix of names.
         self._folder = "" if parsed.backend == "dbfs" else parsed.path
+        self._probe = CREDENTIALS_PROBE
         self._opened: RemoteUploader | None = None
         self._run_name: str | None = None
 
@@ -167,7 +174,7 @@ class RemoteUploaderDownloader(LoggerDestination):
             self._uploader.abandon()
             self._opened = None  # reopened with the IDs of the run, also in upload processes
         self._run_name = state.run_name
-        probe = self._object_name(CREDENTIALS_PROBE, state.run_name)
+        probe = self._object_name(self._probe, state.run_name)
         Ranks().from_first(lambda: validate_credentials(self.remote_backend, probe))
 
     def upload_file(self, state: "State", remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
@@ -320,4 +327,6 @@ def maybe_create_remote_uploader_downloader_from_uri(
         case "dbfs":
             return RemoteUploaderDownloader(bucket_uri=uri, backend_kwargs={"path": path})
         case _:
-            return RemoteUploaderDownloader(bucket_uri=f"{backend}://{netloc}")
+            sender = RemoteUploaderDownloader(bucket_uri=f"{backend}://{netloc}")
+            sender._probe = probe_name(uri)
+            return sender

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError, StorageError
-from composer_checkpoint.manifest import MANIFEST_NAME, Manifest, first_difference
-from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, retry
+from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, SIDECAR_SUFFIX, Manifest, first_difference
+from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, has_object, retry
 from composer_checkpoint.stores.fsspec import FsspecObjectStore
 
 __all__ = ["SYMLINK_SUFFIX", "fetch_checkpoint", "publish_checkpoint", "upload_with_retries", "write_pointer"]
@@ -19,8 +19,6 @@ __all__ = ["SYMLINK_SUFFIX", "fetch_checkpoint", "publish_checkpoint", "upload_w
 log = logging.getLogger(__name__)
 
 SYMLINK_SUFFIX = ".symlink"
-_FILE_MANIFEST_SUFFIX = ".manifest.json"
-_INDEX_NAME = ".metadata"  # torch does not read a sharded checkpoint without it
 
 
 _Piece = tuple[Path, str]  # a local file, and the name of its object
@@ -207,15 +205,15 @@ def _plan(path: Path, remote_name: str) -> tuple[list[_Piece], list[_Piece]]:
     if path.is_dir():
         names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         # Readers recognize a folder by these.
-        last = [name for name in ("config.json", "adapter_config.json", _INDEX_NAME, MANIFEST_NAME) if name in names]
+        last = [name for name in ("config.json", "adapter_config.json", METADATA_NAME, MANIFEST_NAME) if name in names]
         data, seals = (
             [(path / name, posixpath.join(remote_name, name)) for name in some]
             for some in ([name for name in names if name not in last], last)
         )
     else:
-        sidecar = path.with_name(path.name + _FILE_MANIFEST_SUFFIX)
+        sidecar = path.with_name(path.name + SIDECAR_SUFFIX)
         data = [(path, remote_name)] if path.is_file() else []
-        seals = [(sidecar, remote_name + _FILE_MANIFEST_SUFFIX)] if sidecar.is_file() else []
+        seals = [(sidecar, remote_name + SIDECAR_SUFFIX)] if sidecar.is_file() else []
     if not data:
         raise NoCheckpointError(f"{path} cannot be uploaded: there is no file or folder with files of this name.")
     return data, seals
@@ -271,12 +269,3 @@ def _reads_back(store: ObjectStore, name: str, expected: bytes, num_attempts: in
 
 class _DifferentError(ObjectStoreTransientError):
     """Raised if the store returns other bytes, which may be outdated."""
-
-
-def has_object(store: ObjectStore, name: str, num_attempts: int) -> bool:
-    """Return whether a store has an object of this name, retrying after transient errors."""
-    try:
-        retry(ObjectStoreTransientError, num_attempts)(store.get_object_size)(name)
-    except FileNotFoundError:
-        return False
-    return True

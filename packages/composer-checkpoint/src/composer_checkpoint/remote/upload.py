@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from composer_checkpoint.remote.publish import publish_checkpoint, upload_with_retries, write_pointer
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError
 from composer_checkpoint.stores.databricks import MLFlowObjectStore
-from composer_checkpoint.stores.opening import open_store, validate_credentials
+from composer_checkpoint.stores.opening import open_store, probe_name, validate_credentials
 from composer_dist.env import get_global_rank, get_local_rank
 from composer_events.arguments import check_counts
 
@@ -119,7 +119,7 @@ class RemoteUploader:
             StorageError: If it does not.
         """
         if get_global_rank() == 0:
-            validate_credentials(self.remote_backend)
+            validate_credentials(self.remote_backend, probe_name(self.remote_folder))
 
     def upload_file_async(
         self, remote_file_name: str, file_path: str | os.PathLike[str], overwrite: bool, *, copy: bool = True

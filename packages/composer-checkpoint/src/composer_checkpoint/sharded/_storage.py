@@ -15,12 +15,11 @@ from typing import Any, BinaryIO, cast
 
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CheckpointConflictError, NoCheckpointError
-from composer_checkpoint.manifest import MANIFEST_NAME
+from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, parse_uri, retry
 from composer_dist import dist
 
 __all__ = [
-    "METADATA_NAME",
     "FetchedFolder",
     "LocalSource",
     "Source",
@@ -31,8 +30,6 @@ __all__ = [
     "open_target",
     "store_of",
 ]
-
-METADATA_NAME = ".metadata"
 
 
 def is_remote(folder: str | os.PathLike[str]) -> bool:

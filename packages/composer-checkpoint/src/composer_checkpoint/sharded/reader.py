@@ -22,10 +22,10 @@ from composer_checkpoint.file_io import FileReader, hash_bytes, hash_file, hash_
 from composer_checkpoint.files import Specs, chosen_validation, validate_file
 from composer_checkpoint.formats._zip import check_checksums
 from composer_checkpoint.formats.pt import load_checked, open_pt, read_tree
-from composer_checkpoint.formats.tensor_source import StoredTensor
-from composer_checkpoint.manifest import MANIFEST_NAME, Manifest, check_sharded_seal
+from composer_checkpoint.formats.tensor_source import FileRange, StoredTensor, in_file
+from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, check_sharded_seal
 from composer_checkpoint.sharded._metadata import parse_metadata, part_name
-from composer_checkpoint.sharded._storage import METADATA_NAME, Source, open_source
+from composer_checkpoint.sharded._storage import Source, open_source
 
 __all__ = ["VerifyingReader", "read_folder_metadata", "read_manifest", "verify_folder"]
 
@@ -83,7 +83,7 @@ def copy_box(
         return
     if not hasattr(_blocks, "block"):
         _blocks.block = bytearray(BLOCK_BYTES)
-    file, offset = stored.place
+    file, offset = stored.place.file, stored.place.offset
     for i in range(0, target.shape[0], rows_at_once):
         rows = min(rows_at_once, target.shape[0] - i)
         block = memoryview(_blocks.block)[: rows * row * item_bytes]
@@ -98,6 +98,7 @@ def _box(start: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 
 _NUM_THREADS = min(4, os.cpu_count() or 1)
+_BATCHES_PER_THREAD = 8  # so that threads end at about the same time
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -148,7 +149,7 @@ class OpenShards:
         self._files.clear()
 
     def check(self, part: Part, manifest: Manifest | None, *, checksums: bool = False) -> Any:
-        """Check one part, and return its object, or `None` for a tensor.
+        """Check one part, and return its object, or for a tensor its place, or `None` if it is not in row-major order.
 
         Hashes are compared if there is a manifest; with `checksums`, for folders without hashes, those of the archives.
         """
@@ -172,19 +173,27 @@ class OpenShards:
                 check_checksums(file)
             if part.dtype is None:
                 return decode_object(file.read(0, part.length))
-            self._stored(part)
+            return self._stored(part).place
         except CheckpointError as error:
             raise type(error)(f"{file.path}: {part.name!r} at offset {part.offset}: {error}") from error
-        return None
 
-    def read(self, part: Part, start: Sequence[int], target: torch.Tensor) -> None:
-        """Copy a box of a checked tensor into a tensor of the box's shape."""
-        copy_box(self._stored(part), part.shape, 0, start, target)
+    def read(self, part: Part, place: FileRange | None, start: Sequence[int], target: torch.Tensor) -> None:
+        """Copy a box of a checked tensor, of which `check` has returned the place, into a tensor of the box's shape."""
+        if place is None:
+            stored = self._stored(part)
+        else:  # the archive around the elements need not be read again
+            stored = in_file(self._slice(part), place.offset, place.dtype, place.shape, None)
+        copy_box(stored, part.shape, 0, start, target)
 
     def for_each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Call a function for each item in several threads, and return the results in order."""
+        every = list(items)
+        # In batches, since a task for each of thousands of small tensors would cost more than its work.
+        size = max(1, len(every) // (_NUM_THREADS * _BATCHES_PER_THREAD))
+        batches = [every[i : i + size] for i in range(0, len(every), size)]
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="shards") as pool:
-            return list(pool.map(work, items))  # `map` raises errors only when its results are read
+            done = pool.map(lambda batch: [work(item) for item in batch], batches)
+            return [result for results in done for result in results]  # `map` raises errors only here
 
     def _stored(self, part: Part) -> StoredTensor:
         file = self._slice(part)
@@ -300,7 +309,7 @@ class VerifyingReader(StorageReader):
             self._folder = os.fspath(checkpoint_id)
         self._source: Source | None = None
         self._parts: dict[MetadataIndex, Part] = {}
-        self._objects: dict[MetadataIndex, Any] = {}
+        self._checked: dict[MetadataIndex, Any] = {}
 
     def read_metadata(self) -> Metadata:
         """Return the validated `.metadata`.
@@ -354,8 +363,8 @@ class VerifyingReader(StorageReader):
         manifest = self.manifest if self._verify else None
         with OpenShards(self.source) as shards:
             checksums = self._verify and manifest is None
-            objects = shards.for_each(lambda part: shards.check(part, manifest, checksums=checksums), parts.values())
-        self._objects = dict(zip(parts, objects, strict=True))  # so that objects are decoded once
+            checked = shards.for_each(lambda part: shards.check(part, manifest, checksums=checksums), parts.values())
+        self._checked = dict(zip(parts, checked, strict=True))  # so that objects are decoded once
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -368,18 +377,21 @@ class VerifyingReader(StorageReader):
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 # Pickled again from the checked object, since torch's planner would run anything in the stored bytes.
-                planner.load_bytes(item, encode_object(self._objects[item.storage_index]))
+                planner.load_bytes(item, encode_object(self._checked[item.storage_index]))
             else:
                 reads.append((item, planner.resolve_tensor(item).detach()))
         with OpenShards(self.source) as shards:
-            shards.for_each(
-                lambda read: shards.read(self._parts[read[0].storage_index], read[0].storage_offsets, read[1]), reads
-            )
+            shards.for_each(lambda read: self._read(shards, *read), reads)
         for item, target in reads:
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read(self, shards: OpenShards, item: ReadItem, target: torch.Tensor) -> None:
+        index = item.storage_index
+        # A planner may have added items since `prepare_local_plan`.
+        shards.read(self._parts[index], self._checked.get(index), item.storage_offsets, target)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

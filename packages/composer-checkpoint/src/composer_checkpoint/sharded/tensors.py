@@ -221,8 +221,8 @@ def _stored(
             part = parts[MetadataIndex(fqn, chunk.offsets)]
             box = tuple(slice(start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True))
             # Checked only now: opening the source has read nothing but the metadata.
-            shards.check(part, None)
-            shards.read(part, (0,) * len(chunk.sizes), whole[box])
+            place = shards.check(part, None)
+            shards.read(part, place, (0,) * len(chunk.sizes), whole[box])
         return whole
 
     return StoredTensor(dtype, shape, fetch)

@@ -20,9 +20,9 @@ from torch.futures import Future
 from composer_checkpoint.errors import as_storage_error
 from composer_checkpoint.file_io import hash_bytes, new_hasher, tensor_bytes
 from composer_checkpoint.formats.pt import unknown_globals_of, unsafe_objects
-from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEntry, sealed
+from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, FileEntry, Manifest, TensorEntry, sealed
 from composer_checkpoint.sharded._metadata import StorageInfo, part_name
-from composer_checkpoint.sharded._storage import METADATA_NAME, open_target
+from composer_checkpoint.sharded._storage import open_target
 
 __all__ = ["VerifiedWriter"]
 

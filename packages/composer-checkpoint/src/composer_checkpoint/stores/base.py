@@ -193,6 +193,15 @@ def retry(
     return decorate
 
 
+def has_object(store: ObjectStore, name: str, num_attempts: int = 3) -> bool:
+    """Return whether a store has an object of this name, retrying after transient errors."""
+    try:
+        retry(ObjectStoreTransientError, num_attempts)(store.get_object_size)(name)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 # 409 is a conflict of concurrent requests, and 425 a request that came too early.
 _TRANSIENT_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 _TRANSIENT_ERRNO = {

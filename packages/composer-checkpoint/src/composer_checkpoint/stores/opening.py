@@ -1,6 +1,8 @@
 """Open the store of an address, and check that it responds."""
 
 import logging
+import posixpath
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -32,6 +34,7 @@ __all__ = [
     "list_remote_objects",
     "maybe_create_object_store_from_uri",
     "open_store",
+    "probe_name",
     "reach",
     "validate_credentials",
 ]
@@ -41,6 +44,10 @@ log = logging.getLogger(__name__)
 A = TypeVar("A")
 
 CREDENTIALS_PROBE: Final = ".credentials_validated_successfully"
+# Kind, owner and name of a repository, and its revision. Names of objects begin after the owner, or the kind.
+_REPOSITORY: Final = re.compile(
+    r"(?:(?:models|datasets|spaces|buckets|kernels)/)?[^/]+/[^/@]+(?:@(?:refs/(?:pr|convert)/)?[^/]+)?"
+)
 _FIRST_ANSWER_S: Final = 12.0
 _answered: Final = set[tuple[str, str]]()  # backends and buckets, in this process
 _NO_STORES: Final = {"wandb", "http", "https"}  # fsspec supports some of them, but read-only
@@ -184,6 +191,20 @@ def validate_credentials(store: ObjectStore, remote_file_name: str = CREDENTIALS
         with suppress(NotImplementedError):
             place = store.get_uri(remote_file_name)
         _first_answer(place, lambda: store.upload_object(remote_file_name, str(probe)))
+
+
+def probe_name(address: str) -> str:
+    """Return the name of the object that `validate_credentials` uploads to the store of an address.
+
+    Example:
+        >>> probe_name("s3://bucket/run"), probe_name("hf://someone/model/run")
+        ('.credentials_validated_successfully', 'model/.credentials_validated_successfully')
+    """
+    parsed = parse_uri(address)
+    # A bucket of Hugging Face's is an owner of repositories, outside of which nothing can be written.
+    found = _REPOSITORY.match(f"{parsed.bucket}/{parsed.path}") if parsed.backend == "hf" else None
+    folder = "" if found is None else found[0].partition("/")[2]
+    return posixpath.join(folder, CREDENTIALS_PROBE)
 
 
 def reach(store: ObjectStore, address: str) -> None:

@@ -32,7 +32,7 @@ def get_optimizer_state(model: Any, optimizer: Any, state_dict_type: str | None)
     saved: dict[str, Any] = optimizer.state_dict()
     if "param_groups" not in saved:
         return saved
-    return _with_names(saved, _names_of_groups(model, optimizer))
+    return _with_names(saved, names_of_groups(model, optimizer))
 
 
 def set_optimizer_state(
@@ -66,7 +66,7 @@ def set_optimizer_state(
     if is_sharded(model) and has_state:
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-        named: Any = _with_names(saved, _names_of_groups(model, optimizer)) if _is_numbered(saved) else dict(saved)
+        named: Any = _with_names(saved, names_of_groups(model, optimizer)) if _is_numbered(saved) else dict(saved)
         without = _without_state(model, optimizer, named)
         if broadcast:
             without = gather(without)[0]
@@ -84,7 +84,7 @@ def set_optimizer_state(
     elif "param_groups" not in saved or _is_numbered(saved):
         optimizer.load_state_dict(dict(saved))
     else:
-        optimizer.load_state_dict(_with_numbers(model, optimizer, saved, strict=strict))
+        optimizer.load_state_dict(with_numbers(model, optimizer, saved, strict=strict))
 
 
 def _parameters(optimizer: Any) -> list[Any]:
@@ -94,16 +94,19 @@ def _parameters(optimizer: Any) -> list[Any]:
 def _without_state(model: Any, optimizer: Any, named: Mapping[str, Any]) -> list[int]:
     """Return the positions of trained parameters that the saved optimizer lists but has no state for."""
     known = {name for group in named.get("param_groups", ()) for name in group["params"]} - {*named.get("state", ())}
-    names = [name for group in _names_of_groups(model, optimizer) for name in group]
+    names = [name for group in names_of_groups(model, optimizer) for name in group]
     parameters = zip(_parameters(optimizer), names, strict=True)
     return [place for place, (parameter, name) in enumerate(parameters) if parameter.requires_grad and name in known]
 
 
-def _names_of_groups(model: Any, optimizer: Any) -> list[list[str]]:
+def names_of_groups(model: Any, optimizer: Any) -> list[list[str]]:
+    """Return the names of the parameters in each of an optimizer's groups; the first name of a tied parameter.
+
+    A parameter that does not belong to the model, such as that of a loss function, is named by its position.
+    """
     names: dict[int, str] = {}
     for name, parameter in unwrapped(model).named_parameters():
         names.setdefault(id(parameter), canonical_name(name))
-    # A parameter that is not in the model is named by its position.
     return [
         [names.get(id(parameter), f"param_groups.{g}.{i}") for i, parameter in enumerate(group["params"])]
         for g, group in enumerate(optimizer.param_groups)
@@ -138,14 +141,15 @@ def _with_names(saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dic
     }
 
 
-def _with_numbers(model: Any, optimizer: Any, saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+def with_numbers(model: Any, optimizer: Any, saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """Return a saved state with the parameters numbered as the optimizer numbers them."""
     saved_state: dict[Any, Any] = {
         canonical_name(key) if isinstance(key, str) else key: value for key, value in saved["state"].items()
     }
     group_of: dict[str, Mapping[str, Any]] = {
         canonical_name(name): group for group in saved["param_groups"] for name in group["params"]
     }
-    names = _names_as_saved(model, optimizer, group_of)
+    names = names_as_saved(model, optimizer, group_of)
     if strict:
         _refuse_mismatch([name for group in names for name in group], group_of)
     # Parameters that the checkpoint does not have keep their current state.
@@ -165,13 +169,13 @@ def _with_numbers(model: Any, optimizer: Any, saved: Mapping[str, Any], *, stric
     return {**saved, "state": state, "param_groups": groups}
 
 
-def _names_as_saved(model: Any, optimizer: Any, known: Collection[str]) -> list[list[str]]:
-    # Tied weights have several names, and the checkpoint may use another one than the model lists first.
+def names_as_saved(model: Any, optimizer: Any, known: Collection[str]) -> list[list[str]]:
+    """Return the names in each group, where a tied parameter has its name in the checkpoint."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(canonical_name(name))
     chosen = {names[0]: next((name for name in names if name in known), names[0]) for names in aliases.values()}
-    return [[chosen.get(name, name) for name in group] for group in _names_of_groups(model, optimizer)]
+    return [[chosen.get(name, name) for name in group] for group in names_of_groups(model, optimizer)]
 
 
 def _refuse_mismatch(current: Collection[str], saved: Collection[str]) -> None:
