@@ -9,6 +9,7 @@ import sys
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from textwrap import TextWrapper
 from typing import Any, Final, TextIO, cast
 
@@ -443,6 +444,13 @@ class ProgressBarLogger(TextLogger):
         self._train = self._closed(self._train)
         self._eval = self._closed(self._eval, False)
 
+    def leave_bars(self) -> None:
+        """Leave the open bars as they are, so that a traceback begins a line. This does not read from a device."""
+        for bar in (self._eval, self._train):
+            if bar is not None:
+                bar.leave()
+        self._train = self._eval = None
+
     def _advance(self, bar: "_Bar", stamp: Timestamp, interval: Time[Any] | None = None) -> None:
         is_shown = bar.is_due(stamp, interval)
         if is_shown:  # only then the values are read, which may wait for the device
@@ -553,6 +561,11 @@ class _Bar:
         if is_shown:
             self._write_line()
         self._bar.close()
+
+    def leave(self) -> None:
+        """Leave the bar as it is."""
+        with suppress(OSError, ValueError):  # the stream may be closed
+            self._bar.close()
 
     def _set_values(self) -> None:
         self._shown_s = time.monotonic()
