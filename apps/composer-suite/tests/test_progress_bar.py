@@ -135,6 +135,10 @@ def test_the_end_names_the_results_and_the_last_checkpoint_and_the_run_page(make
     assert page == f"Run page: composer report {tmp_path}/runs/plum"
 
 
+def test_a_last_batch_with_more_samples_than_are_left_ends_a_full_bar(shown):
+    assert re.search(r"^train, loss=.*: 6/6 \[", shown(max_duration="6sp"), re.MULTILINE)  # of batches of 4
+
+
 def test_without_a_length_no_number_of_batches_is_named(shown, make_loader):
     class Unsized(torch.utils.data.IterableDataset):
         def __iter__(self):

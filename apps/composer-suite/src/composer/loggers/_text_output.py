@@ -506,6 +506,7 @@ class _Bar:
     ) -> None:
         self.is_of_one_epoch = of_one_epoch
         self._unit = unit
+        self._total = total
         self._shown = shown
         self._values: dict[str, Any] = {}
         self._position = self._count(start)
@@ -584,7 +585,9 @@ class _Bar:
     def _count(self, stamp: Timestamp) -> int:
         if self.is_of_one_epoch:
             return stamp.num_batches_in_epoch
-        return stamp.num_batches if self._unit is _BATCH else stamp.get(self._unit).value
+        count = stamp.num_batches if self._unit is _BATCH else stamp.get(self._unit).value
+        # The last batch may have more samples or tokens than are left.
+        return count if self._total is None else min(count, self._total)
 
 
 # Of torchmetrics and composer_models.
