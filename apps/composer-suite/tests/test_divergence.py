@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from composer import Trainer
 from composer.algorithms import EMA, SAM, GradientClipping
-from composer.core import Callback, DataSpec, Evaluator
+from composer.core import Callback, DataSpec, Evaluator, Event
 from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
 from composer.trainer import _divergence_guard
@@ -663,6 +663,32 @@ def test_weights_that_are_known_late_to_be_bad_are_neither_saved_nor_evaluated(t
     assert sorted(path.name for path in tmp_path.glob("ba*")) == [f"ba{n}.pt" for n in range(interval, 6, interval)]
     for path in tmp_path.glob("ba*"):
         assert all(weight.isfinite().all() for weight in load_file(path)["state"]["model"].values())
+
+
+class FiniteBuffers(Callback):
+    def eval_start(self, state, logger):
+        self.is_finite = all(buffer.isfinite().all() for buffer in state.model.buffers())
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, fused_sgd])
+def test_an_evaluation_after_a_bad_batch_uses_finite_running_means(train, late, make_optimizer):
+    """A fused optimizer kept the weights, but running means were NaN until the host knew of the divergence."""
+    network = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    network.to("cuda" if late == "gpu" else "cpu")
+    finite = FiniteBuffers()
+    evaluator = Evaluator(label="eval", dataloader=make_batches(), device_eval_microbatch_size=BATCH)
+    train(
+        make_batches({5}),
+        network,
+        optimizer=make_optimizer(network.parameters(), lr=0.1),
+        on_divergence="skip",
+        eval_dataloader=evaluator,
+        eval_interval=lambda state, event: event == Event.BATCH_END and state.timestamp.batch == 6,
+        callbacks=finite,
+        device=late,
+        precision="fp32",
+    )
+    assert finite.is_finite
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -29,7 +30,6 @@ from composer.trainer._arguments import (
     choose_precision,
     choose_run_name,
     refuse_twice,
-    refuse_unscalable,
 )
 from composer.trainer._data import Clock
 from composer.trainer._divergence_guard import DivergenceGuard, takes_none
@@ -130,9 +130,8 @@ class ResolvedArguments:
         strategies.refuse_unrepeatable(self.microbatching, self.strategy)
         # DeepSpeed scales the loss itself.
         own = self.strategy.has_own_precision
-        self.scaler = None if own else make_scaler(self.precision, device, self.optimizers)
-        if self.scaler is not None and self.data_spec is not None:  # others may only evaluate
-            refuse_unscalable(self.optimizers)
+        trains = self.data_spec is not None  # otherwise it may only evaluate
+        self.scaler = None if own else make_scaler(self.precision, device, self.optimizers, trains=trains)
         self.run_name = choose_run_name(arguments.run_name)
         attachments.check_uploaders(arguments, [*self.destinations, *self.callbacks])
         # Last, since a saver for a URI creates a local folder for its uploads.
@@ -225,9 +224,8 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
             f"precision={new_precision.value!r} cannot be set by fit(): DeepSpeed's engine was made for "
             f"{state.precision.value!r}. Give it to the constructor."
         )
-    scaler = make_scaler(new_precision, state.device, state.optimizers)
-    if scaler is not None and not runtime.strategy.has_own_precision:
-        refuse_unscalable(state.optimizers)
+    trains = not runtime.strategy.has_own_precision
+    scaler = make_scaler(new_precision, state.device, state.optimizers, trains=trains)
     size, count = asked.device_train_microbatch_size, asked.grad_accum
     microbatching = plan.settings.microbatching
     if (size, count) != (None, None):
@@ -260,8 +258,14 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
     return batches
 
 
-def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optimizer]) -> GradScaler | None:
-    """Return the gradient scaler for `amp_fp16`, or `None` for other precisions."""
+def make_scaler(
+    precision: Precision, device: Device, optimizers: Sequence[Optimizer], *, trains: bool
+) -> GradScaler | None:
+    """Return the gradient scaler for `amp_fp16`, or `None` for other precisions.
+
+    Raises:
+        ValueError: If an optimizer cannot use the scaler or, if the scaler `trains`, has weights not in float32.
+    """
     if precision is not Precision.AMP_FP16:
         return None
     for optimizer in optimizers:
@@ -270,6 +274,15 @@ def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optim
                 f"precision='amp_fp16' scales the loss, and {type(optimizer).__name__} evaluates it itself. Use "
                 "precision='amp_bf16' or 'fp32', or another optimizer."
             )
+    weights = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    dtypes = {weight.dtype for weight in weights if weight.requires_grad} & {torch.bfloat16, torch.float16}
+    if trains and dtypes:
+        raise ValueError(
+            f"precision='amp_fp16' needs weights in float32, because its GradScaler unscales only their gradients; the "
+            f"model has weights in {'bfloat16' if torch.bfloat16 in dtypes else 'float16'}. "
+            + ("Convert the model with model.float()" if torch.float16 in dtypes else "Pass precision='amp_bf16'")
+            + "; weights that are not trained may have any dtype."
+        )
     closures = any(map(needs_closure, optimizers))
     return (ClosureGradScaler if closures else ShardedGradScaler)(device.torch_device.type)
 
@@ -467,7 +480,7 @@ class Runtime:
         if policy is not None:
             closure = needs_closure(state.optimizers[0])
             guard = DivergenceGuard(policy, state, self.strategy, self.divergences, evaluates_loss=closure)
-        state.pending_steps = guard.settle if guard is not None and guard.knows_late else None
+        state.pending_steps = guard.settle if guard is not None and guard.must_settle else None
         train_batch = BatchTrainer(
             state,
             self.engine,

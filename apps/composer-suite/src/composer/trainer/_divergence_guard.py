@@ -216,9 +216,14 @@ class DivergenceGuard:
         if self._refused is not None:
             self._act(self._refused)
 
+    @property
+    def must_settle(self) -> bool:
+        """Return whether weights or buffers, such as running means, may be bad until `settle` is called."""
+        return self.knows_late or (self._defers and self._buffers is not None)
+
     def settle(self) -> None:
-        """Act on all pending results, if the weights may be bad until then. This synchronizes with the device."""
-        if self.knows_late:
+        """Act on all pending results if weights or buffers may be bad until then. Synchronizes with the device."""
+        if self.must_settle:
             self._act_on_arrivals(wait=True)
 
     def check_weights(self) -> None:
