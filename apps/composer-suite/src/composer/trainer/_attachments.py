@@ -92,7 +92,7 @@ def record_failure(error: BaseException, state: State) -> None:
 
 
 def show_end(state: State) -> None:
-    """Let the console and the progress bar describe the end of training."""
+    """Describe the end of training on the console or under the progress bar."""
     folders: list[str] = []
     for each in state.callbacks:
         with suppress(RuntimeError):  # the folder could not be written
