@@ -604,6 +604,25 @@ def test_a_result_that_arrives_late_ends_in_the_same_weights(train, late, action
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # fused kernels round otherwise
 
 
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, fused_sgd])
+def test_a_rollback_leaves_no_bad_weights_in_an_average(train, late, make_optimizer):
+    """EMA averaged the steps that were taken until the host knew of the divergence."""
+    ema, network = EMA(half_life="2ba"), make_network().to("cuda" if late == "gpu" else "cpu")
+    optimizer = make_optimizer(network.parameters(), lr=0.5, momentum=0.9)
+    trainer, network, _ = train(
+        make_batches({5}),
+        network,
+        optimizer=optimizer,
+        algorithms=ema,
+        on_divergence=OnDivergence("rollback", rollback_batches=2),
+        device=late,
+        precision="fp32",
+    )
+    assert [each.batch for each in trainer.divergences] == [5]
+    average = ema.get_ema_model(copy.deepcopy(trainer.state.model))
+    assert all(parameter.isfinite().all() for parameter in average.parameters())
+
+
 def reference_that_drops(batches, device, make_optimizer):
     network = make_network().to(device)
     optimizer = make_optimizer(network.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)

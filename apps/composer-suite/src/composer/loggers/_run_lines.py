@@ -80,8 +80,10 @@ def _data(state: State) -> str:
             size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         per_rank = " per rank" if get_world_size() > 1 else ""
         batches += "" if size is None else f" of {size}{per_rank}"
-        parts.append(f"{batches} per epoch, {state.max_duration.to_timestring()}")
-    labels = [_with_interval(each.label, each.eval_interval) for each in state.evaluators]
+        batches += "" if length is None else " per epoch"
+        parts.append(f"{batches}, {state.max_duration.to_timestring()}")
+    trains = state.max_duration is not None
+    labels = [_with_interval(each.label, each.eval_interval) if trains else each.label for each in state.evaluators]
     parts.append(f"evaluation: {', '.join(labels)}" if labels else "")
     for callback in state.callbacks:
         if callback.saves_checkpoints:
@@ -110,7 +112,8 @@ class BestResults:
     def lines(self, state: State, results: Mapping[str, Any]) -> list[str]:
         """Take the results of an evaluation, by the names of the metrics, and describe them in a line."""
         label, stamp = state.dataloader_label or "eval", state.timestamp
-        now = f"batch {stamp.num_batches}" if stamp.num_batches_in_epoch else f"epoch {stamp.num_epochs}"
+        is_within = stamp.num_batches_in_epoch or not stamp.num_epochs
+        now = f"batch {stamp.num_batches}" if is_within else f"epoch {stamp.num_epochs}"
         metrics: Mapping[str, Any] = state.eval_metrics.get(label, {})
         described: list[str] = []
         for name, number in _numbers(results):

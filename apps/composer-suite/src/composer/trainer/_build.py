@@ -29,6 +29,7 @@ from composer.trainer._arguments import (
     choose_precision,
     choose_run_name,
     refuse_twice,
+    refuse_unscalable,
 )
 from composer.trainer._data import Clock
 from composer.trainer._divergence_guard import DivergenceGuard, takes_none
@@ -130,6 +131,8 @@ class ResolvedArguments:
         # DeepSpeed scales the loss itself.
         own = self.strategy.has_own_precision
         self.scaler = None if own else make_scaler(self.precision, device, self.optimizers)
+        if self.scaler is not None and self.data_spec is not None:  # others may only evaluate
+            refuse_unscalable(self.optimizers)
         self.run_name = choose_run_name(arguments.run_name)
         attachments.check_uploaders(arguments, [*self.destinations, *self.callbacks])
         # Last, since a saver for a URI creates a local folder for its uploads.
@@ -223,6 +226,8 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
             f"{state.precision.value!r}. Give it to the constructor."
         )
     scaler = make_scaler(new_precision, state.device, state.optimizers)
+    if scaler is not None and not runtime.strategy.has_own_precision:
+        refuse_unscalable(state.optimizers)
     size, count = asked.device_train_microbatch_size, asked.grad_accum
     microbatching = plan.settings.microbatching
     if (size, count) != (None, None):

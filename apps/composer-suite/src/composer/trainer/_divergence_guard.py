@@ -49,7 +49,8 @@ class DivergenceGuard:
     a CPU the result is read at once. On a GPU the host reads it two batches later, and before weights are saved or
     evaluated. Until then fused optimizer kernels skip each step by a flag on the device, which keeps the weights.
     Other optimizers step, so when the result arrives their weights are not finite either. The host waits for the
-    device only to detect a loss that jumps, and to skip the step of an optimizer that is not fused.
+    device only to detect a loss that jumps, and, if the optimizer is not fused, to skip its step, or to roll back with
+    algorithms, which may average the weights.
 
     A `GradScaler` skips steps whose float16 gradients overflow and lowers its scale. With one, a divergence is an
     overflow of a batch whose loss is not finite, or 32 overflows in a row. DeepSpeed's engine keeps its gradients
@@ -111,12 +112,15 @@ class DivergenceGuard:
         # A spike check reads the loss at every batch anyway, and DeepSpeed's gradients are gone later.
         if self._found.device.type not in _DEFERS_ON or self._spikes is not None or self._state.deepspeed_enabled:
             return gates, False
-        if gates or (self._policy.action != "skip" and self._scaler is None):
+        # A rollback does not restore what algorithms such as EMA keep of bad weights.
+        must_wait = self._policy.action == "skip" or (self._policy.action == "rollback" and self._state.algorithms)
+        if gates or (not must_wait and self._scaler is None):
             return gates, True
         if self._scaler is None:
             _log.warning(
-                "on_divergence='skip' waits for the device before each step, because %s is not fused. Pass fused=True "
+                "on_divergence=%r waits for the device before each step, because %s is not fused. Pass fused=True "
                 "to the optimizer, if it has that option, to avoid it.",
+                self._policy.action,
                 type(optimizer).__name__,
             )
         return gates, False
