@@ -215,19 +215,7 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
     evaluators = make_evaluators(
         asked.eval_dataloader, runtime.model, asked.eval_interval, asked.eval_subset_num_batches, state.device
     )
-    new_precision = state.precision
-    if asked.precision is not None:
-        new_precision = choose_precision(
-            asked.precision, state.device, runtime.model, has_deepspeed=state.deepspeed_enabled
-        )
-    if runtime.strategy.has_own_precision and new_precision is not state.precision:
-        raise ValueError(
-            f"precision={new_precision.value!r} cannot be set by fit(): DeepSpeed's engine was made for "
-            f"{state.precision.value!r}. Give it to the constructor."
-        )
-    scaler = make_scaler(new_precision, state.device, state.optimizers)
-    if scaler is not None and not runtime.strategy.has_own_precision:
-        refuse_unscalable(state.optimizers)
+    new_precision, scaler = _precision_of_fit(runtime, asked)
     size, count = asked.device_train_microbatch_size, asked.grad_accum
     microbatching = plan.settings.microbatching
     if (size, count) != (None, None):
@@ -258,6 +246,23 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
     if new_precision is not state.precision:
         state.precision, state.scaler = new_precision, scaler
     return batches
+
+
+def _precision_of_fit(runtime: Runtime, asked: FitArguments) -> tuple[Precision, GradScaler | None]:
+    """Return the precision of `fit`, and its gradient scaler if it needs one."""
+    state, has_own = runtime.state, runtime.strategy.has_own_precision
+    precision = state.precision
+    if asked.precision is not None:
+        precision = choose_precision(asked.precision, state.device, runtime.model, has_deepspeed=has_own)
+    if has_own and precision is not state.precision:
+        raise ValueError(
+            f"precision={precision.value!r} cannot be set by fit(): DeepSpeed's engine was made for "
+            f"{state.precision.value!r}. Give it to the constructor."
+        )
+    scaler = make_scaler(precision, state.device, state.optimizers)
+    if scaler is not None and not has_own:
+        refuse_unscalable(state.optimizers)
+    return precision, scaler
 
 
 def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optimizer]) -> GradScaler | None:
