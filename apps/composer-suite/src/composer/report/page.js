@@ -140,7 +140,7 @@ function timelines() {
       const { count, batches } = run.acting[name];
       const marks = batches.map(([first, last]) => svg("rect", { x: first, width: last - first + 1, height: 1, style: `fill:${colorOf(index)}` }));
       const where = batches.length > 3 ? `${batches.length} ranges` : batches.map(([first, last]) => (first === last ? `batch ${first}` : `batches ${first} to ${last}`)).join(", ");
-      return make("div", { class: "acting" }, make("div", {}, name, make("span", { class: "faint" }, ` ${count.toLocaleString("en")} times: ${where}`)),
+      return make("div", { class: "acting" }, make("div", {}, name, make("span", { class: "faint" }, ` ${count.toLocaleString("en")} ${count === 1 ? "time" : "times"}: ${where}`)),
         svg("svg", { viewBox: `0 0 ${end} 1`, preserveAspectRatio: "none" }, ...marks));
     });
     return [nameOf(run, index), make("div", { class: "wide" }, ...rows, make("div", { class: "faint acting" }, `batches 0 to ${end - 1}`))];

@@ -142,7 +142,8 @@ function nearest(x, position) {
   return Math.abs(x[low] - position) <= Math.abs(x[high] - position) ? low : high;
 }
 
-const mostValues = 12;  // in the box at the pointer; with more lines, those nearest to it
+// In the box at the pointer; with more lines, those nearest to it.
+const mostValues = (width) => (width < 400 ? 6 : 12);
 
 function listen(node, image, plot, { box, xOf, yOf, xRange, zoomKey }) {
   const cross = svg("line", { class: "cross", y1: 0, y2: box.height, visibility: "hidden" });
@@ -167,7 +168,7 @@ function listen(node, image, plot, { box, xOf, yOf, xRange, zoomKey }) {
       return { line, at: line.x[index], value, far: value === null ? Infinity : Math.abs(yOf(value) - y) };
     });
     if (!rows.length) return;
-    const shown = rows.length > mostValues ? [...rows].sort((a, b) => a.far - b.far).slice(0, mostValues) : rows;
+    const shown = rows.length > mostValues(node.clientWidth) ? [...rows].sort((a, b) => a.far - b.far).slice(0, mostValues(node.clientWidth)) : rows;
     // Lines have points at different places, so those far from the one nearest to the pointer name theirs.
     const main = shown.reduce((best, row) => (Math.abs(row.at - valueAt(x)) < Math.abs(best.at - valueAt(x)) ? row : best)).at;
     tip.replaceChildren(make("div", { class: "faint" }, `${node.drawn.xTitle} ${exact(main)}`), ...shown.map(({ line, at, value }) =>

@@ -205,6 +205,20 @@ def choose_precision(precision: Any, device: Device, model: ComposerModel, *, ha
     return chosen
 
 
+def refuse_unscalable(optimizers: Iterable[Optimizer]) -> None:
+    """Raise if a GradScaler, which `amp_fp16` needs, cannot unscale the gradients: it accepts only float32 weights."""
+    parameters = (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
+    dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+    has_bf16, has_fp16 = torch.bfloat16 in dtypes, torch.float16 in dtypes
+    if has_bf16 or has_fp16:
+        raise ValueError(
+            f"precision='amp_fp16' needs weights in float32, because its GradScaler unscales only their gradients; the "
+            f"model has weights in {'bfloat16' if has_bf16 else 'float16'}. "
+            + ("Pass precision='amp_bf16'" if has_bf16 and not has_fp16 else "Convert the model with model.float()")
+            + "; weights that are not trained may have any dtype."
+        )
+
+
 def choose_optimizers(optimizers: Any, model: ComposerModel) -> list[Optimizer]:
     """Return the optimizer in a list, by default decoupled SGD over all parameters."""
     given = ensure_tuple(optimizers)

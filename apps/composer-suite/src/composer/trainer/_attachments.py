@@ -94,7 +94,7 @@ def record_failure(error: BaseException, state: State) -> None:
 
 
 def show_end(state: State) -> None:
-    """Describe the end of training on the console and the progress bar."""
+    """Write the end of training to the console, with the folders of the recorders."""
     folders: list[str] = []
     for each in state.callbacks:
         with suppress(RuntimeError):  # the folder could not be written

@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -30,6 +29,7 @@ from composer.trainer._arguments import (
     choose_precision,
     choose_run_name,
     refuse_twice,
+    refuse_unscalable,
 )
 from composer.trainer._data import Clock
 from composer.trainer._divergence_guard import DivergenceGuard, takes_none
@@ -130,8 +130,9 @@ class ResolvedArguments:
         strategies.refuse_unrepeatable(self.microbatching, self.strategy)
         # DeepSpeed scales the loss itself.
         own = self.strategy.has_own_precision
-        trains = self.data_spec is not None  # otherwise it may only evaluate
-        self.scaler = None if own else make_scaler(self.precision, device, self.optimizers, trains=trains)
+        self.scaler = None if own else make_scaler(self.precision, device, self.optimizers)
+        if self.scaler is not None and self.data_spec is not None:  # others may only evaluate
+            refuse_unscalable(self.optimizers)
         self.run_name = choose_run_name(arguments.run_name)
         attachments.check_uploaders(arguments, [*self.destinations, *self.callbacks])
         # Last, since a saver for a URI creates a local folder for its uploads.
@@ -214,18 +215,7 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
     evaluators = make_evaluators(
         asked.eval_dataloader, runtime.model, asked.eval_interval, asked.eval_subset_num_batches, state.device
     )
-    new_precision = state.precision
-    if asked.precision is not None:
-        new_precision = choose_precision(
-            asked.precision, state.device, runtime.model, has_deepspeed=state.deepspeed_enabled
-        )
-    if runtime.strategy.has_own_precision and new_precision is not state.precision:
-        raise ValueError(
-            f"precision={new_precision.value!r} cannot be set by fit(): DeepSpeed's engine was made for "
-            f"{state.precision.value!r}. Give it to the constructor."
-        )
-    trains = not runtime.strategy.has_own_precision
-    scaler = make_scaler(new_precision, state.device, state.optimizers, trains=trains)
+    new_precision, scaler = _precision_of_fit(runtime, asked)
     size, count = asked.device_train_microbatch_size, asked.grad_accum
     microbatching = plan.settings.microbatching
     if (size, count) != (None, None):
@@ -258,14 +248,25 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
     return batches
 
 
-def make_scaler(
-    precision: Precision, device: Device, optimizers: Sequence[Optimizer], *, trains: bool
-) -> GradScaler | None:
-    """Return the gradient scaler for `amp_fp16`, or `None` for other precisions.
+def _precision_of_fit(runtime: Runtime, asked: FitArguments) -> tuple[Precision, GradScaler | None]:
+    """Return the precision of `fit`, and its gradient scaler if it needs one."""
+    state, has_own = runtime.state, runtime.strategy.has_own_precision
+    precision = state.precision
+    if asked.precision is not None:
+        precision = choose_precision(asked.precision, state.device, runtime.model, has_deepspeed=has_own)
+    if has_own and precision is not state.precision:
+        raise ValueError(
+            f"precision={precision.value!r} cannot be set by fit(): DeepSpeed's engine was made for "
+            f"{state.precision.value!r}. Give it to the constructor."
+        )
+    scaler = make_scaler(precision, state.device, state.optimizers)
+    if scaler is not None and not has_own:
+        refuse_unscalable(state.optimizers)
+    return precision, scaler
 
-    Raises:
-        ValueError: If an optimizer cannot use the scaler or, if the scaler `trains`, has weights not in float32.
-    """
+
+def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optimizer]) -> GradScaler | None:
+    """Return the gradient scaler for `amp_fp16`, or `None` for other precisions."""
     if precision is not Precision.AMP_FP16:
         return None
     for optimizer in optimizers:
@@ -274,15 +275,6 @@ def make_scaler(
                 f"precision='amp_fp16' scales the loss, and {type(optimizer).__name__} evaluates it itself. Use "
                 "precision='amp_bf16' or 'fp32', or another optimizer."
             )
-    weights = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
-    dtypes = {weight.dtype for weight in weights if weight.requires_grad} & {torch.bfloat16, torch.float16}
-    if trains and dtypes:
-        raise ValueError(
-            f"precision='amp_fp16' needs weights in float32, because its GradScaler unscales only their gradients; the "
-            f"model has weights in {'bfloat16' if torch.bfloat16 in dtypes else 'float16'}. "
-            + ("Convert the model with model.float()" if torch.float16 in dtypes else "Pass precision='amp_bf16'")
-            + "; weights that are not trained may have any dtype."
-        )
     closures = any(map(needs_closure, optimizers))
     return (ClosureGradScaler if closures else ShardedGradScaler)(device.torch_device.type)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composer.trainer._rank_sync import TOTAL, mean_total, missing_share
+from composer.trainer._rank_sync import TOTAL, has_missing, mean_total, missing_share
 from composer.trainer._restore import KeptBuffers, Snapshot, StepSnapshot, local_part
 from composer.trainer._scaler import states_of
 from composer.trainer._strategies import as_fsdp
@@ -81,7 +81,7 @@ class DivergenceGuard:
         # DeepSpeed's engine keeps its gradients internal, and the scaler checks those in float16.
         self._sees_gradients = state.scaler is None and not state.deepspeed_enabled
         device = state.device.torch_device
-        self._found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
+        self._found, self._none, self._one = (torch.full((), number, device=device) for number in (0.0, 0.0, 1.0))
         self._arrivals = DelayedReadback(device)
         # With sharded gradients, a reduction carries the result to all ranks; each rank sees only its own shard.
         fsdp = as_fsdp(strategy)
@@ -246,37 +246,36 @@ class DivergenceGuard:
 
     def _look(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> Divergence | None:
         """Return the divergence of the batch, if one is known."""
-        is_bad_loss = missing_share(losses) != 0
-        overflow = self._find(optimizer, is_bad_loss)
+        overflow = self._find(optimizer, losses)
         if not self._defers:
-            return self._judge(losses, overflow, is_bad_loss)
+            return self._judge(losses, overflow)
         if self._gates and self._scaler is None:
             set_found_inf(optimizer, self._found)
-        facts = [self._found, torch.zeros_like(self._found) if overflow is None else overflow, is_bad_loss]
+        facts = [self._found, self._none if overflow is None else overflow, missing_share(losses)]
         self._arrivals.send(self._state.timestamp.num_batches, torch.stack([fact.float() for fact in facts]))
         return None
 
-    def _find(self, optimizer: Optimizer, is_bad_loss: Tensor) -> Tensor | None:
+    def _find(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> Tensor | None:
         """Set `found` on the device if the step would be harmful, and return the overflow of a scaler."""
         if self._scaler is None:
             if self._sees_gradients:
                 self._look_at_gradients(optimizer)
             else:
-                self._look_into_engine(is_bad_loss)
+                self._look_into_engine(losses)
             return None
         per_device: dict[torch.device, Tensor] = states_of(self._scaler)[id(optimizer)]["found_inf_per_device"]
         overflow = torch.stack([found.to(self._found.device) for found in per_device.values()]).sum()
         # An overflow alone is routine: the scaler skips the step and lowers its scale.
-        self._found.logical_or_(is_bad_loss & (overflow > 0))
+        self._found.logical_or_((missing_share(losses) != 0) & (overflow > 0))
         return overflow
 
-    def _judge(self, losses: Mapping[str, Tensor], overflow: Tensor | None, is_bad_loss: Tensor) -> Divergence | None:
+    def _judge(self, losses: Mapping[str, Tensor], overflow: Tensor | None) -> Divergence | None:
         """Read what was found, which synchronizes with the device."""
         has_overflown = overflow is not None and overflow.item() > 0
         # The loss may be bad on one rank only, while the averaged gradients overflow on all.
         if has_overflown and self._strategy.world_size > 1:
             self._agree()
-        has_bad_loss = bool(is_bad_loss)
+        has_bad_loss = has_missing(losses)
         mean = None if self._spikes is None else mean_total(losses, self._strategy)
         # `_counts_overflow` comes first, because it must count in every batch.
         if (overflow is not None and self._counts_overflow(has_overflown)) or self._found.item():
@@ -298,9 +297,9 @@ class DivergenceGuard:
         if tensors and not note_non_finite(tensors, self._found, self._one):
             self._agree()
 
-    def _look_into_engine(self, is_bad_loss: Tensor) -> None:
+    def _look_into_engine(self, losses: Mapping[str, Tensor]) -> None:
         """Set `found` if a loss of any rank and DeepSpeed's gradients are not finite."""
-        self._found.logical_or_(is_bad_loss)
+        self._found.logical_or_(missing_share(losses) != 0)
         if self._strategy.world_size > 1:
             self._agree()
         # Only after a bad loss, because this gathers every gradient.
@@ -322,7 +321,7 @@ class DivergenceGuard:
         self._found.copy_(self._strategy.mean({"found": self._found})["found"])
 
     def _act_on_arrivals(self, *, wait: bool = False) -> None:
-        for batch, (found, overflow, is_bad_loss) in self._arrivals.take(wait=wait):
+        for batch, (found, overflow, missing) in self._arrivals.take(wait=wait):
             if overflow > 0 and self._strategy.world_size > 1:  # an overflow is on all ranks, a bad loss perhaps on one
                 found = self._strategy.sum([found])[0]
             if self._counts_overflow(overflow > 0) or found:
@@ -337,7 +336,7 @@ class DivergenceGuard:
                 self._act(self._describe(math.nan, is_spike=False, batch=batch))
             else:
                 self._num_in_a_row = 0
-                if is_bad_loss:
+                if missing != 0:  # also if it is NaN
                     self._note_bad_loss(batch)
 
     def _note_bad_loss(self, batch: int) -> None:

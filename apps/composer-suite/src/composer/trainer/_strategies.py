@@ -412,7 +412,7 @@ def uses_cuda_graphs(config: Mapping[str, Any] | None, model: Any) -> bool:
     """
     compiled: list[Any] = [*model.modules()] if isinstance(model, nn.Module) else []
     compiled += [] if config is None else [torch.compile(nn.Identity(), **config)]
-    return any(settings and settings["triton.cudagraphs"] for settings in map(_settings_of_compiled, compiled))
+    return any(settings and settings.get("triton.cudagraphs") for settings in map(_settings_of_compiled, compiled))
 
 
 def _settings_of_compiled(module: Any) -> Mapping[str, Any] | None:
