@@ -136,7 +136,7 @@ class TextLogger(BufferedDestination):
     def _describe(self, state: State) -> None:
         if not self._has_described:
             self._has_described = True
-            self._write_on_rank_0(start_lines(state))
+            self._write_on_rank_0(start_lines(state, self.hparams))
 
     def _write_on_rank_0(self, lines: Sequence[str]) -> None:
         stream = self._file()
