@@ -23,7 +23,7 @@ def test_the_example_reads_unseen_digits_and_says_where_its_results_are(root, tm
     assert float(said[1]) >= 97
     result = json.loads((tmp_path / "seed-23/result.json").read_text())
     assert f"{result['held_out_accuracy']:.1%}" == f"{said[1]}%"
-    assert re.search(r"train\s+Epoch   7: .*41/41", run.stderr.replace("\r", "\n"))
+    assert re.search(r"train epoch 8/8, .*41/41", run.stderr.replace("\r", "\n"))
 
 
 @pytest.mark.slow

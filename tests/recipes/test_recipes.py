@@ -228,7 +228,7 @@ def test_presets_of_resnet_train(recipe, name, number):
     with Trainer(
         model,
         train_dataloader=DataLoader(FourImages(), batch_size=4),
-        max_duration="2ep",
+        max_duration="9ep",  # the warm-up takes eight
         algorithms=algorithms,
         optimizers=preset.make_optimizer(model),
         schedulers=preset.make_scheduler(),
