@@ -62,6 +62,18 @@ MIXES = {
     "cat": lambda ours, theirs: torch.cat([ours, theirs]),
     "in place": lambda ours, theirs: theirs.add_(ours),
     "foreach": lambda ours, theirs: torch._foreach_add([ours], [theirs]),
+    "fused": lambda ours, theirs: torch._fused_sgd_(
+        [ours],
+        [theirs],
+        [],
+        weight_decay=0,
+        momentum=0,
+        lr=0.1,
+        dampening=0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+    ),
     "put": lambda ours, theirs: torch.index_put(ours, [torch.tensor([0])], theirs[:1]),
     "not elementwise": lambda ours, theirs: ours.index_add(0, torch.tensor([0]), ours[:1]),
 }
