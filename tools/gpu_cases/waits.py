@@ -47,7 +47,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 class Waits(Callback):
-    """Count the synchronizations of the last batches by the innermost lines outside torch, on a real or simulated GPU."""
+    """Count the synchronizations of the last batches by the innermost lines outside torch; the GPU may be simulated."""
 
     def __init__(self) -> None:
         self.lines: Counter[str] = Counter()
@@ -164,10 +164,11 @@ def make_rows() -> Mapping[str, Row]:
         "ChannelsLast": algorithms.ChannelsLast,
         "LayerFreezing": lambda: algorithms.LayerFreezing(freeze_start=0.0, freeze_level=0.6),
         "SWA": lambda: algorithms.SWA(swa_start="0.2dur", swa_end="0.9dur", update_interval="1ba"),
-        "GyroDropout": algorithms.GyroDropout,
     }
     for name, make in image_methods.items():
         rows[name] = _row(make_convolutional, make_images, algorithms=_made(make), precision="amp_bf16", **fused)
+    with_dropout = functools.partial(make_network, dropout=0.1)
+    rows["GyroDropout"] = _row(with_dropout, make_batches, algorithms=_made(algorithms.GyroDropout), **fused)
     text_methods: dict[str, Callable[[], Algorithm]] = {
         "SeqLengthWarmup": lambda: algorithms.SeqLengthWarmup(max_seq_length=LENGTH),
         "LowPrecisionLayerNorm": algorithms.LowPrecisionLayerNorm,
