@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from composer_dist.simulated_accelerator import DeviceCounts as DeviceCounts
     from composer_dist.simulated_accelerator import SimulatedAccelerator as SimulatedAccelerator
 
-__all__ = ["SimulatedAccelerator", "run_ranks"]
+_SIMULATION = ("DeviceCounts", "SimulatedAccelerator")
+__all__ = ["DeviceCounts", "SimulatedAccelerator", "run_ranks"]
 
 # The first optimizer of a process imports torch._dynamo, which takes a second or more.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "composer_dist.dist"]
@@ -36,11 +38,11 @@ _AFTERMATH_S = 0.3  # time to wait for the other ranks' errors after the first f
 
 
 def __getattr__(name: str) -> object:
-    if name != "SimulatedAccelerator":
+    if name not in _SIMULATION:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from composer_dist.simulated_accelerator import SimulatedAccelerator  # torch, which the ranks load elsewhere
+    from composer_dist import simulated_accelerator  # torch, which the ranks load elsewhere
 
-    return SimulatedAccelerator
+    return getattr(simulated_accelerator, name)
 
 
 def run_ranks(
