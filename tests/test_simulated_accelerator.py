@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader, TensorDataset
 
 from composer import algorithms
 from composer.core import Callback, Evaluator
@@ -149,6 +150,32 @@ def test_a_checkpoint_of_one_device_is_resumed_on_another(cases, accelerator, tm
     assert load_file(tmp_path / "ep1.pt")["state"]["model"]
     resumed = trained(subjects, second, max_duration="2ep", load_path=str(tmp_path / "ep1.pt"))
     assert_same(resumed, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*'auto' is experimental:UserWarning", "ignore:A batch ran out of memory")
+def test_auto_microbatching_finds_a_size_that_fits_the_memory(cases):
+    subjects, _, _ = cases
+    dataset = TensorDataset(*subjects.make_batches(1, 4096)[0])
+    sizes, peaks, weights = [], [], []
+    for memory_bytes in (2**30, 3_000_000):
+        torch.manual_seed(7)
+        with SimulatedAccelerator(memory_bytes=memory_bytes, shares_cpu_generator=True) as accelerator:
+            model, batches = subjects.make_network(), subjects.make_batches(1)
+            with subjects.make_trainer(
+                model,
+                batches,
+                accelerator,
+                train_dataloader=DataLoader(dataset, batch_size=2048),
+                device_train_microbatch_size="auto",
+            ) as trainer:
+                trainer.fit()
+            sizes.append(trainer.state.device_train_microbatch_size)
+            peaks.append(torch.accelerator.max_memory_allocated())
+            weights.append({name: value.cpu() for name, value in model.state_dict().items()})
+    assert sizes[1] < sizes[0] == 2048
+    assert peaks[1] <= 3_000_000 < peaks[0]
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-4, atol=1e-5)  # sums in another order
 
 
 class FiniteWeights(Callback):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from composer_dist import get_rng_state, load_rng_state, seed_context
 from composer_dist.testing import SimulatedAccelerator
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes the place of the GPU in torch.accelerator")
@@ -231,6 +232,20 @@ def test_it_draws_from_a_generator_of_its_own(accelerator):
     assert torch.rand(2).equal(on_host), "the CPU's generator is untouched"
     torch.manual_seed(3)
     assert torch.rand(2, device="simgpu").equal(on_device)
+
+
+def test_its_generator_is_saved_and_restored_with_the_others(accelerator):
+    """Only that of CUDA was."""
+    state = get_rng_state()
+    first = torch.rand(2, device="simgpu")
+    load_rng_state(state)
+    assert torch.rand(2, device="simgpu").equal(first)
+    with seed_context(3):
+        torch.rand(2, device="simgpu")
+    load_rng_state(state)
+    with seed_context(3):
+        torch.rand(2, device="simgpu")
+    assert torch.rand(2, device="simgpu").equal(first), "restored after the seeded block"
 
 
 def test_a_change_of_strides_in_place_is_seen(accelerator):
