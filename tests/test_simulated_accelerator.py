@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -280,6 +281,28 @@ def test_a_step_waits_for_the_device_no_more_than_it_may(count, row):
 def test_every_row_without_several_ranks_is_counted(cases):
     _, _, waits = cases
     assert {row for row in waits.make_rows() if "FSDP" not in row and row != "compiled"} == set(ROWS)
+
+
+class Draws(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drawn = []
+
+    def forward(self, inputs):
+        self.drawn.append(torch.rand(1, device=inputs.device).item())
+        return inputs
+
+
+def test_both_passes_of_sam_draw_the_same_numbers_on_the_device(cases):
+    """Only the generators of the CPU and of CUDA were set back."""
+    subjects, _, _ = cases
+    draws = Draws()
+    with SimulatedAccelerator() as accelerator:
+        network, sam = nn.Sequential(draws, subjects.make_network()), algorithms.SAM()
+        with subjects.make_trainer(network, subjects.make_batches(2), accelerator, algorithms=sam) as trainer:
+            trainer.fit()
+    assert draws.drawn[0::2] == draws.drawn[1::2]
+    assert len(set(draws.drawn)) == 2
 
 
 class Reads(Callback):

@@ -285,7 +285,8 @@ class Draws:
 
     def __init__(self, devices: Iterable[torch.device], algorithms: Iterable[object]) -> None:
         self._cpu = torch.get_rng_state()
-        modules = {device: torch.get_device_module(device) for device in devices if device.type not in ("cpu", "mps")}
+        own = ("cuda", "xpu", "simgpu")  # with a generator for each device; the last is SimulatedAccelerator
+        modules = {device: torch.get_device_module(device) for device in devices if device.type in own}
         self._accelerators = [(device, module, module.get_rng_state(device)) for device, module in modules.items()]
         self._algorithms = [one for one in algorithms if isinstance(one, ResumableDraws)]
         self._num_draws = [algorithm._num_draws for algorithm in self._algorithms]
