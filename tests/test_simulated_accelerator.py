@@ -137,8 +137,9 @@ def test_mixed_precision_trains_close_to_float32(cases, accelerator, precision):
         torch.testing.assert_close(value, expected[name], rtol=0, atol=0.03)
 
 
+@pytest.mark.parametrize("save_async", [False, True], ids=["blocking", "async"])
 @pytest.mark.parametrize("places", [("simulated", "cpu"), ("cpu", "simulated"), ("simulated", "simulated")], ids=str)
-def test_a_checkpoint_of_one_device_is_resumed_on_another(cases, accelerator, tmp_path, places):
+def test_a_checkpoint_of_one_device_is_resumed_on_another(cases, accelerator, tmp_path, places, save_async):
     subjects, _, _ = cases
     first, second = (accelerator if place == "simulated" else DeviceCPU() for place in places)
     settings = {
@@ -151,6 +152,22 @@ def test_a_checkpoint_of_one_device_is_resumed_on_another(cases, accelerator, tm
     assert load_file(tmp_path / "ep1.pt")["state"]["model"]
     resumed = trained(subjects, second, max_duration="2ep", load_path=str(tmp_path / "ep1.pt"))
     assert_same(resumed, expected)
+
+
+def test_evaluation_and_prediction_are_those_of_the_cpu(cases, accelerator):
+    subjects, _, waits = cases
+    results = []
+    for device in (accelerator, "cpu"):
+        model = waits._metrics_model()
+        evaluator = Evaluator(label="eval", dataloader=subjects.make_batches(2), device_eval_microbatch_size=32)
+        with subjects.make_trainer(model, subjects.make_batches(4), device, eval_dataloader=evaluator) as trainer:
+            trainer.fit()
+            (outputs,) = trainer.predict(subjects.make_batches(1))
+            accuracy = trainer.state.eval_metrics["eval"]["MulticlassAccuracy"].compute().item()
+            results.append((accuracy, outputs.cpu()))
+    (accuracy, outputs), (expected_accuracy, expected_outputs) = results
+    assert accuracy == expected_accuracy
+    assert outputs.equal(expected_outputs)
 
 
 @pytest.mark.filterwarnings("ignore:.*'auto' is experimental:UserWarning", "ignore:A batch ran out of memory")

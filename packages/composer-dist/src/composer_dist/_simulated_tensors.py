@@ -113,6 +113,9 @@ class _Tensor(Tensor):
     def data_ptr(self) -> int:
         return self.on_host.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.on_host.untyped_storage()
+
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.detach()

@@ -1,6 +1,7 @@
 """A simulated accelerator: a PyTorch device with its own memory, whose tensors are computed on the CPU."""
 
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -142,6 +143,7 @@ class Runtime:
         self.copies: list[_Copy] = []
         self.num_launched = 0
         self.counts: list[DeviceCounts] = []
+        self._lock = threading.Lock()  # other threads copy, too
 
     def note(self, kind: str) -> None:
         if not self.counts:
@@ -154,14 +156,16 @@ class Runtime:
             getattr(counts, kind)[place] += 1
 
     def launch(self, on_host: Callable[[], Tensor | None], version: int, arrived: Tensor | None = None) -> None:
-        self.num_launched += 1
-        self.copies = [each for each in self.copies if each.on_host() is not None]
-        self.copies.append(_Copy(self.stream, self.num_launched, on_host, version, arrived))
+        with self._lock:
+            self.num_launched += 1
+            self.copies = [each for each in self.copies if each.on_host() is not None]
+            self.copies.append(_Copy(self.stream, self.num_launched, on_host, version, arrived))
 
     def finish(self, is_done: Callable[["_Copy"], bool]) -> None:
         """Finish those copies for which the predicate is true."""
-        done = [copy for copy in self.copies if is_done(copy)]
-        self.copies = [copy for copy in self.copies if not is_done(copy)]
+        with self._lock:
+            done = [copy for copy in self.copies if is_done(copy)]
+            self.copies = [copy for copy in self.copies if not is_done(copy)]
         for copy in done:
             copy.finish()
 
