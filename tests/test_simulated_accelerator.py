@@ -142,13 +142,8 @@ def test_mixed_precision_trains_close_to_float32(cases, accelerator, precision):
 def test_a_checkpoint_of_one_device_is_resumed_on_another(cases, accelerator, tmp_path, places, save_async):
     subjects, _, _ = cases
     first, second = (accelerator if place == "simulated" else DeviceCPU() for place in places)
-    settings = {
-        "max_duration": "2ep",
-        "save_folder": str(tmp_path),
-        "save_interval": "1ep",
-        "save_filename": "ep{epoch}.pt",
-    }
-    expected = trained(subjects, first, **settings)
+    saving = {"save_folder": str(tmp_path), "save_interval": "1ep", "save_filename": "ep{epoch}.pt"}
+    expected = trained(subjects, first, max_duration="2ep", save_async=save_async, **saving)
     assert load_file(tmp_path / "ep1.pt")["state"]["model"]
     resumed = trained(subjects, second, max_duration="2ep", load_path=str(tmp_path / "ep1.pt"))
     assert_same(resumed, expected)
