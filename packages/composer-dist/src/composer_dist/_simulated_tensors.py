@@ -34,7 +34,7 @@ class _Current:
 def current() -> "Runtime":
     """Return the device in use, or last used."""
     if _Current.runtime is None:
-        raise RuntimeError("There is no simulated device. Use it within `with SimulatedAccelerator():`.")
+        raise RuntimeError("The simulated device exists only within `with SimulatedAccelerator():`.")
     return _Current.runtime
 
 
@@ -163,73 +163,73 @@ def _leaves(args: Any, kwargs: Any) -> list[Any]:
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation with tensors of the device, or that makes some."""
-    runtime = current()
-    if func is _aten.is_pinned.default:
-        return not isinstance(args[0], _Tensor) and _is_pinned(args[0])
-    if func is _aten._pin_memory.default:
-        return _mark_pinned(args[0].clone())
-    if func is _aten._fused_sdp_choice.default:
-        return 0  # the plain implementation: fused kernels of the CPU have operations of their own
+    """Run an operation with tensors of the device, or that makes some or pinned memory."""
     if func in _COPIES:
-        return _copy(runtime, func, args, kwargs)
+        return _copy(current(), func, args, kwargs)
+    return _SPECIAL[func](*args) if func in _SPECIAL else _compute(current(), func, args, kwargs)
+
+
+def _compute(runtime: "Runtime", func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, Tensor)]
     on_device = [tensor for tensor in tensors if isinstance(tensor, _Tensor)]
     target = kwargs.get("device")
     stays = is_simulated(target) if target is not None else bool(on_device)
     if on_device:
-        _check_devices(runtime, func, args, kwargs, tensors)
-    is_random = stays and torch.Tag.nondeterministic_seeded in func.tags
-    if is_random and kwargs.get("generator") is not None:
-        raise RuntimeError(f"Expected a '{DEVICE_TYPE}' device type for generator but found 'cpu'")
-    if on_device and _waits(func, args):
-        runtime.note("synchronizations")
-        runtime.finish(lambda copy: copy.stream is runtime.stream)
+        _reject_mixed_devices(runtime, func, args, tensors)
+        if _waits(func, args):
+            runtime.wait()
     if stays and not func.is_view and func not in _FREE:
         runtime.note("kernels")
     plain = {**kwargs, "device": _HOST} if is_simulated(target) else dict(kwargs)
     is_pinned = bool(plain.pop("pin_memory", False))
-    args_on_host, plain = tree_map(_values, args), tree_map(_values, plain)
-    if is_random:
-        with runtime.drawing():
-            result = func(*args_on_host, **plain)
-    else:
-        result = func(*args_on_host, **plain)
+    result = _call(runtime if stays else None, func, *tree_map(_values, (args, plain)))
     for tensor in on_device:
-        if tensor.size() != tensor.on_host.size() or tensor.stride() != tensor.on_host.stride():
-            changed = _Tensor(tensor.on_host)
-            with torch._C._DisableTorchDispatch():  # or setting `data` would come back here
-                tensor.data = changed
+        _follow_shape(tensor)
     if is_pinned:
         return _mark_pinned(result)
     known = {id(tensor.on_host): tensor for tensor in on_device}
+    return tree_map(lambda leaf: _wrap(leaf, known) if stays else known.get(id(leaf), leaf), result)
 
-    def wrap(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, _Tensor):
-            return leaf
-        return known[id(leaf)] if id(leaf) in known else _Tensor(leaf) if stays else leaf
 
-    return tree_map(wrap, result)
+def _wrap(leaf: Any, known: dict[int, _Tensor]) -> Any:
+    """Return the tensor of the device for one of the CPU, which is the same one after an operation in place."""
+    if not isinstance(leaf, Tensor) or isinstance(leaf, _Tensor):
+        return leaf
+    return known[id(leaf)] if id(leaf) in known else _Tensor(leaf)
+
+
+def _call(runtime: "Runtime | None", func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute on the CPU, with the random numbers of the device if the result is to be on it."""
+    if runtime is None or torch.Tag.nondeterministic_seeded not in func.tags:
+        return func(*args, **kwargs)
+    if kwargs.get("generator") is not None:
+        raise RuntimeError(f"Expected a '{DEVICE_TYPE}' device type for generator but found 'cpu'")
+    with runtime.drawing():
+        return func(*args, **kwargs)
+
+
+def _follow_shape(tensor: _Tensor) -> None:
+    """Adopt a change of shape or strides in place."""
+    if tensor.size() != tensor.on_host.size() or tensor.stride() != tensor.on_host.stride():
+        changed = _Tensor(tensor.on_host)
+        with torch._C._DisableTorchDispatch():  # or setting `data` would come back here
+            tensor.data = changed
 
 
 def _values(leaf: Any) -> Any:
     return leaf.on_host if isinstance(leaf, _Tensor) else leaf
 
 
-def _check_devices(runtime: "Runtime", func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
+def _reject_mixed_devices(runtime: "Runtime", func: Any, args: Any, tensors: list[Tensor]) -> None:
     """Raise if an operation mixes devices where CUDA does not allow it."""
     on_host = [tensor for tensor in tensors if not isinstance(tensor, _Tensor)]
-    if not on_host:
-        return
     name = func.overloadpacket.__name__
     takes_scalars = torch.Tag.pointwise in func.tags or name in _TAKES_SCALARS or name.startswith("_foreach")
     if func in _INDEXES and isinstance(args[0], _Tensor):
-        for index in args[1]:
-            if index is not None and not isinstance(index, _Tensor):
-                runtime.note("copies_to_device")
-                runtime.note("synchronizations")
-        on_host = [args[2]] if len(args) > 2 and not isinstance(args[2], _Tensor) else []
-        takes_scalars = True
+        for _ in set(map(id, on_host)) & set(map(id, args[1])):  # indices of the host are copied
+            runtime.note("copies_to_device")
+            runtime.wait()
+        on_host, takes_scalars = [each for each in args[2:3] if not isinstance(each, _Tensor)], True
     elif name.startswith("_fused"):  # a learning rate may be on the host, but no step count
         lists = [arg for arg in args if isinstance(arg, (list, tuple))]
         on_host = [tensor for tensor in tree_leaves(lists) if not isinstance(tensor, _Tensor)]
@@ -252,40 +252,44 @@ def _waits(func: Any, args: Any) -> bool:
 
 def _copy(runtime: "Runtime", func: Any, args: Any, kwargs: Any) -> Any:
     """Copy between tensors, of which at least one is on the device."""
-    is_async = bool(kwargs.get("non_blocking", args[2] if func is _aten.copy_.default and len(args) > 2 else False))
     if func is _aten._to_copy.default:
         source, target, place = args[0], None, kwargs.get("device")
+        is_async = bool(kwargs.get("non_blocking"))
         goes_to_device = is_simulated(place) if place is not None else isinstance(source, _Tensor)
         to = {**kwargs, "device": _HOST, "non_blocking": False, "pin_memory": None}
         values = func(_values(source), **to)
     else:
-        target, source = args[:2]
+        target, source, *rest = args
+        is_async = bool(kwargs.get("non_blocking", any(rest)))
         goes_to_device = isinstance(target, _Tensor)
         values = _values(source)
-    crosses = isinstance(source, _Tensor) != goes_to_device
-    if not crosses:
+    if isinstance(source, _Tensor) == goes_to_device:
         runtime.note("kernels")
     else:
         runtime.note("copies_to_device" if goes_to_device else "copies_to_host")
         if not is_async:
-            runtime.note("synchronizations")
-            runtime.finish(lambda copy: copy.stream is runtime.stream)
-    if goes_to_device:
-        if target is None:
-            target = _Tensor(values)
-        else:
-            target.on_host.copy_(values)
-        if crosses and is_async and _is_pinned(source):
-            runtime.launch(weakref.ref(source), source._version)
-        return target
-    if target is None:  # PyTorch makes pinned memory for it
-        target = _mark_pinned(torch.empty_like(values)) if is_async else values
-    if is_async and _is_pinned(target):
-        arrived = values.to(target.dtype, copy=True)
-        _fill_with_garbage(target, arrived)
-        runtime.launch(lambda: target, 0, arrived)
-    elif target is not values:
-        target.copy_(values)
+            runtime.wait()
+    if not goes_to_device:
+        return _copy_to_host(runtime, target, values, is_async=is_async)
+    if target is None:
+        target = _Tensor(values)
+    else:
+        target.on_host.copy_(values)
+    if is_async and not isinstance(source, _Tensor) and _is_pinned(source):
+        runtime.launch(weakref.ref(source), source._version)
+    return target
+
+
+def _copy_to_host(runtime: "Runtime", target: Tensor | None, values: Tensor, *, is_async: bool) -> Tensor:
+    if target is None:
+        if not is_async:
+            return values
+        target = _mark_pinned(torch.empty_like(values))  # as PyTorch does
+    if not (is_async and _is_pinned(target)):
+        return target.copy_(values)
+    arrived = torch.empty_like(target).copy_(values)
+    _fill_with_garbage(target, arrived)
+    runtime.launch(lambda: target, 0, arrived)
     return target
 
 
@@ -305,7 +309,15 @@ def _mark_pinned(tensor: Tensor) -> Tensor:
 
 
 def _is_pinned(tensor: Tensor) -> bool:
-    return getattr(tensor.untyped_storage(), "_is_simulated_pinned", False)
+    return not isinstance(tensor, _Tensor) and getattr(tensor.untyped_storage(), "_is_simulated_pinned", False)
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    _aten.is_pinned.default: lambda tensor, *_: _is_pinned(tensor),
+    _aten._pin_memory.default: lambda tensor, *_: _mark_pinned(tensor.clone()),
+    # The plain implementation, since fused kernels of the CPU have operations of their own.
+    _aten._fused_sdp_choice.default: lambda *_: 0,
+}
 
 
 class _Backend(SimpleNamespace):

@@ -23,7 +23,7 @@ _FILES_TO_SKIP = (str(Path(torch.__file__).parent), __file__, tensors.__file__)
 
 @dataclass
 class DeviceCounts:
-    """What the host asked of the device, by the innermost line outside PyTorch (`file:line function`).
+    """Counts of requests to the device, by the innermost line outside PyTorch (`file:line function`).
 
     Attributes:
         synchronizations: Waits of the host for the device. As in `torch.cuda.set_sync_debug_mode`, these are copies
@@ -161,6 +161,11 @@ class Runtime:
             self.copies = [each for each in self.copies if each.on_host() is not None]
             self.copies.append(_Copy(self.stream, self.num_launched, on_host, version, arrived))
 
+    def wait(self) -> None:
+        """Wait for what the current stream has to do, and count it."""
+        self.note("synchronizations")
+        self.finish(lambda copy: copy.stream is self.stream)
+
     def finish(self, is_done: Callable[["_Copy"], bool]) -> None:
         """Finish those copies for which the predicate is true."""
         with self._lock:
@@ -176,7 +181,7 @@ class Runtime:
 
     @contextmanager
     def drawing(self) -> Generator[None]:
-        """Let CPU operations draw from the generator of this device."""
+        """Return a context in which CPU operations draw from the generator of this device."""
         if self.generator is None:
             yield
             return
