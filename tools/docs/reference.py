@@ -228,4 +228,5 @@ def _file(module: str) -> Path:
     assert spec is not None
     assert spec.origin is not None
     place = Path(spec.origin).parent.joinpath(*inner)
-    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    package = place / "__init__.py"
+    return package if package.exists() else place.with_suffix(".py")

@@ -124,6 +124,10 @@ def test_gradients_in_a_cuda_graph_are_copied_before_the_next_replay(
     """The second microbatch overwrote the gradients of the first."""
     assert _strategies.uses_cuda_graphs(config, make_model()) == overwrites
     assert _strategies.uses_cuda_graphs(None, torch.compile(make_model(), **config)) == overwrites
+    in_part, in_place = make_model(), make_model()
+    in_part.module = torch.compile(in_part.module, **config)
+    in_place.module.compile(**config)
+    assert _strategies.uses_cuda_graphs(None, in_part) == _strategies.uses_cuda_graphs(None, in_place) == overwrites
     assert not _strategies.uses_cuda_graphs(None, make_model())
 
     monkeypatch.setattr(_strategies, "uses_cuda_graphs", lambda config, model: overwrites)

@@ -86,6 +86,18 @@ def test_the_run_is_described_first_and_once(run):
     assert sum("seed 3" in line for line in lines) == 1
 
 
+def test_hyperparameters_of_the_script_are_shown_once_and_those_of_the_trainer_not(make_trainer):
+    """A script that had only its log file lost what it had logged with `log_hyperparameters`."""
+    stream = io.StringIO()
+    trainer = make_trainer(loggers=ConsoleLogger("1ba", stream), max_duration="1ba")
+    trainer.logger.log_hyperparameters({"dataset": "digits", "model": {"width": 64}})
+    trainer.fit()
+    described = [line for line in stream.getvalue().splitlines() if "dataset" in line]
+    assert described == ["hyperparameters: dataset=digits, model={'width': 64}"]
+    assert "composer_commit_hash" not in stream.getvalue()
+    assert trainer.logger.destinations[0].hparams["composer_commit_hash"] == "None"
+
+
 def test_blocks_of_training_have_losses_and_metrics_and_no_counters(run):
     class Logs(Callback):
         def batch_end(self, state, logger):

@@ -139,3 +139,21 @@ def test_an_interrupt_names_the_checkpoint_on_a_line_of_its_own(tmp_path):
     batch = re.search(r"ba(\d+)", path.name)[1]
     at = lines.index(f"Training stops after batch {batch} because of SIGINT. A checkpoint is saved: {path}")
     assert lines[at + 1].startswith("train epoch 1/100")
+
+
+def test_a_traceback_begins_a_line_below_the_bar(make_trainer, make_loader):
+    class Fails(Callback):
+        def batch_end(self, state, logger):
+            raise RuntimeError("wrong")
+
+    terminal = Terminal(80)
+    with os.fdopen(terminal.slave, "w") as stream:
+        trainer = make_trainer(progress_bar=True, console_stream=stream, max_duration="2ep", callbacks=Fails())
+        with pytest.raises(RuntimeError, match="wrong"):
+            trainer.fit()
+        stream.write("Traceback")
+        stream.flush()
+        trainer.close()
+    *_, bar, last = terminal.screen()
+    assert bar.startswith("train epoch 1/2")
+    assert last == "Traceback"

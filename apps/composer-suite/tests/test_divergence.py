@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from composer import Trainer
 from composer.algorithms import EMA, SAM, GradientClipping
-from composer.core import Callback, DataSpec, Evaluator
+from composer.core import Callback, DataSpec, Evaluator, Event
 from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
 from composer.trainer import _divergence_guard
@@ -615,6 +615,25 @@ def test_a_result_that_arrives_late_ends_in_the_same_weights(train, late, action
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # fused kernels round otherwise
 
 
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, fused_sgd])
+def test_a_rollback_leaves_no_bad_weights_in_an_average(train, late, make_optimizer):
+    """EMA averaged the steps that were taken until the host knew of the divergence."""
+    ema, network = EMA(half_life="2ba"), make_network().to("cuda" if late == "gpu" else "cpu")
+    optimizer = make_optimizer(network.parameters(), lr=0.5, momentum=0.9)
+    trainer, network, _ = train(
+        make_batches({5}),
+        network,
+        optimizer=optimizer,
+        algorithms=ema,
+        on_divergence=OnDivergence("rollback", rollback_batches=2),
+        device=late,
+        precision="fp32",
+    )
+    assert [each.batch for each in trainer.divergences] == [5]
+    average = ema.get_ema_model(copy.deepcopy(trainer.state.model))
+    assert all(parameter.isfinite().all() for parameter in average.parameters())
+
+
 def reference_that_drops(batches, device, make_optimizer):
     network = make_network().to(device)
     optimizer = make_optimizer(network.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
@@ -655,6 +674,32 @@ def test_weights_that_are_known_late_to_be_bad_are_neither_saved_nor_evaluated(t
     assert sorted(path.name for path in tmp_path.glob("ba*")) == [f"ba{n}.pt" for n in range(interval, 6, interval)]
     for path in tmp_path.glob("ba*"):
         assert all(weight.isfinite().all() for weight in load_file(path)["state"]["model"].values())
+
+
+class FiniteBuffers(Callback):
+    def eval_start(self, state, logger):
+        self.is_finite = all(buffer.isfinite().all() for buffer in state.model.buffers())
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, fused_sgd])
+def test_an_evaluation_after_a_bad_batch_uses_finite_running_means(train, late, make_optimizer):
+    """A fused optimizer kept the weights, but running means were NaN until the host knew of the divergence."""
+    network = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    network.to("cuda" if late == "gpu" else "cpu")
+    finite = FiniteBuffers()
+    evaluator = Evaluator(label="eval", dataloader=make_batches(), device_eval_microbatch_size=BATCH)
+    train(
+        make_batches({5}),
+        network,
+        optimizer=make_optimizer(network.parameters(), lr=0.1),
+        on_divergence="skip",
+        eval_dataloader=evaluator,
+        eval_interval=lambda state, event: event == Event.BATCH_END and state.timestamp.batch == 6,
+        callbacks=finite,
+        device=late,
+        precision="fp32",
+    )
+    assert finite.is_finite
 
 
 @pytest.mark.gpu

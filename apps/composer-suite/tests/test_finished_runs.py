@@ -39,7 +39,7 @@ def test_a_finished_run_trains_nothing_each_time_it_is_started_again(start, tmp_
         with caplog.at_level(logging.WARNING, "composer"):
             trainer = start()
         assert "Nothing left to train" in caplog.text
-        assert f"{tmp_path}/saved/ep2-ba4-rank0.pt is at batch 4, the end of max_duration='2ep'" in caplog.text
+        assert f"{tmp_path}/saved/ep2-ba4-rank0.pt is at batch 4, and max_duration='2ep' has been" in caplog.text
         assert int(trainer.state.timestamp.batch) == 4
         assert contents(tmp_path / "saved") == saved
         assert (tmp_path / "runs/plum/metrics.jsonl").read_bytes() == metrics

@@ -19,7 +19,7 @@ from composer.core import Callback, DataSpec, Evaluator, Event
 from composer.loggers import InMemoryLogger, LoggerDestination
 from composer.optim import ConstantScheduler, LinearScheduler
 from composer.trainer._arguments import choose_precision
-from composer_dist.devices import DeviceGPU
+from composer_dist.devices import Device, DeviceGPU
 
 
 def test_a_model_that_is_no_composer_model():
@@ -189,19 +189,41 @@ def test_the_precision_of_a_gpu_fits_the_weights(make_model, dtype, precision, c
     assert choose_precision(precision, GPUWithoutCuda(), model, has_deepspeed=False).value == chosen
 
 
+class CPUForFloat16(Device):
+    name, dist_backend, torch_device = "gpu", "gloo", torch.device("cpu")
+
+    def module_to_device(self, module):
+        return module
+
+    def tensor_to_device(self, tensor):
+        return tensor
+
+
 @pytest.mark.parametrize(
-    ("dtype", "precision", "advice"),
-    [
-        (torch.bfloat16, "amp_fp16", "precision='amp_bf16'"),
-        (torch.float16, "amp_fp16", "model.float()"),
-        (torch.float16, None, "model.float()"),
-    ],
+    ("dtype", "advice"), [(torch.bfloat16, "precision='amp_bf16'"), (torch.float16, "model.float()")]
 )
-def test_weights_whose_gradients_no_scaler_takes(make_model, dtype, precision, advice):
+def test_weights_whose_gradients_no_scaler_takes_are_evaluated_and_not_trained(
+    make_trainer, make_model, make_loader, dtype, advice
+):
+    settings = {"device": CPUForFloat16(), "precision": "amp_fp16"}
     with pytest.raises(ValueError, match=r"precision='amp_fp16' needs weights in float32") as refusal:
-        choose_precision(precision, GPUWithoutCuda(), make_model().to(dtype), has_deepspeed=False)
+        make_trainer(model=make_model().to(dtype), **settings)
     assert advice in str(refusal.value)
-    assert choose_precision(precision, GPUWithoutCuda(), make_model().to(dtype), has_deepspeed=True).value == "amp_fp16"
+    model = make_model().to(dtype)
+    model.module.register_forward_pre_hook(lambda module, inputs: inputs[0].to(dtype))
+    trainer = make_trainer(model=model, train_dataloader=None, eval_dataloader=make_loader(4, 2), **settings)
+    trainer.eval()
+    assert trainer.state.eval_metric_values
+    with pytest.raises(ValueError, match=r"precision='amp_fp16' needs weights in float32"):
+        trainer.fit(train_dataloader=make_loader(4, 2), duration="1ba")
+
+
+def test_weights_that_the_optimizer_does_not_have_may_have_any_dtype(make_trainer, make_model):
+    model = make_model()
+    model.module[0].to(torch.float16).register_forward_pre_hook(lambda layer, inputs: inputs[0].half())
+    model.module[0].register_forward_hook(lambda layer, inputs, output: output.float())
+    optimizer = torch.optim.SGD(model.module[-1].parameters(), lr=0.1)
+    make_trainer(model=model, optimizers=optimizer, device=CPUForFloat16(), precision="amp_fp16").fit(duration="1ba")
 
 
 def test_an_unknown_device(make_trainer):

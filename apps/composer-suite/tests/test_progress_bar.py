@@ -135,6 +135,30 @@ def test_the_end_names_the_results_and_the_last_checkpoint_and_the_run_page(make
     assert page == f"Run page: composer report {tmp_path}/runs/plum"
 
 
+def test_a_last_batch_with_more_samples_than_are_left_ends_a_full_bar(shown):
+    assert re.search(r"^train, loss=.*: 6/6 \[", shown(max_duration="6sp"), re.MULTILINE)  # of batches of 4
+
+
+def test_without_a_length_no_number_of_batches_is_named(shown, make_loader):
+    class Unsized(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(make_loader(8, 4).dataset)
+
+    text = shown(max_duration="1ep", train_dataloader=torch.utils.data.DataLoader(Unsized(), batch_size=4))
+    assert "\nbatches of 4, 1ep\n" in text
+
+
+def test_an_evaluation_without_training_has_no_interval_and_no_epoch(make_trainer, make_loader):
+    stream = io.StringIO()
+    trainer = make_trainer(
+        progress_bar=True, console_stream=stream, max_duration=None, eval_dataloader=make_loader(6, 2)
+    )
+    trainer.eval()
+    *_, data, results = stream.getvalue().splitlines()
+    assert data == "evaluation: eval"
+    assert results.startswith("eval at batch 0: CrossEntropy")
+
+
 def test_an_early_end_names_its_reason(shown):
     class Stops(Callback):
         stop_reason = None

@@ -248,6 +248,21 @@ def nine(tmp_path):
     return write_page(folders, tmp_path / "page.html")
 
 
+def test_long_names_and_values_do_not_fill_the_table_of_runs(browser, tmp_path):
+    folders = []
+    for number in (1, 3):
+        folder = write_run(tmp_path / f"run{number}-{'x' * 100}")
+        settings = {"optimizer/lr": 0.1 * number, "optimizer/foreach": f"{number} y" * 200}
+        (folder / "config.json").write_text(json.dumps({"run_name": folder.name} | settings))
+        folders.append(folder)
+    browser.open(write_page(folders, tmp_path / "page.html"))
+    assert browser.run("document.querySelector('.overview').offsetHeight") < 300
+    text = browser.run("document.querySelector('.overview').innerText")
+    assert "0.3" in text
+    assert "0.30000000000000004" not in text
+    assert "x" * 50 not in text
+
+
 OVERLAPS = """(() => {
   const found = [], rightmost = document.documentElement.clientWidth + 1;
   const pairs = (boxes, meet, name) => boxes.forEach((one, index) => boxes.slice(index + 1).forEach(other => {

@@ -53,6 +53,18 @@ def test_a_signal_reaches_every_rank_and_ends_the_launcher_with_its_number(run, 
     assert not running(str(folder))
 
 
+def test_on_a_terminal_the_message_of_ctrl_c_has_a_line_of_its_own(run):
+    """It followed the progress bar and the ^C of the terminal."""
+    terminal, side = os.openpty()
+    launcher, _ = run(stdout=side, stderr=side)
+    os.write(side, b"epoch 1/2 |")
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=30) == 130
+    os.close(side)
+    assert os.read(terminal, 1 << 16).startswith(b"epoch 1/2 |\r\nCtrl-C received")
+    os.close(terminal)
+
+
 # Stops in order when rank 1 gets a signal; rank 0 has something left to do then.
 IN_ORDER = """
 import signal

@@ -1,6 +1,7 @@
 """Lines about a run for the console: at its start, after each evaluation and at its end."""
 
 import math
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -18,13 +19,24 @@ from composer_optim.compile import compiled_from
 from composer_time import Timestamp
 
 
-def start_lines(state: State) -> list[str]:
-    """Describe the environment, the model and the data, and the checkpoint that was loaded."""
-    lines = [_environment(state), _model(state), _data(state)]
+def start_lines(state: State, hparams: Mapping[str, Any]) -> list[str]:
+    """Describe the environment, the model, the data, the hyperparameters of the script, and the loaded checkpoint."""
+    lines = [_environment(state), _model(state), _data(state), _hyperparameters(hparams)]
     if state.load_path is not None:
         is_resumed = state.timestamp.num_batches > 0
         lines.append(f"{'Resumed from' if is_resumed else 'Loaded'} {state.load_path} at {moment(state)}")
     return [line for line in lines if line]
+
+
+# What the Trainer logs by itself, and the other lines show.
+_OF_TRAINER = re.compile(
+    "composer_version|composer_commit_hash|num_nodes|num_[a-z]+s_per_node|node_name|rank_zero_seed|enabled_algorithms/.*"
+)
+
+
+def _hyperparameters(hparams: Mapping[str, Any]) -> str:
+    given = sorted((name, value) for name, value in hparams.items() if not _OF_TRAINER.fullmatch(name))
+    return f"hyperparameters: {', '.join(f'{name}={value}' for name, value in given)}" if given else ""
 
 
 def moment(state: State) -> str:
@@ -80,8 +92,10 @@ def _data(state: State) -> str:
             size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         per_rank = " per rank" if get_world_size() > 1 else ""
         batches += "" if size is None else f" of {size}{per_rank}"
-        parts.append(f"{batches} per epoch, {state.max_duration.to_timestring()}")
-    labels = [_with_interval(each.label, each.eval_interval) for each in state.evaluators]
+        batches += "" if length is None else " per epoch"
+        parts.append(f"{batches}, {state.max_duration.to_timestring()}")
+    trains = state.max_duration is not None
+    labels = [_with_interval(each.label, each.eval_interval) if trains else each.label for each in state.evaluators]
     parts.append(f"evaluation: {', '.join(labels)}" if labels else "")
     for callback in state.callbacks:
         if callback.saves_checkpoints:
@@ -110,7 +124,8 @@ class BestResults:
     def lines(self, state: State, results: Mapping[str, Any]) -> list[str]:
         """Take the results of an evaluation, by the names of the metrics, and describe them in a line."""
         label, stamp = state.dataloader_label or "eval", state.timestamp
-        now = f"batch {stamp.num_batches}" if stamp.num_batches_in_epoch else f"epoch {stamp.num_epochs}"
+        is_within = stamp.num_batches_in_epoch or not stamp.num_epochs
+        now = f"batch {stamp.num_batches}" if is_within else f"epoch {stamp.num_epochs}"
         metrics: Mapping[str, Any] = state.eval_metrics.get(label, {})
         described: list[str] = []
         for name, number in _numbers(results):

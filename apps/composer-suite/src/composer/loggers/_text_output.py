@@ -9,6 +9,7 @@ import sys
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from textwrap import TextWrapper
 from typing import Any, Final, TextIO, cast
 
@@ -135,7 +136,7 @@ class TextLogger(BufferedDestination):
     def _describe(self, state: State) -> None:
         if not self._has_described:
             self._has_described = True
-            self._write_on_rank_0(start_lines(state))
+            self._write_on_rank_0(start_lines(state, self.hparams))
 
     def _write_on_rank_0(self, lines: Sequence[str]) -> None:
         stream = self._file()
@@ -443,6 +444,13 @@ class ProgressBarLogger(TextLogger):
         self._train = self._closed(self._train)
         self._eval = self._closed(self._eval, False)
 
+    def leave_bars(self) -> None:
+        """Leave the open bars as they are, so that a traceback begins a line. This does not read from a device."""
+        for bar in (self._eval, self._train):
+            if bar is not None:
+                bar.leave()
+        self._train = self._eval = None
+
     def _advance(self, bar: "_Bar", stamp: Timestamp, interval: Time[Any] | None = None) -> None:
         is_shown = bar.is_due(stamp, interval)
         if is_shown:  # only then the values are read, which may wait for the device
@@ -498,6 +506,7 @@ class _Bar:
     ) -> None:
         self.is_of_one_epoch = of_one_epoch
         self._unit = unit
+        self._total = total
         self._shown = shown
         self._values: dict[str, Any] = {}
         self._position = self._count(start)
@@ -554,6 +563,11 @@ class _Bar:
             self._write_line()
         self._bar.close()
 
+    def leave(self) -> None:
+        """Leave the bar as it is."""
+        with suppress(OSError, ValueError):  # the stream may be closed
+            self._bar.close()
+
     def _set_values(self) -> None:
         self._shown_s = time.monotonic()
         if self._terminal is not None:
@@ -571,7 +585,9 @@ class _Bar:
     def _count(self, stamp: Timestamp) -> int:
         if self.is_of_one_epoch:
             return stamp.num_batches_in_epoch
-        return stamp.num_batches if self._unit is _BATCH else stamp.get(self._unit).value
+        count = stamp.num_batches if self._unit is _BATCH else stamp.get(self._unit).value
+        # The last batch may have more samples or tokens than are left.
+        return count if self._total is None else min(count, self._total)
 
 
 # Of torchmetrics and composer_models.

@@ -21,8 +21,8 @@ function overview() {
   // Results first: few settings fit on a phone.
   const head = ["run", "ended", ...metrics.map(title), "learning rate", ...differing.map((key) => breakable(key.replace(/^algorithms\//, ""))), ...counts.map((name) => ({ epoch: "epochs", batch: "batches" }[name] ?? `${name}s`)), "started", "took"];
   const rows = data.runs.flatMap((run, index) => {
-    const row = make("tr", {}, ...cells(make("div", {}, dot(index), run.name), howEnded(run), ...metrics.map((name) => result(run.summary[name])),
-      learningRate(run, rate), ...differing.map((key) => run.config[key] ?? "–"), ...counts.map((name) => run.status[name] ?? 0),
+    const row = make("tr", {}, ...cells(make("div", { title: run.name }, dot(index), short(run.name)), howEnded(run), ...metrics.map((name) => result(run.summary[name])),
+      learningRate(run, rate), ...differing.map((key) => brieflySet(run.config[key] ?? "–")), ...counts.map((name) => run.status[name] ?? 0),
       String(run.status.started ?? "").slice(0, 16).replace("T", " "), duration(run.status)));
     return run.status.error ? [row, make("tr", {}, make("td", { colspan: head.length }, failure(run.status.error)))] : [row];
   });
@@ -45,9 +45,15 @@ function result(summary) {
   return make("div", { class: "result" }, make("b", {}, brief(last.value)), best ? make("div", { class: "faint", title: `epoch ${best.epoch}` }, where) : null);
 }
 
+// A setting as text: numbers without rounding errors such as 0.30000000000000004, long values cut off.
+function brieflySet(text) {
+  const number = text.length > 12 && text.includes(".") ? Number(text) : NaN;
+  return make("span", { title: text }, Number.isFinite(number) ? String(Number(number.toPrecision(8))) : short(text));
+}
+
 function learningRate(run, name) {
   const first = run.config["optimizer/lr"], last = run.summary[name]?.last;
-  return make("div", { class: "result" }, make("span", {}, first ?? (last ? brief(last.value) : "–")),
+  return make("div", { class: "result" }, first === undefined ? make("span", {}, last ? brief(last.value) : "–") : brieflySet(first),
     first !== undefined && last ? make("div", { class: "faint" }, `last ${brief(last.value)}`) : null);
 }
 

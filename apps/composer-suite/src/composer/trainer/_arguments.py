@@ -185,16 +185,12 @@ _log = logging.getLogger(__name__)
 
 
 def choose_precision(precision: Any, device: Device, model: ComposerModel, *, has_deepspeed: bool) -> Precision:
-    """Return the precision, by default mixed 16-bit precision on a GPU and fp32 elsewhere.
-
-    A GradScaler, which `amp_fp16` needs, unscales only float32 gradients. DeepSpeed scales by itself.
-    """
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    has_bf16, has_fp16 = torch.bfloat16 in dtypes and not has_deepspeed, torch.float16 in dtypes and not has_deepspeed
+    """Return the precision, by default mixed 16-bit precision on a GPU and fp32 elsewhere."""
     if precision is None:
         if not isinstance(device, DeviceGPU):
             return Precision.FP32
-        if has_bf16 and not has_fp16:
+        dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+        if torch.bfloat16 in dtypes and torch.float16 not in dtypes and not has_deepspeed:
             _log.info("The model has bfloat16 weights, so precision='amp_bf16' replaces the default of 'amp_fp16'.")
             return Precision.AMP_BF16
         precision = Precision.AMP_FP16
@@ -206,14 +202,21 @@ def choose_precision(precision: Any, device: Device, model: ComposerModel, *, ha
     for warning in caught:
         warnings.warn(warning.message, warning.category, stacklevel=user_stacklevel())
     validate_precision(chosen, device)
-    if chosen is Precision.AMP_FP16 and (has_bf16 or has_fp16):
+    return chosen
+
+
+def refuse_unscalable(optimizers: Iterable[Optimizer]) -> None:
+    """Raise if a GradScaler, which `amp_fp16` needs, cannot unscale the gradients: it accepts only float32 weights."""
+    parameters = (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
+    dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+    has_bf16, has_fp16 = torch.bfloat16 in dtypes, torch.float16 in dtypes
+    if has_bf16 or has_fp16:
         raise ValueError(
             f"precision='amp_fp16' needs weights in float32, because its GradScaler unscales only their gradients; the "
             f"model has weights in {'bfloat16' if has_bf16 else 'float16'}. "
             + ("Pass precision='amp_bf16'" if has_bf16 and not has_fp16 else "Convert the model with model.float()")
             + "; weights that are not trained may have any dtype."
         )
-    return chosen
 
 
 def choose_optimizers(optimizers: Any, model: ComposerModel) -> list[Optimizer]:

@@ -86,6 +86,8 @@ def record_failure(error: BaseException, state: State) -> None:
             destination.note_failure(error, of_others)
         elif isinstance(destination, MosaicMLLogger):
             destination.log_exception(error)
+        elif isinstance(destination, ProgressBarLogger) and isinstance(error, Exception):
+            destination.leave_bars()
     # An error that all ranks raise alike would only be repeated.
     if of_others is not None and isinstance(error, Exception) and str(error) not in of_others:
         error.add_note(of_others.rstrip())  # the cause is on another rank, with the more useful traceback

@@ -29,6 +29,7 @@ from composer.trainer._arguments import (
     choose_precision,
     choose_run_name,
     refuse_twice,
+    refuse_unscalable,
 )
 from composer.trainer._data import Clock
 from composer.trainer._divergence_guard import DivergenceGuard, takes_none
@@ -130,6 +131,8 @@ class ResolvedArguments:
         # DeepSpeed scales the loss itself.
         own = self.strategy.has_own_precision
         self.scaler = None if own else make_scaler(self.precision, device, self.optimizers)
+        if self.scaler is not None and self.data_spec is not None:  # others may only evaluate
+            refuse_unscalable(self.optimizers)
         self.run_name = choose_run_name(arguments.run_name)
         attachments.check_uploaders(arguments, [*self.destinations, *self.callbacks])
         # Last, since a saver for a URI creates a local folder for its uploads.
@@ -212,17 +215,7 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
     evaluators = make_evaluators(
         asked.eval_dataloader, runtime.model, asked.eval_interval, asked.eval_subset_num_batches, state.device
     )
-    new_precision = state.precision
-    if asked.precision is not None:
-        new_precision = choose_precision(
-            asked.precision, state.device, runtime.model, has_deepspeed=state.deepspeed_enabled
-        )
-    if runtime.strategy.has_own_precision and new_precision is not state.precision:
-        raise ValueError(
-            f"precision={new_precision.value!r} cannot be set by fit(): DeepSpeed's engine was made for "
-            f"{state.precision.value!r}. Give it to the constructor."
-        )
-    scaler = make_scaler(new_precision, state.device, state.optimizers)
+    new_precision, scaler = _precision_of_fit(runtime, asked)
     size, count = asked.device_train_microbatch_size, asked.grad_accum
     microbatching = plan.settings.microbatching
     if (size, count) != (None, None):
@@ -253,6 +246,23 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
     if new_precision is not state.precision:
         state.precision, state.scaler = new_precision, scaler
     return batches
+
+
+def _precision_of_fit(runtime: Runtime, asked: FitArguments) -> tuple[Precision, GradScaler | None]:
+    """Return the precision of `fit`, and its gradient scaler if it needs one."""
+    state, has_own = runtime.state, runtime.strategy.has_own_precision
+    precision = state.precision
+    if asked.precision is not None:
+        precision = choose_precision(asked.precision, state.device, runtime.model, has_deepspeed=has_own)
+    if has_own and precision is not state.precision:
+        raise ValueError(
+            f"precision={precision.value!r} cannot be set by fit(): DeepSpeed's engine was made for "
+            f"{state.precision.value!r}. Give it to the constructor."
+        )
+    scaler = make_scaler(precision, state.device, state.optimizers)
+    if scaler is not None and not has_own:
+        refuse_unscalable(state.optimizers)
+    return precision, scaler
 
 
 def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optimizer]) -> GradScaler | None:
@@ -462,7 +472,7 @@ class Runtime:
         if policy is not None:
             closure = needs_closure(state.optimizers[0])
             guard = DivergenceGuard(policy, state, self.strategy, self.divergences, evaluates_loss=closure)
-        state.pending_steps = guard.settle if guard is not None and guard.knows_late else None
+        state.pending_steps = guard.settle if guard is not None and guard.must_settle else None
         train_batch = BatchTrainer(
             state,
             self.engine,

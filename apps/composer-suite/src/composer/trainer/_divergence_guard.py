@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composer.trainer._rank_sync import TOTAL, mean_total, missing_share
+from composer.trainer._rank_sync import TOTAL, has_missing, mean_total, missing_share
 from composer.trainer._restore import KeptBuffers, Snapshot, StepSnapshot, local_part
 from composer.trainer._scaler import states_of
 from composer.trainer._strategies import as_fsdp
@@ -49,7 +49,8 @@ class DivergenceGuard:
     a CPU the result is read at once. On a GPU the host reads it two batches later, and before weights are saved or
     evaluated. Until then fused optimizer kernels skip each step by a flag on the device, which keeps the weights.
     Other optimizers step, so when the result arrives their weights are not finite either. The host waits for the
-    device only to detect a loss that jumps, and to skip the step of an optimizer that is not fused.
+    device only to detect a loss that jumps, and, if the optimizer is not fused, to skip its step, or to roll back with
+    algorithms, which may average the weights.
 
     A `GradScaler` skips steps whose float16 gradients overflow and lowers its scale. With one, a divergence is an
     overflow of a batch whose loss is not finite, or 32 overflows in a row. DeepSpeed's engine keeps its gradients
@@ -111,12 +112,15 @@ class DivergenceGuard:
         # A spike check reads the loss at every batch anyway, and DeepSpeed's gradients are gone later.
         if self._found.device.type not in _DEFERS_ON or self._spikes is not None or self._state.deepspeed_enabled:
             return gates, False
-        if gates or (self._policy.action != "skip" and self._scaler is None):
+        # A rollback does not restore what algorithms such as EMA keep of bad weights.
+        must_wait = self._policy.action == "skip" or (self._policy.action == "rollback" and self._state.algorithms)
+        if gates or (not must_wait and self._scaler is None):
             return gates, True
         if self._scaler is None:
             _log.warning(
-                "on_divergence='skip' waits for the device before each step, because %s is not fused. Pass fused=True "
+                "on_divergence=%r waits for the device before each step, because %s is not fused. Pass fused=True "
                 "to the optimizer, if it has that option, to avoid it.",
+                self._policy.action,
                 type(optimizer).__name__,
             )
         return gates, False
@@ -212,9 +216,14 @@ class DivergenceGuard:
         if self._refused is not None:
             self._act(self._refused)
 
+    @property
+    def must_settle(self) -> bool:
+        """Return whether weights or buffers, such as running means, may be bad until `settle` is called."""
+        return self.knows_late or (self._defers and self._buffers is not None)
+
     def settle(self) -> None:
-        """Act on all pending results, if the weights may be bad until then. This synchronizes with the device."""
-        if self.knows_late:
+        """Act on all pending results if weights or buffers may be bad until then. Synchronizes with the device."""
+        if self.must_settle:
             self._act_on_arrivals(wait=True)
 
     def check_weights(self) -> None:
@@ -237,37 +246,36 @@ class DivergenceGuard:
 
     def _look(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> Divergence | None:
         """Return the divergence of the batch, if one is known."""
-        missing = missing_share(losses)
-        overflow = self._find(optimizer, missing)
+        overflow = self._find(optimizer, losses)
         if not self._defers:
-            return self._judge(losses, overflow, missing)
+            return self._judge(losses, overflow)
         if self._gates and self._scaler is None:
             set_found_inf(optimizer, self._found)
-        facts = [self._found, self._none if overflow is None else overflow, missing]
+        facts = [self._found, self._none if overflow is None else overflow, missing_share(losses)]
         self._arrivals.send(self._state.timestamp.num_batches, torch.stack([fact.float() for fact in facts]))
         return None
 
-    def _find(self, optimizer: Optimizer, missing: Tensor) -> Tensor | None:
+    def _find(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> Tensor | None:
         """Set `found` on the device if the step would be harmful, and return the overflow of a scaler."""
         if self._scaler is None:
             if self._sees_gradients:
                 self._look_at_gradients(optimizer)
             else:
-                self._look_into_engine(missing)
+                self._look_into_engine(losses)
             return None
         per_device: dict[torch.device, Tensor] = states_of(self._scaler)[id(optimizer)]["found_inf_per_device"]
         overflow = torch.stack([found.to(self._found.device) for found in per_device.values()]).sum()
         # An overflow alone is routine: the scaler skips the step and lowers its scale.
-        self._found.logical_or_((missing != 0) & (overflow > 0))
+        self._found.logical_or_((missing_share(losses) != 0) & (overflow > 0))
         return overflow
 
-    def _judge(self, losses: Mapping[str, Tensor], overflow: Tensor | None, missing: Tensor) -> Divergence | None:
+    def _judge(self, losses: Mapping[str, Tensor], overflow: Tensor | None) -> Divergence | None:
         """Read what was found, which synchronizes with the device."""
         has_overflown = overflow is not None and overflow.item() > 0
         # The loss may be bad on one rank only, while the averaged gradients overflow on all.
         if has_overflown and self._strategy.world_size > 1:
             self._agree()
-        has_bad_loss = missing.item() != 0
+        has_bad_loss = has_missing(losses)
         mean = None if self._spikes is None else mean_total(losses, self._strategy)
         # `_counts_overflow` comes first, because it must count in every batch.
         if (overflow is not None and self._counts_overflow(has_overflown)) or self._found.item():
@@ -289,9 +297,9 @@ class DivergenceGuard:
         if tensors and not note_non_finite(tensors, self._found, self._one):
             self._agree()
 
-    def _look_into_engine(self, missing: Tensor) -> None:
+    def _look_into_engine(self, losses: Mapping[str, Tensor]) -> None:
         """Set `found` if a loss of any rank and DeepSpeed's gradients are not finite."""
-        self._found.logical_or_(missing != 0)
+        self._found.logical_or_(missing_share(losses) != 0)
         if self._strategy.world_size > 1:
             self._agree()
         # Only after a bad loss, because this gathers every gradient.

@@ -282,8 +282,8 @@ def log_nothing_left(state: State) -> None:
     """Log that a resumed run has finished before."""
     if get_global_rank() == 0 and state.max_duration is not None:
         _log.warning(
-            "Nothing left to train: %s is at batch %d, the end of max_duration=%r. To continue, raise max_duration or "
-            "call fit(duration=...).",
+            "Nothing left to train: %s is at batch %d, and max_duration=%r has been reached. To continue, raise "
+            "max_duration or call fit(duration=...).",
             state.load_path,
             state.timestamp.num_batches,
             state.max_duration.to_timestring(),

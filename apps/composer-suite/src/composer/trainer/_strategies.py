@@ -404,16 +404,22 @@ def unwrap_compiled(config: Mapping[str, Any] | None, model: Any) -> tuple[Any, 
 
 
 def uses_cuda_graphs(config: Mapping[str, Any] | None, model: Any) -> bool:
-    """Return whether a compiled model runs in CUDA graphs, whose outputs and gradients each replay overwrites.
+    """Return whether a part of a model runs in CUDA graphs, whose outputs and gradients each replay overwrites.
 
     Args:
         config: The arguments of `torch.compile`, or `None`.
-        model: The model as given, perhaps compiled already.
+        model: The model as given, perhaps compiled already, as a whole or in part.
     """
-    # What a compiled function knows of its settings, for which PyTorch has no public name.
-    wrapper = model if config is None else torch.compile(nn.Identity(), **config)
-    settings: Any = getattr(getattr(wrapper, "dynamo_ctx", None), "compiler_config", None)
-    return settings is not None and bool(settings["triton.cudagraphs"])
+    compiled: list[Any] = [*model.modules()] if isinstance(model, nn.Module) else []
+    compiled += [] if config is None else [torch.compile(nn.Identity(), **config)]
+    return any(settings and settings.get("triton.cudagraphs") for settings in map(_settings_of_compiled, compiled))
+
+
+def _settings_of_compiled(module: Any) -> Mapping[str, Any] | None:
+    """Return what Inductor was compiled with, for which PyTorch has no public name."""
+    in_place = getattr(module, "_compiled_call_impl", None)  # by `module.compile()`
+    settings = getattr(in_place, "get_compiler_config", None)
+    return settings() if settings is not None else getattr(getattr(module, "dynamo_ctx", None), "compiler_config", None)
 
 
 _SELECTIVE = "selective"

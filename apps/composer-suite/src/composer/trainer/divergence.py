@@ -27,7 +27,8 @@ class OnDivergence:
     On a GPU the host reads the result two batches later, without synchronization, and before weights are saved or
     evaluated. With a fused optimizer (`AdamW(..., fused=True)`) or a `GradScaler`, the device skips the steps until
     then, so the error leaves the weights from before the batch. Any other optimizer has taken those steps, and its
-    weights are not finite either; `'rollback'` undoes them, and `'skip'` synchronizes with the device before each step.
+    weights are not finite either; `'rollback'` undoes them, and `'skip'` synchronizes with the device before each step,
+    as does `'rollback'` with algorithms, such as `EMA`, that may average the weights.
 
     | `action` | Effect |
     |---|---|

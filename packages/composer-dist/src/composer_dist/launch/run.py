@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -186,7 +187,9 @@ class Launch:
         else:
             timeout_s = SIGNAL_TIMEOUT_S if timeout_s is None else timeout_s
             name = "Ctrl-C" if signum == signal.SIGINT else signum.name
-            tell(f"{name} received; terminating training processes.")
+            # On a terminal, a progress bar and the ^C are on the current line.
+            start = "\n" if signum == signal.SIGINT and sys.stdout.isatty() else ""
+            tell(f"{start}{name} received; terminating training processes.")
         tell(
             f"Waiting up to {timeout_s:g} seconds for all training processes to terminate. Press Ctrl-C to exit "
             "immediately."
