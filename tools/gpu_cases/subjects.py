@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from composer import Trainer
 from composer.core import Callback
 from composer.models import ComposerGPT, ComposerModel
+from composer_dist import Device
 
 NUM_FEATURES, NUM_CLASSES, BATCH = 64, 10, 32
 VOCABULARY, LENGTH = 128, 64
@@ -101,7 +102,7 @@ def make_sentences(num_batches: int, batch_size: int = 8, length: int = LENGTH) 
     return [{"input_ids": each, "labels": each} for each in tokens]
 
 
-def make_trainer(model: nn.Module, batches: list[Any], device: str, **settings: Any) -> Trainer:
+def make_trainer(model: nn.Module, batches: list[Any], device: str | Device, **settings: Any) -> Trainer:
     """Return what trains a model for one epoch, in float32 unless it is told otherwise."""
     if not isinstance(model, ComposerModel):
         model = ComposerModel.from_module(model, F.cross_entropy)

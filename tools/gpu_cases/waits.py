@@ -1,5 +1,6 @@
 """Where a training step waits for the GPU: each row trains a few batches and lists the lines that synchronize."""
 
+import contextlib
 import functools
 import traceback
 import warnings
@@ -17,6 +18,8 @@ from composer import algorithms, callbacks
 from composer.core import Algorithm, Callback
 from composer.loggers import ConsoleLogger, InMemoryLogger
 from composer.models import ComposerModel
+from composer_dist import Device
+from composer_dist.testing import SimulatedAccelerator
 from composer_optim import DecoupledAdamW, DecoupledSGDW
 from gpu_cases.as_installed import ROOT
 from gpu_cases.methods import IMAGE_METHODS
@@ -44,14 +47,19 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 class Waits(Callback):
-    """Count the synchronizations of the last batches by the innermost lines outside torch."""
+    """Count the synchronizations of the last batches by the innermost lines outside torch; the GPU may be simulated."""
 
     def __init__(self) -> None:
         self.lines: Counter[str] = Counter()
+        self._counting = contextlib.ExitStack()
 
     def batch_start(self, state: Any, logger: Any) -> None:
         """Begin to count after the warm-up."""
-        if state.timestamp.batch == WARM_UP and state.device.name == "gpu":
+        if state.timestamp.batch != WARM_UP:
+            return
+        if isinstance(state.device, SimulatedAccelerator):
+            self.lines = self._counting.enter_context(state.device.counting()).synchronizations
+        elif state.device.name == "gpu":
             torch.set_warn_always(True)
             torch.cuda.set_sync_debug_mode("warn")
             warnings.filterwarnings("always", "called a synchronizing")
@@ -59,6 +67,7 @@ class Waits(Callback):
 
     def epoch_end(self, state: Any, logger: Any) -> None:
         """Stop counting before what happens once an epoch."""
+        self._counting.close()
         if state.device.name == "gpu":
             torch.cuda.set_sync_debug_mode("default")
 
@@ -82,11 +91,11 @@ def _metrics_model() -> ComposerModel:
     return ComposerModel.from_module(make_network(), F.cross_entropy, metrics=metric)
 
 
-Row = Callable[[str], Counter[str]]
+Row = Callable[[str | Device], Counter[str]]
 
 
 def _row(make: Callable[[], Any], batches: Callable[[int], list[Any]], **settings: Any) -> Row:
-    def run(device: str) -> Counter[str]:
+    def run(device: str | Device) -> Counter[str]:
         waits, model = Waits(), make()
         made = {
             name: value(model) if name in ("optimizers", "algorithms", "callbacks") else value
@@ -101,8 +110,8 @@ def _row(make: Callable[[], Any], batches: Callable[[int], list[Any]], **setting
     return run
 
 
-def _pinned(batch: Any, device: str) -> Any:
-    if device != "cuda":
+def _pinned(batch: Any, device: str | Device) -> Any:
+    if device == "cpu":
         return batch
     if isinstance(batch, dict):
         return {name: value.pin_memory() for name, value in batch.items()}
@@ -113,7 +122,8 @@ def _adamw(**settings: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, **settings)
 
 
-def _rows() -> Mapping[str, Row]:
+def make_rows() -> Mapping[str, Row]:
+    """Return what trains each kind of step on a device, and returns the lines that synchronize."""
     plain, text = (make_network, make_batches), (make_gpt, make_sentences)
     fused = {"optimizers": _adamw(fused=True)}
     sharded = {"parallelism_config": {"fsdp": {}}, **fused}
@@ -154,10 +164,11 @@ def _rows() -> Mapping[str, Row]:
         "ChannelsLast": algorithms.ChannelsLast,
         "LayerFreezing": lambda: algorithms.LayerFreezing(freeze_start=0.0, freeze_level=0.6),
         "SWA": lambda: algorithms.SWA(swa_start="0.2dur", swa_end="0.9dur", update_interval="1ba"),
-        "GyroDropout": algorithms.GyroDropout,
     }
     for name, make in image_methods.items():
         rows[name] = _row(make_convolutional, make_images, algorithms=_made(make), precision="amp_bf16", **fused)
+    with_dropout = functools.partial(make_network, dropout=0.1)
+    rows["GyroDropout"] = _row(with_dropout, make_batches, algorithms=_made(algorithms.GyroDropout), **fused)
     text_methods: dict[str, Callable[[], Algorithm]] = {
         "SeqLengthWarmup": lambda: algorithms.SeqLengthWarmup(max_seq_length=LENGTH),
         "LowPrecisionLayerNorm": algorithms.LowPrecisionLayerNorm,
@@ -185,7 +196,7 @@ def _made(make: Callable[[], Algorithm]) -> Callable[[nn.Module], Algorithm]:
 
 def steps(device: str) -> str:
     """Every kind of step waits for the GPU as often as it is allowed to, and no more."""
-    too_often, rows = [], _rows()
+    too_often, rows = [], make_rows()
     for name, run in rows.items():
         lines = run(device)
         each_step = sum(lines.values()) / COUNTED

@@ -17,6 +17,7 @@ from composer.models import ComposerModel
 from composer.trainer import _divergence_guard
 from composer.trainer.divergence import DivergenceError, OnDivergence
 from composer_checkpoint import load_file
+from composer_dist.testing import SimulatedAccelerator
 
 BATCH, NUM_BATCHES = 4, 8
 
@@ -553,13 +554,23 @@ def test_a_policy_that_makes_no_sense_is_refused(settings):
         OnDivergence(**settings)
 
 
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["cpu", "simulated", pytest.param("gpu", marks=pytest.mark.gpu)])
 def late(request, monkeypatch):
     """Let the host read the results two batches later, which only GPUs need, and return the device."""
+    if request.param == "simulated":
+        if torch.cuda.is_available():
+            pytest.skip("takes the place of the GPU in torch.accelerator")
+        with SimulatedAccelerator() as accelerator:
+            yield accelerator
+        return
     if request.param == "gpu" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     monkeypatch.setattr(_divergence_guard, "_DEFERS_ON", {"cpu", "cuda"})
-    return request.param
+    yield request.param
+
+
+def place_of(device):
+    return {"cpu": "cpu", "gpu": "cuda"}.get(device, "simgpu")
 
 
 class Finite(Callback):
@@ -579,7 +590,7 @@ SGD = {"plain": torch.optim.SGD, "fused": fused_sgd, "drops": DropsBadGradients,
 @pytest.mark.parametrize("make_optimizer", SGD.values(), ids=SGD)
 @pytest.mark.parametrize("action", ["raise", "skip", "rollback"])
 def test_a_result_that_arrives_late_ends_in_the_same_weights(train, late, action, make_optimizer, caplog):
-    batches, device = make_batches({5}), "cuda" if late == "gpu" else "cpu"
+    batches, device = make_batches({5}), place_of(late)
     network = make_network().to(device)
     optimizer = make_optimizer(network.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
     policy = OnDivergence(action, rollback_batches=2)
@@ -644,7 +655,7 @@ MAKERS = {
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("interval", [1, 2, 7])
 def test_weights_that_are_known_late_to_be_bad_are_neither_saved_nor_evaluated(train, late, tmp_path, make, interval):
-    network = make_network().to("cuda" if late == "gpu" else "cpu")
+    network = make_network().to(place_of(late))
     optimizer, algorithm = make(network)
     evaluator = Evaluator(label="eval", dataloader=make_batches(), device_eval_microbatch_size=BATCH)
     saving = {"save_folder": str(tmp_path), "save_interval": f"{interval}ba", "save_filename": "ba{batch}.pt"}

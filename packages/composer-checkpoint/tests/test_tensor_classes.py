@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from composer_checkpoint import UnsafeCheckpointError, save_sharded
+from composer_checkpoint import UnsafeCheckpointError, load_file, save_sharded
 from composer_checkpoint.sharded import load_sharded
 from composer_dist.testing import run_ranks
 
@@ -44,3 +44,20 @@ def test_what_a_collective_has_yet_to_bring_is_waited_for(tmp_path):
     state = {"w": torch.zeros(4)}
     load_sharded(state, tmp_path / "ep1")
     assert torch.equal(state["w"], torch.arange(4.0))
+
+
+class OfDeviceWithoutStorage:
+    """A tensor that pickles as those of XLA do."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __reduce__(self):
+        args = (self.values, self.values.dtype, "xla:0", False)
+        return torch._utils._rebuild_device_tensor_from_cpu_tensor, args
+
+
+def test_a_tensor_of_a_device_without_storages_is_read(tmp_path):
+    """It was refused as more than data."""
+    torch.save({"weight": OfDeviceWithoutStorage(torch.arange(4.0)[1:])}, tmp_path / "file.pt")
+    assert load_file(tmp_path / "file.pt")["weight"].equal(torch.tensor([1.0, 2.0, 3.0]))

@@ -17,7 +17,7 @@ PUBLIC = {
     "composer_dist.dist": "all_gather all_gather_object all_reduce barrier broadcast broadcast_object_list "
     "get_global_rank get_local_rank get_local_world_size get_node_rank get_sampler get_world_size initialize_dist "
     "is_available is_initialized",
-    "composer_dist.testing": "run_ranks",
+    "composer_dist.testing": "DeviceCounts SimulatedAccelerator run_ranks",
 }
 BESIDE_ALL = (
     "all_gather_object_list_hpu busy_wait_for_local_rank_zero dist get_node_signal_file_name "

@@ -285,13 +285,15 @@ class Draws:
 
     def __init__(self, devices: Iterable[torch.device], algorithms: Iterable[object]) -> None:
         self._cpu = torch.get_rng_state()
-        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
+        own = ("cuda", "xpu", "simgpu")  # with a generator for each device; the last is SimulatedAccelerator
+        modules = {device: torch.get_device_module(device) for device in devices if device.type in own}
+        self._accelerators = [(device, module, module.get_rng_state(device)) for device, module in modules.items()]
         self._algorithms = [one for one in algorithms if isinstance(one, ResumableDraws)]
         self._num_draws = [algorithm._num_draws for algorithm in self._algorithms]
 
     def repeat(self) -> None:
         torch.set_rng_state(self._cpu)
-        for device, state in self._cuda.items():
-            torch.cuda.set_rng_state(state, device)
+        for device, module, state in self._accelerators:
+            module.set_rng_state(state, device)
         for algorithm, num_draws in zip(self._algorithms, self._num_draws, strict=True):
             algorithm._num_draws = num_draws

@@ -312,6 +312,13 @@ def _parameter(data: Any, requires_grad: Any, hooks: Any, state: Any = None) -> 
     return data
 
 
+def _device_tensor(data: Any, dtype: Any, device: Any, requires_grad: Any) -> TensorSpec:
+    """Describe a tensor of a device without storages, such as XLA, by its elements on the CPU."""
+    if not isinstance(data, TensorSpec) or data.dtype != dtype:
+        raise ValueError("a tensor of a device has elements of its dtype")
+    return data
+
+
 def _sparse(layout: Any, data: Any) -> SparseSpec:
     names = SPARSE_PARTS.get(layout) if type(layout) is str else None
     if names is None or not isinstance(data, list | tuple) or len(data) <= len(names):
@@ -346,6 +353,7 @@ def _stand_ins() -> Mapping[str, Any]:
         ),
         "_rebuild_parameter": _parameter,
         "_rebuild_parameter_with_state": _parameter,
+        "_rebuild_device_tensor_from_cpu_tensor": _device_tensor,
         "_rebuild_sparse_tensor": _sparse,
         "_rebuild_meta_tensor_no_storage": _meta_tensor,
     }

@@ -7,7 +7,7 @@
 - `agreement`: checks that all ranks train the same model with the same settings.
 - `launch`: the `composer` command, which starts the processes of a run.
 - `error_file`: the record of an exception that a rank leaves for its launcher.
-- `testing`: functions run in several processes, for tests.
+- `testing`: functions run in several processes, and a simulated accelerator, for tests.
 """
 
 from importlib import import_module

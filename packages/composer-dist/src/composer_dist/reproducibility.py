@@ -98,8 +98,9 @@ def get_rng_state() -> list[dict[str, Any]]:
     """Return the state of every rank's generators, in rank order. Every rank must call this.
 
     Returns:
-        For each rank a dict with `python`, `torch`, `numpy` if it is installed, and `cuda` if it is in use. Values are
-            tensors and plain Python values, which `torch.load` reads with `weights_only=True`.
+        For each rank a dict with `python`, `torch`, `numpy` if it is installed, and `cuda` if it is in use, or the type
+            of another accelerator, such as `mps`. Values are tensors and plain Python values, which `torch.load` reads
+            with `weights_only=True`.
     """
     return all_gather_object(_local_state())
 
@@ -174,7 +175,17 @@ def _local_state() -> dict[str, Any]:
         state["numpy"] = (name, keys.tolist(), *rest)  # `torch.load(weights_only=True)` rejects arrays
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # reading the state would initialize CUDA
         state["cuda"] = torch.cuda.get_rng_state()
+    elif (other := _other_accelerator()) is not None:
+        state[other] = torch.get_device_module(other).get_rng_state()
     return state
+
+
+def _other_accelerator() -> str | None:
+    """Return the type of an available accelerator that is not CUDA and has a random generator."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or device.type == "cuda" or not hasattr(torch.get_device_module(device), "get_rng_state"):
+        return None
+    return device.type
 
 
 def _load_local_state(state: Mapping[str, Any]) -> list[str]:
@@ -195,6 +206,8 @@ def _load_local_state(state: Mapping[str, Any]) -> list[str]:
         complaints.append("the saved CUDA random state is not used, because this process does not use CUDA.")
     elif cuda_in_use:
         complaints.append("no CUDA random state was saved, so the CUDA generator keeps the state that it has.")
+    elif (other := _other_accelerator()) in state and other is not None:
+        torch.get_device_module(other).set_rng_state(state[other].cpu())
     return complaints
 
 

@@ -1,4 +1,4 @@
-"""Functions run in several processes, for tests of collectives."""
+"""Functions run in several processes, for tests of collectives, and a simulated accelerator."""
 
 import faulthandler
 import importlib.util
@@ -18,9 +18,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["run_ranks"]
+if TYPE_CHECKING:
+    from composer_dist.simulated_accelerator import DeviceCounts as DeviceCounts
+    from composer_dist.simulated_accelerator import SimulatedAccelerator as SimulatedAccelerator
+
+_SIMULATION = ("DeviceCounts", "SimulatedAccelerator")
+__all__ = ["DeviceCounts", "SimulatedAccelerator", "run_ranks"]
 
 # The first optimizer of a process imports torch._dynamo, which takes a second or more.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "composer_dist.dist"]
@@ -30,6 +35,14 @@ _GOODBYE_S = 5.0  # time for a rank to exit after it has sent its answer
 _PATIENCE = 0.75  # the fraction of the timeout after which a collective raises, so that its error arrives in time
 _STACKS_S = 1.0  # time before the kill at which a rank writes its stack traces
 _AFTERMATH_S = 0.3  # time to wait for the other ranks' errors after the first failure
+
+
+def __getattr__(name: str) -> object:
+    if name not in _SIMULATION:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from composer_dist import simulated_accelerator  # torch, which the ranks load elsewhere
+
+    return getattr(simulated_accelerator, name)
 
 
 def run_ranks(

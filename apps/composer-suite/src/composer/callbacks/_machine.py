@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["MemoryMonitor", "SystemMetricsMonitor", "reduce_value"]
 
 _GIGABYTE: Final = 1e9
-_HAVE_STATISTICS: Final = ("cuda", "xpu")  # device types
+_HAVE_STATISTICS: Final = ("cuda", "xpu", "simgpu")  # device types; the last is SimulatedAccelerator
 _DIGITS: Final = 5  # significant digits, which keep logs short
 
 _NAMES: Final = {

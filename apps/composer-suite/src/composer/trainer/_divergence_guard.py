@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_DEFERS_ON = {"cuda"}  # the devices whose results the host reads later, instead of waiting for them
+_DEFERS_ON = {"cuda", "simgpu"}  # whose results the host reads later; the latter is SimulatedAccelerator
 
 _MOST_OVERFLOWS = 32  # after so many halvings of 2**16 the scale is too small to cause another overflow
 

@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 from composer.trainer import _error_context as error_context
 from composer.trainer._arguments import check_subset, user_stacklevel
 from composer.trainer._data import Clock
-from composer.trainer._microbatching import Attempts, halve, release_memory
+from composer.trainer._microbatching import REPORT_OUT_OF_MEMORY, Attempts, halve, release_memory
 from composer.trainer._rank_sync import Ranks, next_batch
 from composer.trainer._restore import MetricsUndo
 from composer.trainer._step import Autocast, cut, split, transform
@@ -354,7 +354,7 @@ def complete_evaluator(
         evaluator.subset_num_batches = subset_num_batches
     if evaluator.eval_interval is None:
         evaluator.eval_interval = eval_interval
-    if evaluator.auto_microbatching and device.name != "gpu":
+    if evaluator.auto_microbatching and device.name not in REPORT_OUT_OF_MEMORY:
         raise ValueError(
             f"Can only use adaptive device_eval_microbatch_size on GPU, and device is {device.name!r}: other "
             f"devices do not report that they are out of memory. Give evaluator {evaluator.label!r} a number."

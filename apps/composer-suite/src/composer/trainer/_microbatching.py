@@ -160,13 +160,16 @@ def _check_grad_accum(count: Any) -> None:
     )
 
 
+REPORT_OUT_OF_MEMORY = ("gpu", "simulated")  # names of devices; the second is SimulatedAccelerator
+
+
 def _check_auto(name: str, device: Device, profiler: Any) -> None:
     if profiler is not None:
         raise ValueError(
             f"{name}='auto' is not compatible with the profiler, which would record attempts that fail. Find the "
             "size without profiler=..., then give it as a number."
         )
-    if device.name != "gpu":
+    if device.name not in REPORT_OUT_OF_MEMORY:
         raise ValueError(
             f"Can only use adaptive {name} on GPU, and device is {device.name!r}: other devices do not report that "
             f"they are out of memory. Give {name} as a number."

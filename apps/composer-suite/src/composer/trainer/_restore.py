@@ -126,8 +126,9 @@ def _random_states(device: torch.device) -> Iterable[tuple[Callable[[Any], objec
         (random.setstate, random.getstate()),
         (torch.set_rng_state, torch.get_rng_state()),
     ]
-    if device.type == "cuda":
-        states.append((lambda state: torch.cuda.set_rng_state(state, device), torch.cuda.get_rng_state(device)))
+    if device.type in ("cuda", "xpu", "simgpu"):  # the last is SimulatedAccelerator
+        module: Any = torch.get_device_module(device)
+        states.append((lambda state: module.set_rng_state(state, device), module.get_rng_state(device)))
     numpy = loaded("numpy")  # without an import, its generator was never used
     if numpy is not None:
         states.append((numpy.random.set_state, numpy.random.get_state()))

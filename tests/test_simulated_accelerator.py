@@ -1,0 +1,330 @@
+"""The Trainer on the simulated accelerator: the weights of the CPU, and no step that waits for the device."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader, TensorDataset
+
+from composer import algorithms
+from composer.core import Callback, Evaluator
+from composer_checkpoint import load_file
+from composer_dist import DeviceCPU
+from composer_dist.testing import SimulatedAccelerator
+from composer_optim import DecoupledAdamW, DecoupledSGDW
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes the place of the GPU in torch.accelerator")
+
+
+@pytest.fixture
+def cases(root, monkeypatch):
+    """Return the modules with networks and batches, methods, and rows of `tools/gpu_check.py`."""
+    monkeypatch.syspath_prepend(root / "tools")
+    from gpu_cases import methods, subjects, waits
+
+    yield subjects, methods, waits
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gpu_cases"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def accelerator():
+    with SimulatedAccelerator(shares_cpu_generator=True) as accelerator:
+        yield accelerator
+
+
+def trained(subjects, device, kind="plain", num_batches=4, optimizer=None, algorithm=None, **settings):
+    """Return the state dict of a model after training, on the CPU."""
+    torch.manual_seed(7)
+    if kind == "plain":
+        model, batches = subjects.make_network(dropout=0.1), subjects.make_batches(num_batches)
+    elif kind == "images":
+        model, batches = subjects.make_convolutional(16), subjects.make_images(num_batches, 16, 16)
+    else:
+        model, batches = subjects.make_gpt(), subjects.make_sentences(num_batches, 4)
+    if optimizer is not None:
+        settings["optimizers"] = optimizer(model.parameters())
+    if algorithm is not None:
+        settings["algorithms"] = algorithm()
+    # The simulated device has no fused attention, whose rounding differs.
+    with sdpa_kernel(SDPBackend.MATH), subjects.make_trainer(model, batches, device, **settings) as trainer:
+        trainer.fit()
+        return {name: value.cpu() for name, value in trainer.state.model.state_dict().items()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=lambda said, name=name: f"{name}: {said}")
+
+
+OPTIMIZERS = {
+    "AdamW": lambda weights: torch.optim.AdamW(weights, lr=1e-2),
+    "AdamW, fused": lambda weights: torch.optim.AdamW(weights, lr=1e-2, fused=True),
+    "SGD": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "Adagrad": torch.optim.Adagrad,
+    "RAdam": torch.optim.RAdam,
+    "LBFGS": lambda weights: torch.optim.LBFGS(weights, lr=0.1, max_iter=3),
+    "DecoupledAdamW": lambda weights: DecoupledAdamW(weights, lr=1e-2),
+    "DecoupledSGDW": lambda weights: DecoupledSGDW(weights, lr=0.1, momentum=0.9),
+}
+SETTINGS = {
+    "microbatches": {"device_train_microbatch_size": 8},
+    "skip": {"on_divergence": "skip"},
+    "rollback": {"on_divergence": "rollback"},
+    "unguarded": {"on_divergence": None},
+    "progress bar": {"progress_bar": True},
+    "GPT": {"kind": "text"},
+}
+IMAGE_METHODS = [
+    "BlurPool",
+    "ColOut",
+    "CutMix",
+    "CutOut",
+    "EMA",
+    "GhostBatchNorm",
+    "GradientClipping",
+    "LabelSmoothing",
+    "MixUp",
+    "ProgressiveResizing",
+    "SAM",
+    "SelectiveBackprop",
+    "SqueezeExcite",
+    "WeightStandardization",
+]
+OTHER_METHODS = {
+    "ChannelsLast": ("images", algorithms.ChannelsLast),
+    "LayerFreezing": ("images", lambda: algorithms.LayerFreezing(freeze_start=0.0, freeze_level=0.6)),
+    "SWA": ("images", lambda: algorithms.SWA(swa_start="0.2dur", swa_end="0.9dur", update_interval="1ba")),
+    "GyroDropout": ("plain", algorithms.GyroDropout),
+    "SeqLengthWarmup": ("text", lambda: algorithms.SeqLengthWarmup(max_seq_length=64)),
+    "Alibi": ("text", lambda: algorithms.Alibi(max_sequence_length=64)),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_every_optimizer_ends_with_the_weights_of_the_cpu(cases, accelerator, optimizer):
+    subjects, _, _ = cases
+    assert_same(trained(subjects, accelerator, optimizer=optimizer), trained(subjects, "cpu", optimizer=optimizer))
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_every_setting_ends_with_the_weights_of_the_cpu(cases, accelerator, settings):
+    subjects, _, _ = cases
+    assert_same(trained(subjects, accelerator, **settings), trained(subjects, "cpu", **settings))
+
+
+@pytest.mark.parametrize("method", [*IMAGE_METHODS, *OTHER_METHODS])
+def test_every_algorithm_ends_with_the_weights_of_the_cpu(cases, accelerator, method):
+    subjects, methods, _ = cases
+    kind, make = OTHER_METHODS[method] if method in OTHER_METHODS else ("images", methods.IMAGE_METHODS[method])
+    assert_same(trained(subjects, accelerator, kind, algorithm=make), trained(subjects, "cpu", kind, algorithm=make))
+
+
+def test_every_method_for_images_is_in_the_matrix(cases):
+    _, methods, _ = cases
+    assert sorted(methods.IMAGE_METHODS) == sorted(IMAGE_METHODS)
+
+
+@pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
+def test_mixed_precision_trains_close_to_float32(cases, accelerator, precision):
+    subjects, _, _ = cases
+    expected = trained(subjects, accelerator)
+    for name, value in trained(subjects, accelerator, precision=precision).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("save_async", [False, True], ids=["blocking", "async"])
+@pytest.mark.parametrize("places", [("simulated", "cpu"), ("cpu", "simulated"), ("simulated", "simulated")], ids=str)
+def test_a_checkpoint_of_one_device_is_resumed_on_another(cases, accelerator, tmp_path, places, save_async):
+    subjects, _, _ = cases
+    first, second = (accelerator if place == "simulated" else DeviceCPU() for place in places)
+    saving = {"save_folder": str(tmp_path), "save_interval": "1ep", "save_filename": "ep{epoch}.pt"}
+    expected = trained(subjects, first, max_duration="2ep", save_async=save_async, **saving)
+    assert load_file(tmp_path / "ep1.pt")["state"]["model"]
+    resumed = trained(subjects, second, max_duration="2ep", load_path=str(tmp_path / "ep1.pt"))
+    assert_same(resumed, expected)
+
+
+def test_evaluation_and_prediction_are_those_of_the_cpu(cases, accelerator):
+    subjects, _, waits = cases
+    results = []
+    for device in (accelerator, "cpu"):
+        model = waits._metrics_model()
+        evaluator = Evaluator(label="eval", dataloader=subjects.make_batches(2), device_eval_microbatch_size=32)
+        with subjects.make_trainer(model, subjects.make_batches(4), device, eval_dataloader=evaluator) as trainer:
+            trainer.fit()
+            (outputs,) = trainer.predict(subjects.make_batches(1))
+            accuracy = trainer.state.eval_metrics["eval"]["MulticlassAccuracy"].compute().item()
+            results.append((accuracy, outputs.cpu()))
+    (accuracy, outputs), (expected_accuracy, expected_outputs) = results
+    assert accuracy == expected_accuracy
+    assert outputs.equal(expected_outputs)
+
+
+@pytest.mark.filterwarnings("ignore:.*'auto' is experimental:UserWarning", "ignore:A batch ran out of memory")
+def test_auto_microbatching_finds_a_size_that_fits_the_memory(cases):
+    subjects, _, _ = cases
+    dataset = TensorDataset(*subjects.make_batches(1, 4096)[0])
+    sizes, peaks, weights = [], [], []
+    for memory_bytes in (2**30, 3_000_000):
+        torch.manual_seed(7)
+        with SimulatedAccelerator(memory_bytes=memory_bytes, shares_cpu_generator=True) as accelerator:
+            model, batches = subjects.make_network(), subjects.make_batches(1)
+            with subjects.make_trainer(
+                model,
+                batches,
+                accelerator,
+                train_dataloader=DataLoader(dataset, batch_size=2048),
+                device_train_microbatch_size="auto",
+            ) as trainer:
+                trainer.fit()
+            sizes.append(trainer.state.device_train_microbatch_size)
+            peaks.append(torch.accelerator.max_memory_allocated())
+            weights.append({name: value.cpu() for name, value in model.state_dict().items()})
+    assert sizes[1] < sizes[0] == 2048
+    assert peaks[1] <= 3_000_000 < peaks[0]
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-4, atol=1e-5)  # sums in another order
+
+
+class FiniteWeights(Callback):
+    """Check the weights before they are evaluated."""
+
+    def eval_start(self, state, logger):
+        assert all(parameter.isfinite().all() for parameter in state.model.parameters())
+
+
+@pytest.mark.parametrize("action", ["raise", "skip", "rollback"])
+def test_a_bad_batch_is_found_though_its_result_arrives_late(cases, accelerator, action):
+    subjects, _, _ = cases
+    batches = subjects.make_batches(8)
+    batches[5][0][0, 0] = torch.nan
+    results = []
+    for device in (accelerator, "cpu"):
+        model = subjects.make_network()
+        evaluator = Evaluator(label="eval", dataloader=subjects.make_batches(1), device_eval_microbatch_size=32)
+        with subjects.make_trainer(
+            model,
+            copy.deepcopy(batches),
+            device,
+            on_divergence=action,
+            eval_dataloader=evaluator,
+            eval_interval="2ba",
+            callbacks=FiniteWeights(),
+        ) as trainer:
+            if action == "raise":
+                with pytest.raises(RuntimeError, match="Batch 5 of epoch 0"):
+                    trainer.fit()
+            else:
+                trainer.fit()
+            assert [each.batch for each in trainer.divergences] == [5]
+            results.append({name: value.cpu() for name, value in model.state_dict().items()})
+    if action != "raise":  # the weights of the batch are not kept then
+        assert_same(*results)
+
+
+# Rows of the check for real GPUs that train on several ranks or compile have no simulation.
+ROWS = [
+    *IMAGE_METHODS,
+    "AdamW",
+    "AdamW, fused",
+    "SGD",
+    "Adagrad",
+    "RAdam",
+    "DecoupledAdamW",
+    "DecoupledSGDW",
+    "AdamW, skip",
+    "AdamW fused, skip",
+    "AdamW, rollback",
+    "progress bar",
+    "ConsoleLogger, every 2",
+    "InMemoryLogger",
+    "torchmetrics, progress bar",
+    "4 microbatches",
+    "amp_bf16",
+    "amp_fp16",
+    "AdamW, amp_fp16",
+    "GPT",
+    "clipping by norm",
+    "clipping by value",
+    "clipping by adaptive",
+    "ChannelsLast",
+    "LayerFreezing",
+    "SWA",
+    "GyroDropout",
+    "SeqLengthWarmup",
+    "LowPrecisionLayerNorm",
+    "SpeedMonitor",
+    "LRMonitor",
+    "MemoryMonitor",
+    "NaNMonitor",
+    "RuntimeEstimator",
+    "OptimizerMonitor",
+    "ActivationMonitor",
+    "SystemMetricsMonitor",
+]
+
+
+@pytest.fixture
+def count(cases, monkeypatch):
+    """Return the lines at which the steps of a row wait, and how often they may."""
+    _, _, waits = cases
+    monkeypatch.setattr(waits, "WARM_UP", 4)
+    monkeypatch.setattr(waits, "COUNTED", 2)
+
+    def count(row):
+        with SimulatedAccelerator() as accelerator:
+            return waits.make_rows()[row](accelerator), 2 * waits.ALLOWED.get(row, 0.0)
+
+    return count
+
+
+@pytest.mark.filterwarnings("ignore:interval=:UserWarning")
+@pytest.mark.parametrize("row", ROWS)
+def test_a_step_waits_for_the_device_no_more_than_it_may(count, row):
+    lines, allowed = count(row)
+    assert sum(lines.values()) == allowed, lines
+
+
+def test_every_row_without_several_ranks_is_counted(cases):
+    _, _, waits = cases
+    assert {row for row in waits.make_rows() if "FSDP" not in row and row != "compiled"} == set(ROWS)
+
+
+class Draws(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drawn = []
+
+    def forward(self, inputs):
+        self.drawn.append(torch.rand(1, device=inputs.device).item())
+        return inputs
+
+
+def test_both_passes_of_sam_draw_the_same_numbers_on_the_device(cases):
+    """Only the generators of the CPU and of CUDA were set back."""
+    subjects, _, _ = cases
+    draws = Draws()
+    with SimulatedAccelerator() as accelerator:
+        network, sam = nn.Sequential(draws, subjects.make_network()), algorithms.SAM()
+        with subjects.make_trainer(network, subjects.make_batches(2), accelerator, algorithms=sam) as trainer:
+            trainer.fit()
+    assert draws.drawn[0::2] == draws.drawn[1::2]
+    assert len(set(draws.drawn)) == 2
+
+
+class Reads(Callback):
+    def after_loss(self, state, logger):
+        state.loss.item()
+
+
+def test_a_line_that_waits_is_named(cases, accelerator):
+    subjects, _, _ = cases
+    with accelerator.counting() as counts:
+        trained(subjects, accelerator, callbacks=Reads(), num_batches=3)
+    (place,) = [place for place in counts.synchronizations if __file__ in place and "after_loss" in place]
+    assert counts.synchronizations[place] == 3
