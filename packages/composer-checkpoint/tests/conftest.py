@@ -4,9 +4,14 @@ from multiprocessing import forkserver
 
 import pytest
 import torch
+from hypothesis import settings
 
 from composer_checkpoint import CheckpointSaver
 from composer_events import Engine, Event, State
+
+# A deadline would measure how busy the machine is.
+settings.register_profile("house", deadline=None)
+settings.load_profile("house")
 
 # What the ranks of most tests load: in the server from which they are forked, it is loaded once.
 PRELOADED = [
