@@ -61,7 +61,8 @@ def test_on_a_terminal_the_message_of_ctrl_c_has_a_line_of_its_own(run):
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(timeout=30) == 130
     os.close(side)
-    assert os.read(terminal, 1 << 16).startswith(b"epoch 1/2 |\r\nCtrl-C received")
+    # Not at the start: the ranks may have written before, such as a warning that NumPy is not installed.
+    assert b"epoch 1/2 |\r\nCtrl-C received" in os.read(terminal, 1 << 16)
     os.close(terminal)
 
 
