@@ -279,7 +279,8 @@ def _add_nodes(add: _Add) -> None:
         "--cluster",
         choices=["auto", "none", *CLUSTERS],
         default="auto",
-        help="whose variables fill in what neither an option nor a variable above says (default: %(default)s)",
+        help="the cluster manager whose variables give values not set by an option or a variable above (default: "
+        "%(default)s)",
     )
     add("--nnodes", metavar="N|MIN:MAX", help="nodes that meet at a rendezvous and agree on their ranks there")
     add("--rdzv-backend", default="c10d", metavar="NAME", help="kind of rendezvous (default: %(default)s)")
