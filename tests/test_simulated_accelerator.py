@@ -16,7 +16,7 @@ from composer_dist import DeviceCPU
 from composer_dist.testing import SimulatedAccelerator
 from composer_optim import DecoupledAdamW, DecoupledSGDW
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes the place of the GPU in torch.accelerator")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch has one accelerator type per process: CUDA")
 
 
 @pytest.fixture

@@ -559,7 +559,7 @@ def late(request, monkeypatch):
     """Let the host read the results two batches later, which only GPUs need, and return the device."""
     if request.param == "simulated":
         if torch.cuda.is_available():
-            pytest.skip("takes the place of the GPU in torch.accelerator")
+            pytest.skip("PyTorch has one accelerator type per process, here CUDA")
         with SimulatedAccelerator() as accelerator:
             yield accelerator
         return

@@ -11,7 +11,7 @@ from torch import nn
 from composer_dist import get_rng_state, load_rng_state, seed_context
 from composer_dist.testing import SimulatedAccelerator
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes the place of the GPU in torch.accelerator")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch has one accelerator type per process: CUDA")
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from composer_algorithms._method import Method
 from composer_algorithms._optimizer_surgery import as_optimizers
 from composer_algorithms.gradient_clipping import joint_norm, local_part
 from composer_algorithms.metadata import METHODS
+from composer_dist import reproducibility
 from composer_events import Event, Logger, State
 
 __all__ = ["SAM", "SAMOptimizer", "METADATA"]
@@ -285,15 +286,13 @@ class Draws:
 
     def __init__(self, devices: Iterable[torch.device], algorithms: Iterable[object]) -> None:
         self._cpu = torch.get_rng_state()
-        own = ("cuda", "xpu", "simgpu")  # with a generator for each device; the last is SimulatedAccelerator
-        modules = {device: torch.get_device_module(device) for device in devices if device.type in own}
-        self._accelerators = [(device, module, module.get_rng_state(device)) for device, module in modules.items()]
+        self._accelerators = [own for device in devices if (own := reproducibility.device_rng(device)) is not None]
         self._algorithms = [one for one in algorithms if isinstance(one, ResumableDraws)]
         self._num_draws = [algorithm._num_draws for algorithm in self._algorithms]
 
     def repeat(self) -> None:
         torch.set_rng_state(self._cpu)
-        for device, module, state in self._accelerators:
-            module.set_rng_state(state, device)
+        for restore, state in self._accelerators:
+            restore(state)
         for algorithm, num_draws in zip(self._algorithms, self._num_draws, strict=True):
             algorithm._num_draws = num_draws

@@ -351,6 +351,10 @@ class _Backend(SimpleNamespace):
     manual_seed = manual_seed_all
 
     @staticmethod
+    def memory_stats(device: object = None) -> dict[str, Any]:
+        return torch.accelerator.memory_stats()  # replaced by SimulatedAccelerator within its `with` statement
+
+    @staticmethod
     def get_rng_state(device: object = None) -> Tensor:
         return (current().generator or torch.default_generator).get_state()
 

@@ -1,11 +1,12 @@
 """Seeds, random number generator states, and deterministic algorithms."""
 
+import functools
 import logging
 import operator
 import os
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -178,6 +179,19 @@ def _local_state() -> dict[str, Any]:
     elif (other := _other_accelerator()) is not None:
         state[other] = torch.get_device_module(other).get_rng_state()
     return state
+
+
+def device_rng(device: torch.device) -> tuple[Callable[[Any], object], torch.Tensor] | None:
+    """Return the state of a device's own random generator, with the function that restores it.
+
+    `None` for the CPU, whose generator `torch.get_rng_state` reads, and for devices without a generator.
+    """
+    module: Any = getattr(torch, device.type, None)
+    if device.type == "cpu" or not hasattr(module, "get_rng_state"):
+        return None
+    if device.type == "mps":  # has one device, so its functions take none
+        return module.set_rng_state, module.get_rng_state()
+    return functools.partial(module.set_rng_state, device=device), module.get_rng_state(device)
 
 
 def _other_accelerator() -> str | None:

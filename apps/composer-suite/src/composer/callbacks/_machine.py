@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["MemoryMonitor", "SystemMetricsMonitor", "reduce_value"]
 
 _GIGABYTE: Final = 1e9
-_HAVE_STATISTICS: Final = ("cuda", "xpu", "simgpu")  # device types; the last is SimulatedAccelerator
 _DIGITS: Final = 5  # significant digits, which keep logs short
 
 _NAMES: Final = {
@@ -67,14 +66,15 @@ class MemoryMonitor(Callback):
     def init(self, state: State, logger: Logger) -> None:
         """Warn if training does not run on an accelerator with memory statistics."""
         # Not where the parameters are: FSDP and DeepSpeed move them to the device later, or never.
-        if (where := state.device.torch_device.type) not in _HAVE_STATISTICS:
-            message = f"The memory monitor only works on CUDA devices, but the model is on {where}."
+        device = state.device.torch_device
+        if not _has_statistics(device):
+            message = f"The memory monitor only works on CUDA devices, but the model is on {device.type}."
             warnings.warn(message, UserWarning, stacklevel=2)
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Log the memory usage before the optimizer step."""
         device = state.device.torch_device
-        if device.type not in _HAVE_STATISTICS:
+        if not _has_statistics(device):
             return
         report: dict[str, Any] = self._report()
         interval = self.dist_aggregate_batch_interval
@@ -91,6 +91,10 @@ class MemoryMonitor(Callback):
                 value = stats[key] / _GIGABYTE if is_size else stats[key]
                 report[name.replace("bytes", "gigabytes")] = float(f"{value:.{_DIGITS}g}") if is_size else value
         return report
+
+
+def _has_statistics(device: torch.device) -> bool:
+    return hasattr(getattr(torch, device.type, None), "memory_stats")
 
 
 def _over_all_ranks(report: Mapping[str, float], device: torch.device) -> dict[str, torch.Tensor]:

@@ -35,8 +35,9 @@ _OF_TRAINER = re.compile(
 
 
 def _hyperparameters(hparams: Mapping[str, Any]) -> str:
-    given = sorted((name, value) for name, value in hparams.items() if not _OF_TRAINER.fullmatch(name))
-    return f"hyperparameters: {', '.join(f'{name}={value}' for name, value in given)}" if given else ""
+    named = {str(name): value for name, value in hparams.items()}
+    given = [f"{name}={named[name]}" for name in sorted(named) if not _OF_TRAINER.fullmatch(name)]
+    return f"hyperparameters: {', '.join(given)}" if given else ""
 
 
 def moment(state: State) -> str:
@@ -61,18 +62,31 @@ def _environment(state: State) -> str:
 
 def _model(state: State) -> str:
     model = unwrap_model(state.model)
-    parameters = list(model.parameters())
     parts = [child for child in model.children() if next(child.parameters(), None) is not None]
     name = type(model).__name__ + (f"({type(parts[0]).__name__})" if len(parts) == 1 else "")
-    # DeepSpeed's partitioned parameters have 0 elements, and the whole number in an attribute.
-    sizes = [(getattr(each, "ds_numel", each.numel()), each.requires_grad) for each in parameters]
-    total, trainable = sum(size for size, _ in sizes), sum(size for size, is_trainable in sizes if is_trainable)
+    total, trainable = count_parameters(model)
     return _joined(
         f"{name}: {total:,} parameters, {'all' if total == trainable else f'{trainable:,}'} trainable",
         *(f"{type(each).__name__}, lr {_rates(each)}" for each in state.optimizers),
         ", ".join(getattr(each, "__name__", type(each).__name__) for each in compiled_from(state.schedulers)),
         ", ".join(type(each).__name__ for each in state.algorithms),
     )
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """Return the number of all parameters of a model, and of those that are trained."""
+    # DeepSpeed's partitioned parameters have 0 elements, and the whole number in an attribute.
+    sizes = [(getattr(each, "ds_numel", each.numel()), each.requires_grad) for each in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, is_trainable in sizes if is_trainable)
+
+
+def batch_size_of(loader: Any) -> Any:
+    """Return the batch size of a dataloader, or `None` if it is unknown."""
+    with suppress(Exception):  # a property of a custom loader may raise anything
+        size = getattr(loader, "batch_size", None)
+        # A DataLoader with a custom batch sampler has `batch_size=None`.
+        return loader.batch_sampler.batch_size if size is None else size
+    return None
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> str:
@@ -87,9 +101,7 @@ def _data(state: State) -> str:
     if loader is not None and state.max_duration is not None:
         length = None if state.dataloader is not loader else state.dataloader_len
         batches = "batches" if length is None else _count(int(length), "batch")
-        size = getattr(loader, "batch_size", None)
-        if size is None:  # of a DataLoader with a custom batch sampler
-            size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        size = batch_size_of(loader)
         per_rank = " per rank" if get_world_size() > 1 else ""
         batches += "" if size is None else f" of {size}{per_rank}"
         batches += "" if length is None else " per epoch"

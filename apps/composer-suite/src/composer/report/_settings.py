@@ -19,9 +19,10 @@ from typing import Any, Final, cast
 import torch
 
 from composer import _version
+from composer.loggers._run_lines import batch_size_of, count_parameters
 from composer_dist import get_local_world_size, get_world_size
+from composer_dist.wrapping import unwrap_model
 from composer_events.logger_destination import LoggerDestination
-from composer_events.parallelism import is_wrapper
 from composer_events.state import State
 from composer_optim.compile import compiled_from
 from composer_time import Time
@@ -122,17 +123,14 @@ def fit_settings(state: State) -> dict[str, Any]:
 
 def _model(state: State) -> dict[str, Any]:
     """Return the class and the size of the model, without the wrappers of data parallelism."""
-    model: Any = state.model
-    while is_wrapper(model):
-        model = model.module
+    model: Any = unwrap_model(state.model)
     inner = getattr(model, "module", None)
-    # `ds_numel` is the whole size of a parameter that DeepSpeed has partitioned.
-    sizes = [(getattr(each, "ds_numel", each.numel()), each.requires_grad) for each in model.parameters()]
+    num_all, num_trained = count_parameters(model)
     return {
         "model": type(model).__name__,
         "model/module": type(inner).__name__ if isinstance(inner, torch.nn.Module) else _LEFT_OUT,
-        "model/num_parameters": sum(size for size, _ in sizes),
-        "model/num_trainable_parameters": sum(size for size, is_trainable in sizes if is_trainable),
+        "model/num_parameters": num_all,
+        "model/num_trainable_parameters": num_trained,
     }
 
 
@@ -148,11 +146,8 @@ def _data(state: State) -> dict[str, Any]:
 
 
 def _loader(name: str, loader: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    with suppress(Exception):
-        size = getattr(loader, "batch_size", None)
-        # A DataLoader with a custom batch sampler has `batch_size=None`.
-        found[f"{name}/batch_size"] = loader.batch_sampler.batch_size if size is None else size
+    size = batch_size_of(loader)
+    found: dict[str, Any] = {} if size is None else {f"{name}/batch_size": size}
     with suppress(Exception):
         found[f"{name}/num_workers"] = loader.num_workers
     with suppress(Exception):

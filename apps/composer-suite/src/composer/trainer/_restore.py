@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from composer_dist import reproducibility
 from composer_events.arguments import loaded
 from composer_events.state import State
 
@@ -126,9 +127,8 @@ def _random_states(device: torch.device) -> Iterable[tuple[Callable[[Any], objec
         (random.setstate, random.getstate()),
         (torch.set_rng_state, torch.get_rng_state()),
     ]
-    if device.type in ("cuda", "xpu", "simgpu"):  # the last is SimulatedAccelerator
-        module: Any = torch.get_device_module(device)
-        states.append((lambda state: module.set_rng_state(state, device), module.get_rng_state(device)))
+    own = reproducibility.device_rng(device)
+    states += [] if own is None else [own]
     numpy = loaded("numpy")  # without an import, its generator was never used
     if numpy is not None:
         states.append((numpy.random.set_state, numpy.random.get_state()))
