@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from composer.trainer import _error_context as error_context
 from composer.trainer._divergence_guard import DivergenceGuard
 from composer.trainer._microbatching import HalveOnOom, check_token_weights, size_for
-from composer.trainer._rank_sync import TOTAL, Ranks, add_finite, mean_total
+from composer.trainer._rank_sync import TOTAL, Ranks, add_up, mean_total
 from composer.trainer._report import TrainMetrics
 from composer_dist import get_precision_context
 from composer_dist.devices import Precision
@@ -121,17 +121,21 @@ class BatchTrainer:
         batch = state.batch
         microbatches = self._cut(batch)
         shares, is_aligned = self._weigh(microbatches)
-        # A single microbatch on a single rank is the mean already, which saves the kernels for shares.
-        averages = len(microbatches) > 1 or self.ranks.world_size > 1
+        parts: dict[str, list[tuple[Tensor, float]]] = {}
         with _NOTHING if self.oom is None else self.oom.meeting(sync=sync):
             for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True), 1):
                 self._move(microbatch)
                 is_last = index == len(microbatches)
                 with self.strategy.microbatch(is_last=is_last, sync=sync, is_aligned=is_aligned):
-                    self._train_microbatch(share, losses, averages=averages)
+                    self._train_microbatch(share, parts)
                 if index == 1 and not is_last and self.has_cuda_graphs:
                     self._own_gradients()
         state.batch = batch
+        if len(microbatches) == self.ranks.world_size == 1:  # the mean already, which saves the kernels of the sum
+            (total, _), *_ = parts.pop(TOTAL)
+            losses.update(add_up(parts), **{TOTAL: total})
+        else:
+            losses.update(add_up(parts))
         if state.scaler is not None:
             # Here, because algorithms such as clipping read the gradients on AFTER_TRAIN_BATCH.
             state.scaler.unscale_(state.optimizers[0])
@@ -183,7 +187,7 @@ class BatchTrainer:
             return [1.0], is_aligned
         return [weight / whole if whole else 0.0 for weight in weights], is_aligned
 
-    def _train_microbatch(self, share: float, losses: dict[str, Tensor], *, averages: bool) -> None:
+    def _train_microbatch(self, share: float, parts: dict[str, list[tuple[Tensor, float]]]) -> None:
         state, run_event = self.state, self.engine.run_event
         self.metrics.keep(state.batch)
 
@@ -201,12 +205,9 @@ class BatchTrainer:
             named = name_losses(total)
             total = named.pop(TOTAL)
             for name, value in named.items():
-                add_finite(losses, name, _weigh(value.detach(), share), share)
+                parts.setdefault(name, []).append((_weigh(value.detach(), share), share))
         weighted = _weigh(_mean(total), share)
-        if averages:
-            add_finite(losses, TOTAL, weighted.detach(), share)
-        else:
-            losses[TOTAL] = weighted.detach()
+        parts.setdefault(TOTAL, []).append((weighted.detach(), share))
         self._backward(weighted, share)
         run_event(Event.AFTER_BACKWARD)
 
