@@ -18,6 +18,7 @@ from composer.trainer._microbatching import HalveOnOom, check_token_weights, siz
 from composer.trainer._rank_sync import TOTAL, Ranks, add_up, mean_total
 from composer.trainer._report import TrainMetrics
 from composer_dist import get_precision_context
+from composer_dist.ddp import DDPSyncStrategy
 from composer_dist.devices import Precision
 from composer_dist.strategy import Strategy
 from composer_events.data_spec import DataSpec
@@ -27,6 +28,9 @@ from composer_events.state import State
 from composer_models import ComposerModel
 
 Autocast = Callable[[], AbstractContextManager[Any]]
+
+# With these the numbers of microbatches do not matter.
+_ONCE_A_BATCH = (DDPSyncStrategy.SINGLE_AUTO_SYNC, DDPSyncStrategy.FORCED_SYNC)
 
 _NOTHING = nullcontext()  # reentrant and without state, so one serves every microbatch
 
@@ -78,9 +82,12 @@ class BatchTrainer:
     _optimizers: Sequence[Optimizer] = field(init=False)
     _step: "Step | None" = field(default=None, init=False)
     _has_looked_at_tokens: bool = field(default=False, init=False)
+    _needs_alignment: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self._optimizers = self.state.optimizers  # the list object never changes, only its items
+        # Whether the ranks must know before the forward pass that they have equally many microbatches.
+        self._needs_alignment = getattr(self.strategy, "sync_strategy", None) not in _ONCE_A_BATCH
 
     def __call__(self) -> dict[str, Tensor]:
         """Run the step and return the losses to log, as scalars on the device, by their log names."""
@@ -123,11 +130,11 @@ class BatchTrainer:
         shares, is_aligned = self._weigh(microbatches)
         parts: dict[str, list[tuple[Tensor, float]]] = {}
         with _NOTHING if self.oom is None else self.oom.meeting(sync=sync):
-            for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True), 1):
+            for index, microbatch in enumerate(microbatches, 1):
                 self._move(microbatch)
                 is_last = index == len(microbatches)
                 with self.strategy.microbatch(is_last=is_last, sync=sync, is_aligned=is_aligned):
-                    self._train_microbatch(share, parts)
+                    self._train_microbatch(shares, index - 1, parts)
                 if index == 1 and not is_last and self.has_cuda_graphs:
                     self._own_gradients()
         state.batch = batch
@@ -168,7 +175,7 @@ class BatchTrainer:
         on_device = self.state.device.batch_to_device(microbatch)
         self.state.batch = self.strategy.prepare_batch(transform("microbatch_transforms", self.data_spec, on_device))
 
-    def _weigh(self, microbatches: Sequence[Any]) -> tuple[Sequence[float], bool]:
+    def _weigh(self, microbatches: Sequence[Any]) -> "tuple[Sequence[float] | _LateShares, bool]":
         """Return each microbatch's share in the loss, and whether all ranks have the same number of them.
 
         The shares of all ranks add up to the number of ranks.
@@ -178,16 +185,20 @@ class BatchTrainer:
             weights = [spec.get_num_tokens_in_batch(part, token_type="loss_generating") for part in microbatches]
         else:
             weights = [spec.get_num_samples_in_batch(part) for part in microbatches]
-        whole, is_aligned = self.ranks.compare_batch(sum(weights), len(weights), is_count_of_samples=not self.by_tokens)
-        # Once per fit, because the check reads all labels of a batch.
-        if self.by_tokens and not self._has_looked_at_tokens:
+        total = sum(weights)
+        compare = self.ranks.start_comparison(total, len(weights), is_count_of_samples=not self.by_tokens)
+        looks_at_tokens = self.by_tokens and not self._has_looked_at_tokens
+        if compare is not None and not self._needs_alignment and not looks_at_tokens:
+            return _LateShares(weights, compare), True
+        whole, is_aligned = (total, True) if compare is None else compare()
+        if looks_at_tokens:  # once per fit, because the check reads all labels of a batch
             check_token_weights(whole, microbatches, spec)
             self._has_looked_at_tokens = True
-        if len(weights) == 1 and weights[0] == whole and whole:
-            return [1.0], is_aligned
-        return [weight / whole if whole else 0.0 for weight in weights], is_aligned
+        return _shares(weights, whole), is_aligned
 
-    def _train_microbatch(self, share: float, parts: dict[str, list[tuple[Tensor, float]]]) -> None:
+    def _train_microbatch(
+        self, shares: "Sequence[float] | _LateShares", index: int, parts: dict[str, list[tuple[Tensor, float]]]
+    ) -> None:
         state, run_event = self.state, self.engine.run_event
         self.metrics.keep(state.batch)
 
@@ -199,6 +210,7 @@ class BatchTrainer:
         self._compute_loss()
         run_event(Event.AFTER_LOSS)
 
+        share = shares[index]
         run_event(Event.BEFORE_BACKWARD)
         total = state.loss
         if not isinstance(total, Tensor):
@@ -231,6 +243,23 @@ class BatchTrainer:
         if self.state.scaler is not None:
             loss = self.state.scaler.scale(loss if self.guard is None or not share else self.guard.mark(loss))
         self.strategy.backward(loss, create_graph=self.create_graph)
+
+
+def _shares(weights: Sequence[float], whole: float) -> Sequence[float]:
+    return [weight / whole if whole else 0.0 for weight in weights]
+
+
+class _LateShares:
+    """The shares of microbatches in the loss, for which the ranks compare their batches during the forward pass."""
+
+    def __init__(self, weights: Sequence[float], compare: Callable[[], tuple[float, bool]]) -> None:
+        self._weights = weights
+        self._compare: Callable[[], tuple[float, bool]] | None = compare
+
+    def __getitem__(self, index: int) -> float:
+        if self._compare is not None:
+            self._weights, self._compare = _shares(self._weights, self._compare()[0]), None
+        return self._weights[index]
 
 
 class Step:

@@ -18,8 +18,6 @@ from composer_dist import agreement, dist, get_global_rank, get_world_size, repr
 from composer_dist.ddp import DDP
 from composer_dist.deepspeed import check_deepspeed_fits, parse_deepspeed_config
 from composer_dist.strategy import SingleDevice, Strategy
-from composer_events.arguments import overrides
-from composer_events.callback import Callback
 from composer_models import MissingConditionalImportError
 from composer_time import Time, TimeUnit
 
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from composer.trainer._build import ResolvedArguments
     from composer_dist.devices import Precision
     from composer_events.algorithm import Algorithm
-    from composer_events.callback import Callback
     from composer_events.data_spec import DataSpec
     from composer_events.evaluator import Evaluator
     from composer_events.state import State
@@ -271,14 +268,13 @@ def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec, strategy: Strateg
     lengths = [getattr(evaluator.eval_interval, "interval", None) for evaluator in state.evaluators]
     follows_clock = any(length is None or length.unit is TimeUnit.SECOND for length in lengths)
     listens = bool(state.callbacks) or follows_clock
-    may_stop_late = any(
-        overrides(callback, Callback, name) and not callback.saves_checkpoints  # savers never stop training
-        for callback in state.callbacks
-        for name in ("batch_checkpoint", "run_event")
+    # Loggers and algorithms of ours neither stop the training nor act by the clock.
+    others = [type(each).__module__ for each in (*state.callbacks, *state.algorithms)]
+    may_stop = follows_clock or not all(
+        name.startswith(("composer.loggers.", "composer_algorithms.")) for name in others
     )
-    may_stop = listens or bool(state.algorithms)
     # Each fact that holds on no rank saves a collective per batch.
-    ranks.begin(data_spec, listens=listens, may_stop=may_stop, may_stop_late=may_stop_late)
+    ranks.begin(data_spec, listens=listens, may_stop=may_stop)
 
 
 # Arguments that must be the same on all ranks, as they were passed.
