@@ -95,7 +95,8 @@ class OptimizerList(SteppingList):
 
     def with_modes(self) -> list[Any]:
         """Return the optimizers that have `train()` and `eval()`, which exchange the weights of the model."""
-        return [each for each in self if hasattr(each, "train") and hasattr(each, "eval")]
+        inner = [getattr(each, "base_optimizer", each) for each in self]  # of wrappers such as SAM's
+        return [each for each in inner if hasattr(each, "train") and hasattr(each, "eval")]
 
 
 class StableListAttribute(Generic[L]):

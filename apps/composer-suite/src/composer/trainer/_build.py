@@ -124,6 +124,7 @@ class ResolvedArguments:
         self.optimizers = choose_optimizers(arguments.optimizers, model)
         check_optimizers_of(self.schedule.schedulers, self.optimizers)
         takes_closure(self.optimizers)  # raises if one of several does
+        strategies.refuse_second_average(self.optimizers, self.algorithms)
         self.parallelism_config = strategies.read_parallelism(arguments)
         self.recomputes = strategies.check_recomputation(arguments.activation_checkpointing, self.parallelism_config)
         self.deepspeed_config = strategies.complete_deepspeed_config(arguments.deepspeed_config, self)
@@ -219,6 +220,7 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
     )
     if optimizers is not None:
         takes_closure(optimizers)  # raises if one of several does
+        strategies.refuse_second_average(optimizers, state.algorithms)
         strategies.take_optimizers(runtime.strategy, state, optimizers)
     new_precision, scaler = _precision_of_fit(runtime, asked, state.optimizers if optimizers is None else optimizers)
     size, count = asked.device_train_microbatch_size, asked.grad_accum

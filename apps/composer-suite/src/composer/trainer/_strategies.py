@@ -233,6 +233,24 @@ def _refuse_methods(config: Mapping[str, Any], algorithms: Iterable[Algorithm]) 
         )
 
 
+def refuse_second_average(optimizers: Sequence[Optimizer], algorithms: Iterable[Algorithm]) -> None:
+    """Reject algorithms that exchange the model's weights next to an optimizer that does, such as schedule-free ones.
+
+    The optimizer would compute its average from weights that are not its own.
+    """
+    names = [type(each).__name__ for each in optimizers if hasattr(each, "train")]
+    if not names:
+        return
+    from composer_algorithms import EMA, SWA  # a slow import that few runs need
+
+    for algorithm in algorithms:
+        if isinstance(algorithm, EMA | SWA):
+            raise ValueError(
+                f"{type(algorithm).__name__} does not go with {names[0]}: both exchange the weights of the model for "
+                f"an average, and neither accounts for the other. Leave {type(algorithm).__name__} out."
+            )
+
+
 def _refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Reject several optimizers, and those that exchange the model's weights, of which DeepSpeed keeps flat copies."""
     if len(optimizers) != 1:

@@ -397,6 +397,7 @@ class Trainer:
         # TorchScript scripts the model without a sample; only a sample that the user passes allows tracing instead.
         if sample_input is None and formats(save_format) in (formats.ONNX, formats.EXPORT):
             sample_input = self.state.batch
+        self.state.optimizers.eval()
         inference.export_with_logger(
             model=unwrap_model(self.state.model),
             save_format=save_format,
