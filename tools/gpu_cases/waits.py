@@ -137,6 +137,11 @@ def make_rows() -> Mapping[str, Row]:
         "DecoupledSGDW": lambda model: DecoupledSGDW(model.parameters(), lr=0.1, momentum=0.9),
     }
     rows = {name: _row(*plain, optimizers=make) for name, make in optimizers.items()}
+    rows |= {  # fused by default
+        "DecoupledAdamW, skip": _row(*plain, optimizers=optimizers["DecoupledAdamW"], on_divergence="skip"),
+        "DecoupledAdamW, amp_fp16": _row(*plain, optimizers=optimizers["DecoupledAdamW"], precision="amp_fp16"),
+        "DecoupledSGDW, amp_fp16": _row(*plain, optimizers=optimizers["DecoupledSGDW"], precision="amp_fp16"),
+    }
     rows |= {
         "AdamW, skip": _row(*plain, optimizers=_adamw(), on_divergence="skip"),
         "AdamW fused, skip": _row(*plain, on_divergence="skip", **fused),
