@@ -310,6 +310,7 @@ CALLBACKS = {
     "OptimizerMonitor": Row(callback("OptimizerMonitor", batch_log_interval=1)),
     "RuntimeEstimator": Row(callback("RuntimeEstimator")),
     "SpeedMonitor": Row(callback("SpeedMonitor", 2)),
+    "SyncMonitor": Row(callback("SyncMonitor")),
     "SystemMetricsMonitor": Row(callback("SystemMetricsMonitor")),
     "ThresholdStopper": Row(callback("ThresholdStopper", "CrossEntropy", "eval", 10.0, comp="less")),
 }

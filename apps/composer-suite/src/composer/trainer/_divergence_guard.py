@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -103,8 +104,7 @@ class DivergenceGuard:
     def _choose_timing(self, *, evaluates_loss: bool) -> tuple[bool, bool]:
         """Return whether a flag on the device keeps optimizers from stepping, and whether results are read later."""
         optimizers: list[Optimizer] = list(self._state.optimizers)
-        # Fused optimizers, whose kernels read a skip flag on the device, have this attribute for GradScaler.
-        unfused = [each for each in optimizers if not getattr(each, "_step_supports_amp_scaling", False)]
+        unfused = [each for each in optimizers if not _is_fused(each)]
         gates = (
             not evaluates_loss
             and (self._scaler is not None or not unfused)
@@ -117,6 +117,7 @@ class DivergenceGuard:
         # A rollback does not restore what algorithms such as EMA keep of bad weights.
         must_wait = self._policy.action == "skip" or (self._policy.action == "rollback" and self._state.algorithms)
         if gates or (not must_wait and self._scaler is None):
+            _advise_fused(optimizer, has_scaler=self._scaler is not None)
             return gates, True
         if self._scaler is None:
             _log.warning(
@@ -387,11 +388,12 @@ class DivergenceGuard:
         if self._buffers is not None:
             self._buffers.restore()
         # Without the flag on the device, the optimizer has stepped until the host knew.
-        has_stepped = self.knows_late
+        has_stepped, went_back = self.knows_late, ""
         if self._snapshot is not None and (has_stepped or divergence.action == "rollback"):
             self._snapshot.restore()
             has_stepped = False
-        message = self._explain(divergence, has_stepped=has_stepped)
+            went_back = f" Weights and optimizer state were rolled back by {self._num_since_snapshot - 1} batches."
+        message = self._explain(divergence, went_back, has_stepped=has_stepped)
         self._found.zero_()
         if divergence.action != "skip":
             self._arrivals.forget()  # pending results belong to steps that were blocked or are undone
@@ -400,13 +402,12 @@ class DivergenceGuard:
                 set_found_inf(optimizer, None)
             raise DivergenceError(message, divergence)
         if divergence.action == "rollback":
-            went_back = f"Weights and optimizer state were rolled back by {self._num_since_snapshot - 1} batches."
-            _log.warning("%s The optimizer did not step. %s", _sentence(divergence), went_back)
+            _log.warning("%s The optimizer did not step.%s", _sentence(divergence), went_back)
         else:
             _log.warning("%s The optimizer did not step.", _sentence(divergence))
 
-    def _explain(self, divergence: Divergence, *, has_stepped: bool) -> str:
-        where = ""
+    def _explain(self, divergence: Divergence, went_back: str, *, has_stepped: bool) -> str:
+        where = went_back
         parameters = list(self._state.model.named_parameters())
         if has_stepped:
             names = names_of_bad((name, p.detach()) for name, p in parameters)
@@ -419,8 +420,8 @@ class DivergenceGuard:
         elif not divergence.is_spike and not self._defers:
             gradients = ((name, p.grad) for name, p in parameters if p.grad is not None)
             names = names_of_bad(gradients, may_be_marked=self._reductions is not None)
-            where = f" The gradients of {names} are not finite." if names else ""
-        if not has_stepped:
+            where += f" The gradients of {names} are not finite." if names else ""
+        if not has_stepped and not went_back:
             again = f", {self._num_in_a_row} batches in a row" if self._num_in_a_row > 1 else ""
             where += f" The optimizer made no step with it{again}; the weights are those before it, on every rank."
         return (
@@ -606,6 +607,35 @@ class Spikes:
 def takes_none(optimizer: Optimizer) -> bool:
     """Return whether an optimizer undoes its step when a closure returns `None`, as SAM does."""
     return getattr(optimizer, "_step_supports_amp_closure", False)
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
+    """Return whether steps read a skip flag on the device: fused optimizers have this attribute for GradScaler."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+_advised: WeakSet[Optimizer] = WeakSet()
+
+
+def _advise_fused(optimizer: Optimizer, *, has_scaler: bool) -> None:
+    """Log once that an optimizer of torch has a fused kernel, if that was neither chosen nor refused."""
+    groups = optimizer.param_groups
+    is_torchs = type(optimizer).__module__.startswith("torch.")
+    is_open = all(group.get("fused", "") is None and group.get("foreach") is None for group in groups)
+    # DTensor has no rule for the other fused kernels.
+    has_kernel = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or not any(
+        is_sharded(p) for group in groups for p in group["params"]
+    )
+    if is_torchs and is_open and has_kernel and optimizer not in _advised:
+        _advised.add(optimizer)
+        _log.log(
+            logging.WARNING if has_scaler else logging.INFO,
+            "%s steps without its fused kernel. With fused=True steps are faster, and %s.",
+            type(optimizer).__name__,
+            "amp_fp16 does not wait for the device in each of them"
+            if has_scaler
+            else "a batch whose gradients are not finite leaves the weights as they were",
+        )
 
 
 def set_found_inf(optimizer: Any, found: Tensor | None) -> None:
