@@ -23,13 +23,6 @@ from composer_time import Timestamp
 if TYPE_CHECKING:
     from composer_events import State
 
-__all__ = [
-    "advice_for_hugging_face",
-    "refuse_another_model",
-    "named_optimizers",
-    "refuse_unfitting_state",
-]
-
 log = getLogger(__name__)
 
 _MAX_NAMES = 10

@@ -19,8 +19,6 @@ from composer_events.batches import ensure_tuple
 if TYPE_CHECKING:
     from composer_events import State
 
-__all__ = ["KeptOptimizers", "leave_out_their_state"]
-
 log = getLogger(__name__)
 
 _Path = tuple[Any, ...]  # within an optimizer's state: () for all of it, (parameter,), or (parameter, name of a value)

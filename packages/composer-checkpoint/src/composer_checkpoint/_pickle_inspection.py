@@ -33,18 +33,6 @@ from composer_checkpoint.pickles import (
     scan,
 )
 
-__all__ = [
-    "LEGACY_MAGIC",
-    "SPARSE_PARTS",
-    "PickleInspection",
-    "SparseSpec",
-    "StorageSpec",
-    "TensorSpec",
-    "inspect_pickle",
-    "read_legacy_pt",
-    "safe_unpickle",
-]
-
 # The names by which torch wrote dtypes before it had untyped storages. It still writes most dtypes in this way.
 STORAGE_DTYPES = {
     "DoubleStorage": ("float64", 8),

@@ -18,26 +18,6 @@ import torch
 from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, shown
 from composer_checkpoint.manifest import Manifest
 
-__all__ = [
-    "decode",
-    "encode",
-    "notes_of",
-    "noted_in",
-    "noted_names",
-    "by_joined_names",
-    "doubled",
-    "path_text",
-    "refuse_doubled",
-    "Names",
-    "children_of",
-    "map_tree",
-    "named_leaves",
-    "text_of",
-    "unflatten",
-    "unique_name",
-    "with_items",
-]
-
 T = TypeVar("T")
 
 

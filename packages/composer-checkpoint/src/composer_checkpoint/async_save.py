@@ -29,8 +29,6 @@ from composer_checkpoint.sharded.save import plan_save, write_planned
 from composer_checkpoint.sharded.writer import VerifiedWriter
 from composer_dist.collectives import is_initialized
 
-__all__ = ["AsyncSaver"]
-
 log = getLogger(__name__)
 
 Job = Callable[[], object]

@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from composer_checkpoint._ranks import Ranks
-from composer_checkpoint.names import PartialFilePath, partial_format, sharded_folder
+from composer_checkpoint.names import PartialFilePath, sharded_folder
 from composer_checkpoint.remote.fetch import create_symlink_file
 from composer_checkpoint.remote.publish import SYMLINK_SUFFIX, write_pointer
 from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.retention import KeptRemotely
 from composer_checkpoint.state import Layout, layout_of, own_file, prefix_dir_of
 from composer_checkpoint.stores.base import is_uri
+from composer_events.formatting import partial_format
 from composer_time import Timestamp
 
 if TYPE_CHECKING:
     from composer_events import Logger, State
-
-__all__ = ["CheckpointUploads", "Save", "template_of_run", "within_folder"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,17 +27,6 @@ from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "HASH_NAME",
-    "NUM_DIGITS",
-    "hash_bytes",
-    "hash_file",
-    "hash_tensor",
-    "hash_tensors",
-    "new_hasher",
-    "tensor_bytes",
-]
-
 HASH_NAME = "xxh3_128"
 """Default hash of each tensor."""
 

@@ -46,7 +46,6 @@ from composer_checkpoint.formats.archives import (
 )
 from composer_checkpoint.formats.pt import load_checked, load_pt, open_pt, refuse_what_is_elsewhere, save_pt, verify_pt
 from composer_checkpoint.formats.safetensors import (
-    ShardIndex,
     by_text_names,
     checked_shards,
     in_two_shards,
@@ -65,24 +64,6 @@ from composer_checkpoint.names import is_tar
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = [
-    "load_file",
-    "read_manifest",
-    "safe_torch_load",
-    "save_file",
-    "verify_file",
-    "INDEX_SUFFIX",
-    "ShardIndex",
-    "load_shards",
-    "read_index",
-    "save_weights_in_shards",
-    "verify_shards",
-    "VALIDATION_VARIABLE",
-    "Specs",
-    "chosen_validation",
-    "validate_file",
-]
 
 log = getLogger(__name__)
 

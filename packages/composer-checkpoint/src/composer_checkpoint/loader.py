@@ -17,11 +17,12 @@ from composer_checkpoint._compatibility import advice_for_hugging_face, refuse_a
 from composer_checkpoint._ranks import Ranks, fetch_together, not_here, of_first_rank_of_node
 from composer_checkpoint.commit import read_pointer
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError, shown
-from composer_checkpoint.files import INDEX_SUFFIX, load_file, read_index, read_manifest, safe_torch_load
-from composer_checkpoint.formats.per_rank import LAYOUT_KEY
+from composer_checkpoint.files import load_file, read_manifest, safe_torch_load
+from composer_checkpoint.formats.archives import INDEX_SUFFIX
+from composer_checkpoint.formats.safetensors import read_index
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
 from composer_checkpoint.lock import complete_interrupted_sets
-from composer_checkpoint.names import format_name_with_dist, partial_format
+from composer_checkpoint.manifest import LAYOUT_KEY
 from composer_checkpoint.state import (
     PARTS,
     TRAIN_DATA_KEY,
@@ -44,12 +45,11 @@ from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback
 from composer_events.data_position import DataPosition, leave_epoch
 from composer_events.event import Event
+from composer_events.formatting import format_name_with_dist, partial_format
 
 if TYPE_CHECKING:
     from composer_checkpoint._ignored_optimizer_state import KeptOptimizers
     from composer_events import Logger, State
-
-__all__ = ["LoadCheckpoint", "load_checkpoint", "load_sharded_checkpoint"]
 
 log = getLogger(__name__)
 

@@ -15,8 +15,6 @@ from composer_checkpoint.errors import CorruptCheckpointError, NewerCheckpointEr
 from composer_checkpoint.file_io import HASH_NAME, NUM_DIGITS, hash_bytes, hash_file
 from composer_checkpoint.formats._zip import Readable, ZipLayout
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "FileEntry", "Manifest", "TensorEntry"]
-
 MANIFEST_NAME = "composer_manifest.json"
 """Name of the file that lists the hashes of all other files of a checkpoint."""
 

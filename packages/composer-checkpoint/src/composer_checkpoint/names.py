@@ -18,8 +18,9 @@ from composer_events.formatting import (
     OF_TIME,
     check_placeholders,
     format_name_with_dist,
-    format_name_with_dist_and_time,
-    partial_format,
+)
+from composer_events.formatting import (
+    format_name_with_dist_and_time as format_name_with_dist_and_time,
 )
 from composer_time import Time, TimeUnit
 
@@ -27,19 +28,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from composer_events import State
-
-__all__ = [
-    "OF_FOLDER",
-    "OF_SAVE",
-    "PartialFilePath",
-    "check_filename",
-    "format_name_with_dist",
-    "format_name_with_dist_and_time",
-    "is_tar",
-    "partial_format",
-    "placeholders",
-    "sharded_folder",
-]
 
 # Placeholders that grow from each save to the next on their own.
 _GROWS: Final = {"batch", "sample", "token", "total_wct"}

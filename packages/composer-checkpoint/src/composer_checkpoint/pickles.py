@@ -25,8 +25,6 @@ from typing import Any, ClassVar, NoReturn
 
 from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError, shown
 
-__all__ = ["PLAIN_GLOBALS", "RestrictedUnpickler", "refuse_global", "run_restricted", "scan"]
-
 # Arguments that a call copies: one element takes at least one byte of the pickle.
 _COPIED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, deque)
 _TIMES = 4

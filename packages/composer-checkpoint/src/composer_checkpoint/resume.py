@@ -29,7 +29,7 @@ from composer_checkpoint.formats.archives import STATES_NAME, unpack
 from composer_checkpoint.inspection import inspect_file
 from composer_checkpoint.lock import complete_interrupted_sets
 from composer_checkpoint.manifest import MANIFEST_NAME, SAVE_ID_KEY, Manifest, refuse_mixed_saves
-from composer_checkpoint.names import format_name_with_dist, is_tar, partial_format
+from composer_checkpoint.names import is_tar
 from composer_checkpoint.remote.fetch import extract_path_from_symlink, get_file
 from composer_checkpoint.remote.publish import SYMLINK_SUFFIX
 from composer_checkpoint.save_folder import (
@@ -49,12 +49,11 @@ from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.stores.opening import list_if_allowed
 from composer_checkpoint.verify import verify
 from composer_dist import dist
+from composer_events.formatting import format_name_with_dist, partial_format
 
 if TYPE_CHECKING:
     from composer_checkpoint.saver import CheckpointSaver
     from composer_events import Logger, State
-
-__all__ = ["checkpoint_to_resume", "download_checkpoint"]
 
 log = getLogger(__name__)
 

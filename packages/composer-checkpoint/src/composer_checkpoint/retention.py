@@ -28,8 +28,6 @@ from composer_time import Time, Timestamp, TimeUnit
 if TYPE_CHECKING:
     from composer_events import State
 
-__all__ = ["RetentionPolicy", "SavedCheckpoint", "choose_to_delete"]
-
 log = getLogger(__name__)
 
 _SHARD = re.compile(r"__\d+_\d+\.distcp")

@@ -17,22 +17,14 @@ from composer_checkpoint.commit import read_pointer, refuse_folder, remove_lefto
 from composer_checkpoint.errors import CheckpointConflictError, CheckpointError, NewerCheckpointError, StorageError
 from composer_checkpoint.lock import LOCK_NAME, FolderLock
 from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, SIDECAR_SUFFIX, Manifest
-from composer_checkpoint.names import PartialFilePath, format_name_with_dist, is_unfinished, placeholders
+from composer_checkpoint.names import PartialFilePath, is_unfinished, placeholders
 from composer_checkpoint.stores.opening import list_if_allowed
+from composer_events.formatting import format_name_with_dist
 
 if TYPE_CHECKING:
     from composer_checkpoint.stores.base import ObjectStore
     from composer_events import State
     from composer_time import Timestamp
-
-__all__ = [
-    "Found",
-    "Skipped",
-    "ensure_folder_has_no_conflicting_files",
-    "ensure_folder_is_empty",
-    "find_conflicts",
-    "find_newest",
-]
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +72,7 @@ class Candidate:
     modified: float
 
     def sorting_key(self) -> tuple[bool, tuple[int, ...], float]:
-        # Modification times decide last, since copying files changes them.
+        """Return the key of the order, in which modification times decide last, since copying files changes them."""
         return self.counters is not None, self.counters or (), self.modified
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from functools import cache
-from importlib.metadata import version
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint._tree import encode, map_tree, named_leaves, unflatten
+from composer_checkpoint._version import __version__
 from composer_checkpoint.commit import write_on_rank_zero
 from composer_checkpoint.files import save_file
 from composer_checkpoint.formats.pt import refuse_unsafe_objects
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
 
     from composer_events import State
-
-__all__ = ["get_save_filename", "save_checkpoint"]
 
 log = getLogger(__name__)
 
@@ -183,15 +181,10 @@ def _open(part: Any) -> Any:
     return map_tree(part, lambda name, value: list(value) if name in around and type(value) is tuple else value)
 
 
-@cache
-def _version() -> str:
-    return version("composer-checkpoint")  # parses a file
-
-
 def describe(state: "State", *, weights_only: bool = False) -> dict[str, Any]:
     """Return the information about a checkpoint for its manifest."""
     return {
-        "composer_checkpoint_version": _version(),
+        "composer_checkpoint_version": __version__,
         "run_name": state.run_name,
         "timestamp": {name: int(getattr(state.timestamp, name)) for name in _COUNTERS},
         "world_size": dist.get_world_size(),

@@ -12,8 +12,6 @@ from typing import Protocol
 
 from composer_checkpoint.errors import CorruptCheckpointError
 
-__all__ = ["LOCAL_MAGIC", "Member", "Readable", "ZipLayout", "check_checksums", "read_zip_layout"]
-
 LOCAL_MAGIC = b"PK\x03\x04"
 _CENTRAL_MAGIC = b"PK\x01\x02"
 _END_MAGIC = b"PK\x05\x06"

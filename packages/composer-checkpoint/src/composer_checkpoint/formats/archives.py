@@ -23,20 +23,6 @@ from composer_checkpoint.file_io import FileReader
 from composer_checkpoint.formats._zip import LOCAL_MAGIC
 from composer_checkpoint.names import is_tar
 
-__all__ = [
-    "KNOWN_COMPRESSORS",
-    "STATES_NAME",
-    "CompressorNotFound",
-    "check_compressor",
-    "compress",
-    "compressor_of",
-    "pack_tar",
-    "unpack",
-    "CliCompressor",
-    "get_compressor",
-    "is_compressed_pt",
-]
-
 STATES_NAME = "composer_states.pt"
 
 KNOWN_COMPRESSORS = {

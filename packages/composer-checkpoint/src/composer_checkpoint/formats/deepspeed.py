@@ -20,8 +20,6 @@ from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from composer_checkpoint.formats.pt import open_pt_source
 from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource
 
-__all__ = ["find_zero_folder", "open_zero_source"]
-
 Weights = Literal["fp32", "16bit"]
 
 _LATEST = "latest"

@@ -36,23 +36,6 @@ from composer_checkpoint.names import sibling_name
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "ELASTIC_VARIABLE",
-    "LAYOUT_KEY",
-    "SAVE_ID_KEY",
-    "load_local",
-    "local_content",
-    "merge_local",
-    "own_path",
-    "refuse_mixed_saves",
-    "save_local",
-    "write_together",
-    "load_local_state",
-    "open_local_source",
-    "save_local_state",
-    "stream_local",
-]
-
 ELASTIC_VARIABLE = "COMPOSER_LOCAL_ELASTIC"
 
 _RANK = "{rank}"

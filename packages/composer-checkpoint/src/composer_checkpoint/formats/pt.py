@@ -79,8 +79,6 @@ from composer_checkpoint.manifest import (
     seal,
 )
 
-__all__ = ["PtContents", "load_checked", "load_pt", "open_pt", "open_pt_source", "save_pt", "stream_pt", "verify_pt"]
-
 log = getLogger(__name__)
 _MAX_NAME_CHARS = 500
 

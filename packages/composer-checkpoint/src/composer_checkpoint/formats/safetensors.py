@@ -40,19 +40,6 @@ from composer_checkpoint.formats.tensor_source import (
 )
 from composer_checkpoint.manifest import Manifest, TensorEntry, parse_json
 
-__all__ = [
-    "FORMAT_NAMES",
-    "aliases_in",
-    "by_text_names",
-    "check_fit",
-    "load_safetensors",
-    "read_safetensors",
-    "save_safetensors",
-    "tied_weights",
-    "verify_safetensors",
-    "write_safetensors",
-]
-
 LENGTH = struct.Struct("<Q")
 METADATA_KEY = "__metadata__"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit

@@ -13,8 +13,6 @@ from composer_checkpoint._tree import Names, by_joined_names, children_of, map_t
 from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composer_checkpoint.manifest import Manifest
 
-__all__ = ["StoredTensor", "TensorSource", "aliases_of", "are_one", "as_stored", "sparse_stored", "tensors_in"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseParts:

@@ -31,7 +31,9 @@ from composer_checkpoint._spread import (
 )
 from composer_checkpoint._tree import unflatten
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
-from composer_checkpoint.files import INDEX_SUFFIX, load_file, read_index
+from composer_checkpoint.files import load_file
+from composer_checkpoint.formats.archives import INDEX_SUFFIX
+from composer_checkpoint.formats.safetensors import read_index
 from composer_checkpoint.manifest import METADATA_NAME
 from composer_checkpoint.modular.options import CheckpointLoadOptions
 from composer_checkpoint.modular.state_dict import select_keys

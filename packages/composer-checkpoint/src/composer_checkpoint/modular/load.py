@@ -13,7 +13,6 @@ from composer_checkpoint._spread import is_sharded, parameters_by_name
 from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.modular._restore import (
     Source,
-    WeightsMismatchError,
     find_source,
     follow_parameters,
     load_optimizer,
@@ -27,14 +26,6 @@ from composer_dist.reproducibility import load_rng_state
 
 if TYPE_CHECKING:
     from composer_events import State
-
-__all__ = [
-    "WeightsMismatchError",
-    "load_checkpoint",
-    "load_model_checkpoint",
-    "load_optim_checkpoint",
-    "load_resumption_checkpoint",
-]
 
 PathLike = str | os.PathLike[str]
 

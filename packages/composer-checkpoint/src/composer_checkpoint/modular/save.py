@@ -17,7 +17,8 @@ from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CheckpointConflictError, CorruptCheckpointError
 from composer_checkpoint.file_io import HASH_NAME, hash_file
-from composer_checkpoint.files import INDEX_SUFFIX, save_file, save_weights_in_shards, verify_file
+from composer_checkpoint.files import save_file, save_weights_in_shards, verify_file
+from composer_checkpoint.formats.archives import INDEX_SUFFIX
 from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, FileEntry, Manifest, first_difference
 from composer_checkpoint.modular.options import CheckpointSaveOptions
 from composer_checkpoint.modular.state_dict import (
@@ -27,23 +28,13 @@ from composer_checkpoint.modular.state_dict import (
     get_optim_state_dict,
     get_resumption_state_dict,
 )
-from composer_checkpoint.names import format_name_with_dist_and_time
 from composer_checkpoint.sharded import save_sharded, verify_folder
 from composer_checkpoint.stores.base import is_uri
+from composer_events.formatting import format_name_with_dist_and_time
 
 if TYPE_CHECKING:
     from composer_dist.devices import Device
     from composer_events import State
-
-__all__ = [
-    "AlreadyExistsError",
-    "save_checkpoint_to_disk",
-    "save_composer_metadata_to_disk",
-    "save_model_to_disk",
-    "save_optim_to_disk",
-    "save_resumption_state_to_disk",
-    "save_state_dict_to_disk",
-]
 
 PathLike = str | os.PathLike[str]
 

@@ -32,14 +32,6 @@ if TYPE_CHECKING:
     from composer_dist.devices import Device
     from composer_events import State
 
-__all__ = [
-    "get_metadata_state_dict",
-    "get_model_state_dict",
-    "get_optim_state_dict",
-    "get_resumption_state_dict",
-    "select_keys",
-]
-
 Patterns = str | Sequence[str] | None
 
 

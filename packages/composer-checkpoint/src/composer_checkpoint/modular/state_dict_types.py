@@ -32,13 +32,6 @@ from composer_checkpoint.modular._restore import receive_state
 from composer_checkpoint.modular.state_dict import check_type, of_type, own_part, room_for
 from composer_dist.wrapping import canonical_name, unwrap_model
 
-__all__ = [
-    "fsdp_get_optim_state_dict",
-    "fsdp_state_dict_type_context",
-    "get_fsdp_full_optim_state_dict",
-    "get_fsdp_sharded_optim_state_dict",
-]
-
 _MAX_LISTED = 10
 
 _types: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()

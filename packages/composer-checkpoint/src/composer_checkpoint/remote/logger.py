@@ -28,8 +28,6 @@ from composer_events.logger_destination import LoggerDestination
 if TYPE_CHECKING:
     from composer_events import Logger, State
 
-__all__ = ["RemoteUploaderDownloader", "maybe_create_remote_uploader_downloader_from_uri"]
-
 _NAME_AS_IT_IS = "{remote_file_name}"
 _POLL_S = 2.0
 

@@ -30,8 +30,6 @@ from torch.distributed.checkpoint.metadata import (
 from composer_checkpoint._pickle_inspection import safe_unpickle
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, shown
 
-__all__ = ["MAX_NAME_CHARS", "MAX_STEPS", "StorageInfo", "parse_metadata", "part_name"]
-
 _MAX_DIMS = 64  # torch's own limit
 _MAX_COUNT = 1 << 63
 MAX_NAME_CHARS = 1024  # a name is repeated for each chunk

@@ -19,18 +19,6 @@ from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, parse_uri, retry
 from composer_dist import dist
 
-__all__ = [
-    "FetchedFolder",
-    "LocalSource",
-    "Source",
-    "StoreSource",
-    "fetch_once_per_node",
-    "fetched_folder",
-    "open_source",
-    "open_target",
-    "store_of",
-]
-
 
 def is_remote(folder: str | os.PathLike[str]) -> bool:
     """Return whether the folder is a URI rather than a local path."""

@@ -26,8 +26,6 @@ from composer_checkpoint.sharded.reader import VerifyingReader, decode_object, e
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["check_sharded", "load_sharded", "load_with_reader", "ComparingLoadPlanner", "WholeSavePlanner"]
-
 
 def load_sharded(
     state_dict: dict[str, Any],

@@ -27,8 +27,6 @@ from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, Manifest,
 from composer_checkpoint.sharded._metadata import parse_metadata, part_name
 from composer_checkpoint.sharded._storage import Source, open_source
 
-__all__ = ["VerifyingReader", "read_folder_metadata", "read_manifest", "verify_folder"]
-
 
 @dataclass(slots=True)
 class FileSlice:

@@ -33,16 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "DistCPObjectStoreReader",
-    "FileSystemReaderWithValidation",
-    "dist_cp_load",
-    "PlannedSave",
-    "plan_save",
-    "save_sharded",
-    "write_planned",
-]
-
 
 def save_sharded(
     state_dict: Mapping[str, Any],

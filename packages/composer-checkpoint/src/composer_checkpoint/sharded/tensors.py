@@ -26,8 +26,6 @@ from composer_checkpoint.sharded.load import WholeSavePlanner, refuse_bits, refu
 from composer_checkpoint.sharded.reader import OpenShards, Part, VerifyingReader, list_parts
 from composer_checkpoint.sharded.writer import VerifiedWriter
 
-__all__ = ["open_sharded_source", "stream_sharded"]
-
 
 def stream_sharded(
     tree: Any,

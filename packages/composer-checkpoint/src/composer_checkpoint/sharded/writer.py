@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -21,10 +22,8 @@ from composer_checkpoint.errors import as_storage_error
 from composer_checkpoint.file_io import hash_bytes, new_hasher, tensor_bytes
 from composer_checkpoint.formats.pt import unknown_globals_of, unsafe_objects
 from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, FileEntry, Manifest, TensorEntry, sealed
-from composer_checkpoint.sharded._metadata import StorageInfo, part_name
+from composer_checkpoint.sharded._metadata import part_name
 from composer_checkpoint.sharded._storage import open_target
-
-__all__ = ["VerifiedWriter"]
 
 _DCP_VERSION = "1.0.0"  # the version that torch's own writer puts into `.metadata`
 
@@ -186,7 +185,7 @@ class VerifiedWriter(StorageWriter):
 class _Written:
     """Report of a rank to rank 0 about one part; that of the last part of a file includes the file."""
 
-    info: StorageInfo
+    info: _StorageInfo
     name: str
     tensor: TensorEntry
     file: FileEntry | None = None
@@ -250,7 +249,7 @@ def _write_item(item: WriteItem, planner: SavePlanner, file: _HashedFile, file_n
     if described := item.tensor_data:
         dtype, shape = str(described.properties.dtype).removeprefix("torch."), tuple(described.chunk.sizes)
         name = part_name(name, described.chunk, described.size)
-    return _Written(StorageInfo(file_name, offset, length), name, TensorEntry(dtype, shape, length, digest))
+    return _Written(_StorageInfo(file_name, offset, length), name, TensorEntry(dtype, shape, length, digest))
 
 
 def _plain(tensor: torch.Tensor, name: str, file_name: str) -> torch.Tensor:

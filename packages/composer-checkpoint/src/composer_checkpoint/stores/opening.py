@@ -25,20 +25,6 @@ from composer_checkpoint.stores.databricks import MLFLOW_PREFIX, MLFlowObjectSto
 from composer_checkpoint.stores.fsspec import FsspecObjectStore
 from composer_checkpoint.stores.sftp import SFTPObjectStore
 
-__all__ = [
-    "CREDENTIALS_PROBE",
-    "arguments_of",
-    "build_remote_backend",
-    "check_scheme",
-    "list_if_allowed",
-    "list_remote_objects",
-    "maybe_create_object_store_from_uri",
-    "open_store",
-    "probe_name",
-    "reach",
-    "validate_credentials",
-]
-
 log = logging.getLogger(__name__)
 
 A = TypeVar("A")
