@@ -27,12 +27,8 @@ _Path = tuple[Any, ...]  # within an optimizer's state: () for all of it, (param
 class KeptOptimizers:
     """Complete a checkpoint's optimizers so that they can be loaded, and restore their own values after that.
 
+    `before` is the checkpoint's `state`, and `after` the same without the parts that were left out, changed in place.
     Every rank must create one.
-
-    Args:
-        state: Holds the optimizers.
-        before: The checkpoint's `state`.
-        after: The same without the parts that were left out. Changed in place.
     """
 
     def __init__(self, state: "State", before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
@@ -69,7 +65,6 @@ class KeptOptimizers:
         return own
 
     def put_back(self) -> None:
-        """Restore the optimizers' own state where the checkpoint's was left out."""
         for optimizer, parameters, lost, own in self._kept:
             state = optimizer.state  # loading has replaced the dict
             for path in lost:
@@ -128,7 +123,6 @@ def _fill_groups(
 
 
 def _lost_state(saved: Any, mine: Mapping[str, Any]) -> list[_Path]:
-    """Return the paths that were left out of an optimizer's state."""
     left = mine.get("state")
     if left is None:
         return [()]

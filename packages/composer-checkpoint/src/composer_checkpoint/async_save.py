@@ -323,8 +323,6 @@ class AsyncSaver:
 
 
 class _SnapshotPlanner(DefaultSavePlanner):
-    """Planner that returns the copies in place of the tensors, once all of them are made."""
-
     def __init__(self, snapshot: Snapshot, pickled: Mapping[str, io.BytesIO]) -> None:
         super().__init__()
         self._snapshot = snapshot

@@ -119,13 +119,7 @@ _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def as_storage_error(error: BaseException, path: Path, need_bytes: int | None = None) -> StorageError | None:
-    """Convert an error to a `StorageError` with the free and the needed space; return `None` for other kinds of errors.
-
-    Args:
-        error: Error that was raised while writing.
-        path: Path of the file.
-        need_bytes: Size of the file in bytes, if known.
-    """
+    """Convert an error of a disk to a `StorageError` with the free and the needed space; return `None` for others."""
     code: int | None = None
     if isinstance(error, OSError):
         code = error.errno or None

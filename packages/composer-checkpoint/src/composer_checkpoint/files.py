@@ -448,11 +448,6 @@ def chosen_validation() -> Callable[[str, Specs | None], Any] | None:
     """Return the function named by `CHECKPOINT_VALIDATION_FUNCTION='package.module.function'`, if it is set.
 
     The module is imported, so the variable decides which code runs.
-
-    Raises:
-        ModuleNotFoundError: If the module does not exist.
-        AttributeError: If the module lacks the function.
-        ValueError: If the variable is not a dotted name.
     """
     name = os.environ.get(VALIDATION_VARIABLE)
     if not name:
@@ -471,12 +466,7 @@ def validate_file(
     specs: Specs | None = None,
     validate: Callable[[str, Specs | None], Any] | None = None,
 ) -> None:
-    """Call the user's validation function for a file, before any of it is read.
-
-    Args:
-        path: Path of the file.
-        specs: Ranges that will be read; the whole file when `None`.
-        validate: The function. The one of the environment variable, if any, when `None`.
+    """Call a validation function, or that of the environment, for a file before any of it, or of some ranges, is read.
 
     Raises:
         ValueError: If the function returns a false value.

@@ -273,9 +273,7 @@ def layout_in(content: Any, path: str | os.PathLike[str]) -> Mapping[str, Any]:
 def refuse_mixed_saves(save_ids: Sequence[Any], path: str | os.PathLike[str]) -> None:
     """Raise if the ranks' files come from several saves, as after a run that was killed while it replaced them.
 
-    Args:
-        save_ids: The save id of each rank's file; `None` where it has none.
-        path: Path with `{rank}`, as passed to `save_local`.
+    A file without a save id has `None`.
     """
     if len(set(save_ids)) > 1:
         # Reversed, so that of each save the lowest rank is named.

@@ -216,11 +216,7 @@ def this_writer() -> str:
 
 
 def is_alive(writer: str) -> bool | None:
-    """Return whether a process is still running, or `None` if it ran on another machine or before a reboot.
-
-    Args:
-        writer: The result of `this_writer` in that process.
-    """
+    """Return whether a `this_writer` is still running, or `None` if it ran on another machine or before a reboot."""
     machine, pid, started = writer.split("-")
     if machine != _machine():
         return None

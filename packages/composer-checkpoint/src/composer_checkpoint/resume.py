@@ -375,7 +375,6 @@ def _fetch_and_check(store: Any, name: str, path: str) -> Manifest | None:
 
 
 def _refuse_partial(manifest: Manifest | None, path: str, name: str) -> None:
-    """Raise if a complete checkpoint does not have what resuming needs."""
     if manifest is not None and manifest.info.get("weights_only"):
         raise IncompatibleCheckpointError(f"{name} holds the weights only, from which a run cannot resume.")
     if manifest is None and os.path.isfile(path) and "state" not in inspect_file(path).keys:

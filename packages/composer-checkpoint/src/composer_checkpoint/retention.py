@@ -200,12 +200,7 @@ def _best_by(history: Sequence[SavedCheckpoint], metric: str, mode: str | None, 
 
 
 def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy:
-    """Return one policy for the two arguments of a user.
-
-    Raises:
-        ValueError: If one of them is invalid, or both set the number of newest checkpoints.
-        TypeError: If a length of training is invalid.
-    """
+    """Return one policy for the two arguments of a user, which must not both set the number of newest checkpoints."""
     if type(num_checkpoints_to_keep) is not int or num_checkpoints_to_keep < -1:
         raise ValueError(
             f"save_num_checkpoints_to_keep={num_checkpoints_to_keep!r} must be a whole number from 0, or -1 for all."
@@ -393,12 +388,10 @@ class KeptRemotely(_Kept):
         metrics: Mapping[str, float],
         upload: Future[None] | None,
     ) -> None:
-        """Record a checkpoint, which replaces an earlier one of the same name.
+        """Record a checkpoint, which replaces an earlier one of the same name, and its upload if that has not ended.
 
-        Args:
-            name: The name under which this rank has uploaded it, and may delete it.
-            of_all_ranks: The names of the same checkpoint's files of all ranks.
-            upload: The upload in progress; `None` if it has ended.
+        This rank has uploaded it as `name`, and may delete that. `of_all_ranks` are the names of the files of all
+        ranks.
         """
         self._add(name, timestamp, metrics, upload)
         self._files[name] = of_all_ranks

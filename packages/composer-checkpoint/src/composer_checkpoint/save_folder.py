@@ -138,9 +138,8 @@ def is_name_of_file(name: str) -> bool:
 def fault_of(name: object, check: Callable[[], object]) -> Exception | None:
     """Return the error of a check for which a checkpoint is to be skipped, or `None`.
 
-    Raises:
-        NewerCheckpointError: If the checkpoint is valid, so that skipping it would lose work.
-        StorageError: If it could not be read, and may be valid.
+    Raise a `NewerCheckpointError` if the checkpoint is valid, so that skipping it would lose work, and a `StorageError`
+    if it could not be read, and may be valid.
     """
     try:
         check()
@@ -401,12 +400,7 @@ def _names_below(folder: Path) -> Iterator[str]:
 class HeldFolder:
     """Lock a folder while a run saves to it. Rank 0 holds the lock, and all ranks know whether it is held.
 
-    Args:
-        folder: The folder, with `{run_name}` and the placeholders of ranks.
-
-    Attributes:
-        name: The folder.
-        is_held: Whether this run holds the lock.
+    The name of the folder may have `{run_name}` and the placeholders of ranks.
     """
 
     def __init__(self, folder: str) -> None:

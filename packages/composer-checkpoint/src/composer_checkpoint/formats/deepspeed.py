@@ -50,15 +50,8 @@ def find_zero_folder(folder: str | os.PathLike[str]) -> Path | None:
 def open_zero_source(folder: str | os.PathLike[str], *, weights: Weights = "fp32") -> TensorSource:
     """Open the checkpoint of a DeepSpeed engine, of any ZeRO stage and any number of ranks.
 
-    Args:
-        folder: Folder with the files, or with a `latest` file that names it.
-        weights: `'fp32'` takes the master weights of the optimizer, `'16bit'` the weights that the model computes with,
-            which stages 0 to 2 store whole.
-
-    Raises:
-        NoCheckpointError: If the folder has no such files, or lacks those of some ranks.
-        CorruptCheckpointError: If the files do not fit together.
-        UnsafeCheckpointError: If the files need more than data and DeepSpeed's own classes.
+    `'fp32'` takes the master weights of the optimizer, and `'16bit'` the weights that the model computes with, which
+    stages 0 to 2 store whole.
     """
     found = find_zero_folder(folder)
     if found is None:

@@ -518,11 +518,7 @@ def _rows(tensor: StoredTensor, rank: int, world_size: int) -> tuple[StoredTenso
 
 
 def open_local_source(path: str | os.PathLike[str]) -> TensorSource:
-    """Open the files that `save_local` wrote. Plain data is rank 0's, except for `rng`, which has the states of all.
-
-    Args:
-        path: Path with `{rank}` in it.
-    """
+    """Open the files that `save_local` wrote. Plain data is rank 0's, except for `rng`, which has the states of all."""
     template = os.fspath(path)
     with ExitStack() as opened:
         first = open_pt_source(template.replace(_RANK, "0"))

@@ -362,13 +362,10 @@ def _make_manifest(
 
 
 def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: bool = False) -> TensorSource:
-    """Open a file of any version of `torch.save`, or a plain pickle of arrays.
+    """Open a file of any version of `torch.save`, or a plain pickle of arrays. It may be a tar archive or compressed.
 
-    Args:
-        path: Path of the file, which may be a tar archive or compressed.
-        record_unknown: Whether to open a file with more than data too, with inert objects in place of the unknown
-            ones; `unsafe_globals` lists them.
-        drop_attributes: Whether to read tensors with Python attributes, without the attributes.
+    With `record_unknown`, a file with more than data is opened too, with inert objects in place of the unknown ones,
+    which `unsafe_globals` lists. With `drop_attributes`, tensors with Python attributes are read, without these.
     """
     with ExitStack() as opened:  # an archive is unpacked once, and its content deleted when the source is closed
         reader = opened.enter_context(FileReader(opened.enter_context(plain_file(path))))

@@ -226,8 +226,7 @@ def load_safetensors(
 ) -> tuple[Any, Manifest | None, Collection[str]]:
     """Check and load a safetensors file.
 
-    Returns:
-        The weights in the form in which they were saved, the manifest if any, and the weights known to be finite.
+    Returns the weights as they were saved, the manifest if any, and the weights known to be finite.
     """
     from safetensors.torch import load_file  # here, since it imports NumPy and not all users need the format
 
@@ -508,17 +507,7 @@ class ShardIndex:
 
 
 def read_index(path: str | os.PathLike[str], suffix: str = SUFFIX) -> ShardIndex:
-    """Read an index, but not the files that it names.
-
-    Args:
-        path: Path of the index.
-        suffix: Suffix of the files that it may name.
-
-    Raises:
-        NoCheckpointError: If the index does not exist.
-        CorruptCheckpointError: If it is not an index, or lists a tensor twice.
-        UnsafeCheckpointError: If it names a file outside its own folder.
-    """
+    """Read an index, but not the files that it names, which must have a suffix and be in its own folder."""
     index = Path(path)
     with FileReader(index) as reader:
         if reader.size_bytes > _MAX_INDEX_BYTES:

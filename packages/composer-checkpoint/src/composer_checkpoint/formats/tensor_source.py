@@ -16,12 +16,9 @@ from composer_checkpoint.manifest import Manifest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseParts:
-    """Components of a sparse tensor.
+    """Components of a sparse tensor: indices and values by torch's names for them, in the order of torch's pickles.
 
-    Args:
-        layout: torch's layout, such as `torch.sparse_coo`.
-        parts: Indices and values, by torch's names for them, in the order of torch's pickles.
-        is_coalesced: For the coordinate layout, whether the indices are sorted and unique; `None` if unknown.
+    `is_coalesced` tells, for the coordinate layout, whether the indices are sorted and unique; `None` if unknown.
     """
 
     layout: torch.layout

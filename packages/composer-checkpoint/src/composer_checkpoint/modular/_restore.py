@@ -190,7 +190,6 @@ Maker = Callable[[str, torch.Size, torch.dtype], torch.Tensor]
 
 
 def _maker(model: nn.Module, cpu_offload: bool) -> Maker:
-    """Return a function that allocates state of a parameter, sharded like the parameter if the shapes agree."""
     parameters = parameters_by_name(model)
 
     def make(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -109,9 +109,8 @@ _MAX_LISTED = 10
 class WholeSavePlanner(DefaultSavePlanner):
     """Planner that also saves empty dicts. DCP drops them, so that they would be missing when the state is loaded.
 
-    Args:
-        first_rank_decides: Whether a tensor that is replicated on several ranks is taken from the first of them. If
-            not, replicas are assumed equal, and the rank with the least to write writes each.
+    If `first_rank_decides`, a tensor that is replicated on several ranks is taken from the first of them. Otherwise
+    replicas are assumed equal, and the rank with the least to write writes each.
     """
 
     def __init__(self, *, first_rank_decides: bool = False) -> None:

@@ -488,8 +488,6 @@ def encode_object(value: object) -> io.BytesIO:
 
 
 class _InMemory:
-    """Bytes that are read by position like a file."""
-
     def __init__(self, data: bytes) -> None:
         self._data, self.size_bytes = data, len(data)
 

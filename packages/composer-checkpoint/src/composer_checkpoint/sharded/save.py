@@ -131,12 +131,8 @@ def write_planned(
 ) -> Manifest | None:
     """Write the planned items, and commit. Every rank must call this.
 
-    Args:
-        planned: Result of `plan_save`.
-        data: Planner whose `resolve_data` returns the tensors and bytes: the one of the plan, or a snapshot.
-        writer: The writer of the plan.
-        ranks: The ranks that take part.
-        before_commit: Called once this rank has written. If it raises, no checkpoint is committed.
+    `data` is a planner whose `resolve_data` returns the tensors and bytes: the one of the plan, or a snapshot.
+    `before_commit` is called once this rank has written. If it raises, no checkpoint is committed.
     """
 
     def write() -> list[WriteResult]:

@@ -97,15 +97,12 @@ def check_tree(tree: Any, folder: str | os.PathLike[str], called: str = "a shard
 
 
 class _StreamingPlanner(WholeSavePlanner):
-    """Planner that plans with descriptions of tensors, and reads each tensor only when it is written."""
-
     def __init__(self, progress: Callable[[int], object] | None) -> None:
         super().__init__()
         self.tensors: dict[int, StoredTensor] = {}
         self._progress = progress
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Return the tensor, or the piece of a tensor, of a write item."""
         described = self.stored(write_item)
         if described is None:
             return self.transform_object(write_item, map_tree(self.lookup_object(write_item.index), self._read))

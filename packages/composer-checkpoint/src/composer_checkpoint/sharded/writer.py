@@ -214,7 +214,6 @@ class _HashedFile:
         return view.nbytes
 
     def save(self, tensor: torch.Tensor) -> None:
-        """Write a tensor with `torch.save`."""
         try:
             torch.save(tensor, self)  # pyright: ignore[reportArgumentType]  # write() and flush() suffice
         except RuntimeError:
@@ -232,7 +231,6 @@ class _HashedFile:
         return start, self.position - start, digest
 
     def entry(self) -> FileEntry:
-        """Return the size and hash of everything written."""
         return FileEntry(self.position, self._whole.hexdigest())
 
 
