@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +18,8 @@ from composer_checkpoint.errors import (
 )
 from composer_dist.wrapping import canonical_name, unwrap_model
 from composer_events.batches import ensure_tuple
+from composer_events.state import State
 from composer_time import Timestamp
-
-if TYPE_CHECKING:
-    from composer_events import State
 
 log = getLogger(__name__)
 
@@ -29,7 +27,7 @@ _MAX_NAMES = 10
 _PREFIX = "module."  # put before names by DistributedDataParallel, and by a ComposerModel around its network
 
 
-def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, strict: bool, leaves_out: bool) -> None:
+def refuse_another_model(state: State, saved: dict[str, Any], path: str, *, strict: bool, leaves_out: bool) -> None:
     """Refuse weights that do not fit the model, unless algorithms will change the model.
 
     Error messages use the names of the checkpoint, so that they can be copied into `load_ignore_keys`. Modules with
@@ -134,7 +132,7 @@ def _defining_module(kind: type, method: str) -> str:
     return next(base.__module__ for base in kind.__mro__ if method in vars(base))
 
 
-def _names_as_loaded(weights: Iterable[Any], saved: Mapping[str, Any], state: "State") -> dict[str, Any]:
+def _names_as_loaded(weights: Iterable[Any], saved: Mapping[str, Any], state: State) -> dict[str, Any]:
     """Return the saved names by those that are loaded: without DDP's prefix if the model is no longer in DDP."""
     was_ddp = any(saved.get(key) for key in ("is_model_ddp", "_is_model_ddp", "_is_model_ddp_wrapped"))
     plain = _without_prefix if was_ddp and not state.is_model_ddp else str
@@ -161,7 +159,7 @@ def advice_for_hugging_face(path: str) -> str:
     )
 
 
-def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) -> None:
+def refuse_unfitting_state(state: State, saved: Mapping[str, Any], path: str) -> None:
     """Refuse a training state with parts that would fail to load after the weights were already changed."""
     _refuse_other_types(saved, path)
     timestamps: Any = saved.get("timestamp") or {}

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,9 +15,7 @@ from composer_checkpoint.state import name_of_optimizer, owner_of
 from composer_dist import dist
 from composer_dist.wrapping import canonical_name
 from composer_events.batches import ensure_tuple
-
-if TYPE_CHECKING:
-    from composer_events import State
+from composer_events.state import State
 
 log = getLogger(__name__)
 
@@ -31,7 +29,7 @@ class KeptOptimizers:
     Every rank must create one.
     """
 
-    def __init__(self, state: "State", before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    def __init__(self, state: State, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         strategy: Any = owner_of(state)  # DeepSpeed's, which ignores missing entries
         named = named_optimizers(ensure_tuple(state.optimizers))
         if strategy is not None:
@@ -163,7 +161,7 @@ def _canonical(key: Any) -> Any:
 _MAX_NAMES = 10
 
 
-def leave_out_their_state(state: "State", weights: Collection[Any], saved: Mapping[str, Any]) -> None:
+def leave_out_their_state(state: State, weights: Collection[Any], saved: Mapping[str, Any]) -> None:
     """Remove the state that optimizers and algorithms keep for weights that were left out of a checkpoint, in place.
 
     `weights` are the names of all weights that the checkpoint had, and `saved` is what is left of its `state`.
@@ -199,7 +197,7 @@ def leave_out_their_state(state: "State", weights: Collection[Any], saved: Mappi
         )
 
 
-def _names_of_numbers(state: "State", optimizer_name: str, saved: Mapping[str, Any]) -> dict[Any, str]:
+def _names_of_numbers(state: State, optimizer_name: str, saved: Mapping[str, Any]) -> dict[Any, str]:
     """Return the names of parameters that old checkpoints number by their position in an optimizer's groups."""
     numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
     if not any(isinstance(number, int) for number in numbers):

@@ -22,11 +22,7 @@ T = TypeVar("T")
 
 
 def by_joined_names(
-    root: Any,
-    kind: type[T],
-    separator: str,
-    where: str,
-    is_same: Callable[[T, T], bool] = operator.is_,
+    root: Any, kind: type[T], separator: str, where: str, is_same: Callable[[T, T], bool] = operator.is_
 ) -> dict[str, T]:
     """Return the objects of a class in nested containers, by the joined keys of their paths.
 

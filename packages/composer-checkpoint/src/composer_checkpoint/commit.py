@@ -27,12 +27,7 @@ from composer_checkpoint.errors import (
     as_storage_error,
     free_bytes,
 )
-from composer_checkpoint.lock import (
-    complete_earlier_sets,
-    find_leftovers,
-    remove_leftovers,
-    remove_leftovers_of,
-)
+from composer_checkpoint.lock import complete_earlier_sets, find_leftovers, remove_leftovers, remove_leftovers_of
 from composer_checkpoint.names import sibling_name
 
 if TYPE_CHECKING:

@@ -8,18 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from composer_checkpoint._pickle_inspection import read_legacy_pt, safe_unpickle
 from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.commit import write_atomically
-from composer_checkpoint.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    StorageError,
-)
+from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, StorageError
 from composer_checkpoint.file_io import (
     FINITE_BITS,
     HASH_NAME,
@@ -61,9 +58,6 @@ from composer_checkpoint.formats.safetensors import (
 )
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.names import is_tar
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 log = getLogger(__name__)
 
@@ -316,7 +310,7 @@ def _load(
 
 
 def save_weights_in_shards(
-    weights: "Mapping[str, Tensor]",
+    weights: Mapping[str, Tensor],
     folder: str | os.PathLike[str],
     *,
     max_shard_bytes: int,
@@ -373,7 +367,7 @@ def save_weights_in_shards(
 
 def load_shards(
     path: str | os.PathLike[str], *, map_location: Any = "cpu", verify: bool = True, require_finite: bool = False
-) -> "dict[str, Tensor]":
+) -> dict[str, Tensor]:
     """Load all files of an index, after comparing their headers with it. The arguments are those of `load_file`.
 
     Raises:
@@ -462,9 +456,7 @@ def chosen_validation() -> Callable[[str, Specs | None], Any] | None:
 
 
 def validate_file(
-    path: str | os.PathLike[str],
-    specs: Specs | None = None,
-    validate: Callable[[str, Specs | None], Any] | None = None,
+    path: str | os.PathLike[str], specs: Specs | None = None, validate: Callable[[str, Specs | None], Any] | None = None
 ) -> None:
     """Call a validation function, or that of the environment, for a file before any of it, or of some ranges, is read.
 

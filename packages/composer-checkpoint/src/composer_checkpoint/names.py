@@ -11,22 +11,13 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePosixPath
 from string import Formatter
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from composer_events.formatting import (
-    OF_RUN,
-    OF_TIME,
-    check_placeholders,
-    format_name_with_dist,
-)
-from composer_events.formatting import (
-    format_name_with_dist_and_time as format_name_with_dist_and_time,
-)
+from composer_events.formatting import OF_RUN, OF_TIME, check_placeholders, format_name_with_dist
+from composer_events.formatting import format_name_with_dist_and_time as format_name_with_dist_and_time
 from composer_time import Time, TimeUnit
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from composer_events import State
 
 # Placeholders that grow from each save to the next on their own.
@@ -119,7 +110,7 @@ def check_filename(
     template: str,
     *,
     argument: str = "save_filename",
-    interval: "Time[Any] | str | int | None" = None,
+    interval: Time[Any] | str | int | None = None,
     overwrite: bool = False,
 ) -> None:
     """Raise, before any training step, if a template cannot name the checkpoints of a run.
@@ -178,7 +169,7 @@ def check_filename(
         )
 
 
-def _tells_apart(names: set[str], interval: "Time[Any] | str | int | None") -> bool:
+def _tells_apart(names: set[str], interval: Time[Any] | str | int | None) -> bool:
     if names & _GROWS:
         return True
     if interval is None:

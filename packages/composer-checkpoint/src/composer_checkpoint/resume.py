@@ -11,7 +11,7 @@ from functools import partial
 from logging import DEBUG, WARNING, getLogger
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_checkpoint._ranks import Ranks, fetch_together, of_first_rank_of_node
 from composer_checkpoint.checkpoint_uploads import within_folder
@@ -41,6 +41,7 @@ from composer_checkpoint.save_folder import (
     manifest_of,
     numbers_in_name,
 )
+from composer_checkpoint.saver import CheckpointSaver
 from composer_checkpoint.sharded._storage import fetch_once_per_node, open_source
 from composer_checkpoint.sharded.load import check_sharded
 from composer_checkpoint.sharded.reader import read_manifest as read_sharded_manifest
@@ -50,10 +51,8 @@ from composer_checkpoint.stores.opening import list_if_allowed
 from composer_checkpoint.verify import verify
 from composer_dist import dist
 from composer_events.formatting import format_name_with_dist, partial_format
-
-if TYPE_CHECKING:
-    from composer_checkpoint.saver import CheckpointSaver
-    from composer_events import Logger, State
+from composer_events.logger import Logger
+from composer_events.state import State
 
 log = getLogger(__name__)
 
@@ -73,7 +72,7 @@ class _Candidate:
 
 
 @contextmanager
-def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logger") -> Iterator[str | None]:
+def checkpoint_to_resume(saver: CheckpointSaver, state: State, logger: Logger) -> Iterator[str | None]:
     """Yield the path of the newest complete checkpoint of a saver, or `None`.
 
     The saver's folder is searched first, then the loggers that keep files, then the saver's store. The link to the
@@ -123,7 +122,7 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
     yield None
 
 
-def _stores(saver: "CheckpointSaver", logger: "Logger") -> list[Any]:
+def _stores(saver: CheckpointSaver, logger: Logger) -> list[Any]:
     """Return the possible stores of the run's files: `ObjectStore`s, and logger destinations that can download."""
     if saver.latest_remote_file_name is None:
         return []
@@ -138,7 +137,7 @@ def _store_of(place: Any) -> ObjectStore | None:
     return backend if isinstance(backend, ObjectStore) else None
 
 
-def _in_folder(saver: "CheckpointSaver", state: "State", layout: Layout) -> tuple[list[_Candidate], list[str]]:
+def _in_folder(saver: CheckpointSaver, state: State, layout: Layout) -> tuple[list[_Candidate], list[str]]:
     """Return the candidates in the saver's folder, newest first, and those that cannot be used, with the reason."""
     folder = format_name_with_dist(saver.folder, state.run_name)
     _refuse_unreadable(folder)  # `glob` does not raise, so an unreadable folder would look empty
@@ -177,7 +176,7 @@ def _refuse_unreadable(folder: str) -> None:
         ) from error
 
 
-def _as_glob(template: str, state: "State") -> str:
+def _as_glob(template: str, state: State) -> str:
     parts: list[str] = []
     for literal, name, _, _ in Formatter().parse(template):
         parts.append(glob.escape(literal))
@@ -196,7 +195,7 @@ def _shared_name(name: str, template: str, run_name: str | None) -> str:
     return partial_format(template, run_name=run_name, **numbers)
 
 
-def _in_store(store: Any, saver: "CheckpointSaver", state: "State") -> tuple[list[_Candidate], list[str]]:
+def _in_store(store: Any, saver: CheckpointSaver, state: State) -> tuple[list[_Candidate], list[str]]:
     """Return the candidates in a store, newest first; one that only a pointer names comes last."""
     assert saver.latest_remote_file_name is not None
     layout, pointer = layout_of(state), saver.latest_remote_file_name.format(state)
@@ -242,7 +241,7 @@ def _pointed_to(store: Any, pointer: str) -> str | None:
 
 
 def _fetch(
-    store: Any, candidate: _Candidate, state: "State", layout: Layout, fetched: ExitStack, unusable: list[str]
+    store: Any, candidate: _Candidate, state: State, layout: Layout, fetched: ExitStack, unusable: list[str]
 ) -> str | None:
     """Return the path of a checkpoint that is complete on every rank, or `None`. Every rank must call this.
 
@@ -381,7 +380,7 @@ def _refuse_partial(manifest: Manifest | None, path: str, name: str) -> None:
         raise IncompatibleCheckpointError(f"{name} has no 'state', so it is not a checkpoint of a training run.")
 
 
-def _fetch_folder(store: Any, name: str, state: "State", attempt: ExitStack) -> tuple[str, Exception | None]:
+def _fetch_folder(store: Any, name: str, state: State, attempt: ExitStack) -> tuple[str, Exception | None]:
     if not isinstance(store, ObjectStore):
         return "", NotImplementedError(f"{type(store).__name__} has no folders.")
     address = attempt.enter_context(fetch_once_per_node(store, name))

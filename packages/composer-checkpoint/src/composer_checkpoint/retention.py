@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from composer_checkpoint._durability import discard
 from composer_checkpoint.errors import CheckpointError, shown
@@ -23,10 +23,8 @@ from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientErr
 from composer_checkpoint.stores.opening import list_if_allowed
 from composer_events.arguments import to_time
 from composer_events.metric_entries import by_entry, higher_is_better, metric_with, refuse_several
+from composer_events.state import State
 from composer_time import Time, Timestamp, TimeUnit
-
-if TYPE_CHECKING:
-    from composer_events import State
 
 log = getLogger(__name__)
 
@@ -510,7 +508,7 @@ class MetricHistory:
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
 
-    def note(self, state: "State", metrics: set[str]) -> None:
+    def note(self, state: State, metrics: set[str]) -> None:
         """Record the metrics of an evaluation that has ended."""
         label = state.dataloader_label
         for name in () if label is None else state.eval_metrics.get(label, ()):
@@ -526,7 +524,7 @@ class MetricHistory:
                     f"the evaluator."
                 )
 
-    def by_now(self, state: "State", metrics: set[str]) -> dict[str, float]:
+    def by_now(self, state: State, metrics: set[str]) -> dict[str, float]:
         """Return the current values of some metrics, including training metrics and losses. Missing ones are logged."""
         if not metrics:
             return {}
@@ -541,7 +539,7 @@ class MetricHistory:
         return {metric: float(known[metric]) for metric in metrics & known.keys()}
 
 
-def metric_of(state: "State", logged_name: str | None) -> object:
+def metric_of(state: State, logged_name: str | None) -> object:
     """Return the metric that is logged as `metrics/<label>/<name>`, or has an entry of this name, or `None`."""
     metrics = {"train": state.train_metrics or {}, **state.eval_metrics}
     logged = {f"metrics/{label}/{name}": one for label, of_label in metrics.items() for name, one in of_label.items()}

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint.commit import read_pointer, refuse_folder, remove_leftovers
@@ -18,13 +18,11 @@ from composer_checkpoint.errors import CheckpointConflictError, CheckpointError,
 from composer_checkpoint.lock import LOCK_NAME, FolderLock
 from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, SIDECAR_SUFFIX, Manifest
 from composer_checkpoint.names import PartialFilePath, is_unfinished, placeholders
+from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.stores.opening import list_if_allowed
 from composer_events.formatting import format_name_with_dist
-
-if TYPE_CHECKING:
-    from composer_checkpoint.stores.base import ObjectStore
-    from composer_events import State
-    from composer_time import Timestamp
+from composer_events.state import State
+from composer_time import Timestamp
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +246,7 @@ _UNITS_IN_EPOCH = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")
 _NUMBERS = {*_COUNTERS, *_UNITS_IN_EPOCH, "rank", "local_rank", "world_size", "local_world_size", "node_rank"}
 
 
-def find_conflicts(names: Iterable[str], filename: str, timestamp: "Timestamp") -> list[str]:
+def find_conflicts(names: Iterable[str], filename: str, timestamp: Timestamp) -> list[str]:
     """Return the names that a run at this time may give to checkpoints that it has yet to save.
 
     A name conflicts if it matches the template and any of its numbers is later than the timestamp's. Numbers inside an
@@ -308,7 +306,7 @@ def is_name_of(name: str, filename: str) -> bool:
 
 
 def ensure_folder_has_no_conflicting_files(
-    folder_name: str | os.PathLike[str], filename: str, timestamp: "Timestamp"
+    folder_name: str | os.PathLike[str], filename: str, timestamp: Timestamp
 ) -> None:
     """Raise if a folder holds checkpoints later than the run, which the run would replace.
 
@@ -338,7 +336,7 @@ def literal_prefix(template: str) -> str:
     return literal
 
 
-def _refuse(where: str, conflicts: list[str], timestamp: "Timestamp") -> None:
+def _refuse(where: str, conflicts: list[str], timestamp: Timestamp) -> None:
     if conflicts:
         shown = ", ".join(sorted(conflicts)[:5]) + (", ..." if len(conflicts) > 5 else "")
         raise CheckpointConflictError(
@@ -384,7 +382,7 @@ def _as_pattern(template: str) -> str:
     return "".join(parts)
 
 
-def _is_later(path: Path, timestamp: "Timestamp") -> bool:
+def _is_later(path: Path, timestamp: Timestamp) -> bool:
     counts = dict(zip(_COUNTERS, _candidate(path).counters or (), strict=False)) if path.exists() else {}
     return any(counts.get(unit, 0) > int(getattr(timestamp, unit)) for unit in ("batch", "epoch"))
 
@@ -410,12 +408,12 @@ class HeldFolder:
 
     def take(
         self,
-        state: "State",
+        state: State,
         template: str | None = None,
         remote_template: str | None = None,
         *,
         link: PartialFilePath | None = None,
-        store: "ObjectStore | None" = None,
+        store: ObjectStore | None = None,
     ) -> None:
         """Lock the folder, and remove leftovers of killed writers. Every rank must call this.
 

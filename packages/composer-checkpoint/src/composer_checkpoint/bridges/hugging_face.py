@@ -13,12 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_checkpoint.commit import write_atomically
-from composer_checkpoint.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    NoCheckpointError,
-    UnsafeCheckpointError,
-)
+from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, UnsafeCheckpointError
 from composer_checkpoint.file_io import FileReader, hash_file
 from composer_checkpoint.files import verify_file
 from composer_checkpoint.formats._zip import LOCAL_MAGIC, check_checksums

@@ -8,10 +8,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -33,9 +34,6 @@ from composer_checkpoint.lock import complete_interrupted_sets
 from composer_checkpoint.manifest import LAYOUT_KEY, SAVE_ID_KEY, Manifest, layout_in, refuse_mixed_saves
 from composer_checkpoint.names import sibling_name
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 ELASTIC_VARIABLE = "COMPOSER_LOCAL_ELASTIC"
 
 _RANK = "{rank}"
@@ -48,7 +46,7 @@ def save_local(
     path: str | os.PathLike[str],
     *,
     info: Mapping[str, Any] | None = None,
-    process_group: "ProcessGroup | None" = None,
+    process_group: ProcessGroup | None = None,
     overwrite: bool = True,
     timeout_s: float | None = None,
 ) -> Manifest:
@@ -147,7 +145,7 @@ def load_local(
     path: str | os.PathLike[str],
     *,
     verify: bool = True,
-    process_group: "ProcessGroup | None" = None,
+    process_group: ProcessGroup | None = None,
 ) -> None:
     """Load this rank's file into a state dict, in place. Every rank of the group must call this.
 

@@ -400,8 +400,7 @@ def read_tree(file: Bytes, contents: PtContents) -> Any:
         )
     kinds, names = noted_in(contents.manifest)
     tree = _plain(
-        contents.rehearsal.tree,
-        lambda spec: _stored(file, members[f"{PAYLOAD_FOLDER}{spec.storage.key}"].offset, spec),
+        contents.rehearsal.tree, lambda spec: _stored(file, members[f"{PAYLOAD_FOLDER}{spec.storage.key}"].offset, spec)
     )
     return decode(_arrays_back(tree, kinds, names), kinds, names)
 

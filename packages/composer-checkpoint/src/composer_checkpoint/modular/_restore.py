@@ -153,12 +153,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 def load_optimizer(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    source: Source,
-    options: CheckpointLoadOptions,
-    *,
-    trusted: bool,
+    model: nn.Module, optimizer: torch.optim.Optimizer, source: Source, options: CheckpointLoadOptions, *, trusted: bool
 ) -> None:
     """Load an optimizer's state from a folder, or from a file that rank 0 reads. Every rank must call this.
 

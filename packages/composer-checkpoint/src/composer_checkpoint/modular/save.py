@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,11 +30,9 @@ from composer_checkpoint.modular.state_dict import (
 )
 from composer_checkpoint.sharded import save_sharded, verify_folder
 from composer_checkpoint.stores.base import is_uri
+from composer_dist.devices import Device
 from composer_events.formatting import format_name_with_dist_and_time
-
-if TYPE_CHECKING:
-    from composer_dist.devices import Device
-    from composer_events import State
+from composer_events.state import State
 
 PathLike = str | os.PathLike[str]
 
@@ -89,7 +87,7 @@ RESUMPTION_FILENAME = "resumption.pkl"
 
 
 def save_checkpoint_to_disk(
-    destination_dir: PathLike, state: "State", options: CheckpointSaveOptions | Mapping[str, Any] | None = None
+    destination_dir: PathLike, state: State, options: CheckpointSaveOptions | Mapping[str, Any] | None = None
 ) -> str:
     """Save a run to one folder atomically. Every rank must call this.
 
@@ -240,7 +238,7 @@ def save_optim_to_disk(
     return _save(state_dict, path, overwrite, sharded=sharded_checkpoint)
 
 
-def save_resumption_state_to_disk(state: "State", path: PathLike, overwrite: bool = True) -> str | None:
+def save_resumption_state_to_disk(state: State, path: PathLike, overwrite: bool = True) -> str | None:
     """Save the state that resuming needs besides weights and optimizers. Every rank must call this; rank 0 writes.
 
     Despite its name `resumption.pkl`, which is Composer's, the file can be read with `load_file`.
@@ -266,7 +264,7 @@ def save_composer_metadata_to_disk(
     model: nn.Module | None = None,
     sharded_state_dict: bool | None = None,
     precision: str | torch.dtype | None = None,
-    device: "str | Device | None" = None,
+    device: str | Device | None = None,
     device_train_microbatch_size: int | float | None = None,
 ) -> str | None:
     """Save the result of `get_metadata_state_dict` as JSON. Every rank must call this; rank 0 writes.

@@ -5,9 +5,10 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._traverse import traverse_state_dict, traverse_state_dict_v_2_3  # as its planners do
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -23,9 +24,6 @@ from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.sharded._metadata import MAX_NAME_CHARS, MAX_STEPS
 from composer_checkpoint.sharded.reader import VerifyingReader, decode_object, encode_object
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 def load_sharded(
     state_dict: dict[str, Any],
@@ -33,7 +31,7 @@ def load_sharded(
     *,
     verify: bool = True,
     strict: bool = True,
-    process_group: "ProcessGroup | None" = None,
+    process_group: ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     planner: LoadPlanner | None = None,
 ) -> None:
