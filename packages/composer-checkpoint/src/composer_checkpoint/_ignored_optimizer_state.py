@@ -11,6 +11,7 @@ import torch
 from composer_checkpoint._compatibility import named_optimizers
 from composer_checkpoint._spread import group_names
 from composer_checkpoint._tree import map_tree
+from composer_checkpoint.errors import first_few
 from composer_checkpoint.state import name_of_optimizer, owner_of
 from composer_dist import dist
 from composer_dist.wrapping import canonical_name
@@ -150,15 +151,12 @@ def _complete_state(
             "load_ignore_keys leaves out a part of the optimizer's state of %d parameters, and the optimizer has none "
             "of its own yet, so all of their state is reinitialized: %s",
             len(begun_again),
-            ", ".join(map(str, begun_again[:10])),
+            first_few(begun_again),
         )
 
 
 def _canonical(key: Any) -> Any:
     return canonical_name(key) if isinstance(key, str) else key
-
-
-_MAX_NAMES = 10
 
 
 def leave_out_their_state(state: State, weights: Collection[Any], saved: Mapping[str, Any]) -> None:
@@ -188,12 +186,11 @@ def leave_out_their_state(state: State, weights: Collection[Any], saved: Mapping
 
     map_tree(saved.get("algorithms"), prune, shared=True)
     if removed:
-        told = ", ".join(sorted(removed)[:_MAX_NAMES]) + (", ..." if len(removed) > _MAX_NAMES else "")
         log.warning(
             "load_ignore_keys leaves out %d weights, so what optimizers and algorithms keep of them is left out as "
             "well, and is reinitialized: %s",
             len(removed),
-            told,
+            first_few(sorted(removed)),
         )
 
 

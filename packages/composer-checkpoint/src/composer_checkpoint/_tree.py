@@ -7,7 +7,7 @@ import itertools
 import operator
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -386,21 +386,33 @@ def decode(obj: Any, kinds: Mapping[str, Any], names: Callable[[], Names] = note
     return map_tree(obj, change, shared=True, inside_out=True, skip_numbers=True, names=names()) if kinds else obj
 
 
-def unflatten(leaves: Iterable[tuple[Sequence[Any], Any]]) -> Any:
-    """Return the nested dicts with leaves at these paths. Dicts with the keys 0 to n-1 become lists."""
+def unflatten(leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> Any:
+    """Return the nested dicts with leaves at the paths of a validated `.metadata`, whose length is limited.
+
+    Dicts with the keys 0 to n-1 become lists, since DCP stores the items of a list under integer keys.
+    """
     root: dict[Any, Any] = {}
-    for (*parents, last), leaf in leaves:
+    leaves = list(leaves)
+    inside = {tuple(path[:depth]) for path, _ in leaves for depth in range(1, len(path))}
+    for path, leaf in leaves:
+        # A container that is empty on one rank has an entry besides those of its items on other ranks.
+        if path in inside and (leaf is None or (isinstance(leaf, dict | list) and not leaf)):
+            continue
         inner = root
-        for key in parents:
+        for key in path[:-1] if path not in inside else ():
             inner = inner.setdefault(key, {})
-        inner[last] = leaf
+        if path in inside or path[-1] in inner:
+            raise CorruptCheckpointError(
+                f"`.metadata` has an entry at {'/'.join(map(str, path[:10]))!r:.200}, where another one is. Load "
+                f"another checkpoint."
+            )
+        inner[path[-1]] = leaf
     return _with_lists(root)
 
 
 def _with_lists(tree: Any) -> Any:
     if not isinstance(tree, dict) or not tree:
         return tree
-    # DCP stores the items of a list under integer keys.
     items = {key: _with_lists(value) for key, value in tree.items()}
     if all(isinstance(key, int) for key in items) and sorted(items) == list(range(len(items))):
         return [items[index] for index in range(len(items))]

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,12 @@ def _shown_item(value: Any) -> str:
     if type(value) is int and value.bit_length() > _MAX_SHOWN_BITS:
         return f"a number of {value.bit_length()} bits"
     return repr(value) if value is None or type(value) in (bool, int, float) else f"a {type(value).__name__}"
+
+
+def first_few(names: Iterable[object], most: int = 10) -> str:
+    """Return names for a message, separated by commas, and an ellipsis if there are more."""
+    names = list(map(str, names))
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 _ADVICE = {

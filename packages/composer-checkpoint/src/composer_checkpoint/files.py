@@ -16,7 +16,7 @@ from torch import Tensor
 from composer_checkpoint._pickle_inspection import read_legacy_pt, safe_unpickle
 from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.commit import write_atomically
-from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, StorageError
+from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, StorageError, first_few
 from composer_checkpoint.file_io import (
     FINITE_BITS,
     HASH_NAME,
@@ -63,8 +63,6 @@ log = getLogger(__name__)
 
 _PathLike = str | os.PathLike[str]
 _Item = TypeVar("_Item")
-
-_MAX_NAMES = 10  # in messages
 
 
 def save_file(
@@ -302,7 +300,7 @@ def _load(
         log.warning("%s is unverified: it has no manifest, so changes to its bytes cannot be detected.", source)
     # Only if verified or required, since it reads every weight.
     if (verify or require_finite) and (names := non_finite_weights(obj, finite)):
-        message = f"{len(names)} tensors are NaN or infinite: {', '.join(names[:_MAX_NAMES])}"
+        message = f"{len(names)} tensors are NaN or infinite: {first_few(names)}"
         if require_finite:
             raise CorruptCheckpointError(f"{message}. Load an earlier checkpoint, or load without require_finite.")
         log.warning("%s: %s", source, message)

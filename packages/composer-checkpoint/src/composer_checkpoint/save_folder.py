@@ -14,7 +14,13 @@ from typing import Any
 
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint.commit import read_pointer, refuse_folder, remove_leftovers
-from composer_checkpoint.errors import CheckpointConflictError, CheckpointError, NewerCheckpointError, StorageError
+from composer_checkpoint.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    NewerCheckpointError,
+    StorageError,
+    first_few,
+)
 from composer_checkpoint.lock import LOCK_NAME, FolderLock
 from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, SIDECAR_SUFFIX, Manifest
 from composer_checkpoint.names import PartialFilePath, is_unfinished, placeholders
@@ -338,11 +344,11 @@ def literal_prefix(template: str) -> str:
 
 def _refuse(where: str, conflicts: list[str], timestamp: Timestamp) -> None:
     if conflicts:
-        shown = ", ".join(sorted(conflicts)[:5]) + (", ..." if len(conflicts) > 5 else "")
         raise CheckpointConflictError(
             f"{where} holds {len(conflicts)} checkpoints that may conflict with a future checkpoint of the current "
-            f"run, which is at epoch {int(timestamp.epoch)}, batch {int(timestamp.batch)}: {shown}. Resume from them "
-            f"(autoresume=True or load_path), choose another save_folder, or pass save_overwrite=True to replace them."
+            f"run, which is at epoch {int(timestamp.epoch)}, batch {int(timestamp.batch)}: "
+            f"{first_few(sorted(conflicts), 5)}. Resume from them (autoresume=True or load_path), choose another "
+            f"save_folder, or pass save_overwrite=True to replace them."
         )
 
 

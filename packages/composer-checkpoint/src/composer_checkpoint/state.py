@@ -278,15 +278,12 @@ def _rng(state: State) -> list[dict[str, Any]]:
     entries = get_rng_state()
     position = DataPosition.of(state)
     if position is not None:
-        for entry, start in zip(entries, dist.all_gather_object(position.state_dict(state, _check_state)), strict=True):
+        own = position.state_dict(state, lambda value, name: refuse_unsafe_objects(encode(value)[0], name))
+        for entry, start in zip(entries, dist.all_gather_object(own), strict=True):
             if start:
                 entry[EPOCH_START_KEY] = start
     # A per-rank file has its own rank's entry only; `to_dtensors` puts them together.
     return [entries[dist.get_global_rank()]] if layout_of(state) is Layout.LOCAL else entries
-
-
-def _check_state(state: Any, name: str) -> None:
-    refuse_unsafe_objects(encode(state)[0], name)
 
 
 def describe_train_data(state: State) -> dict[str, int]:

@@ -26,7 +26,7 @@ from composer_checkpoint._durability import discard
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint._tree import Names, map_tree, noted_names, refuse_doubled
 from composer_checkpoint.commit import put_in_place, record_set, refuse_existing, write_beside
-from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError
+from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError, first_few
 from composer_checkpoint.files import load_file, save_file, verify_file
 from composer_checkpoint.formats.pt import open_pt_source, stream_pt, tensors_to_write
 from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource, refuse_sparse
@@ -38,7 +38,6 @@ ELASTIC_VARIABLE = "COMPOSER_LOCAL_ELASTIC"
 
 _RANK = "{rank}"
 LAYOUT_NAME = "the layout of per-rank files"  # in messages
-_MAX_LISTED = 10
 
 
 def save_local(
@@ -252,8 +251,8 @@ def _compare(state_dict: Mapping[str, Any], values: Mapping[str, Any], path: Pat
     ]
     if missing or differing:
         raise IncompatibleCheckpointError(
-            f"{path} does not fit what is loaded: {len(missing)} missing: {', '.join(missing[:_MAX_LISTED])}; "
-            f"{len(differing)} different: {', '.join(differing[:_MAX_LISTED])}. Load it into the model and optimizer "
+            f"{path} does not fit what is loaded: {len(missing)} missing: {first_few(missing)}; "
+            f"{len(differing)} different: {first_few(differing)}. Load it into the model and optimizer "
             f"that it was saved from, spread in the same way."
         )
 
@@ -525,7 +524,7 @@ def open_local_source(path: str | os.PathLike[str]) -> TensorSource:
         paths = [template.replace(_RANK, str(rank)) for rank in range(world_size)]
         if missing := [file for file in paths if not os.path.exists(file)]:
             raise NoCheckpointError(
-                f"{len(missing)} of the files of {world_size} ranks are missing: {', '.join(missing[:8])}. Bring them "
+                f"{len(missing)} of the files of {world_size} ranks are missing: {first_few(missing)}. Bring them "
                 f"together in one folder."
             )
         sources += [opened.enter_context(open_pt_source(file)) for file in paths[1:]]

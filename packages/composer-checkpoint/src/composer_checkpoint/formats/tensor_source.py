@@ -11,6 +11,7 @@ import torch
 from composer_checkpoint._pickle_inspection import SPARSE_PARTS
 from composer_checkpoint._tree import Names, by_joined_names, children_of, map_tree, named_leaves, resolve_lazy
 from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from composer_checkpoint.formats._zip import Readable
 from composer_checkpoint.manifest import Manifest
 
 
@@ -309,15 +310,10 @@ class TensorSource:
         return {} if isinstance(state, dict) else tree
 
 
-class Bytes(Protocol):
+class Bytes(Readable, Protocol):
     """Bytes that are read by position, of a file with a name."""
 
     path: str
-    size_bytes: int
-
-    def read(self, offset: int, size_bytes: int) -> bytes:
-        """Return exactly that many bytes."""
-        ...
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill the buffer from an offset."""

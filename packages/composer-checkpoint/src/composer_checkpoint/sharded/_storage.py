@@ -20,6 +20,22 @@ from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientErr
 from composer_dist import dist
 
 
+class FolderOfCheckpoint:
+    """Path of the folder of a reader or a writer, which DCP asks for."""
+
+    _folder: str
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Return the path of the folder."""
+        return self._folder
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return true; errors are raised on reading and writing."""
+        return True
+
+
 def is_remote(folder: str | os.PathLike[str]) -> bool:
     return isinstance(folder, str) and "://" in folder
 

@@ -23,12 +23,12 @@ from composer_checkpoint.file_io import hash_bytes, new_hasher, tensor_bytes
 from composer_checkpoint.formats.pt import unknown_globals_of, unsafe_objects
 from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, FileEntry, Manifest, TensorEntry, sealed
 from composer_checkpoint.sharded._metadata import part_name
-from composer_checkpoint.sharded._storage import open_target
+from composer_checkpoint.sharded._storage import FolderOfCheckpoint, open_target
 
 _DCP_VERSION = "1.0.0"  # the version that torch's own writer puts into `.metadata`
 
 
-class VerifiedWriter(StorageWriter):
+class VerifiedWriter(FolderOfCheckpoint, StorageWriter):
     """Writer of folders that torch's own reader can load, and that appear only once they are whole.
 
     Each rank writes `__{rank}_0.distcp` and hashes what it writes. Rank 0 adds `.metadata` and, last,
@@ -70,11 +70,6 @@ class VerifiedWriter(StorageWriter):
         self._overwrite = overwrite
         self._storage_options = dict(storage_options or {})
         self.reset(folder)
-
-    @property
-    def checkpoint_id(self) -> str:
-        """Return the path of the folder."""
-        return self._folder
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another save."""
@@ -157,11 +152,6 @@ class VerifiedWriter(StorageWriter):
     def storage_meta(self) -> StorageMeta:
         """Return the entry of `.metadata` about the save itself."""
         return StorageMeta(checkpoint_id=self._folder, save_id=self._save_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return true; errors are raised on writing."""
-        return True
 
     def _write_small(self, name: str, content: bytes) -> FileEntry:
         with self._target.open(self._place, name) as file:
