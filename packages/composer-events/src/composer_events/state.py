@@ -242,13 +242,15 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         self.set_dataloader(dataloader, dataloader_label, dataloader_len)
 
     def settle(self) -> None:
-        """Wait for the results of earlier steps, if a loop has set `pending_steps`. Every rank must call this.
+        """Prepare the weights to be saved, evaluated or exported. Every rank must call this.
 
-        To be called before weights are saved or evaluated, because a loop may learn late that a step has made them
-        non-finite. It then raises.
+        Waits for the results of earlier steps, if a loop has set `pending_steps`: it may learn late that a step has
+        made weights non-finite, and then raises. Optimizers with modes are switched by their `eval()`; a loop calls
+        `optimizers.train()` before its next step.
         """
         if self.pending_steps is not None:
             self.pending_steps()
+        self.optimizers.eval()
 
     @property
     def total_loss_dict(self) -> dict[str, Any]:

@@ -520,6 +520,7 @@ class Prediction:
     def run(self, data_spec: DataSpec, subset_num_batches: int, microbatch_size: int | None, keeps: bool) -> list[Any]:
         """Return the outputs of each batch on the CPU, or an empty list if `keeps` is False."""
         state, run_event = self.state, self.engine.run_event
+        state.settle()
         state.predict_timestamp = Timestamp()
         outputs: list[Any] = []
         with evaluating(state, data_spec.dataloader, "predict", subset_num_batches):

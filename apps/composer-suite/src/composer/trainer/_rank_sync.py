@@ -248,19 +248,27 @@ _MISSING = "\0missing"
 """The share of a batch left out of the total because its loss is not finite, such as a mean over no labels."""
 
 
-def add_finite(losses: dict[str, Tensor], name: str, loss: Tensor, share: float) -> None:
-    """Add a microbatch's loss, weighted by its share of the batch, to the losses of the batch if it is finite.
+def add_up(parts: Mapping[str, Sequence[tuple[Tensor, float]]]) -> dict[str, Tensor]:
+    """Return the sum of each loss over the microbatches in which it is finite, and the share of the batch they have.
 
     A NaN would hide the losses of the other microbatches and ranks.
+
+    Args:
+        parts: The losses of the microbatches by name, scalars weighted by their share of the batch, with that share.
     """
-    # In 16 bits the shares of many microbatches would not add up to 1.
-    dtype = torch.promote_types(loss.dtype, torch.float32)
-    # Without a synchronization: `loss * 0` is 0 for a finite loss, else NaN, which becomes the share.
-    missing = torch.nan_to_num((loss * 0).to(dtype), nan=share)
-    _add(losses, name, torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0))
-    _add(losses, name + _SHARE, share - missing)
-    if name == TOTAL:
-        _add(losses, _MISSING, missing)
+    losses: dict[str, Tensor] = {}
+    for name, weighted in parts.items():
+        values = torch.stack([value for value, _ in weighted])
+        finite = values.nan_to_num(0.0, 0.0, 0.0)
+        # In 16 bits the shares of many microbatches would not add up to 1.
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        shares = torch.tensor([share for _, share in weighted], dtype=dtype).to(values.device, non_blocking=True)
+        is_finite = values == finite
+        losses[name] = finite.sum()
+        losses[name + _SHARE] = shares.mul(is_finite).sum()
+        if name == TOTAL:
+            losses[_MISSING] = shares.mul(~is_finite).sum()
+    return losses
 
 
 def missing_share(losses: Mapping[str, Tensor]) -> Tensor:
@@ -342,10 +350,6 @@ def over_their_shares(losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if _MISSING in losses:  # without missing parts the shares sum to 1, and a division would only add rounding
         means[TOTAL] = torch.where(losses[_MISSING] > 0, means[TOTAL], losses[TOTAL])
     return means
-
-
-def _add(losses: dict[str, Tensor], name: str, loss: Tensor) -> None:
-    losses[name] = losses[name] + loss if name in losses else loss
 
 
 _MOST_SHOWN = 8
