@@ -117,7 +117,8 @@ class DivergenceGuard:
         # A rollback does not restore what algorithms such as EMA keep of bad weights.
         must_wait = self._policy.action == "skip" or (self._policy.action == "rollback" and self._state.algorithms)
         if gates or (not must_wait and self._scaler is None):
-            _advise_fused(optimizer, has_scaler=self._scaler is not None)
+            for optimizer in unfused:
+                _advise_fused(optimizer, has_scaler=self._scaler is not None)
             return gates, True
         if self._scaler is None:
             _log.warning(
