@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from composer_checkpoint import commit
-from composer_checkpoint.commit import read_pointer, remove_leftovers, replace_pointer, write_atomically
+from composer_checkpoint.commit import read_pointer, replace_pointer, write_atomically
 from composer_checkpoint.errors import CheckpointConflictError, StorageError
+from composer_checkpoint.lock import remove_leftovers
 
 
 def contents(folder):

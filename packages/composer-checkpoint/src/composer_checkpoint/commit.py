@@ -18,20 +18,11 @@ from composer_checkpoint.errors import (
     as_storage_error,
     free_bytes,
 )
-from composer_checkpoint.lock import complete_earlier_sets, find_leftovers, remove_leftovers, remove_leftovers_of
+from composer_checkpoint.lock import complete_earlier_sets
 from composer_checkpoint.names import sibling_name
 
 if TYPE_CHECKING:
     from composer_checkpoint._ranks import Ranks
-
-__all__ = [
-    "find_leftovers",
-    "read_pointer",
-    "remove_leftovers",
-    "remove_leftovers_of",
-    "replace_pointer",
-    "write_atomically",
-]
 
 _OF_CHECKPOINT = re.compile(
     r"__\d+_\d+\.distcp|\.metadata|composer_manifest\.json"

@@ -46,7 +46,7 @@ from composer_checkpoint.sharded._storage import fetch_once_per_node, open_sourc
 from composer_checkpoint.sharded.load import check_sharded
 from composer_checkpoint.sharded.reader import read_manifest as read_sharded_manifest
 from composer_checkpoint.state import Layout, empty_content, layout_of, other_number_of_ranks, own_file
-from composer_checkpoint.stores.base import ObjectStore
+from composer_checkpoint.stores.base import ObjectStore, read_object
 from composer_checkpoint.stores.opening import list_if_allowed
 from composer_checkpoint.verify import verify
 from composer_dist import dist
@@ -291,11 +291,9 @@ def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> 
 def _manifest_in(store: Any, name: str, layout: Layout) -> Manifest | None:
     if store is None:
         return manifest_of(Path(own_file(name)))
+    if layout is Layout.SHARDED:
+        return Manifest.from_json(read_object(store, f"{name}/{MANIFEST_NAME}"))
     with tempfile.TemporaryDirectory(prefix="composer-resume-") as folder:
-        if layout is Layout.SHARDED:
-            place = os.path.join(folder, MANIFEST_NAME)
-            store.download_object(f"{name}/{MANIFEST_NAME}", place)
-            return Manifest.from_json(Path(place).read_bytes())
         name = own_file(name)
         place = os.path.join(folder, posixpath.basename(name))
         get_file(name, place, store, overwrite=True, progress_bar=False)

@@ -66,7 +66,7 @@ from composer_checkpoint.manifest import (
     FileEntry,
     Manifest,
     TensorEntry,
-    check_seal,
+    read_sealed,
     seal,
 )
 
@@ -127,7 +127,7 @@ def verify_pt(reader: file_io.FileReader) -> Manifest | None:
 def open_pt(reader: Readable, *, record_unknown: bool = False, drop_attributes: bool = False) -> PtContents:
     """Read and check everything but the tensors' elements."""
     layout = read_zip_layout(reader)
-    manifest = check_seal(reader, layout)
+    manifest = read_sealed(reader, layout)
     if "constants.pkl" in layout.members:
         raise UnsafeCheckpointError(
             "the file is a TorchScript program, whose code would run. Load it with torch.jit.load if you trust it."
@@ -409,13 +409,13 @@ def _stored(file: Bytes, offset: int, spec: TensorSpec) -> StoredTensor:
     key = (file.path, spec.storage.key, spec.offset, spec.stride, spec.is_conj, spec.is_neg)
     if spec.dtype.name.startswith("q"):
 
-        def refuse(*_: int) -> torch.Tensor:
+        def cannot_read(*_: int) -> torch.Tensor:
             raise IncompatibleCheckpointError(
                 f"a tensor is {spec.dtype.name}, and quantized tensors cannot be read singly. Load the file with "
                 f"load_file() and dequantize it."
             )
 
-        return StoredTensor(dtype, spec.shape, refuse, key, refuse)
+        return StoredTensor(dtype, spec.shape, cannot_read, key, cannot_read)
     if (contiguous := spec.byte_range) is not None:
         stored = in_file(file, offset + contiguous[0], dtype, spec.shape, key)
     else:
