@@ -13,7 +13,6 @@ from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from composer_checkpoint import _durability as durability
@@ -97,9 +96,7 @@ class FolderLock:
     def __enter__(self) -> "FolderLock":
         return self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
