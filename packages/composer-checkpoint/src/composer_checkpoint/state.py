@@ -134,6 +134,7 @@ def collect(state: State, *, weights_only: bool = False, ignore_keys: IgnoreKeys
 
     Tensors that are not sharded share memory with the model and the optimizers.
     """
+    state.settle()
     strategy = owner_of(state)
     attributes = ["model"] if weights_only else list(state.serialized_attributes)
     if strategy is not None:  # it collects these parts itself, below
@@ -223,7 +224,6 @@ def save_checkpoint(
     check_flags(weights_only=weights_only)
     check_placeholders(OF_SAVE, filename=filename)
     path = path_of(state, filename)
-    state.settle()
     content = collect(state, weights_only=weights_only, ignore_keys=ignore_keys)
     info = describe(state, weights_only=weights_only)
     return write(content, path, layout_of(state), info, planner=save_planner_of(state))

@@ -115,6 +115,7 @@ def save_checkpoint_to_disk(
             f"save_optimizer=True saves one optimizer, and the state has {len(state.optimizers)}. Pass "
             f"CheckpointSaveOptions(save_optimizer=False), and save each one with save_optim_to_disk()."
         )
+    state.settle()
     prefix = format_name_with_dist_and_time(options.dir_prefix, state.run_name, state.timestamp)
     folder = os.path.join(_local_path(destination_dir, "destination_dir"), prefix)
     units = ("iteration", "epoch", "batch", "sample", "token")
