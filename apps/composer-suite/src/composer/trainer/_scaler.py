@@ -24,10 +24,17 @@ class ShardedGradScaler(GradScaler):
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        if not any(hasattr(weight, "to_local") for weight in weights):
+        is_sharded = any(hasattr(weight, "to_local") for weight in weights)
+        offloaded = [] if found_inf.is_cpu else [_local(weight) for weight in weights if weight.is_cpu]
+        if not is_sharded and not offloaded:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        parts: Any = SimpleNamespace(param_groups=[{"params": [_local(weight) for weight in weights]}])
-        found = super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)
+        here = [_local(weight) for weight in weights if found_inf.is_cpu or not weight.is_cpu]
+        found = super()._unscale_grads_(_with(here), inv_scale, found_inf, allow_fp16)
+        if offloaded:
+            # PyTorch would copy both to the CPU without waiting, and read them at once.
+            found |= super()._unscale_grads_(_with(offloaded), inv_scale.cpu(), found_inf.cpu(), allow_fp16)
+        if not is_sharded:
+            return found
         found.setdefault(found_inf.device, found_inf)  # even a rank without any shard must join the collective
         for one in found.values():
             dist.all_reduce(one, "MAX")
@@ -104,6 +111,10 @@ class ClosureGradScaler(ShardedGradScaler):
         for one in found:
             one.copy_(together)
         return bool(together.item())
+
+
+def _with(weights: list[torch.Tensor]) -> Any:
+    return SimpleNamespace(param_groups=[{"params": weights}])
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
