@@ -296,6 +296,7 @@ ROWS = [
     "amp_fp16",
     "AdamW, amp_fp16",
     "GPT",
+    "bfloat16 weights",
     "clipping by norm",
     "clipping by value",
     "clipping by adaptive",
