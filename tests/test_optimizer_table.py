@@ -161,3 +161,42 @@ def test_the_documented_table_is_what_the_optimizers_do(root, tmp_path):
     lines = (root / "docs" / "guides" / "optimizers.md").read_text().splitlines()
     documented = [line for line in lines if line.startswith("| `")]
     assert documented == [f"| {row.label} | yes | yes | {row.sharded} | yes |" for row in ROWS]
+
+
+def fit_twice(sharded):
+    """Train with one optimizer, then with two others, and return the weights."""
+    network = make_network()
+    model = ComposerModel.from_module(network, F.cross_entropy)
+    with Trainer(
+        model=model,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        train_dataloader=make_loader(),
+        max_duration="1ep",
+        device="cpu",
+        progress_bar=False,
+        **({"parallelism_config": {"fsdp": {}}} if sharded else {}),
+    ) as trainer:
+        trainer.fit()
+        first, *rest = network.parameters()  # those of now, which sharding has replaced
+        trainer.fit(duration="1ep", optimizers=[torch.optim.AdamW([first], lr=0.01), torch.optim.SGD(rest, lr=0.1)])
+        weights = trainer.strategy.model_state_dict(trainer.state.model)
+        return {name.removeprefix("module."): value.clone() for name, value in weights.items()}
+
+
+def fit_twice_on_ranks():
+    warnings.simplefilter("ignore")
+    return fit_twice(sharded=False), fit_twice(sharded=True)
+
+
+def test_fit_continues_with_other_optimizers_on_ranks(tmp_path):
+    network = make_network()
+    first, *rest = network.parameters()
+    begun = [torch.optim.SGD(network.parameters(), lr=0.1)]
+    for optimizers in (begun, [torch.optim.AdamW([first], lr=0.01), torch.optim.SGD(rest, lr=0.1)]):
+        for inputs, targets in make_loader():
+            network.zero_grad()
+            F.cross_entropy(network(inputs), targets).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    for weights in run_ranks(fit_twice_on_ranks, store=tmp_path / "store", timeout_s=100)[0]:
+        torch.testing.assert_close(weights, dict(network.state_dict()), rtol=0, atol=0)
