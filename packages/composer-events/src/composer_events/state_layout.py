@@ -23,7 +23,7 @@ def get_optimizer_state(model: Any, optimizer: Any, state_dict_type: str | None)
         state_dict_type: `'full'` gathers a sharded state on rank 0's host, other ranks get nothing; `'sharded'` gives
             every rank its shard on the host. Every rank must call this with both.
     """
-    if is_sharded(model) and optimizer.state:
+    if is_sharded(model) and any(optimizer.state.values()):
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         return cast(
@@ -75,8 +75,11 @@ def set_optimizer_state(
         has_base = base is not None and base.state is optimizer.state
         # torch creates missing state by a step without a closure, which fails for an optimizer such as SAM.
         loaded: Any = base if has_base else optimizer
-        if not loaded.state and hasattr(loaded, "train"):
-            loaded.train()  # such as a schedule-free optimizer, which steps only in this mode
+        if hasattr(loaded, "train") and not any(loaded.state.values()):
+            # torch steps an optimizer without state; a schedule-free one steps only in this mode, and its `train`
+            # leaves an empty state for each parameter.
+            loaded.train()
+            loaded.state.clear()
         set_optimizer_state_dict(model, loaded, named, options=options)
         for place in without:  # torch's step created state for them, but they have not been stepped
             loaded.state.pop(_parameters(optimizer)[place], None)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as tdist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["guarded_collectives", "FSDP", "TensorParallelBatchCheck"]
 
 log = getLogger(__name__)
+# Parts of the errors of a DTensor for an operation that it does not have.
+_OF_DTENSORS = ("DTensor", "sharding strategy", "placement changes")
 _NOTHING = nullcontext()  # reentrant and without state, so one serves every microbatch
 
 
@@ -227,6 +230,25 @@ class FSDP(SingleDevice):
         """
         self._watch = watch_reductions(self.sharded.model, self.device.torch_device)
         return self._watch
+
+    def step(
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, *, scaler: GradScaler | None = None
+    ) -> Any:
+        """Take an optimizer step.
+
+        Raises:
+            ValueError: If the optimizer computes with whole weights, of which each rank has a shard.
+        """
+        try:
+            return super().step(optimizer, closure, scaler=scaler)
+        except (RuntimeError, NotImplementedError) as error:
+            if not any(text in str(error) for text in _OF_DTENSORS):
+                raise
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot step sharded weights: its step needs operations that torch's "
+                f"DTensor does not have. Use an elementwise optimizer such as AdamW, or train without sharding. "
+                f"({error})"
+            ) from error
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Reset the gradients of an optimizer's parameters, and the detector of non-finite gradients."""
