@@ -67,13 +67,15 @@ def polynomials(coefficients: Any, steps: int) -> list[Polynomial]:
 def orthogonalize(
     matrices: Sequence[Tensor],
     steps: Sequence[Polynomial],
+    dtype: torch.dtype,
     finish: Callable[[Tensor, list[int]], Tensor] | None = None,
 ) -> list[Tensor]:
     """Return the matrices with singular values near 1, computed in batches of equal shapes.
 
     Args:
-        matrices: Tensors with two or more dims, all of one dtype. Dims after the first are flattened.
+        matrices: Tensors with two or more dims. Dims after the first are flattened.
         steps: The polynomial of each step.
+        dtype: The dtype of the iteration and of the results.
         finish: Called with each batch of shape `(batch, rows, columns)` and the positions of its matrices in the list;
             returns the batch to use instead.
     """
@@ -88,10 +90,10 @@ def orthogonalize(
         length = 1 if is_single else max(1, _MAX_BATCH // max(1, rows * columns))
         for start in range(0, len(positions), length):
             chosen = positions[start : start + length]
-            if len(chosen) == 1:
-                batch = _iterate(flat[chosen[0]].clone(), steps).unsqueeze(0)
-            else:
-                batch = _iterate(torch.stack([flat[position] for position in chosen]), steps)
+            batch = flat[chosen[0]].new_empty(len(chosen), rows, columns, dtype=dtype)
+            # Converts and stacks in one pass.
+            torch._foreach_copy_(list(batch), [flat[position] for position in chosen])  # pyright: ignore[reportPrivateImportUsage]
+            batch = _iterate(batch[0], steps).unsqueeze(0) if len(chosen) == 1 else _iterate(batch, steps)
             if finish is not None:
                 batch = finish(batch, chosen)
             for position, result in zip(chosen, batch, strict=True):
