@@ -21,12 +21,18 @@ __all__ = ["FreeOutputs", "LRMonitor", "NaNMonitor"]
 
 
 class LRMonitor(Callback):
-    """Log the learning rate of every parameter group in each batch, as `lr-<optimizer's class>/group<index>`."""
+    """Log the learning rate of every parameter group in each batch, as `lr-<optimizer's class>/group<index>`.
+
+    The second optimizer of a class is `<class>#1`.
+    """
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Log the learning rates."""
+        classes: list[str] = []
         for optimizer in state.optimizers:
-            name = type(optimizer).__name__
+            classes.append(type(optimizer).__name__)
+            repeats = classes.count(classes[-1]) - 1
+            name = f"{classes[-1]}#{repeats}" if repeats else classes[-1]
             for index, group in enumerate(optimizer.param_groups):
                 rate = group["lr"]
                 if isinstance(rate, float):
