@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from composer_dist.collectives import cpu_group
+from composer_dist.collectives import cpu_group, group_for
 from composer_dist.devices import Device
 from composer_dist.strategy import SingleDevice, TNumber
 from composer_dist.wrapping import unwrap_model
@@ -349,7 +349,7 @@ def average_values(values: Mapping[str, torch.Tensor], group: "ProcessGroup | No
     flat = torch.cat([values[name].detach().reshape(-1) for name in names])
     # Divided before the sum, and in float32 at least, so that half precision cannot overflow.
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32)).div(tdist.get_world_size(group))
-    tdist.all_reduce(flat, group=group)
+    tdist.all_reduce(flat, group=group_for(flat, group))
     parts = flat.split([values[name].numel() for name in names])
     means = {
         name: part.view(values[name].shape).to(values[name].dtype) for name, part in zip(names, parts, strict=True)
@@ -370,7 +370,7 @@ def broadcast_tensors(
     """
     for bucket in _buckets(tensors, bucket_bytes):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        tdist.broadcast(flat, group_src=0, group=group)
+        tdist.broadcast(flat, group_src=0, group=group_for(flat, group))
         for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
@@ -430,7 +430,7 @@ def start_gather(
         sizes = [part.numel() for part in parts]
         flat = torch.cat([*parts, parts[0].new_empty(-sum(sizes) % _ALIGNMENT)])
         whole = flat.new_empty(tdist.get_world_size(group) * flat.numel())
-        own_group = cpu_group(group) if device.type == "cpu" else group
+        own_group = group_for(flat, group)
         works.append(tdist.all_gather_into_tensor(whole, flat, group=own_group, async_op=True))
         rows = whole.view(-1, flat.numel())[:, : sum(sizes)]
         for place, columns in zip(places, rows.split(sizes, dim=1), strict=True):
