@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
