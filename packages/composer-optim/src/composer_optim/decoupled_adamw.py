@@ -44,14 +44,9 @@ def _local(tensor: Tensor) -> Tensor:
     return torch.view_as_real(part) if part.is_complex() else part
 
 
-def _refuse_capture() -> None:
+def _is_captured() -> bool:
     is_safe = torch.compiler.is_compiling() or not torch.cuda.is_initialized()
-    if not is_safe and torch.cuda.is_current_stream_capturing():
-        # The count of steps is on the host, and would not increase when the graph is replayed.
-        raise RuntimeError(
-            "capturable=False, but the step is captured in a CUDA graph, which would repeat the bias "
-            "correction of this step in every replay. Make the optimizer with capturable=True."
-        )
+    return not is_safe and torch.cuda.is_current_stream_capturing()
 
 
 class DecoupledAdamW(Decoupled, AdamW):
@@ -144,8 +139,12 @@ class DecoupledAdamW(Decoupled, AdamW):
         """
         loss = evaluate(closure)
         for group in self.param_groups:
-            if not group["capturable"]:
-                _refuse_capture()
+            if not group["capturable"] and _is_captured():
+                # The count of steps is on the host, and would not increase when the graph is replayed.
+                raise RuntimeError(
+                    "capturable=False, but the step is captured in a CUDA graph, which would repeat the bias "
+                    "correction of this step in every replay. Make the optimizer with capturable=True."
+                )
             params = [param for param in group["params"] if param.grad is not None]
             grads: list[Any] = [param.grad for param in params]
             fused = self._uses_fused(group)

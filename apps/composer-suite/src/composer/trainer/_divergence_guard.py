@@ -109,7 +109,7 @@ class DivergenceGuard:
             not evaluates_loss
             and (self._scaler is not None or not unfused)
             # A hook may drop bad gradients, which only a step shows; PyTorch has no public way to ask for hooks.
-            and not any(getattr(each, "_optimizer_step_pre_hooks", None) for each in optimizers)
+            and not any(map(_has_pre_hooks, optimizers))
         )
         # A spike check reads the loss at every batch anyway, and DeepSpeed's gradients are gone later.
         if self._found.device.type not in _DEFERS_ON or self._spikes is not None or self._state.deepspeed_enabled:
@@ -117,8 +117,7 @@ class DivergenceGuard:
         # A rollback does not restore what algorithms such as EMA keep of bad weights.
         must_wait = self._policy.action == "skip" or (self._policy.action == "rollback" and self._state.algorithms)
         if gates or (not must_wait and self._scaler is None):
-            for optimizer in unfused:
-                _advise_fused(optimizer, has_scaler=self._scaler is not None)
+            _advise_fused(unfused, has_scaler=self._scaler is not None)
             return gates, True
         if self._scaler is None:
             _log.warning(
@@ -625,19 +624,18 @@ def _is_fused(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
+def _has_pre_hooks(optimizer: Optimizer) -> bool:
+    return bool(getattr(optimizer, "_optimizer_step_pre_hooks", None))
+
+
 _advised: WeakSet[Optimizer] = WeakSet()
 
 
-def _advise_fused(optimizer: Optimizer, *, has_scaler: bool) -> None:
+def _advise_fused(unfused: Iterable[Optimizer], *, has_scaler: bool) -> None:
     """Log once that an optimizer of torch has a fused kernel, if that was neither chosen nor refused."""
-    groups = optimizer.param_groups
-    is_torchs = type(optimizer).__module__.startswith("torch.")
-    is_open = all(group.get("fused", "") is None and group.get("foreach") is None for group in groups)
-    # DTensor has no rule for the other fused kernels.
-    has_kernel = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or not any(
-        is_sharded(p) for group in groups for p in group["params"]
-    )
-    if is_torchs and is_open and has_kernel and optimizer not in _advised:
+    for optimizer in unfused:
+        if optimizer in _advised or not _has_open_kernel(optimizer):
+            continue
         _advised.add(optimizer)
         _log.log(
             logging.WARNING if has_scaler else logging.INFO,
@@ -647,6 +645,17 @@ def _advise_fused(optimizer: Optimizer, *, has_scaler: bool) -> None:
             if has_scaler
             else "a batch whose gradients are not finite leaves the weights as they were",
         )
+
+
+def _has_open_kernel(optimizer: Optimizer) -> bool:
+    groups = optimizer.param_groups
+    if not type(optimizer).__module__.startswith("torch."):
+        return False
+    if not all(group.get("fused", "") is None and group.get("foreach") is None for group in groups):
+        return False
+    # DTensor has no rule for the other fused kernels.
+    is_adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+    return is_adam or not any(is_sharded(p) for group in groups for p in group["params"])
 
 
 def set_found_inf(optimizer: Any, found: Tensor | None) -> None:
