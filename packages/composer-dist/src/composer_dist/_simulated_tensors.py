@@ -165,7 +165,8 @@ _set_data: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIss
 def set_data(tensor: Tensor, value: Tensor) -> None:
     """Set `Tensor.data`, which here changes the class of a CPU tensor."""
     if isinstance(tensor, _Tensor) or not isinstance(value, _Tensor):
-        return _set_data(tensor, value)
+        _set_data(tensor, value)
+        return
     moved = value.detach().requires_grad_(tensor.requires_grad)
     moved.__dict__ = {**tensor.__dict__, **moved.__dict__, "_is_param": isinstance(tensor, torch.nn.Parameter)}
     torch.utils.swap_tensors(tensor, moved)

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
@@ -256,7 +256,8 @@ class DivergenceGuard:
             return self._judge(losses, overflow)
         if self._gates and self._scaler is None:
             for optimizer in optimizers:
-                set_found_inf(optimizer, self._found)
+                # Fused kernels for weights that FSDP offloads would copy it to the CPU, and read it at once.
+                set_found_inf(optimizer, self._found.to(optimizer.param_groups[0]["params"][0].device))
         facts = [self._found, self._none if overflow is None else overflow, missing_share(losses)]
         self._arrivals.send(self._state.timestamp.num_batches, torch.stack([fact.float() for fact in facts]))
         return None
