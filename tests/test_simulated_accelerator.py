@@ -196,9 +196,8 @@ def test_buffers_are_copied_by_lists_of_one_dtype(cases, accelerator, monkeypatc
 
 
 CALLBACKS = {
-    "ActivationMonitor": lambda folder: callbacks.ActivationMonitor(interval="2ba"),
+    "ActivationMonitor": lambda folder: callbacks.ActivationMonitor(interval="10ba"),
     "CheckpointSaver": lambda folder: callbacks.CheckpointSaver(str(folder), save_interval="2ba"),
-    "EarlyStopper": lambda folder: callbacks.EarlyStopper("loss/train/total", "train", patience="9ba"),
     "ExportForInferenceCallback": lambda folder: callbacks.ExportForInferenceCallback(
         "export", str(folder / "model.pt2")
     ),
@@ -227,6 +226,7 @@ def test_no_callback_or_logger_changes_the_weights(cases, accelerator, tmp_path,
     assert_same(found, trained(subjects, "cpu", kind))
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
 @pytest.mark.parametrize("adapts", [False, True], ids=["whole", "LoRA"])
 def test_a_model_of_transformers_ends_with_the_weights_of_the_cpu(cases, accelerator, adapts):
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
@@ -415,16 +415,21 @@ def test_every_row_without_several_ranks_is_counted(cases):
 
 FSDP = {"parallelism_config": {"fsdp": {}}}
 ON_RANKS = {
-    "DDP": {},
-    "DDP, microbatches": {"device_train_microbatch_size": 4},
-    "DDP, clipping": {"algorithms": GradientClipping("norm", 0.1)},
+    "DDP": {"device_train_microbatch_size": 4},
     "FSDP": FSDP,
-    "FSDP, microbatches": {**FSDP, "device_train_microbatch_size": 4},
-    "FSDP, clipping": {**FSDP, "algorithms": GradientClipping("norm", 0.1)},
+    "FSDP, clipping": {**FSDP, "device_train_microbatch_size": 4, "algorithms": GradientClipping("norm", 0.1)},
     "FSDP, offloaded": {"parallelism_config": {"fsdp": {"cpu_offload": True}}},
-    "FSDP, recomputed": {"parallelism_config": {"fsdp": {"activation_checkpointing": True}}},
 }
-DDP_ROWS = ["AdamW", "4 microbatches", "clipping by norm", "amp_bf16", "amp_fp16", "progress bar"]
+ROWS_ON_RANKS = [
+    "AdamW",
+    "4 microbatches",
+    "amp_fp16",
+    "progress bar",
+    "GPT, FSDP",
+    "GPT, FSDP, amp_bf16",
+    "GPT, FSDP, amp_fp16",
+    "clipping by norm, FSDP",
+]
 
 
 def weights_on_a_rank(device, settings):
@@ -433,10 +438,10 @@ def weights_on_a_rank(device, settings):
 
     model = subjects.make_gpt(emb_pdrop=0.0)
     # As fused on both devices: otherwise one counts steps on the host, and divides in float64.
-    settings = {"optimizers": torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), **settings}
+    settings = {"optimizers": torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), **copy.deepcopy(settings)}
     with (
         sdpa_kernel(SDPBackend.MATH),
-        subjects.make_trainer(model, subjects.make_sentences(3), device, **copy.deepcopy(settings)) as trainer,
+        subjects.make_trainer(model, subjects.make_sentences(3), device, **settings) as trainer,
     ):
         trainer.fit()
         weights = trainer.strategy.model_state_dict(trainer.state.model)
@@ -456,7 +461,7 @@ def compare_on_a_rank(tools):
             found = weights_on_a_rank(accelerator, settings)
         distances[name] = max((found[key] - value).abs().max().item() for key, value in expected.items())
     rows = waits.make_rows()
-    for row in [*DDP_ROWS, *(row for row in rows if "FSDP" in row)]:
+    for row in ROWS_ON_RANKS:
         with SimulatedAccelerator() as accelerator:
             lines[row] = dict(rows[row](accelerator))
     return distances, lines
@@ -464,7 +469,7 @@ def compare_on_a_rank(tools):
 
 @pytest.mark.slow
 def test_ranks_end_with_the_weights_of_the_cpu_and_their_steps_never_wait(root, tmp_path):
-    for distances, lines in run_ranks(compare_on_a_rank, str(root / "tools"), store=tmp_path / "store", timeout_s=300):
+    for distances, lines in run_ranks(compare_on_a_rank, str(root / "tools"), store=tmp_path / "store", timeout_s=480):
         assert distances == dict.fromkeys(ON_RANKS, 0.0)
         assert not any(lines.values()), lines
 
