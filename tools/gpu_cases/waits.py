@@ -113,6 +113,7 @@ def make_rows() -> Mapping[str, Row]:
         "GPT, FSDP, DecoupledAdamW": _row(
             *text, parallelism_config={"fsdp": {}}, optimizers=optimizers["DecoupledAdamW"]
         ),
+        "GPT, FSDP, amp_fp16": _row(*text, precision="amp_fp16", **sharded),
         "GPT, FSDP, AdamW": _row(*text, parallelism_config={"fsdp": {}}, optimizers=_adamw()),
         "bfloat16 weights": _row(
             lambda: make_network().to(torch.bfloat16), make_batches, precision="amp_bf16", **fused

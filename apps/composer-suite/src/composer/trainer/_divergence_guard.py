@@ -255,7 +255,8 @@ class DivergenceGuard:
             return self._judge(losses, overflow)
         if self._gates and self._scaler is None:
             for optimizer in optimizers:
-                set_found_inf(optimizer, self._found)
+                # Fused kernels for weights that FSDP offloads would copy it to the CPU, and read it at once.
+                set_found_inf(optimizer, self._found.to(optimizer.param_groups[0]["params"][0].device))
         facts = [self._found, self._none if overflow is None else overflow, missing_share(losses)]
         self._arrivals.send(self._state.timestamp.num_batches, torch.stack([fact.float() for fact in facts]))
         return None
