@@ -23,6 +23,8 @@ NAMES = {
     "LinearWithWarmupScheduler",
     "CosineAnnealingWithWarmupScheduler",
     "PolynomialWithWarmupScheduler",
+    "WarmupStableDecayScheduler",
+    "InversePowerWithWarmupScheduler",
     "compile_composer_scheduler",
     "compile_composer_schedulers",
     "scale_pytorch_scheduler",

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from composer_optim.compile import compile_composer_scheduler as compile_composer_scheduler
     from composer_optim.compile import compile_composer_schedulers as compile_composer_schedulers
+    from composer_optim.cooldown import InversePowerWithWarmupScheduler as InversePowerWithWarmupScheduler
+    from composer_optim.cooldown import WarmupStableDecayScheduler as WarmupStableDecayScheduler
     from composer_optim.decoupled import DecoupledAdamW as DecoupledAdamW
     from composer_optim.decoupled import DecoupledSGDW as DecoupledSGDW
     from composer_optim.raw_loop import lambda_lr as lambda_lr
@@ -51,6 +53,7 @@ _HOME = {
             "CosineAnnealingWithWarmupScheduler",
             "PolynomialWithWarmupScheduler",
         ),
+        "composer_optim.cooldown": ("WarmupStableDecayScheduler", "InversePowerWithWarmupScheduler"),
         "composer_optim.compile": ("compile_composer_scheduler", "compile_composer_schedulers"),
         "composer_optim.torch_schedulers": ("scale_pytorch_scheduler",),
         "composer_optim.raw_loop": ("lr_lambda", "lambda_lr"),

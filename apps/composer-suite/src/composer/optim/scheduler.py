@@ -12,6 +12,7 @@ from composer_optim import (
     CosineAnnealingWarmRestartsScheduler,
     CosineAnnealingWithWarmupScheduler,
     ExponentialScheduler,
+    InversePowerWithWarmupScheduler,
     LinearScheduler,
     LinearWithWarmupScheduler,
     MultiStepScheduler,
@@ -19,6 +20,7 @@ from composer_optim import (
     PolynomialScheduler,
     PolynomialWithWarmupScheduler,
     StepScheduler,
+    WarmupStableDecayScheduler,
     compile_composer_scheduler,
 )
 
@@ -30,6 +32,7 @@ __all__ = [
     "CosineAnnealingWarmRestartsScheduler",
     "CosineAnnealingWithWarmupScheduler",
     "ExponentialScheduler",
+    "InversePowerWithWarmupScheduler",
     "LinearScheduler",
     "LinearWithWarmupScheduler",
     "MultiStepScheduler",
@@ -37,5 +40,6 @@ __all__ = [
     "PolynomialScheduler",
     "PolynomialWithWarmupScheduler",
     "StepScheduler",
+    "WarmupStableDecayScheduler",
     "compile_composer_scheduler",
 ]
