@@ -25,6 +25,7 @@ NAMES = {
     "PolynomialWithWarmupScheduler",
     "WarmupStableDecayScheduler",
     "InversePowerWithWarmupScheduler",
+    "Schedule",
     "compile_composer_scheduler",
     "compile_composer_schedulers",
     "scale_pytorch_scheduler",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from composer_optim.decoupled import DecoupledSGDW as DecoupledSGDW
     from composer_optim.raw_loop import lambda_lr as lambda_lr
     from composer_optim.raw_loop import lr_lambda as lr_lambda
+    from composer_optim.schedule import Schedule as Schedule
     from composer_optim.schedulers import ComposerScheduler as ComposerScheduler
     from composer_optim.schedulers import ConstantScheduler as ConstantScheduler
     from composer_optim.schedulers import CosineAnnealingScheduler as CosineAnnealingScheduler
@@ -54,6 +55,7 @@ _HOME = {
             "PolynomialWithWarmupScheduler",
         ),
         "composer_optim.cooldown": ("WarmupStableDecayScheduler", "InversePowerWithWarmupScheduler"),
+        "composer_optim.schedule": ("Schedule",),
         "composer_optim.compile": ("compile_composer_scheduler", "compile_composer_schedulers"),
         "composer_optim.torch_schedulers": ("scale_pytorch_scheduler",),
         "composer_optim.raw_loop": ("lr_lambda", "lambda_lr"),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from composer_optim import MultiStepWithWarmupScheduler as MultiStepWithWarmupScheduler
     from composer_optim import PolynomialScheduler as PolynomialScheduler
     from composer_optim import PolynomialWithWarmupScheduler as PolynomialWithWarmupScheduler
+    from composer_optim import Schedule as Schedule
     from composer_optim import StepScheduler as StepScheduler
     from composer_optim import WarmupStableDecayScheduler as WarmupStableDecayScheduler
     from composer_optim import compile_composer_scheduler as compile_composer_scheduler
@@ -44,6 +45,7 @@ __all__ = [
     "PolynomialWithWarmupScheduler",
     "WarmupStableDecayScheduler",
     "InversePowerWithWarmupScheduler",
+    "Schedule",
     "compile_composer_scheduler",
 ]
 __getattr__, __dir__ = lazy_face(
