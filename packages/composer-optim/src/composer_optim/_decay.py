@@ -69,7 +69,13 @@ def evaluate(closure: Callable[[], Any] | None) -> Any:
 
 
 class Decoupled(Optimizer):
-    """Base class that precedes a PyTorch optimizer: checks of options, and the initial learning rate of each group."""
+    """Base class that precedes a PyTorch optimizer: checks of options, and the initial learning rate of each group.
+
+    Attributes:
+        has_relative_decay: The weight decay counts relative to the initial learning rate.
+    """
+
+    has_relative_decay = True
 
     def _warn_of_large_decay(self) -> None:
         largest = max((group["weight_decay"] for group in self.param_groups), default=0.0)
