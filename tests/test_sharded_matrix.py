@@ -311,6 +311,7 @@ CALLBACKS = {
     "OptimizerMonitor": Row(callback("OptimizerMonitor", batch_log_interval=1)),
     "RuntimeEstimator": Row(callback("RuntimeEstimator")),
     "SpeedMonitor": Row(callback("SpeedMonitor", 2)),
+    "SyncMonitor": Row(callback("SyncMonitor")),
     "SystemMetricsMonitor": Row(callback("SystemMetricsMonitor")),
     "ThresholdStopper": Row(callback("ThresholdStopper", "CrossEntropy", "eval", 10.0, comp="less")),
 }
@@ -347,11 +348,16 @@ SETTINGS = {
     "DecoupledAdamW": Row(optimizer=lambda parameters: DecoupledAdamW(parameters, lr=0.01), tolerance=OF_ADAM),
     "DecoupledSGDW": Row(optimizer=lambda parameters: DecoupledSGDW(parameters, lr=0.1, momentum=0.9)),
     "Adafactor": Row(optimizer=lambda parameters: torch.optim.Adafactor(parameters), outcome=REFUSED),
-    "several optimizers": Row(
-        optimizer=lambda parameters: [torch.optim.SGD([each], lr=0.1) for each in parameters], outcome=REFUSED
-    ),
+    "several optimizers": Row(optimizer=lambda parameters: three_optimizers(list(parameters)), resumes=True),
 }
 TABLE = {"algorithm": ALGORITHMS, "callback": CALLBACKS, "setting": SETTINGS}
+
+
+def three_optimizers(parameters):
+    """Return three optimizers, two of them of one class, with every third parameter each."""
+    thirds = [parameters[place::3] for place in range(3)]
+    kinds = (torch.optim.SGD, DecoupledSGDW, torch.optim.SGD)
+    return [kind(part, lr=0.1, momentum=0.9) for kind, part in zip(kinds, thirds, strict=True)]
 
 
 def checkpoint_in(folder):

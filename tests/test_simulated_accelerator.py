@@ -68,8 +68,10 @@ OPTIMIZERS = {
     "Adagrad": torch.optim.Adagrad,
     "RAdam": torch.optim.RAdam,
     "LBFGS": lambda weights: torch.optim.LBFGS(weights, lr=0.1, max_iter=3),
-    "DecoupledAdamW": lambda weights: DecoupledAdamW(weights, lr=1e-2),
-    "DecoupledSGDW": lambda weights: DecoupledSGDW(weights, lr=0.1, momentum=0.9),
+    "DecoupledAdamW": lambda weights: DecoupledAdamW(weights, lr=1e-2, fused=False),
+    "DecoupledAdamW, fused": lambda weights: DecoupledAdamW(weights, lr=1e-2, fused=True),
+    "DecoupledSGDW": lambda weights: DecoupledSGDW(weights, lr=0.1, momentum=0.9, fused=False),
+    "DecoupledSGDW, fused": lambda weights: DecoupledSGDW(weights, lr=0.1, momentum=0.9, fused=True),
 }
 SETTINGS = {
     "microbatches": {"device_train_microbatch_size": 8},
@@ -238,6 +240,9 @@ ROWS = [
     "RAdam",
     "DecoupledAdamW",
     "DecoupledSGDW",
+    "DecoupledAdamW, skip",
+    "DecoupledAdamW, amp_fp16",
+    "DecoupledSGDW, amp_fp16",
     "AdamW, skip",
     "AdamW fused, skip",
     "AdamW, rollback",

@@ -73,6 +73,7 @@ CASES = (
     Case("speed.compiled", "torch.compile", limit_s=150.0),
     Case("speed.channels_last", "ChannelsLast"),
     Case("speed.fused_adamw", "DecoupledAdamW(fused=True)"),
+    Case("speed.fused_by_default", "our optimizers are fused on a GPU"),
     Case("methods.functions", "methods as functions"),
     Case("methods.image_algorithms", "methods for images", limit_s=150.0),
     Case("methods.text_algorithms", "methods for text"),

@@ -5,7 +5,7 @@ import torch
 
 from composer.functional import apply_mup
 from composer.models import HuggingFaceModel
-from composer.optim import DecoupledAdamW
+from composer.optim import DecoupledAdamW, Muon
 from composer_algorithms import coord_check
 
 transformers = pytest.importorskip("transformers")
@@ -71,3 +71,11 @@ def test_decay_relative_to_the_initial_rate_stays():
     apply_mup(model, base_width=16, optimizers=optimizer)
     settings = [(group["lr"], group["initial_lr"], group["weight_decay"]) for group in optimizer.param_groups]
     assert settings == [(0.4, 0.4, 1e-4), (0.2, 0.2, 1e-4)]
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("match_rms_adamw", 0.2), ("original", 0.4)])
+def test_muons_matrices_have_a_rate_of_their_own_and_its_other_weights_that_of_adamw(kind, rate):
+    model = gpt2(64)
+    optimizer = Muon(model, lr=0.4, adjust_lr_fn=kind)
+    apply_mup(model, base_width=16, optimizers=optimizer)
+    assert {group["role"]: group["lr"] for group in optimizer.param_groups} == {"muon": rate, "adamw": 0.4}

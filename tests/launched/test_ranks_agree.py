@@ -1,6 +1,7 @@
 """Ranks that differ find out at the start, and one rank's decision to stop is everybody's."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,9 +72,14 @@ def test_a_dataloader_given_to_fit_is_compared_too(tmp_path):
     assert first == second
 
 
-class StopOnRankZero(Callback):
-    def batch_end(self, state, logger):
-        if dist.get_global_rank() == 0 and int(state.timestamp.batch) == 2:
+class Stops(Callback):
+    """Stops the training on some ranks, on an event in or after a batch."""
+
+    def __init__(self, event, batch, ranks):
+        self.event, self.batch, self.ranks = event, batch, ranks
+
+    def run_event(self, event, state, logger):
+        if event is self.event and state.timestamp.batch == self.batch and dist.get_global_rank() in self.ranks:
             state.stop_training()
 
 
@@ -85,15 +91,46 @@ class StopByAlgorithm(Algorithm):
         state.stop_training()
 
 
-def train_until_rank_zero_stops(arguments) -> int:
-    with make_trainer(**arguments, dist_timeout=20) as trainer:
+# Epochs have three batches. Each event, the number of batches at that time, and that after which all ranks stop: one
+# more, unless the ranks ask each other in any case, as after an evaluation and at the end of an epoch.
+STOPS = [
+    (Event.BATCH_START, 1, 3),  # of the second batch, with whose counts the request cannot be sent any more
+    (Event.BATCH_END, 1, 2),
+    (Event.BATCH_CHECKPOINT, 1, 2),
+    (Event.BATCH_END, 3, 3),
+    (Event.EVAL_END, 1, 1),
+    (Event.EPOCH_END, 3, 3),
+]
+RANKS = [(0,), (1,), (0, 1)]
+
+
+def train_until_ranks_stop(folder):
+    stops = []
+    for number, (event, batch, _) in enumerate(STOPS):
+        for ranks in RANKS:
+            saved = Path(folder, f"{number}-{ranks}")
+            with make_trainer(
+                train_dataloader=[BATCH] * 3,
+                max_duration="3ep",
+                callbacks=Stops(event, batch, ranks),
+                eval_dataloader=Evaluator(label="eval", dataloader=[BATCH], device_eval_microbatch_size=4),
+                eval_interval="1ba" if event is Event.EVAL_END else "10ep",
+                # A saver after the callback would take the stop of a rank for the end of training.
+                save_folder=None if event is Event.BATCH_CHECKPOINT else str(saved),
+                save_interval="10ep",
+            ) as trainer:
+                trainer.fit()
+            stops.append((trainer.state.timestamp.num_batches, trainer.state.stopped_duration))
+            if event is not Event.BATCH_CHECKPOINT:
+                assert len(list(saved.glob("ep*-rank0.pt"))) == 1, list(saved.iterdir())
+    with make_trainer(algorithms=StopByAlgorithm()) as trainer:
         trainer.fit()
-        return int(trainer.state.timestamp.batch)
+    return [*stops, trainer.state.timestamp.num_batches]
 
 
-@pytest.mark.parametrize("arguments", [{"callbacks": StopOnRankZero()}, {"algorithms": StopByAlgorithm()}], ids=list)
-def test_a_rank_that_stops_training_stops_it_for_all(tmp_path, arguments):
-    assert run_ranks(train_until_rank_zero_stops, arguments, store=tmp_path / "store") == [2, 2]
+def test_a_rank_that_stops_training_stops_it_for_all_after_the_same_batch(tmp_path):
+    first, second = run_ranks(train_until_ranks_stop, str(tmp_path), store=tmp_path / "store")
+    assert first == second == [*((batch, "3ep") for _, _, batch in STOPS for _ in RANKS), 3]
 
 
 def train_where_one_rank_has_no_tokens() -> list[float]:

@@ -11,7 +11,7 @@ from composer.algorithms import ChannelsLast
 from composer.callbacks import SpeedMonitor
 from composer.core import Callback
 from composer.loggers import InMemoryLogger
-from composer.optim import DecoupledAdamW
+from composer.optim import DecoupledAdamW, DecoupledSGDW
 from gpu_cases import Skip
 from gpu_cases.subjects import (
     Losses,
@@ -74,6 +74,29 @@ def fused_adamw(device: str) -> str:
     farthest = float((weight.detach().cpu() - expected).abs().max())
     assert farthest < 1e-10, f"off by {farthest:.1e}"
     return f"10 steps, off by {farthest:.0e} at most"
+
+
+def fused_by_default(device: str) -> str:
+    """Our optimizers take the fused kernel on a GPU, also with state whose strides are not those of the weights."""
+    for make, options in ((DecoupledAdamW, {}), (DecoupledSGDW, {"momentum": 0.9})):
+        ends = []
+        for fused in (None, False):
+            network = make_convolutional().to(memory_format=torch.channels_last)
+            optimizer = make(network.parameters(), lr=1e-2, fused=fused, **options)
+            network.to(device)
+            assert optimizer._step_supports_amp_scaling == (device == "cuda" and fused is None)
+            for step in range(4):
+                generator = torch.Generator().manual_seed(step)
+                for weight in network.parameters():  # contiguous
+                    weight.grad = torch.randn(weight.shape, generator=generator).to(device)
+                optimizer.step()
+                saved = optimizer.state_dict()
+                for entries in saved["state"].values():
+                    entries.update({name: value.cpu().contiguous() for name, value in entries.items()})
+                optimizer.load_state_dict(saved)
+            ends.append([weight.detach().cpu() for weight in network.parameters()])
+        torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+    return "same weights as without"
 
 
 def mfu(device: str) -> str:

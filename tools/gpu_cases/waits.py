@@ -1,12 +1,8 @@
 """Where a training step waits for the GPU: each row trains a few batches and lists the lines that synchronize."""
 
-import contextlib
 import functools
-import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +15,7 @@ from composer.core import Algorithm, Callback
 from composer.loggers import ConsoleLogger, InMemoryLogger
 from composer.models import ComposerModel
 from composer_dist import Device
-from composer_dist.testing import SimulatedAccelerator
 from composer_optim import DecoupledAdamW, DecoupledSGDW
-from gpu_cases.as_installed import ROOT
 from gpu_cases.methods import IMAGE_METHODS
 from gpu_cases.subjects import (
     LENGTH,
@@ -43,47 +37,6 @@ ALLOWED = {
     "NaNMonitor": 1.0,
     "ConsoleLogger, every 2": 0.5,  # prints numbers
 }
-_TORCH = str(Path(torch.__file__).parent)
-
-
-class Waits(Callback):
-    """Count the synchronizations of the last batches by the innermost lines outside torch; the GPU may be simulated."""
-
-    def __init__(self) -> None:
-        self.lines: Counter[str] = Counter()
-        self._counting = contextlib.ExitStack()
-
-    def batch_start(self, state: Any, logger: Any) -> None:
-        """Begin to count after the warm-up."""
-        if state.timestamp.batch != WARM_UP:
-            return
-        if isinstance(state.device, SimulatedAccelerator):
-            self.lines = self._counting.enter_context(state.device.counting()).synchronizations
-        elif state.device.name == "gpu":
-            torch.set_warn_always(True)
-            torch.cuda.set_sync_debug_mode("warn")
-            warnings.filterwarnings("always", "called a synchronizing")
-            warnings.showwarning = self._note
-
-    def epoch_end(self, state: Any, logger: Any) -> None:
-        """Stop counting before what happens once an epoch."""
-        self._counting.close()
-        if state.device.name == "gpu":
-            torch.cuda.set_sync_debug_mode("default")
-
-    def _note(self, message: Any, *_: Any, **__: Any) -> None:
-        if "called a synchronizing" in str(message):
-            self.lines[_place()] += 1
-
-
-def _place() -> str:
-    frames = [
-        f"{Path(frame.filename).relative_to(ROOT) if frame.filename.startswith(str(ROOT)) else frame.filename}"
-        f":{frame.lineno} {frame.name}"
-        for frame in traceback.extract_stack()
-        if not frame.filename.startswith(_TORCH) and frame.filename not in (__file__, warnings.__file__)
-    ]
-    return " < ".join(reversed(frames[-3:]))
 
 
 def _metrics_model() -> ComposerModel:
@@ -96,16 +49,16 @@ Row = Callable[[str | Device], Counter[str]]
 
 def _row(make: Callable[[], Any], batches: Callable[[int], list[Any]], **settings: Any) -> Row:
     def run(device: str | Device) -> Counter[str]:
-        waits, model = Waits(), make()
+        monitor, model = callbacks.SyncMonitor(skip_batches=WARM_UP), make()
         made = {
             name: value(model) if name in ("optimizers", "algorithms", "callbacks") else value
             for name, value in settings.items()
         }
         watchers = made.pop("callbacks", [])
         pinned = [_pinned(batch, device) for batch in batches(WARM_UP + COUNTED)]
-        with make_trainer(model, pinned, device, callbacks=[waits, *watchers], **made) as trainer:
+        with make_trainer(model, pinned, device, callbacks=[monitor, *watchers], **made) as trainer:
             trainer.fit()
-        return waits.lines
+        return monitor.lines
 
     return run
 
@@ -137,6 +90,11 @@ def make_rows() -> Mapping[str, Row]:
         "DecoupledSGDW": lambda model: DecoupledSGDW(model.parameters(), lr=0.1, momentum=0.9),
     }
     rows = {name: _row(*plain, optimizers=make) for name, make in optimizers.items()}
+    rows |= {  # fused by default
+        "DecoupledAdamW, skip": _row(*plain, optimizers=optimizers["DecoupledAdamW"], on_divergence="skip"),
+        "DecoupledAdamW, amp_fp16": _row(*plain, optimizers=optimizers["DecoupledAdamW"], precision="amp_fp16"),
+        "DecoupledSGDW, amp_fp16": _row(*plain, optimizers=optimizers["DecoupledSGDW"], precision="amp_fp16"),
+    }
     rows |= {
         "AdamW, skip": _row(*plain, optimizers=_adamw(), on_divergence="skip"),
         "AdamW fused, skip": _row(*plain, on_divergence="skip", **fused),

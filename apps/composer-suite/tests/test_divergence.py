@@ -615,6 +615,36 @@ def test_a_result_that_arrives_late_ends_in_the_same_weights(train, late, action
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # fused kernels round otherwise
 
 
+def test_an_error_after_rollbacks_names_the_batches_that_were_undone(train, late):
+    """It claimed that the weights were those from before the batch."""
+    batches, network = make_batches(range(3, 8)), make_network().to(place_of(late))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.5, momentum=0.9)
+    policy = OnDivergence("rollback", rollback_batches=2, max_in_a_row=2)
+    _, network, error = train(batches, network, optimizer=optimizer, on_divergence=policy, device=late)
+    assert "rolled back by" in str(error)
+    assert "those before it" not in str(error)
+    assert all(parameter.isfinite().all() for parameter in network.parameters())
+
+
+@pytest.mark.parametrize("has_scaler", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"fused": True}, {"foreach": True}, {"fused": False}], ids=str)
+def test_a_fused_kernel_that_was_not_chosen_is_advised_once(train, settings, has_scaler, caplog):
+    if torch.cuda.is_available():
+        pytest.skip("PyTorch has one accelerator type per process, here CUDA")
+    caplog.set_level(logging.INFO)
+    with SimulatedAccelerator() as accelerator:
+        trainer, _, _ = train(
+            make_batches(),
+            network := make_network(),
+            optimizer=torch.optim.AdamW(network.parameters(), **settings),
+            device=accelerator,
+            scaler=GradScaler("simgpu") if has_scaler else None,
+        )
+        trainer.fit(duration="1ep")
+    found = [record for record in caplog.records if "AdamW steps without its fused kernel" in record.message]
+    assert [record.levelname for record in found] == ([] if settings else ["WARNING" if has_scaler else "INFO"])
+
+
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, fused_sgd])
 def test_a_rollback_leaves_no_bad_weights_in_an_average(train, late, make_optimizer):
     """EMA averaged the steps that were taken until the host knew of the divergence."""

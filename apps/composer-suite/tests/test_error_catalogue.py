@@ -66,10 +66,10 @@ CATALOGUE = {
         ValueError,
         "Specifying `step_schedulers_every_batch` without `schedulers` has no effect",
     ),
-    "two optimizers": (
+    "optimizers of another model": (
         lambda loader: {"optimizers": [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=lr) for lr in (1.0, 2.0)]},
-        NotImplementedError,
-        "Only one optimizer is supported",
+        ValueError,
+        "None of the parameters of SGD belongs to the model",
     ),
     "16 bits on a CPU": (lambda loader: {"precision": "amp_fp16"}, ValueError, "not supported for CPU training."),
     "adaptive training on a CPU": (

@@ -143,13 +143,6 @@ def test_wall_clock_duration(make_trainer):
         make_trainer(max_duration="1h")
 
 
-def test_several_optimizers(make_trainer, make_model):
-    model = make_model()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.2)]
-    with pytest.raises(NotImplementedError, match="Only one optimizer is supported; found 2 optimizers"):
-        make_trainer(model=model, optimizers=optimizers)
-
-
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.5, True])
 def test_a_seed_out_of_range(make_trainer, seed):
     with pytest.raises(ValueError, match=f"Invalid seed: seed={seed}"):

@@ -129,6 +129,24 @@ def test_one_group_of_two_is_scheduled_and_logged(train):
     }
 
 
+def test_groups_are_counted_over_all_optimizers(train):
+    def two_optimizers(model):
+        parameters = list(model.parameters())
+        return [
+            torch.optim.SGD(parameters[:2], lr=1.0, weight_decay=0.4),
+            torch.optim.AdamW(parameters[2:], lr=0.1, weight_decay=0.2),
+        ]
+
+    def read(state):
+        return [(each["lr"], each["weight_decay"]) for one in state.optimizers for each in one.param_groups]
+
+    schedulers = [Schedule("lr", FALL, groups=0), Schedule("weight_decay", FALL, groups=1), LinearScheduler(1.0, 0.5)]
+    common = [1 - batch / 16 for batch in range(8)]
+    assert train(schedulers, read, two_optimizers) == [
+        [(factor * rate, 0.4), (0.1 * rate, 0.2 * factor)] for factor, rate in zip(FACTORS, common, strict=True)
+    ]
+
+
 def test_a_schedule_steps_every_epoch_where_the_others_do(train):
     values = train(Schedule("weight_decay", FALL), group(0, "weight_decay"), step_schedulers_every_batch=False)
     assert values == [0.4] * 4 + [0.2] * 4

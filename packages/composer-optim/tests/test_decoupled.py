@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from composer_dist.testing import SimulatedAccelerator
 from composer_optim import DecoupledAdamW, DecoupledSGDW
 
 SHAPES = [(3,), (4, 2), (2, 3, 2)]
@@ -520,3 +521,84 @@ def test_whole_numbers_and_lists_are_taken(make):
     optimizer = make(make_params(), lr=1, weight_decay=0, **options)
     assert optimizer.param_groups[0]["initial_lr"] == 1.0
     train(optimizer, [1])
+
+
+@pytest.fixture
+def accelerator():
+    if torch.cuda.is_available():
+        pytest.skip("PyTorch has one accelerator type per process: CUDA")
+    with SimulatedAccelerator() as accelerator:
+        yield accelerator
+
+
+def make_convolution(device="cpu"):
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4, 2)).to(memory_format=torch.channels_last)
+    return network.to(device)
+
+
+def step_all(optimizer, num_steps):
+    params = optimizer.param_groups[0]["params"]
+    for step in range(num_steps):
+        generator = torch.Generator().manual_seed(step)
+        for param in params:  # contiguous, though a weight is not
+            param.grad = torch.randn(param.shape, generator=generator).to(param.device)
+        optimizer.step()
+    return [param.detach().cpu() for param in params]
+
+
+SGDW, ADAMW = (DecoupledSGDW, {"momentum": 0.9}), (DecoupledAdamW, {"amsgrad": True})
+both_with_state = pytest.mark.parametrize(("make", "options"), [SGDW, ADAMW], ids=["sgdw", "adamw"])
+
+
+@both_with_state
+def test_weights_on_an_accelerator_are_stepped_by_the_fused_kernel(accelerator, make, options):
+    network = make_convolution()
+    optimizer = make(network.parameters(), lr=0.1, weight_decay=5e-4, **options)
+    assert not optimizer._step_supports_amp_scaling
+    network.to(accelerator.torch_device)  # after the optimizer is made, as the Trainer does
+    assert optimizer._step_supports_amp_scaling
+    with accelerator.counting() as counts:
+        found = step_all(optimizer, 3)
+    fused = make(make_convolution().parameters(), lr=0.1, weight_decay=5e-4, fused=True, **options)
+    assert_close(found, step_all(fused, 3), rtol=0, atol=0)
+    assert optimizer.param_groups[0]["fused"] is None
+    assert all(__file__ in place for place in counts.synchronizations), "the optimizer waits"
+
+
+@both_with_state
+@pytest.mark.parametrize("kernel", [{"foreach": True}, {"fused": False}], ids=str)
+def test_a_chosen_kernel_is_kept_on_an_accelerator(accelerator, make, options, kernel):
+    optimizer = make(make_convolution(accelerator.torch_device).parameters(), lr=0.1, **options, **kernel)
+    assert not optimizer._step_supports_amp_scaling
+    plain = make(make_convolution().parameters(), lr=0.1, **options, **kernel)
+    assert_close(step_all(optimizer, 3), step_all(plain, 3), rtol=0, atol=0)
+
+
+@both_with_state
+@pytest.mark.parametrize("places", [("cpu", "simgpu"), ("simgpu", "cpu"), ("simgpu", "simgpu")], ids=str)
+def test_state_is_loaded_from_either_device(accelerator, make, options, places):
+    def new(device, kernel):
+        return make(make_convolution(device).parameters(), lr=0.1, **options, **kernel)
+
+    def resume(first, second):
+        step_all(first, 2)
+        saved = copy.deepcopy(first.state_dict())
+        for entries in saved["state"].values():  # as from a file, whose format may not keep strides
+            entries.update({name: value.cpu().contiguous() for name, value in entries.items()})
+        second.load_state_dict(saved)
+        return step_all(second, 2)
+
+    found = resume(*(new(place, {}) for place in places))
+    kernels_used = ({"fused": True} if place == "simgpu" else {"fused": None} for place in places)
+    assert_close(found, resume(*(new("cpu", kernel) for kernel in kernels_used)), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_fused_sgdw_unscales_and_skips_sparse_gradients(overflows):
+    weight = torch.ones(3, 2, requires_grad=True)
+    optimizer = DecoupledSGDW([weight], lr=1.0, fused=True)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(float(overflows))
+    weight.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (3, 2))
+    optimizer.step()
+    assert weight.tolist() == [[1.0, 1.0], [1.0, 1.0] if overflows else [0.5, 0.5], [1.0, 1.0]]

@@ -9,6 +9,7 @@ import composer_optim
 NAMES = {
     "DecoupledSGDW",
     "DecoupledAdamW",
+    "Muon",
     "ComposerScheduler",
     "StepScheduler",
     "MultiStepScheduler",

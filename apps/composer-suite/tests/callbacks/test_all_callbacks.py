@@ -160,6 +160,7 @@ def test_a_checkpoint_is_loaded_by_the_function_that_users_patch(make_trainer, m
         ("OptimizerMonitor", "batch_log_interval", 1.5),
         ("RuntimeEstimator", "skip_batches", -1),
         ("SpeedMonitor", "window_size", 0),
+        ("SyncMonitor", "skip_batches", -1),
         ("ThresholdStopper", "threshold", "high"),
     ],
 )

@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,6 @@ from composer_algorithms.metadata import METHODS
 from composer_dist.wrapping import canonical_name
 from composer_events import Event, Logger, State
 from composer_time import Time, TimeUnit
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 __all__ = ["SWA", "METADATA"]
 
@@ -45,7 +42,7 @@ class SWA(Method):
         swa_start: Start of averaging: a fraction of training (`'0.7dur'`) or an epoch (`'7ep'`).
         swa_end: Time to copy the mean into the model, in the same unit.
         update_interval: Time between two updates of the mean, in batches or epochs.
-        schedule_swa_lr: Whether to change the learning rate as well. Requires a single optimizer.
+        schedule_swa_lr: Whether to change the learning rate as well.
         anneal_strategy: Shape of the learning rate's way to `swa_lr`: `'linear'` or `'cos'`.
         anneal_steps: Number of intervals that this takes.
         swa_lr: Final learning rate. `None` keeps the initial one of each group.
@@ -118,14 +115,14 @@ class SWA(Method):
             if not self.swa_started:
                 self.swa_started = True
                 if self.schedule_swa_lr:
-                    self._base_lrs = [float(group["lr"]) for group in _only_optimizer(state).param_groups]
+                    self._base_lrs = [float(group["lr"]) for group in _groups(state)]
             if self.step_counter % self.update_interval.value == 0:
                 self._add(state.model)
             self.step_counter += 1
         if self._ends_at(event, state):
             self._finish(state)
         elif self.schedule_swa_lr:
-            self._set_lr(_only_optimizer(state))
+            self._set_lr(_groups(state))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean, the number of its updates, and the progress of the learning rate."""
@@ -205,13 +202,13 @@ class SWA(Method):
                 "statistics of other weights: set swa_end so that at least one epoch is left."
             )
 
-    def _set_lr(self, optimizer: "Optimizer") -> None:
+    def _set_lr(self, groups: Sequence[dict[str, Any]]) -> None:
         # In closed form, unlike torch's SWALR, which starts from the learning rate that it set last: the run's own
         # schedulers have set another one since.
         progress = min(self._num_averaged / self.anneal_steps, 1.0)
         if self.anneal_strategy == "cos":
             progress = (1 - math.cos(math.pi * progress)) / 2
-        for group, base_lr in zip(optimizer.param_groups, self._base_lrs, strict=True):
+        for group, base_lr in zip(groups, self._base_lrs, strict=True):
             target = base_lr if self.swa_lr is None else self.swa_lr
             lr = target * progress + base_lr * (1 - progress)
             if isinstance(group["lr"], Tensor):  # for compiled optimizers
@@ -240,13 +237,13 @@ def _mean_of(model: nn.Module, saved: Mapping[str, Tensor]) -> EMAParameters:
     return mean
 
 
-def _only_optimizer(state: State) -> "Optimizer":
-    if len(state.optimizers) != 1:
+def _groups(state: State) -> list[dict[str, Any]]:
+    if not state.optimizers:
         raise RuntimeError(
-            f"schedule_swa_lr=True sets the learning rate of one optimizer, and there are {len(state.optimizers)}: use "
-            f"one, or schedule_swa_lr=False."
+            "schedule_swa_lr=True sets the learning rates of the optimizers, and there are 0: give one, or "
+            "schedule_swa_lr=False."
         )
-    return state.optimizers[0]
+    return [group for optimizer in state.optimizers for group in optimizer.param_groups]
 
 
 def _window(swa_start: str | Time[Any], swa_end: str | Time[Any]) -> tuple[Time[Any], Time[Any]]:

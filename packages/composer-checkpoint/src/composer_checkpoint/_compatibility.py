@@ -1,9 +1,9 @@
 """Comparison of a checkpoint with a model and its optimizers, before any weight is changed."""
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,29 +14,20 @@ from composer_checkpoint.errors import (
     IncompatibleCheckpointError,
     UnfittingOptimizerError,
     UnfittingWeightsError,
+    first_few,
     shown,
 )
 from composer_dist.wrapping import canonical_name, unwrap_model
 from composer_events.batches import ensure_tuple
+from composer_events.state import State
 from composer_time import Timestamp
-
-if TYPE_CHECKING:
-    from composer_events import State
-
-__all__ = [
-    "advice_for_hugging_face",
-    "refuse_another_model",
-    "named_optimizers",
-    "refuse_unfitting_state",
-]
 
 log = getLogger(__name__)
 
-_MAX_NAMES = 10
 _PREFIX = "module."  # put before names by DistributedDataParallel, and by a ComposerModel around its network
 
 
-def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, strict: bool, leaves_out: bool) -> None:
+def refuse_another_model(state: State, saved: dict[str, Any], path: str, *, strict: bool, leaves_out: bool) -> None:
     """Refuse weights that do not fit the model, unless algorithms will change the model.
 
     Error messages use the names of the checkpoint, so that they can be copied into `load_ignore_keys`. Modules with
@@ -63,27 +54,20 @@ def refuse_another_model(state: "State", saved: dict[str, Any], path: str, *, st
         )
     missing, unexpected, differing = _differences(own, names, weights, apart)
     if differing and leaves_out:
-        _leave_out(differing, saved, path)
+        saved["model"] = {name: value for name, value in weights.items() if name not in differing}
+        words = len(differing), path, first_few(differing.values())
+        log.warning("%d weights of %s have another shape in the model and are left out: %s", *words)
     elif differing or (strict and (missing or unexpected)):
         lists = (
             ("not in the checkpoint", missing),
             ("not in the model", unexpected),
             ("of another shape or kind", differing.values()),
         )
+        told = "; ".join(f"{len(names)} {what}: {first_few(names)}" for what, names in lists if names)
         raise UnfittingWeightsError(
-            f"{error}. Weights {_described(lists)}. Nothing was changed. Load it into the model that it was saved "
+            f"{error}. Weights {told}. Nothing was changed. Load it into the model that it was saved "
             f"from, or load what fits with load_weights_only=True and load_strict_model_weights=False."
         )
-
-
-def _leave_out(differing: Mapping[Any, str], saved: dict[str, Any], path: str) -> None:
-    saved["model"] = {name: value for name, value in saved["model"].items() if name not in differing}
-    words = len(differing), path, _listed(differing.values())
-    log.warning("%d weights of %s have another shape in the model and are left out: %s", *words)
-
-
-def _described(lists: Iterable[tuple[str, Collection[str]]]) -> str:
-    return "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in lists if names)
 
 
 def _differences(
@@ -132,16 +116,11 @@ def _loading_in_their_own_way(model: nn.Module) -> tuple[str, ...]:
         canonical_name(f"{name}.") if name else ""
         for name, part in model.named_modules()
         # Torch has no public accessor for the hooks that `register_load_state_dict_pre_hook` adds.
-        if part._load_state_dict_pre_hooks
-        or not _defining_module(type(part), "_load_from_state_dict").startswith("torch.nn.")
+        if part._load_state_dict_pre_hooks or not type(part)._load_from_state_dict.__module__.startswith("torch.nn.")
     )
 
 
-def _defining_module(kind: type, method: str) -> str:
-    return next(base.__module__ for base in kind.__mro__ if method in vars(base))
-
-
-def _names_as_loaded(weights: Iterable[Any], saved: Mapping[str, Any], state: "State") -> dict[str, Any]:
+def _names_as_loaded(weights: Iterable[Any], saved: Mapping[str, Any], state: State) -> dict[str, Any]:
     """Return the saved names by those that are loaded: without DDP's prefix if the model is no longer in DDP."""
     was_ddp = any(saved.get(key) for key in ("is_model_ddp", "_is_model_ddp", "_is_model_ddp_wrapped"))
     plain = _without_prefix if was_ddp and not state.is_model_ddp else str
@@ -150,11 +129,6 @@ def _names_as_loaded(weights: Iterable[Any], saved: Mapping[str, Any], state: "S
 
 def _without_prefix(name: str) -> str:
     return name.removeprefix(_PREFIX)
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
 
 
 def advice_for_hugging_face(path: str) -> str:
@@ -168,9 +142,16 @@ def advice_for_hugging_face(path: str) -> str:
     )
 
 
-def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) -> None:
+def refuse_unfitting_state(state: State, saved: Mapping[str, Any], path: str) -> None:
     """Refuse a training state with parts that would fail to load after the weights were already changed."""
-    _refuse_other_types(saved, path)
+    for name in ("optimizers", "timestamp", "dataset_state"):
+        if saved.get(name) and not isinstance(saved[name], Mapping):
+            raise _misshapen(path, f"state/{name}", saved[name], "a dict")
+    algorithms: Any = saved.get("algorithms") or []
+    if not isinstance(algorithms, Mapping) and not _is_list(
+        algorithms, lambda pair: _is_list(pair) and len(pair) == 2 and isinstance(pair[0], str)
+    ):
+        raise _misshapen(path, "state/algorithms", algorithms, "a list of names with their states")
     timestamps: Any = saved.get("timestamp") or {}
     try:
         _read_time(timestamps)
@@ -186,17 +167,6 @@ def refuse_unfitting_state(state: "State", saved: Mapping[str, Any], path: str) 
     for name, optimizer in named_optimizers(ensure_tuple(state.optimizers)):
         if optimizers.get(name) is not None and isinstance(optimizer, torch.optim.Optimizer):
             _refuse_another_optimizer(state.model, optimizer, name, optimizers[name], path)
-
-
-def _refuse_other_types(saved: Mapping[str, Any], path: str) -> None:
-    for name in ("optimizers", "timestamp", "dataset_state"):
-        if saved.get(name) and not isinstance(saved[name], Mapping):
-            raise _misshapen(path, f"state/{name}", saved[name], "a dict")
-    algorithms: Any = saved.get("algorithms") or []
-    if not isinstance(algorithms, Mapping) and not _is_list(
-        algorithms, lambda pair: _is_list(pair) and len(pair) == 2 and isinstance(pair[0], str)
-    ):
-        raise _misshapen(path, "state/algorithms", algorithms, "a list of names with their states")
 
 
 def _read_time(timestamps: Mapping[str, Any]) -> None:

@@ -32,7 +32,6 @@ def sync_tree(path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Flush one file, or the entries of one folder, to disk."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
@@ -49,7 +48,6 @@ def sync_path(path: Path) -> None:
 
 
 def make_folders(folder: Path) -> None:
-    """Create a folder and its parents durably."""
     existing = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not existing.is_dir():
         raise StorageError(
@@ -79,12 +77,10 @@ def describe_set(finals: Mapping[Path, Path], folder: Path) -> str:
 
 
 def finals_of(record: Path) -> set[Path]:
-    """Return the final paths that a record lists."""
     return {record.parent / name for name in _read(record)}
 
 
 def temporaries_of(record: Path) -> set[Path]:
-    """Return the temporary files that a record lists."""
     return {(record.parent / name).with_name(temporary) for name, temporary in _read(record).items()}
 
 

@@ -4,22 +4,19 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from composer_checkpoint._compatibility import named_optimizers
 from composer_checkpoint._spread import group_names
 from composer_checkpoint._tree import map_tree
+from composer_checkpoint.errors import first_few
 from composer_checkpoint.state import name_of_optimizer, owner_of
 from composer_dist import dist
 from composer_dist.wrapping import canonical_name
 from composer_events.batches import ensure_tuple
-
-if TYPE_CHECKING:
-    from composer_events import State
-
-__all__ = ["KeptOptimizers", "leave_out_their_state"]
+from composer_events.state import State
 
 log = getLogger(__name__)
 
@@ -29,15 +26,11 @@ _Path = tuple[Any, ...]  # within an optimizer's state: () for all of it, (param
 class KeptOptimizers:
     """Complete a checkpoint's optimizers so that they can be loaded, and restore their own values after that.
 
+    `before` is the checkpoint's `state`, and `after` the same without the parts that were left out, changed in place.
     Every rank must create one.
-
-    Args:
-        state: Holds the optimizers.
-        before: The checkpoint's `state`.
-        after: The same without the parts that were left out. Changed in place.
     """
 
-    def __init__(self, state: "State", before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    def __init__(self, state: State, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         strategy: Any = owner_of(state)  # DeepSpeed's, which ignores missing entries
         named = named_optimizers(ensure_tuple(state.optimizers))
         if strategy is not None:
@@ -71,7 +64,6 @@ class KeptOptimizers:
         return own
 
     def put_back(self) -> None:
-        """Restore the optimizers' own state where the checkpoint's was left out."""
         for optimizer, parameters, lost, own in self._kept:
             state = optimizer.state  # loading has replaced the dict
             for path in lost:
@@ -130,7 +122,6 @@ def _fill_groups(
 
 
 def _lost_state(saved: Any, mine: Mapping[str, Any]) -> list[_Path]:
-    """Return the paths that were left out of an optimizer's state."""
     left = mine.get("state")
     if left is None:
         return [()]
@@ -160,7 +151,7 @@ def _complete_state(
             "load_ignore_keys leaves out a part of the optimizer's state of %d parameters, and the optimizer has none "
             "of its own yet, so all of their state is reinitialized: %s",
             len(begun_again),
-            ", ".join(map(str, begun_again[:10])),
+            first_few(begun_again),
         )
 
 
@@ -168,10 +159,7 @@ def _canonical(key: Any) -> Any:
     return canonical_name(key) if isinstance(key, str) else key
 
 
-_MAX_NAMES = 10
-
-
-def leave_out_their_state(state: "State", weights: Collection[Any], saved: Mapping[str, Any]) -> None:
+def leave_out_their_state(state: State, weights: Collection[Any], saved: Mapping[str, Any]) -> None:
     """Remove the state that optimizers and algorithms keep for weights that were left out of a checkpoint, in place.
 
     `weights` are the names of all weights that the checkpoint had, and `saved` is what is left of its `state`.
@@ -198,16 +186,15 @@ def leave_out_their_state(state: "State", weights: Collection[Any], saved: Mappi
 
     map_tree(saved.get("algorithms"), prune, shared=True)
     if removed:
-        told = ", ".join(sorted(removed)[:_MAX_NAMES]) + (", ..." if len(removed) > _MAX_NAMES else "")
         log.warning(
             "load_ignore_keys leaves out %d weights, so what optimizers and algorithms keep of them is left out as "
             "well, and is reinitialized: %s",
             len(removed),
-            told,
+            first_few(sorted(removed)),
         )
 
 
-def _names_of_numbers(state: "State", optimizer_name: str, saved: Mapping[str, Any]) -> dict[Any, str]:
+def _names_of_numbers(state: State, optimizer_name: str, saved: Mapping[str, Any]) -> dict[Any, str]:
     """Return the names of parameters that old checkpoints number by their position in an optimizer's groups."""
     numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
     if not any(isinstance(number, int) for number in numbers):

@@ -33,18 +33,6 @@ from composer_checkpoint.pickles import (
     scan,
 )
 
-__all__ = [
-    "LEGACY_MAGIC",
-    "SPARSE_PARTS",
-    "PickleInspection",
-    "SparseSpec",
-    "StorageSpec",
-    "TensorSpec",
-    "inspect_pickle",
-    "read_legacy_pt",
-    "safe_unpickle",
-]
-
 # The names by which torch wrote dtypes before it had untyped storages. It still writes most dtypes in this way.
 STORAGE_DTYPES = {
     "DoubleStorage": ("float64", 8),
@@ -102,7 +90,6 @@ class StorageSpec:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size in bytes."""
         return self.numel * self.dtype.item_bytes
 
 
@@ -153,12 +140,10 @@ class SparseSpec:
 
     @property
     def dtype(self) -> Dtype:
-        """Return the dtype of its values."""
         return self.parts["values"].dtype
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of all its components."""
         return sum(part.size_bytes for part in self.parts.values())
 
 
@@ -185,11 +170,8 @@ def inspect_pickle(
 ) -> PickleInspection:
     """Inspect a pickle of torch, with descriptions in place of tensors.
 
-    Args:
-        data: The pickle.
-        record_unknown: Whether to collect the globals that are not on the allowlist, with an inert object in place of
-            each, rather than to refuse the first.
-        drop_attributes: Whether to read tensors with Python attributes, without the attributes.
+    With `record_unknown`, globals that are not on the allowlist are collected, with an inert object in place of each;
+    otherwise the first is refused. With `drop_attributes`, tensors with Python attributes are read, without these.
     """
     # Before anything is built; the restricted unpickler relies on it.
     scan(data)
@@ -240,8 +222,6 @@ class Unknown:
 
 
 class _InspectingUnpickler(RestrictedUnpickler):
-    """Unpickler that builds descriptions in place of tensors."""
-
     with_items = (dict, Unknown)
 
     def __init__(

@@ -9,19 +9,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as tdist
+from torch.distributed import ProcessGroup
 
 from composer_checkpoint.errors import CheckpointError, NoCheckpointError, StorageError
 from composer_dist import dist
 from composer_dist.collectives import cpu_group, is_initialized
 from composer_dist.env import get_world_size
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 A = TypeVar("A")
 
@@ -92,7 +89,7 @@ class Ranks:
         ValueError: If this rank is not in the group.
     """
 
-    def __init__(self, group: "ProcessGroup | None" = None, *, timeout_s: float | None = None) -> None:
+    def __init__(self, group: ProcessGroup | None = None, *, timeout_s: float | None = None) -> None:
         self._timeout_s = timeout_s
         if not is_initialized():
             if get_world_size() > 1:

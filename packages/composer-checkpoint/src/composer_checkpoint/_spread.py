@@ -92,8 +92,6 @@ def _reshard(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Placeholder for a tensor of rank 0."""
-
     index: int
     shape: torch.Size
     dtype: torch.dtype
@@ -111,7 +109,6 @@ class TensorSender:
         self.outline: Any = self._ranks.from_first(lambda: _describe(state, self._tensors))
 
     def receive(self, slot: Slot, target: torch.Tensor) -> None:
-        """Copy this rank's part of a tensor into its target."""
         if self._ranks.world_size == 1:
             fill(target, self._tensors[slot.index])
             return
@@ -137,7 +134,6 @@ def _describe(state: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def map_slots(outline: Any, change: Callable[[str, Slot], Any]) -> Any:
-    """Return the structure with each slot replaced, in the same order on all ranks."""
     return map_tree(outline, lambda name, value: change(name, value) if isinstance(value, Slot) else value)
 
 
@@ -171,11 +167,8 @@ def as_dtype(precision: str | torch.dtype) -> torch.dtype:
 def cast_state(state: Any, dtype: torch.dtype, *, keep_counts: bool = False) -> Any:
     """Convert the floating point tensors of a state. Tensors that share memory remain shared.
 
-    Args:
-        state: Nested dicts and lists.
-        dtype: Dtype of the result.
-        keep_counts: Whether to leave a scalar unchanged if the conversion would change its value. An optimizer's step
-            count needs this: bfloat16 counts up to 256, and float16 up to 2048.
+    With `keep_counts`, a scalar stays unchanged if the conversion would change its value. An optimizer's step count
+    needs this: bfloat16 counts up to 256, and float16 up to 2048.
     """
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,6 @@ class StagingArea:
         return Snapshot(sources, self._buffers, may_wait, self._pool, self._streams)
 
     def close(self) -> None:
-        """Free the memory."""
         self._pool.shutdown()
         self._buffers = {}
 
@@ -115,8 +114,6 @@ class Snapshot:
 
 
 class _CudaCopies:
-    """Copies that CUDA devices make in the background."""
-
     def __init__(
         self,
         sources: Mapping[str, torch.Tensor],
@@ -146,12 +143,10 @@ class _CudaCopies:
             self._done.append((device, event))
 
     def hold_back(self) -> None:
-        """Make later work on the devices wait for the copies."""
         for device, event in self._done:
             torch.cuda.current_stream(device).wait_event(event)
 
     def finish(self) -> None:
-        """Wait until the copies are made."""
         for _, event in self._done:
             event.synchronize()
         self._sources = {}

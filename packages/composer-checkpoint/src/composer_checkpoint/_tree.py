@@ -7,7 +7,7 @@ import itertools
 import operator
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -18,46 +18,16 @@ import torch
 from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, shown
 from composer_checkpoint.manifest import Manifest
 
-__all__ = [
-    "decode",
-    "encode",
-    "notes_of",
-    "noted_in",
-    "noted_names",
-    "by_joined_names",
-    "doubled",
-    "path_text",
-    "refuse_doubled",
-    "Names",
-    "children_of",
-    "map_tree",
-    "named_leaves",
-    "text_of",
-    "unflatten",
-    "unique_name",
-    "with_items",
-]
-
 T = TypeVar("T")
 
 
 def by_joined_names(
-    root: Any,
-    kind: type[T],
-    separator: str,
-    where: str,
-    is_same: Callable[[T, T], bool] = operator.is_,
+    root: Any, kind: type[T], separator: str, where: str, is_same: Callable[[T, T], bool] = operator.is_
 ) -> dict[str, T]:
     """Return the objects of a class in nested containers, by the joined keys of their paths.
 
-    The objects of a container that is reached twice have a name for each path.
-
-    Args:
-        root: The outermost container.
-        kind: Class of the objects.
-        separator: Separator of the keys.
-        where: Name of what has such names, for the message.
-        is_same: Function that returns whether two objects are the same, which may have one name.
+    The objects of a container that is reached twice have a name for each path. Different objects must not have the same
+    name; `where`, for the message, has such names.
 
     Example:
         >>> by_joined_names({"a": {"c": 1}, "b": 2}, int, ".", "a model")
@@ -87,14 +57,7 @@ def by_joined_names(
 
 
 def refuse_doubled(root: Any, kinds: tuple[type, ...], separator: str, where: str) -> None:
-    """Raise if an object of some classes has the name of any other object.
-
-    Args:
-        root: The outermost container.
-        kinds: Classes whose objects need unique names.
-        separator: Separator of the keys.
-        where: Name of what has such names, for the message.
-    """
+    """Raise if an object of some classes has the name of any other object. `where`, for the message, has such names."""
     # The walk below names every object, so it is left out where it cannot find any.
     if any(True for kind in kinds for _ in named_leaves(root, kind)):
 
@@ -105,14 +68,7 @@ def refuse_doubled(root: Any, kinds: tuple[type, ...], separator: str, where: st
 
 
 def doubled(first: str, second: str, name: str, where: str) -> IncompatibleCheckpointError:
-    """Return the error for two objects that would have the same name.
-
-    Args:
-        first: Path of one object, which differs from the other's.
-        second: Path of the other object.
-        name: Their common name.
-        where: Name of what has such names.
-    """
+    """Return the error for two objects, given by their paths, that would have the same name in `where`."""
     return IncompatibleCheckpointError(
         f"{first:.200} and {second:.200} would both be called {name!r:.200} in {where}. Give one of them another name: "
         f"in what is saved, or in a file with load_file() and save_file()."
@@ -139,12 +95,7 @@ def text_of(key: object) -> str:
 
 
 class Names:
-    """Maker of the names of one walk, with limits on their length and on the walk.
-
-    Args:
-        separator: Separator of the keys.
-        text: Function that returns the text of a key.
-    """
+    """Maker of the names of one walk, from the texts of keys, with limits on their length and on the walk."""
 
     __slots__ = ("_entries_left", "_left", "_separator", "_text")
 
@@ -154,7 +105,6 @@ class Names:
         self._entries_left = _MAX_ENTERED_AGAIN
 
     def join(self, name: str, key: object, depth: int) -> str:
-        """Return the name of a container's item."""
         is_huge = isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS
         text = "" if is_huge else self._text(key)
         self._left -= len(name) + 1 + len(text)
@@ -167,7 +117,6 @@ class Names:
         return f"{name}{self._separator}{text}" if name else text
 
     def enter_again(self, name: str, num_items: int) -> None:
-        """Count a container that was entered before, under another name."""
         self._entries_left -= 1 + num_items // _ITEMS_PER_ENTRY
         if self._entries_left < 0:
             raise CorruptCheckpointError(
@@ -186,14 +135,10 @@ _CONTAINERS = (bytes, tuple, frozenset)
 
 
 def named_leaves(root: Any, kind: type[Any] = object) -> Iterator[tuple[str, Any]]:
-    """Yield each object that is not a dict, list or tuple, with its name.
+    """Yield each object of a class that is not a dict, list or tuple, with its name.
 
     A container that is reached twice, or that contains itself, is entered once, which bounds the work for a small file.
-    Objects with the same name are distinguished by `#1`, `#2`, and so on.
-
-    Args:
-        root: The outermost container, or a single object.
-        kind: Class of the objects. Names of others are not even created.
+    Objects with the same name are distinguished by `#1`, `#2`, and so on. Names of other objects are not even created.
     """
     seen: set[int] = set()
     taken: dict[str, int] = {}
@@ -246,8 +191,6 @@ def children_of(value: Any) -> list[tuple[object, Any]] | None:
 
 @dataclass(slots=True)
 class _Open:
-    """Container whose items are being changed."""
-
     name: str
     original: Any
     value: Any
@@ -271,16 +214,10 @@ def map_tree(
 ) -> Any:
     """Return the tree with each object replaced by the result of `change`, containers before their items.
 
-    Containers without changes are returned as the same objects.
-
-    Args:
-        root: The outermost container, or a single object.
-        change: Function of an object's name and the object.
-        shared: Whether a container with several names is changed once, under the first of them, and remains one object.
-            Otherwise it is changed under each name.
-        inside_out: Whether containers are changed after their items.
-        skip_numbers: Whether long lists of plain numbers are not entered, for functions that change no numbers.
-        names: Maker of the names, in place of keys and indices joined by slashes.
+    `change` gets an object's name and the object. Containers without changes are returned as the same objects. If
+    `shared`, a container with several names is changed once, under the first of them, and remains one object; otherwise
+    it is changed under each name. If `inside_out`, containers are changed after their items. If `skip_numbers`, long
+    lists of plain numbers are not entered, for functions that change no numbers.
     """
     # Results of containers by id, together with the container, which keeps the id from being reused during the walk.
     known: dict[int, tuple[Any, Any]] = {}
@@ -317,7 +254,6 @@ def map_tree(
 
 
 def with_items(value: Any, items: list[tuple[Any, Any]]) -> Any:
-    """Return a container like another one, with other items."""
     if isinstance(value, dict):
         copied = value.copy()  # keeps the class, such as OrderedDict, and attributes
         copied.update(items)
@@ -370,7 +306,6 @@ _AS_THEY_ARE = frozenset([int, float, bool, str, bytes, type(None), dict, list, 
 
 
 def notes_of(kinds: Mapping[str, str]) -> dict[str, Any]:
-    """Return the entry of a manifest for the kinds."""
     return {_NOTED: dict(kinds)} if kinds else {}
 
 
@@ -427,13 +362,7 @@ def _plain_form(value: Any) -> tuple[str | None, Any]:
 
 
 def decode(obj: Any, kinds: Mapping[str, Any], names: Callable[[], Names] = noted_names) -> Any:
-    """Return the object that was passed to `encode`.
-
-    Args:
-        obj: The object that was read.
-        kinds: Kinds by name, from `encode`.
-        names: Function that makes these names.
-    """
+    """Return the object that was passed to `encode`, from the one that was read and the kinds by name."""
 
     def change(name: str, value: Any) -> Any:
         match kinds.get(name), value:
@@ -457,21 +386,33 @@ def decode(obj: Any, kinds: Mapping[str, Any], names: Callable[[], Names] = note
     return map_tree(obj, change, shared=True, inside_out=True, skip_numbers=True, names=names()) if kinds else obj
 
 
-def unflatten(leaves: Iterable[tuple[Sequence[Any], Any]]) -> Any:
-    """Return the nested dicts with leaves at these paths. Dicts with the keys 0 to n-1 become lists."""
+def unflatten(leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> Any:
+    """Return the nested dicts with leaves at the paths of a validated `.metadata`, whose length is limited.
+
+    Dicts with the keys 0 to n-1 become lists, since DCP stores the items of a list under integer keys.
+    """
     root: dict[Any, Any] = {}
-    for (*parents, last), leaf in leaves:
+    leaves = list(leaves)
+    inside = {tuple(path[:depth]) for path, _ in leaves for depth in range(1, len(path))}
+    for path, leaf in leaves:
+        # A container that is empty on one rank has an entry besides those of its items on other ranks.
+        if path in inside and (leaf is None or (isinstance(leaf, dict | list) and not leaf)):
+            continue
         inner = root
-        for key in parents:
+        for key in path[:-1] if path not in inside else ():
             inner = inner.setdefault(key, {})
-        inner[last] = leaf
+        if path in inside or path[-1] in inner:
+            raise CorruptCheckpointError(
+                f"`.metadata` has an entry at {'/'.join(map(str, path[:10]))!r:.200}, where another one is. Load "
+                f"another checkpoint."
+            )
+        inner[path[-1]] = leaf
     return _with_lists(root)
 
 
 def _with_lists(tree: Any) -> Any:
     if not isinstance(tree, dict) or not tree:
         return tree
-    # DCP stores the items of a list under integer keys.
     items = {key: _with_lists(value) for key, value in tree.items()}
     if all(isinstance(key, int) for key in items) and sorted(items) == list(range(len(items))):
         return [items[index] for index in range(len(items))]

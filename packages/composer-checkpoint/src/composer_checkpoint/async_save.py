@@ -29,8 +29,6 @@ from composer_checkpoint.sharded.save import plan_save, write_planned
 from composer_checkpoint.sharded.writer import VerifiedWriter
 from composer_dist.collectives import is_initialized
 
-__all__ = ["AsyncSaver"]
-
 log = getLogger(__name__)
 
 Job = Callable[[], object]
@@ -325,8 +323,6 @@ class AsyncSaver:
 
 
 class _SnapshotPlanner(DefaultSavePlanner):
-    """Planner that returns the copies in place of the tensors, once all of them are made."""
-
     def __init__(self, snapshot: Snapshot, pickled: Mapping[str, io.BytesIO]) -> None:
         super().__init__()
         self._snapshot = snapshot

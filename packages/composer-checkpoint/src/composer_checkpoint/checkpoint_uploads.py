@@ -7,22 +7,19 @@ import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from composer_checkpoint._ranks import Ranks
-from composer_checkpoint.names import PartialFilePath, partial_format, sharded_folder
+from composer_checkpoint.names import PartialFilePath, sharded_folder
 from composer_checkpoint.remote.fetch import create_symlink_file
 from composer_checkpoint.remote.publish import SYMLINK_SUFFIX, write_pointer
 from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.retention import KeptRemotely
 from composer_checkpoint.state import Layout, layout_of, own_file, prefix_dir_of
 from composer_checkpoint.stores.base import is_uri
+from composer_events.formatting import partial_format
+from composer_events.logger import Logger
+from composer_events.state import State
 from composer_time import Timestamp
-
-if TYPE_CHECKING:
-    from composer_events import Logger, State
-
-__all__ = ["CheckpointUploads", "Save", "template_of_run", "within_folder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +38,12 @@ class Save:
     remote_pointer: str | None
 
 
-def within_folder(state: "State", filename: str) -> str:
+def within_folder(state: State, filename: str) -> str:
     """Return the template of a save below the folder: a file, or the folder of a sharded checkpoint."""
     return sharded_folder(filename, prefix_dir_of(state)) if layout_of(state) is Layout.SHARDED else filename
 
 
-def template_of_run(state: "State", name: PartialFilePath | None) -> str | None:
+def template_of_run(state: State, name: PartialFilePath | None) -> str | None:
     """Return the template of this run's saves below the folder, or `None` if they are not saved there."""
     return None if name is None else partial_format(within_folder(state, name.filename), run_name=state.run_name)
 
@@ -76,7 +73,7 @@ class CheckpointUploads:
         self._failures: list[Exception] = []
         self.are_watched = False
 
-    def send(self, job: Save, logger: "Logger") -> Future[None] | None:
+    def send(self, job: Save, logger: Logger) -> Future[None] | None:
         """Begin to upload this rank's part of a save, and then update the pointer.
 
         Errors are raised by `check` and `wait`.
@@ -161,7 +158,7 @@ class CheckpointUploads:
                 f"upload_timeout_in_seconds={self._timeout_s!r}. Check the connection, or raise the timeout."
             )
 
-    def _hand_to_loggers(self, path: str, name: str, pointer: str | None, logger: "Logger") -> None:
+    def _hand_to_loggers(self, path: str, name: str, pointer: str | None, logger: Logger) -> None:
         destinations = getattr(logger, "destinations", ())
         if not any(destination.can_upload_files() for destination in destinations):
             return

@@ -27,12 +27,7 @@ from composer_checkpoint.errors import (
     as_storage_error,
     free_bytes,
 )
-from composer_checkpoint.lock import (
-    complete_earlier_sets,
-    find_leftovers,
-    remove_leftovers,
-    remove_leftovers_of,
-)
+from composer_checkpoint.lock import complete_earlier_sets, find_leftovers, remove_leftovers, remove_leftovers_of
 from composer_checkpoint.names import sibling_name
 
 if TYPE_CHECKING:
@@ -128,12 +123,8 @@ def write_beside(
 ) -> None:
     """Write a file under a temporary name, for `put_in_place` to rename. An exception deletes it.
 
-    Args:
-        temporary: The temporary name.
-        final: The final name.
-        write: Writes the file and flushes it to the disk, as `save_file` does: a second flush takes as long.
-        overwrite: Whether a file of the final name may be replaced.
-        is_in_set: Whether a record will name the temporary file.
+    `write` must flush the file to the disk, as `save_file` does: a second flush takes as long. `is_in_set` tells
+    whether a record will name the temporary file.
     """
     refuse_existing(final, overwrite)
     with _whole_or_nothing(temporary, final):

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,12 @@ def _shown_item(value: Any) -> str:
     return repr(value) if value is None or type(value) in (bool, int, float) else f"a {type(value).__name__}"
 
 
+def first_few(names: Iterable[object], most: int = 10) -> str:
+    """Return names for a message, separated by commas, and an ellipsis if there are more."""
+    names = list(map(str, names))
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
 _ADVICE = {
     errno.ENOSPC: "Make room or save elsewhere",
     errno.EDQUOT: "Make room within your quota or save elsewhere",
@@ -119,13 +126,7 @@ _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def as_storage_error(error: BaseException, path: Path, need_bytes: int | None = None) -> StorageError | None:
-    """Convert an error to a `StorageError` with the free and the needed space; return `None` for other kinds of errors.
-
-    Args:
-        error: Error that was raised while writing.
-        path: Path of the file.
-        need_bytes: Size of the file in bytes, if known.
-    """
+    """Convert an error of a disk to a `StorageError` with the free and the needed space; return `None` for others."""
     code: int | None = None
     if isinstance(error, OSError):
         code = error.errno or None

@@ -27,17 +27,6 @@ from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "HASH_NAME",
-    "NUM_DIGITS",
-    "hash_bytes",
-    "hash_file",
-    "hash_tensor",
-    "hash_tensors",
-    "new_hasher",
-    "tensor_bytes",
-]
-
 HASH_NAME = "xxh3_128"
 """Default hash of each tensor."""
 
@@ -362,12 +351,8 @@ def hash_ranges(
 ) -> list[str]:
     """Return the hash of each range of a file, given as offset and size.
 
-    Args:
-        file: The file.
-        ranges: The ranges.
-        hash_name: Name of the hash.
-        mapped: The same file, to hash it without copying.
-        look: Function called with a range's index and each piece of it, while the piece is in the core's cache.
+    `mapped` is the same file, to hash it without copying. `look` is called with a range's index and each piece of it,
+    while the piece is in the core's cache.
     """
 
     def hash_range(index: int) -> str:

@@ -8,18 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from composer_checkpoint._pickle_inspection import read_legacy_pt, safe_unpickle
 from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.commit import write_atomically
-from composer_checkpoint.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    StorageError,
-)
+from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, StorageError, first_few
 from composer_checkpoint.file_io import (
     FINITE_BITS,
     HASH_NAME,
@@ -46,7 +43,6 @@ from composer_checkpoint.formats.archives import (
 )
 from composer_checkpoint.formats.pt import load_checked, load_pt, open_pt, refuse_what_is_elsewhere, save_pt, verify_pt
 from composer_checkpoint.formats.safetensors import (
-    ShardIndex,
     by_text_names,
     checked_shards,
     in_two_shards,
@@ -63,33 +59,10 @@ from composer_checkpoint.formats.safetensors import (
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.names import is_tar
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = [
-    "load_file",
-    "read_manifest",
-    "safe_torch_load",
-    "save_file",
-    "verify_file",
-    "INDEX_SUFFIX",
-    "ShardIndex",
-    "load_shards",
-    "read_index",
-    "save_weights_in_shards",
-    "verify_shards",
-    "VALIDATION_VARIABLE",
-    "Specs",
-    "chosen_validation",
-    "validate_file",
-]
-
 log = getLogger(__name__)
 
 _PathLike = str | os.PathLike[str]
 _Item = TypeVar("_Item")
-
-_MAX_NAMES = 10  # in messages
 
 
 def save_file(
@@ -327,7 +300,7 @@ def _load(
         log.warning("%s is unverified: it has no manifest, so changes to its bytes cannot be detected.", source)
     # Only if verified or required, since it reads every weight.
     if (verify or require_finite) and (names := non_finite_weights(obj, finite)):
-        message = f"{len(names)} tensors are NaN or infinite: {', '.join(names[:_MAX_NAMES])}"
+        message = f"{len(names)} tensors are NaN or infinite: {first_few(names)}"
         if require_finite:
             raise CorruptCheckpointError(f"{message}. Load an earlier checkpoint, or load without require_finite.")
         log.warning("%s: %s", source, message)
@@ -335,7 +308,7 @@ def _load(
 
 
 def save_weights_in_shards(
-    weights: "Mapping[str, Tensor]",
+    weights: Mapping[str, Tensor],
     folder: str | os.PathLike[str],
     *,
     max_shard_bytes: int,
@@ -392,7 +365,7 @@ def save_weights_in_shards(
 
 def load_shards(
     path: str | os.PathLike[str], *, map_location: Any = "cpu", verify: bool = True, require_finite: bool = False
-) -> "dict[str, Tensor]":
+) -> dict[str, Tensor]:
     """Load all files of an index, after comparing their headers with it. The arguments are those of `load_file`.
 
     Raises:
@@ -467,11 +440,6 @@ def chosen_validation() -> Callable[[str, Specs | None], Any] | None:
     """Return the function named by `CHECKPOINT_VALIDATION_FUNCTION='package.module.function'`, if it is set.
 
     The module is imported, so the variable decides which code runs.
-
-    Raises:
-        ModuleNotFoundError: If the module does not exist.
-        AttributeError: If the module lacks the function.
-        ValueError: If the variable is not a dotted name.
     """
     name = os.environ.get(VALIDATION_VARIABLE)
     if not name:
@@ -486,16 +454,9 @@ def chosen_validation() -> Callable[[str, Specs | None], Any] | None:
 
 
 def validate_file(
-    path: str | os.PathLike[str],
-    specs: Specs | None = None,
-    validate: Callable[[str, Specs | None], Any] | None = None,
+    path: str | os.PathLike[str], specs: Specs | None = None, validate: Callable[[str, Specs | None], Any] | None = None
 ) -> None:
-    """Call the user's validation function for a file, before any of it is read.
-
-    Args:
-        path: Path of the file.
-        specs: Ranges that will be read; the whole file when `None`.
-        validate: The function. The one of the environment variable, if any, when `None`.
+    """Call a validation function, or that of the environment, for a file before any of it, or of some ranges, is read.
 
     Raises:
         ValueError: If the function returns a false value.

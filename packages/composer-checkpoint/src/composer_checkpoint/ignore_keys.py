@@ -9,8 +9,6 @@ from typing import Any
 
 from composer_checkpoint._tree import Names, children_of, map_tree
 
-__all__ = ["IgnoreKeys", "check_ignore_keys", "glob_filter", "without_keys"]
-
 IgnoreKeys = list[str] | Callable[[dict[str, Any]], None]
 """Patterns such as `'state/model/*'`, or a function that deletes entries from a checkpoint's dict."""
 

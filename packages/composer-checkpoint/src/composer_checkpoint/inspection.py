@@ -18,8 +18,6 @@ from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.sharded._storage import LocalSource
 from composer_checkpoint.sharded.reader import read_folder_metadata, read_manifest
 
-__all__ = ["FileDescription", "TensorDescription", "describe_folder", "inspect_file"]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorDescription:

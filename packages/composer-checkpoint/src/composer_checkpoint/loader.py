@@ -17,11 +17,12 @@ from composer_checkpoint._compatibility import advice_for_hugging_face, refuse_a
 from composer_checkpoint._ranks import Ranks, fetch_together, not_here, of_first_rank_of_node
 from composer_checkpoint.commit import read_pointer
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError, shown
-from composer_checkpoint.files import INDEX_SUFFIX, load_file, read_index, read_manifest, safe_torch_load
-from composer_checkpoint.formats.per_rank import LAYOUT_KEY
+from composer_checkpoint.files import load_file, read_manifest, safe_torch_load
+from composer_checkpoint.formats.archives import INDEX_SUFFIX
+from composer_checkpoint.formats.safetensors import read_index
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
 from composer_checkpoint.lock import complete_interrupted_sets
-from composer_checkpoint.names import format_name_with_dist, partial_format
+from composer_checkpoint.manifest import LAYOUT_KEY
 from composer_checkpoint.state import (
     PARTS,
     TRAIN_DATA_KEY,
@@ -44,12 +45,12 @@ from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback
 from composer_events.data_position import DataPosition, leave_epoch
 from composer_events.event import Event
+from composer_events.formatting import format_name_with_dist, partial_format
+from composer_events.logger import Logger
+from composer_events.state import State
 
 if TYPE_CHECKING:
     from composer_checkpoint._ignored_optimizer_state import KeptOptimizers
-    from composer_events import Logger, State
-
-__all__ = ["LoadCheckpoint", "load_checkpoint", "load_sharded_checkpoint"]
 
 log = getLogger(__name__)
 
@@ -58,8 +59,8 @@ _ADDRESS = re.compile("[^:]*://|dbfs:")  # as `is_uri`, which would import the s
 
 def load_checkpoint(
     path: str | os.PathLike[str],
-    state: "State",
-    logger: "Logger | None",
+    state: State,
+    logger: Logger | None,
     object_store: Any = None,
     load_weights_only: bool = False,
     strict_model_weights: bool = True,
@@ -153,7 +154,7 @@ def load_checkpoint(
 
 
 def _without_ignored(
-    content: dict[str, Any], state: "State", ignore_keys: IgnoreKeys | None, load_weights_only: bool
+    content: dict[str, Any], state: State, ignore_keys: IgnoreKeys | None, load_weights_only: bool
 ) -> "tuple[dict[str, Any], KeptOptimizers | None]":
     if ignore_keys is None:
         return content, None
@@ -170,7 +171,7 @@ def _without_ignored(
     return content, kept
 
 
-def _prepare(state: "State", saved: dict[str, Any], path: str, restart_epoch: bool) -> None:
+def _prepare(state: State, saved: dict[str, Any], path: str, restart_epoch: bool) -> None:
     """Convert a training state for loading, and refuse one that does not fit, before anything is changed."""
     if restart_epoch:
         _begin_epoch_again(saved)
@@ -192,7 +193,7 @@ def _begin_epoch_again(saved: dict[str, Any]) -> None:
             timestamp[name] = timedelta()
 
 
-def _refuse_other_data(saved: Mapping[str, Any], state: "State", path: str) -> None:
+def _refuse_other_data(saved: Mapping[str, Any], state: State, path: str) -> None:
     """Refuse a checkpoint from inside an epoch of other data, since its remaining batches are unknown."""
     metadata, timestamps = saved.get("metadata"), saved.get("timestamp")
     if not isinstance(metadata, Mapping) or not isinstance(timestamps, Mapping):
@@ -215,8 +216,8 @@ def _refuse_other_data(saved: Mapping[str, Any], state: "State", path: str) -> N
 
 def load_sharded_checkpoint(
     source_path: str | os.PathLike[str],
-    state: "State",
-    logger: "Logger | None",
+    state: State,
+    logger: Logger | None,
     object_store: Any = None,
     *arguments: Any,
     **settings: Any,
@@ -238,9 +239,9 @@ def load_sharded_checkpoint(
 
 
 def _put_into(
-    state: "State",
+    state: State,
     saved: dict[str, Any],
-    logger: "Logger | None",
+    logger: Logger | None,
     load_weights_only: bool,
     strict: bool,
     exclude_algorithms: Sequence[str] | None,
@@ -260,7 +261,7 @@ def _put_into(
 
 
 @contextmanager
-def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -> Iterator[str]:
+def _fetched(path: str, state: State, object_store: Any, progress_bar: bool) -> Iterator[str]:
     """Yield the path at which this rank can open a checkpoint, which is downloaded first if it is remote."""
     is_local_layout = layout_of(state) is Layout.LOCAL
     own = path_on_this_rank(path, state)
@@ -297,14 +298,14 @@ def _fetched(path: str, state: "State", object_store: Any, progress_bar: bool) -
         dist.barrier()  # the rank that downloaded deletes the folder
 
 
-def check_local_path(path: str, state: "State") -> None:
+def check_local_path(path: str, state: State) -> None:
     """Raise on all ranks if a local checkpoint does not exist for all of them. Every rank must call this."""
     own = path_on_this_rank(path, state)
     if not _ADDRESS.match(own):
         _existing(own, path, state)
 
 
-def path_on_this_rank(path: str, state: "State") -> str:
+def path_on_this_rank(path: str, state: State) -> str:
     """Fill in the run name and the ranks: this rank for per-rank files, else rank 0."""
     if layout_of(state) is Layout.LOCAL:
         if "{rank}" not in path and dist.get_world_size() > 1:
@@ -318,7 +319,7 @@ def path_on_this_rank(path: str, state: "State") -> str:
     return format_name_with_dist(partial_format(path, rank=0, local_rank=0, node_rank=0), state.run_name)
 
 
-def _remote_folder(path: str, state: "State") -> str | None:
+def _remote_folder(path: str, state: State) -> str | None:
     """Return the address of the folder that an address or a pointer names, or `None` if it names a file.
 
     Each rank then fetches its own part. Every rank must call this.
@@ -347,7 +348,7 @@ def _follow_to_folder(path: str) -> str | None:
     return None if is_file else path.rstrip("/").removesuffix(name) + target
 
 
-def _existing(own: str, path: str, state: "State") -> str:
+def _existing(own: str, path: str, state: State) -> str:
     """Return the target of a local path, and raise on all ranks if any of them does not see it."""
     own = os.fspath(read_pointer(own) or own)
     # Compared first, so that all ranks raise. A rank that raised by itself would leave the others in a collective.
@@ -391,7 +392,7 @@ def _refuse_other_number_of_ranks(own: str) -> None:
         raise other_number_of_ranks(own, saved)
 
 
-def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, trusted: bool) -> dict[str, Any]:
+def _read(path: str, state: State, load_weights_only: bool, *, verify: bool, trusted: bool) -> dict[str, Any]:
     """Return a checkpoint's content after verifying its hashes, without changing the state."""
     if _ADDRESS.match(path) or os.path.isdir(path):
         try:
@@ -426,7 +427,7 @@ def _read(path: str, state: "State", load_weights_only: bool, *, verify: bool, t
     )
 
 
-def _warn_of_missing_parts(state: "State", saved: Mapping[str, Any]) -> None:
+def _warn_of_missing_parts(state: State, saved: Mapping[str, Any]) -> None:
     """Warn of state that training needs and a checkpoint, such as one of weights alone, does not have."""
     # Old releases of Composer saved some parts under private names.
     present = {str(name).removeprefix("_") for name in saved}
@@ -451,7 +452,7 @@ def _restore_clocks(saved: dict[str, Any]) -> None:
                         timestamp[name] = timedelta(seconds=value)
 
 
-def _leave_epoch_of_other_batches(state: "State", saved: dict[str, Any]) -> None:
+def _leave_epoch_of_other_batches(state: State, saved: dict[str, Any]) -> None:
     """Move on to the next epoch if this one was begun with another batch size, since its batch count does not apply."""
     metadata: Any = saved.get("metadata")
     batch_size = getattr(state.train_dataloader, "batch_size", None)
@@ -508,12 +509,12 @@ class LoadCheckpoint(Callback):
         self.ignore_keys = ignore_keys
         self.event = Event(event)
 
-    def run_event(self, event: Event, state: "State", logger: "Logger") -> None:
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """Load the checkpoint at the chosen event."""
         if event is self.event:
             self._load(state, logger)
 
-    def _load(self, state: "State", logger: "Logger") -> None:
+    def _load(self, state: State, logger: Logger) -> None:
         # A model that saves its adapter alone must still load a checkpoint from before the adapter in full.
         model: Any = unwrap_model(state.model)
         saves_adapter_alone = getattr(model, "should_save_peft_only", None)

@@ -27,8 +27,6 @@ from composer_checkpoint._durability import (
 from composer_checkpoint.errors import StorageError, as_storage_error
 from composer_checkpoint.names import UNFINISHED, WRITER_PATTERN, is_alive, this_writer
 
-__all__ = ["LOCK_NAME", "FolderInUseError", "FolderLock"]
-
 LOCK_NAME = ".composer-checkpoint.lock"
 _BUSY = {errno.EACCES, errno.EAGAIN}  # POSIX allows either for a lock that another process holds
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}

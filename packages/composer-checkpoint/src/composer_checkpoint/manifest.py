@@ -15,8 +15,6 @@ from composer_checkpoint.errors import CorruptCheckpointError, NewerCheckpointEr
 from composer_checkpoint.file_io import HASH_NAME, NUM_DIGITS, hash_bytes, hash_file
 from composer_checkpoint.formats._zip import Readable, ZipLayout
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "FileEntry", "Manifest", "TensorEntry"]
-
 MANIFEST_NAME = "composer_manifest.json"
 """Name of the file that lists the hashes of all other files of a checkpoint."""
 
@@ -275,9 +273,7 @@ def layout_in(content: Any, path: str | os.PathLike[str]) -> Mapping[str, Any]:
 def refuse_mixed_saves(save_ids: Sequence[Any], path: str | os.PathLike[str]) -> None:
     """Raise if the ranks' files come from several saves, as after a run that was killed while it replaced them.
 
-    Args:
-        save_ids: The save id of each rank's file; `None` where it has none.
-        path: Path with `{rank}`, as passed to `save_local`.
+    A file without a save id has `None`.
     """
     if len(set(save_ids)) > 1:
         # Reversed, so that of each save the lowest rank is named.

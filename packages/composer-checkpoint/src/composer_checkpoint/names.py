@@ -11,35 +11,14 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePosixPath
 from string import Formatter
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from composer_events.formatting import (
-    OF_RUN,
-    OF_TIME,
-    check_placeholders,
-    format_name_with_dist,
-    format_name_with_dist_and_time,
-    partial_format,
-)
+from composer_events.formatting import OF_RUN, OF_TIME, check_placeholders, format_name_with_dist
+from composer_events.formatting import format_name_with_dist_and_time as format_name_with_dist_and_time
 from composer_time import Time, TimeUnit
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from composer_events import State
-
-__all__ = [
-    "OF_FOLDER",
-    "OF_SAVE",
-    "PartialFilePath",
-    "check_filename",
-    "format_name_with_dist",
-    "format_name_with_dist_and_time",
-    "is_tar",
-    "partial_format",
-    "placeholders",
-    "sharded_folder",
-]
 
 # Placeholders that grow from each save to the next on their own.
 _GROWS: Final = {"batch", "sample", "token", "total_wct"}
@@ -131,7 +110,7 @@ def check_filename(
     template: str,
     *,
     argument: str = "save_filename",
-    interval: "Time[Any] | str | int | None" = None,
+    interval: Time[Any] | str | int | None = None,
     overwrite: bool = False,
 ) -> None:
     """Raise, before any training step, if a template cannot name the checkpoints of a run.
@@ -190,7 +169,7 @@ def check_filename(
         )
 
 
-def _tells_apart(names: set[str], interval: "Time[Any] | str | int | None") -> bool:
+def _tells_apart(names: set[str], interval: Time[Any] | str | int | None) -> bool:
     if names & _GROWS:
         return True
     if interval is None:
@@ -228,11 +207,7 @@ def this_writer() -> str:
 
 
 def is_alive(writer: str) -> bool | None:
-    """Return whether a process is still running, or `None` if it ran on another machine or before a reboot.
-
-    Args:
-        writer: The result of `this_writer` in that process.
-    """
+    """Return whether a `this_writer` is still running, or `None` if it ran on another machine or before a reboot."""
     machine, pid, started = writer.split("-")
     if machine != _machine():
         return None

@@ -25,8 +25,6 @@ from typing import Any, ClassVar, NoReturn
 
 from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError, shown
 
-__all__ = ["PLAIN_GLOBALS", "RestrictedUnpickler", "refuse_global", "run_restricted", "scan"]
-
 # Arguments that a call copies: one element takes at least one byte of the pickle.
 _COPIED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, deque)
 _TIMES = 4
@@ -101,11 +99,7 @@ _STOP, _GLOBAL = b".c"
 # The possessive *+ never backtracks, which would take memory for each instruction.
 _FIXED_LENGTH = re.compile(rb"(?:[" + _BARE + rb"]|[Kqh\x80].|M..|[Jjr].{4}|[G\x95].{8})*+", re.DOTALL)
 # Instructions with an argument of any length, and the size of the number that gives the length.
-_LENGTH_BYTES = {
-    **dict.fromkeys(b"\x8cUC\x8a", 1),
-    **dict.fromkeys(b"XTB\x8b", 4),
-    **dict.fromkeys(b"\x8d\x8e\x96", 8),
-}
+_LENGTH_BYTES = {**dict.fromkeys(b"\x8cUC\x8a", 1), **dict.fromkeys(b"XTB\x8b", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8)}
 
 
 def scan(data: bytes | memoryview, start: int = 0) -> int:

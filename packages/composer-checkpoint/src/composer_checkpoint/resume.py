@@ -11,7 +11,7 @@ from functools import partial
 from logging import DEBUG, WARNING, getLogger
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_checkpoint._ranks import Ranks, fetch_together, of_first_rank_of_node
 from composer_checkpoint.checkpoint_uploads import within_folder
@@ -29,7 +29,7 @@ from composer_checkpoint.formats.archives import STATES_NAME, unpack
 from composer_checkpoint.inspection import inspect_file
 from composer_checkpoint.lock import complete_interrupted_sets
 from composer_checkpoint.manifest import MANIFEST_NAME, SAVE_ID_KEY, Manifest, refuse_mixed_saves
-from composer_checkpoint.names import format_name_with_dist, is_tar, partial_format
+from composer_checkpoint.names import is_tar
 from composer_checkpoint.remote.fetch import extract_path_from_symlink, get_file
 from composer_checkpoint.remote.publish import SYMLINK_SUFFIX
 from composer_checkpoint.save_folder import (
@@ -41,6 +41,7 @@ from composer_checkpoint.save_folder import (
     manifest_of,
     numbers_in_name,
 )
+from composer_checkpoint.saver import CheckpointSaver
 from composer_checkpoint.sharded._storage import fetch_once_per_node, open_source
 from composer_checkpoint.sharded.load import check_sharded
 from composer_checkpoint.sharded.reader import read_manifest as read_sharded_manifest
@@ -49,12 +50,9 @@ from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.stores.opening import list_if_allowed
 from composer_checkpoint.verify import verify
 from composer_dist import dist
-
-if TYPE_CHECKING:
-    from composer_checkpoint.saver import CheckpointSaver
-    from composer_events import Logger, State
-
-__all__ = ["checkpoint_to_resume", "download_checkpoint"]
+from composer_events.formatting import format_name_with_dist, partial_format
+from composer_events.logger import Logger
+from composer_events.state import State
 
 log = getLogger(__name__)
 
@@ -74,7 +72,7 @@ class _Candidate:
 
 
 @contextmanager
-def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logger") -> Iterator[str | None]:
+def checkpoint_to_resume(saver: CheckpointSaver, state: State, logger: Logger) -> Iterator[str | None]:
     """Yield the path of the newest complete checkpoint of a saver, or `None`.
 
     The saver's folder is searched first, then the loggers that keep files, then the saver's store. The link to the
@@ -124,25 +122,32 @@ def checkpoint_to_resume(saver: "CheckpointSaver", state: "State", logger: "Logg
     yield None
 
 
-def _stores(saver: "CheckpointSaver", logger: "Logger") -> list[Any]:
+def _stores(saver: CheckpointSaver, logger: Logger) -> list[Any]:
     """Return the possible stores of the run's files: `ObjectStore`s, and logger destinations that can download."""
     if saver.latest_remote_file_name is None:
         return []
-    keepers = [place for place in getattr(logger, "destinations", ()) if place.can_upload_files()]
-    # The store itself where names agree, since unlike a logger destination it can be listed.
-    keepers = [_store_of(place) or place for place in keepers]
+    keepers: list[Any] = []
+    for place in getattr(logger, "destinations", ()):
+        if place.can_upload_files():
+            # The store itself where names agree, since unlike a logger destination it can be listed.
+            backend = getattr(place, "remote_backend", None) if getattr(place, "keeps_names", True) else None
+            keepers.append(backend if isinstance(backend, ObjectStore) else place)
     return keepers if saver.remote_uploader is None else [*keepers, saver.remote_uploader.remote_backend]
 
 
-def _store_of(place: Any) -> ObjectStore | None:
-    backend = getattr(place, "remote_backend", None) if getattr(place, "keeps_names", True) else None
-    return backend if isinstance(backend, ObjectStore) else None
-
-
-def _in_folder(saver: "CheckpointSaver", state: "State", layout: Layout) -> tuple[list[_Candidate], list[str]]:
+def _in_folder(saver: CheckpointSaver, state: State, layout: Layout) -> tuple[list[_Candidate], list[str]]:
     """Return the candidates in the saver's folder, newest first, and those that cannot be used, with the reason."""
     folder = format_name_with_dist(saver.folder, state.run_name)
-    _refuse_unreadable(folder)  # `glob` does not raise, so an unreadable folder would look empty
+    try:
+        os.listdir(folder)  # `glob` does not raise, so an unreadable folder would look empty
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise StorageError(
+            error.errno,
+            f"save_folder={folder!r} cannot be looked through for checkpoints: {error.strerror or error}. Check the "
+            f"disk and the permissions, or choose another folder",
+        ) from error
     if layout is Layout.LOCAL and os.path.isdir(folder):
         # A save that was killed while renaming would look like files of several saves.
         complete_interrupted_sets(folder)
@@ -165,20 +170,7 @@ def _in_folder(saver: "CheckpointSaver", state: "State", layout: Layout) -> tupl
     return names, [f"{skip.path} ({skip.reason})" for skip in skipped if skip.path.exists()]
 
 
-def _refuse_unreadable(folder: str) -> None:
-    try:
-        os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        raise StorageError(
-            error.errno,
-            f"save_folder={folder!r} cannot be looked through for checkpoints: {error.strerror or error}. Check the "
-            f"disk and the permissions, or choose another folder",
-        ) from error
-
-
-def _as_glob(template: str, state: "State") -> str:
+def _as_glob(template: str, state: State) -> str:
     parts: list[str] = []
     for literal, name, _, _ in Formatter().parse(template):
         parts.append(glob.escape(literal))
@@ -197,7 +189,7 @@ def _shared_name(name: str, template: str, run_name: str | None) -> str:
     return partial_format(template, run_name=run_name, **numbers)
 
 
-def _in_store(store: Any, saver: "CheckpointSaver", state: "State") -> tuple[list[_Candidate], list[str]]:
+def _in_store(store: Any, saver: CheckpointSaver, state: State) -> tuple[list[_Candidate], list[str]]:
     """Return the candidates in a store, newest first; one that only a pointer names comes last."""
     assert saver.latest_remote_file_name is not None
     layout, pointer = layout_of(state), saver.latest_remote_file_name.format(state)
@@ -208,7 +200,13 @@ def _in_store(store: Any, saver: "CheckpointSaver", state: "State") -> tuple[lis
     template = partial_format(template, run_name=state.run_name)
     if layout is Layout.MONOLITHIC:
         template = partial_format(template, rank=0, local_rank=0, node_rank=0)
-    times = _times_in(store, template, pointed, layout)
+    places = {name for name in (pointed,) if name is not None}  # the listing may be outdated
+    if isinstance(store, ObjectStore):
+        objects = list_if_allowed(store, literal_prefix(template))
+        # Also folders of unfinished saves, so that skipping them is logged.
+        places.update(map(posixpath.dirname, objects) if layout is Layout.SHARDED else objects)
+    found = {name: numbers for name in places if (numbers := numbers_in_name(name, template))}
+    times = {name: [numbers.get(unit, 0) for unit in _ORDER] for name, numbers in found.items()}
     names = sorted(times, key=times.__getitem__, reverse=True)
     num_later = sum(times[name] > times[pointed] for name in names) if pointed in times else 0
     # The pointer's target must come right after the later names, which are compared with it.
@@ -222,16 +220,6 @@ def _in_store(store: Any, saver: "CheckpointSaver", state: "State") -> tuple[lis
     return [_Candidate(name, later.get(name)) for name in dict.fromkeys(names)], []
 
 
-def _times_in(store: Any, template: str, pointed: str | None, layout: Layout) -> dict[str, list[int]]:
-    names = {name for name in (pointed,) if name is not None}  # the listing may be outdated
-    if isinstance(store, ObjectStore):
-        objects = list_if_allowed(store, literal_prefix(template))
-        # Also folders of unfinished saves, so that skipping them is logged.
-        names.update(map(posixpath.dirname, objects) if layout is Layout.SHARDED else objects)
-    found = {name: numbers for name in names if (numbers := numbers_in_name(name, template))}
-    return {name: [numbers.get(unit, 0) for unit in _ORDER] for name, numbers in found.items()}
-
-
 def _pointed_to(store: Any, pointer: str) -> str | None:
     try:
         return extract_path_from_symlink(pointer + SYMLINK_SUFFIX, store)
@@ -243,7 +231,7 @@ def _pointed_to(store: Any, pointer: str) -> str | None:
 
 
 def _fetch(
-    store: Any, candidate: _Candidate, state: "State", layout: Layout, fetched: ExitStack, unusable: list[str]
+    store: Any, candidate: _Candidate, state: State, layout: Layout, fetched: ExitStack, unusable: list[str]
 ) -> str | None:
     """Return the path of a checkpoint that is complete on every rank, or `None`. Every rank must call this.
 
@@ -265,8 +253,12 @@ def _fetch(
             reason = Ranks().from_first(partial(_abandoned, candidate, path, store, layout))
             problems[0] = None if reason is None else (False, True, reason)
         if not any(problems):
-            if is_here:
-                _refuse_unseen(own_file(path))
+            has_it = dist.all_gather_object(os.path.exists(own_file(path))) if is_here else ()
+            if missing := [rank for rank, has in enumerate(has_it) if not has]:
+                raise RuntimeError(
+                    f"autoresume found {own_file(path)} on rank 0, and ranks {missing} do not see it. Save to a disk "
+                    f"that all nodes share, or to a store."
+                )
             fetched.push(attempt.pop_all())  # keeps the download until the caller has loaded it
             return path
     rank = next(rank for rank, problem in enumerate(problems) if problem is not None)
@@ -276,15 +268,6 @@ def _fetch(
     if not is_absent and (is_here or not is_unfinished):
         unusable.append(f"{name} ({reason})")
     return None
-
-
-def _refuse_unseen(path: str) -> None:
-    """Raise on all ranks if any of them does not have a file of the folder."""
-    if missing := [rank for rank, sees in enumerate(dist.all_gather_object(os.path.exists(path))) if not sees]:
-        raise RuntimeError(
-            f"autoresume found {path} on rank 0, and ranks {missing} do not see it. Save to a disk that all nodes "
-            f"share, or to a store."
-        )
 
 
 def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> str | None:
@@ -376,14 +359,13 @@ def _fetch_and_check(store: Any, name: str, path: str) -> Manifest | None:
 
 
 def _refuse_partial(manifest: Manifest | None, path: str, name: str) -> None:
-    """Raise if a complete checkpoint does not have what resuming needs."""
     if manifest is not None and manifest.info.get("weights_only"):
         raise IncompatibleCheckpointError(f"{name} holds the weights only, from which a run cannot resume.")
     if manifest is None and os.path.isfile(path) and "state" not in inspect_file(path).keys:
         raise IncompatibleCheckpointError(f"{name} has no 'state', so it is not a checkpoint of a training run.")
 
 
-def _fetch_folder(store: Any, name: str, state: "State", attempt: ExitStack) -> tuple[str, Exception | None]:
+def _fetch_folder(store: Any, name: str, state: State, attempt: ExitStack) -> tuple[str, Exception | None]:
     if not isinstance(store, ObjectStore):
         return "", NotImplementedError(f"{type(store).__name__} has no folders.")
     address = attempt.enter_context(fetch_once_per_node(store, name))

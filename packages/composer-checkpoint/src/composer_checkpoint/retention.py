@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from composer_checkpoint._durability import discard
 from composer_checkpoint.errors import CheckpointError, shown
@@ -23,12 +23,8 @@ from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientErr
 from composer_checkpoint.stores.opening import list_if_allowed
 from composer_events.arguments import to_time
 from composer_events.metric_entries import by_entry, higher_is_better, metric_with, refuse_several
+from composer_events.state import State
 from composer_time import Time, Timestamp, TimeUnit
-
-if TYPE_CHECKING:
-    from composer_events import State
-
-__all__ = ["RetentionPolicy", "SavedCheckpoint", "choose_to_delete"]
 
 log = getLogger(__name__)
 
@@ -202,12 +198,7 @@ def _best_by(history: Sequence[SavedCheckpoint], metric: str, mode: str | None, 
 
 
 def combine_policies(num_checkpoints_to_keep: int, keep: Any) -> RetentionPolicy:
-    """Return one policy for the two arguments of a user.
-
-    Raises:
-        ValueError: If one of them is invalid, or both set the number of newest checkpoints.
-        TypeError: If a length of training is invalid.
-    """
+    """Return one policy for the two arguments of a user, which must not both set the number of newest checkpoints."""
     if type(num_checkpoints_to_keep) is not int or num_checkpoints_to_keep < -1:
         raise ValueError(
             f"save_num_checkpoints_to_keep={num_checkpoints_to_keep!r} must be a whole number from 0, or -1 for all."
@@ -395,12 +386,10 @@ class KeptRemotely(_Kept):
         metrics: Mapping[str, float],
         upload: Future[None] | None,
     ) -> None:
-        """Record a checkpoint, which replaces an earlier one of the same name.
+        """Record a checkpoint, which replaces an earlier one of the same name, and its upload if that has not ended.
 
-        Args:
-            name: The name under which this rank has uploaded it, and may delete it.
-            of_all_ranks: The names of the same checkpoint's files of all ranks.
-            upload: The upload in progress; `None` if it has ended.
+        This rank has uploaded it as `name`, and may delete that. `of_all_ranks` are the names of the files of all
+        ranks.
         """
         self._add(name, timestamp, metrics, upload)
         self._files[name] = of_all_ranks
@@ -519,7 +508,7 @@ class MetricHistory:
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
 
-    def note(self, state: "State", metrics: set[str]) -> None:
+    def note(self, state: State, metrics: set[str]) -> None:
         """Record the metrics of an evaluation that has ended."""
         label = state.dataloader_label
         for name in () if label is None else state.eval_metrics.get(label, ()):
@@ -535,7 +524,7 @@ class MetricHistory:
                     f"the evaluator."
                 )
 
-    def by_now(self, state: "State", metrics: set[str]) -> dict[str, float]:
+    def by_now(self, state: State, metrics: set[str]) -> dict[str, float]:
         """Return the current values of some metrics, including training metrics and losses. Missing ones are logged."""
         if not metrics:
             return {}
@@ -550,7 +539,7 @@ class MetricHistory:
         return {metric: float(known[metric]) for metric in metrics & known.keys()}
 
 
-def metric_of(state: "State", logged_name: str | None) -> object:
+def metric_of(state: State, logged_name: str | None) -> object:
     """Return the metric that is logged as `metrics/<label>/<name>`, or has an entry of this name, or `None`."""
     metrics = {"train": state.train_metrics or {}, **state.eval_metrics}
     logged = {f"metrics/{label}/{name}": one for label, of_label in metrics.items() for name, one in of_label.items()}

@@ -10,29 +10,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint.commit import read_pointer, refuse_folder, remove_leftovers
-from composer_checkpoint.errors import CheckpointConflictError, CheckpointError, NewerCheckpointError, StorageError
+from composer_checkpoint.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    NewerCheckpointError,
+    StorageError,
+    first_few,
+)
 from composer_checkpoint.lock import LOCK_NAME, FolderLock
 from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, SIDECAR_SUFFIX, Manifest
-from composer_checkpoint.names import PartialFilePath, format_name_with_dist, is_unfinished, placeholders
+from composer_checkpoint.names import PartialFilePath, is_unfinished, placeholders
+from composer_checkpoint.stores.base import ObjectStore
 from composer_checkpoint.stores.opening import list_if_allowed
-
-if TYPE_CHECKING:
-    from composer_checkpoint.stores.base import ObjectStore
-    from composer_events import State
-    from composer_time import Timestamp
-
-__all__ = [
-    "Found",
-    "Skipped",
-    "ensure_folder_has_no_conflicting_files",
-    "ensure_folder_is_empty",
-    "find_conflicts",
-    "find_newest",
-]
+from composer_events.formatting import format_name_with_dist
+from composer_events.state import State
+from composer_time import Timestamp
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +76,7 @@ class Candidate:
     modified: float
 
     def sorting_key(self) -> tuple[bool, tuple[int, ...], float]:
-        # Modification times decide last, since copying files changes them.
+        """Return the key of the order, in which modification times decide last, since copying files changes them."""
         return self.counters is not None, self.counters or (), self.modified
 
 
@@ -146,9 +142,8 @@ def is_name_of_file(name: str) -> bool:
 def fault_of(name: object, check: Callable[[], object]) -> Exception | None:
     """Return the error of a check for which a checkpoint is to be skipped, or `None`.
 
-    Raises:
-        NewerCheckpointError: If the checkpoint is valid, so that skipping it would lose work.
-        StorageError: If it could not be read, and may be valid.
+    Raise a `NewerCheckpointError` if the checkpoint is valid, so that skipping it would lose work, and a `StorageError`
+    if it could not be read, and may be valid.
     """
     try:
         check()
@@ -257,7 +252,7 @@ _UNITS_IN_EPOCH = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")
 _NUMBERS = {*_COUNTERS, *_UNITS_IN_EPOCH, "rank", "local_rank", "world_size", "local_world_size", "node_rank"}
 
 
-def find_conflicts(names: Iterable[str], filename: str, timestamp: "Timestamp") -> list[str]:
+def find_conflicts(names: Iterable[str], filename: str, timestamp: Timestamp) -> list[str]:
     """Return the names that a run at this time may give to checkpoints that it has yet to save.
 
     A name conflicts if it matches the template and any of its numbers is later than the timestamp's. Numbers inside an
@@ -317,7 +312,7 @@ def is_name_of(name: str, filename: str) -> bool:
 
 
 def ensure_folder_has_no_conflicting_files(
-    folder_name: str | os.PathLike[str], filename: str, timestamp: "Timestamp"
+    folder_name: str | os.PathLike[str], filename: str, timestamp: Timestamp
 ) -> None:
     """Raise if a folder holds checkpoints later than the run, which the run would replace.
 
@@ -347,13 +342,13 @@ def literal_prefix(template: str) -> str:
     return literal
 
 
-def _refuse(where: str, conflicts: list[str], timestamp: "Timestamp") -> None:
+def _refuse(where: str, conflicts: list[str], timestamp: Timestamp) -> None:
     if conflicts:
-        shown = ", ".join(sorted(conflicts)[:5]) + (", ..." if len(conflicts) > 5 else "")
         raise CheckpointConflictError(
             f"{where} holds {len(conflicts)} checkpoints that may conflict with a future checkpoint of the current "
-            f"run, which is at epoch {int(timestamp.epoch)}, batch {int(timestamp.batch)}: {shown}. Resume from them "
-            f"(autoresume=True or load_path), choose another save_folder, or pass save_overwrite=True to replace them."
+            f"run, which is at epoch {int(timestamp.epoch)}, batch {int(timestamp.batch)}: "
+            f"{first_few(sorted(conflicts), 5)}. Resume from them (autoresume=True or load_path), choose another "
+            f"save_folder, or pass save_overwrite=True to replace them."
         )
 
 
@@ -393,7 +388,7 @@ def _as_pattern(template: str) -> str:
     return "".join(parts)
 
 
-def _is_later(path: Path, timestamp: "Timestamp") -> bool:
+def _is_later(path: Path, timestamp: Timestamp) -> bool:
     counts = dict(zip(_COUNTERS, _candidate(path).counters or (), strict=False)) if path.exists() else {}
     return any(counts.get(unit, 0) > int(getattr(timestamp, unit)) for unit in ("batch", "epoch"))
 
@@ -409,12 +404,7 @@ def _names_below(folder: Path) -> Iterator[str]:
 class HeldFolder:
     """Lock a folder while a run saves to it. Rank 0 holds the lock, and all ranks know whether it is held.
 
-    Args:
-        folder: The folder, with `{run_name}` and the placeholders of ranks.
-
-    Attributes:
-        name: The folder.
-        is_held: Whether this run holds the lock.
+    The name of the folder may have `{run_name}` and the placeholders of ranks.
     """
 
     def __init__(self, folder: str) -> None:
@@ -424,12 +414,12 @@ class HeldFolder:
 
     def take(
         self,
-        state: "State",
+        state: State,
         template: str | None = None,
         remote_template: str | None = None,
         *,
         link: PartialFilePath | None = None,
-        store: "ObjectStore | None" = None,
+        store: ObjectStore | None = None,
     ) -> None:
         """Lock the folder, and remove leftovers of killed writers. Every rank must call this.
 

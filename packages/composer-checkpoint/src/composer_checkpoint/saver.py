@@ -16,7 +16,7 @@ from composer_checkpoint.checkpoint_uploads import CheckpointUploads, Save, temp
 from composer_checkpoint.commit import replace_pointer
 from composer_checkpoint.formats.archives import check_compressor
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys
-from composer_checkpoint.names import OF_FOLDER, OF_SAVE, PartialFilePath, check_filename, format_name_with_dist
+from composer_checkpoint.names import OF_FOLDER, OF_SAVE, PartialFilePath, check_filename
 from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.retention import (
     KeptFiles,
@@ -44,13 +44,11 @@ from composer_dist import dist
 from composer_events.arguments import check_counts, check_flags, check_names, check_places, check_seconds, to_interval
 from composer_events.callback import Callback
 from composer_events.event import Event
-from composer_events.formatting import check_placeholders
+from composer_events.formatting import check_placeholders, format_name_with_dist
 from composer_events.intervals import create_interval_scheduler
 from composer_events.logger import Logger
 from composer_events.state import State
 from composer_time import Time, Timestamp
-
-__all__ = ["CheckpointSaver"]
 
 log = getLogger(__name__)
 

@@ -7,18 +7,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from functools import cache
-from importlib.metadata import version
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint._tree import encode, map_tree, named_leaves, unflatten
+from composer_checkpoint._version import __version__
 from composer_checkpoint.commit import write_on_rank_zero
 from composer_checkpoint.files import save_file
 from composer_checkpoint.formats.pt import refuse_unsafe_objects
@@ -29,21 +30,9 @@ from composer_dist import dist
 from composer_dist.reproducibility import get_rng_state
 from composer_dist.strategy import Strategy
 from composer_events.arguments import check_flags
-from composer_events.data_position import (
-    EPOCH_START_KEY,
-    LOADER_KEY,
-    DataPosition,
-    begin_next_epoch,
-    keeps_own_state,
-)
+from composer_events.data_position import EPOCH_START_KEY, LOADER_KEY, DataPosition, begin_next_epoch, keeps_own_state
 from composer_events.formatting import check_placeholders
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlanner
-
-    from composer_events import State
-
-__all__ = ["get_save_filename", "save_checkpoint"]
+from composer_events.state import State
 
 log = getLogger(__name__)
 
@@ -64,7 +53,7 @@ class Layout(StrEnum):
     """Each rank writes its own shards to a file of its own."""
 
 
-def layout_of(state: "State") -> Layout:
+def layout_of(state: State) -> Layout:
     """Return the layout that `state_dict_type` in the FSDP settings selects."""
     kind = getattr(state.fsdp_config, "state_dict_type", None)
     # One process without FSDP has no shards, so it writes a plain file, which any number of ranks can load.
@@ -73,7 +62,7 @@ def layout_of(state: "State") -> Layout:
     return Layout.SHARDED if state.fsdp_sharded_state_dict_enabled else Layout.MONOLITHIC
 
 
-def path_of(state: "State", filename: str, folder: str | None = None) -> str:
+def path_of(state: State, filename: str, folder: str | None = None) -> str:
     """Return the path of a checkpoint at the current time: a file, or the folder of a sharded checkpoint.
 
     Per-rank files keep `{rank}` in their name.
@@ -109,7 +98,7 @@ def _warn_of_name(filename: str, prefix_dir: str) -> None:
         )
 
 
-def get_save_filename(state: "State", filename: str = "ep{epoch}-ba{batch}-rank{rank}") -> str:
+def get_save_filename(state: State, filename: str = "ep{epoch}-ba{batch}-rank{rank}") -> str:
     """Return the file that this rank would write if the state were saved now.
 
     Args:
@@ -134,16 +123,17 @@ def get_save_filename(state: "State", filename: str = "ep{epoch}-ba{batch}-rank{
     return own_file(path)
 
 
-def prefix_dir_of(state: "State") -> str:
+def prefix_dir_of(state: State) -> str:
     """Return the template of a sharded checkpoint's folder."""
     return getattr(state.fsdp_config, "sharded_ckpt_prefix_dir", None) or DEFAULT_PREFIX_DIR
 
 
-def collect(state: "State", *, weights_only: bool = False, ignore_keys: IgnoreKeys | None = None) -> dict[str, Any]:
+def collect(state: State, *, weights_only: bool = False, ignore_keys: IgnoreKeys | None = None) -> dict[str, Any]:
     """Return the content of a checkpoint at the current time. Every rank must call this.
 
     Tensors that are not sharded share memory with the model and the optimizers.
     """
+    state.settle()
     strategy = owner_of(state)
     attributes = ["model"] if weights_only else list(state.serialized_attributes)
     if strategy is not None:  # it collects these parts itself, below
@@ -183,15 +173,10 @@ def _open(part: Any) -> Any:
     return map_tree(part, lambda name, value: list(value) if name in around and type(value) is tuple else value)
 
 
-@cache
-def _version() -> str:
-    return version("composer-checkpoint")  # parses a file
-
-
-def describe(state: "State", *, weights_only: bool = False) -> dict[str, Any]:
+def describe(state: State, *, weights_only: bool = False) -> dict[str, Any]:
     """Return the information about a checkpoint for its manifest."""
     return {
-        "composer_checkpoint_version": _version(),
+        "composer_checkpoint_version": __version__,
         "run_name": state.run_name,
         "timestamp": {name: int(getattr(state.timestamp, name)) for name in _COUNTERS},
         "world_size": dist.get_world_size(),
@@ -200,7 +185,7 @@ def describe(state: "State", *, weights_only: bool = False) -> dict[str, Any]:
 
 
 def save_checkpoint(
-    state: "State",
+    state: State,
     filename: str = "ep{epoch}-ba{batch}-rank{rank}",
     *,
     weights_only: bool = False,
@@ -238,13 +223,12 @@ def save_checkpoint(
     check_flags(weights_only=weights_only)
     check_placeholders(OF_SAVE, filename=filename)
     path = path_of(state, filename)
-    state.settle()
     content = collect(state, weights_only=weights_only, ignore_keys=ignore_keys)
     info = describe(state, weights_only=weights_only)
     return write(content, path, layout_of(state), info, planner=save_planner_of(state))
 
 
-def save_planner_of(state: "State") -> "SavePlanner | None":
+def save_planner_of(state: State) -> SavePlanner | None:
     """Return the planner if the state is saved to a sharded checkpoint: that of the FSDP settings, or the default.
 
     The default saves all buffers of rank 0: they are not sharded, may differ between ranks, and must be consistent.
@@ -262,7 +246,7 @@ def write(
     layout: Layout,
     info: dict[str, Any],
     timeout_s: float | None = None,
-    planner: "SavePlanner | None" = None,
+    planner: SavePlanner | None = None,
 ) -> str | None:
     """Write collected content, and return the path on the ranks that wrote. Every rank must call this."""
     if torch.cuda.is_initialized():
@@ -289,23 +273,20 @@ def own_file(path: str) -> str:
     return path.replace("{rank}", str(dist.get_global_rank()))
 
 
-def _rng(state: "State") -> list[dict[str, Any]]:
+def _rng(state: State) -> list[dict[str, Any]]:
     """Return each rank's RNG state, with the state in which its current epoch began."""
     entries = get_rng_state()
     position = DataPosition.of(state)
     if position is not None:
-        for entry, start in zip(entries, dist.all_gather_object(position.state_dict(state, _check_state)), strict=True):
+        own = position.state_dict(state, lambda value, name: refuse_unsafe_objects(encode(value)[0], name))
+        for entry, start in zip(entries, dist.all_gather_object(own), strict=True):
             if start:
                 entry[EPOCH_START_KEY] = start
     # A per-rank file has its own rank's entry only; `to_dtensors` puts them together.
     return [entries[dist.get_global_rank()]] if layout_of(state) is Layout.LOCAL else entries
 
 
-def _check_state(state: Any, name: str) -> None:
-    refuse_unsafe_objects(encode(state)[0], name)
-
-
-def describe_train_data(state: "State") -> dict[str, int]:
+def describe_train_data(state: State) -> dict[str, int]:
     """Return the length of a map-style train dataset, and the seed of a sampler that has its own."""
     loader = state.train_dataloader
     if not isinstance(loader, DataLoader):
@@ -320,7 +301,7 @@ def describe_train_data(state: "State") -> dict[str, int]:
     return found
 
 
-def _add_loader_state(state: "State", saved: dict[str, Any]) -> None:
+def _add_loader_state(state: State, saved: dict[str, Any]) -> None:
     has_state = keeps_own_state(state.train_dataloader)
     if saved.get("dataset_state"):
         train = begin_next_epoch(saved["dataset_state"].get("train"), state)
@@ -342,19 +323,19 @@ def _set_for_now(target: Any, name: str, value: object) -> Iterator[None]:
         setattr(target, name, before)
 
 
-def as_sharded(state: "State") -> AbstractContextManager[None]:
+def as_sharded(state: State) -> AbstractContextManager[None]:
     """Treat a state of type `'local'` as `'sharded'`, which also provides each rank's shards."""
     is_local = layout_of(state) is Layout.LOCAL
     return _set_for_now(state.fsdp_config, "state_dict_type", "sharded") if is_local else nullcontext()
 
 
-def as_whole(state: "State") -> AbstractContextManager[None]:
+def as_whole(state: State) -> AbstractContextManager[None]:
     """Treat a state of type `'sharded'` as `'full'`, which loads full tensors and keeps each rank's part."""
     is_sharded = layout_of(state) is Layout.SHARDED
     return _set_for_now(state.fsdp_config, "state_dict_type", "full") if is_sharded else nullcontext()
 
 
-def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: bool, *, verify: bool) -> dict[str, Any]:
+def read_sharded(path: str | os.PathLike[str], state: State, weights_only: bool, *, verify: bool) -> dict[str, Any]:
     """Return this rank's part of a folder's content. Every rank must call this."""
     from composer_checkpoint.sharded import load_sharded
 
@@ -367,7 +348,7 @@ def read_sharded(path: str | os.PathLike[str], state: "State", weights_only: boo
     return content
 
 
-def empty_content(path: str | os.PathLike[str], state: "State", weights_only: bool) -> dict[Any, Any]:
+def empty_content(path: str | os.PathLike[str], state: State, weights_only: bool) -> dict[Any, Any]:
     """Return a folder's content with empty tensors, sharded as this rank needs them. Every rank must call this."""
     from composer_checkpoint.sharded import read_folder_metadata
 
@@ -394,7 +375,7 @@ def empty_content(path: str | os.PathLike[str], state: "State", weights_only: bo
     return unflatten(leaves)
 
 
-def to_dtensors(content: dict[str, Any], state: "State", path: str) -> dict[str, Any]:
+def to_dtensors(content: dict[str, Any], state: State, path: str) -> dict[str, Any]:
     """Return the content of a per-rank file with its shards as DTensors."""
     layout = content.pop(LAYOUT_KEY)
     if layout["world_size"] != dist.get_world_size():
@@ -424,7 +405,7 @@ def other_number_of_ranks(path: str, saved_by: int) -> ValueError:
     )
 
 
-def _spread_parameters(state: "State") -> dict[str, DTensor]:
+def _spread_parameters(state: State) -> dict[str, DTensor]:
     with as_sharded(state):
         weights = state.get_model_state_dict()
     return {name: value for name, value in weights.items() if isinstance(value, DTensor)}
@@ -444,7 +425,7 @@ def _parameter_of(keys: tuple[Any, ...], parameters: Mapping[str, DTensor]) -> D
             return None
 
 
-def unchanged_until_step(state: "State") -> list[torch.Tensor]:
+def unchanged_until_step(state: State) -> list[torch.Tensor]:
     """Return the tensors that stay unchanged until the optimizer's next step; none if there are algorithms."""
     if state.algorithms:  # they may change weights at any event
         return []
@@ -461,7 +442,7 @@ PARTS = ("model", "optimizers")
 """Entries of a state dict that a strategy may collect and load itself."""
 
 
-def owner_of(state: "State") -> Strategy | None:
+def owner_of(state: State) -> Strategy | None:
     """Return the strategy that collects the weights, or `None` if the state can collect them itself."""
     if not state.deepspeed_enabled:
         return None
@@ -474,7 +455,7 @@ def owner_of(state: "State") -> Strategy | None:
     return strategy
 
 
-def collect_parts(state: "State", strategy: Strategy, *, weights_only: bool) -> dict[str, Any]:
+def collect_parts(state: State, strategy: Strategy, *, weights_only: bool) -> dict[str, Any]:
     """Return the full weights and optimizer state in the form of a run without DeepSpeed. Every rank must call this.
 
     The parameters are numbered in the optimizer's own order.
@@ -492,7 +473,7 @@ def collect_parts(state: "State", strategy: Strategy, *, weights_only: bool) -> 
     return parts
 
 
-def load_parts(state: "State", strategy: Strategy, saved: Mapping[str, Any], *, strict: bool) -> None:
+def load_parts(state: State, strategy: Strategy, saved: Mapping[str, Any], *, strict: bool) -> None:
     """Load weights and optimizer state of `collect_parts` or of a run without DeepSpeed. Every rank must call this."""
     if saved.get("model"):
         strategy.load_model_state_dict(state.model, saved["model"], strict=strict)
@@ -508,6 +489,6 @@ def load_parts(state: "State", strategy: Strategy, saved: Mapping[str, Any], *, 
             )
 
 
-def name_of_optimizer(state: "State", optimizer: Any) -> str:
+def name_of_optimizer(state: State, optimizer: Any) -> str:
     """Return the class name of the optimizer that the engine wraps."""
     return type(getattr(state.model, "basic_optimizer", optimizer)).__qualname__

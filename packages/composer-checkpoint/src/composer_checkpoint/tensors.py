@@ -191,7 +191,6 @@ def _open_file(place: str, record_unknown: bool) -> TensorSource:
 
 
 def _open_folder(folder: Path) -> TensorSource:
-    """Open the weights in a Hugging Face folder."""
     for name in (*_WEIGHTS, *_ADAPTERS):
         path = folder / name
         if not path.exists():

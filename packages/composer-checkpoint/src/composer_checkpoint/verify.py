@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from composer_checkpoint.manifest import Manifest
 
-__all__ = ["verify"]
-
 
 def verify(path: str | os.PathLike[str]) -> "Manifest | None":
     """Compare every byte of a checkpoint with the hashes in its manifest.

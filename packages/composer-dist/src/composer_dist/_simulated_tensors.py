@@ -124,7 +124,7 @@ class _Tensor(Tensor):
     def data(self, value: Tensor) -> None:
         if not isinstance(value, _Tensor):
             raise RuntimeError(f"Cannot set `data` of a tensor on {device()} to one on {value.device}.")
-        Tensor.data.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
+        _set_data(self, value)
         self.on_host, self.allocation = value.on_host, value.allocation
 
 
@@ -138,6 +138,8 @@ class Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(each is not Tensor and not issubclass(each, _Tensor) for each in types):
+            return NotImplemented  # to a DTensor, which comes back with its local tensors
         pins = kwargs.get("pin_memory") or func in (_aten.is_pinned.default, _aten._pin_memory.default)
         has_tensors = any(isinstance(leaf, _Tensor) for leaf in _leaves(args, kwargs))
         if pins or has_tensors or is_simulated(kwargs.get("device")):
@@ -153,6 +155,18 @@ _TAKES_SCALARS = {"masked_fill", "masked_fill_", "fill_", "fill"}  # besides poi
 _FREE = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.detach.default)
 
 
+_set_data: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """Set `Tensor.data`, which here changes the class of a CPU tensor."""
+    if isinstance(tensor, _Tensor) or not isinstance(value, _Tensor):
+        return _set_data(tensor, value)
+    moved = value.detach().requires_grad_(tensor.requires_grad)
+    moved.__dict__ = {**tensor.__dict__, **moved.__dict__, "_is_param": isinstance(tensor, torch.nn.Parameter)}
+    torch.utils.swap_tensors(tensor, moved)
+
+
 def is_simulated(device: Any) -> bool:
     """Return whether a device is of this type."""
     return device is not None and torch.device(device).type == DEVICE_TYPE
@@ -166,6 +180,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation with tensors of the device, or that makes some or pinned memory."""
     if func in _COPIES:
         return _copy(current(), func, args, kwargs)
+    if func.namespace == "c10d":
+        return _communicate(args, _compute(current(), func, args, kwargs))
     return _SPECIAL[func](*args) if func in _SPECIAL else _compute(current(), func, args, kwargs)
 
 
@@ -189,6 +205,23 @@ def _compute(runtime: "Runtime", func: Any, args: Any, kwargs: Any) -> Any:
         return _mark_pinned(result)
     known = {id(tensor.on_host): tensor for tensor in on_device}
     return tree_map(lambda leaf: _wrap(leaf, known) if stays else known.get(id(leaf), leaf), result)
+
+
+def _communicate(args: Any, result: Any) -> Any:
+    """Wait for a collective of the CPU, and return its result with a finished one of this device."""
+    from torch.distributed import Work
+
+    outputs = [leaf for leaf in _leaves(result, ()) if isinstance(leaf, Tensor)] or _leaves(args[0], ())
+
+    def finish(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.ScriptObject):
+            return leaf
+        Work.unbox(leaf).wait()
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(outputs)
+        return torch._C._distributed_c10d._create_work_from_future(future).boxed()
+
+    return tree_map(finish, result)
 
 
 def _wrap(leaf: Any, known: dict[int, _Tensor]) -> Any:
@@ -383,15 +416,15 @@ _WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put 
 _libraries: tuple[Any, ...] = ()  # keeps the kernels registered
 
 
-def register_backend() -> None:
-    """Make the device type known to PyTorch, for the rest of the process."""
+def register_backend(**streams: Any) -> None:
+    """Make the device type known to PyTorch, for the rest of the process, with its streams and events."""
     global _libraries
     if _libraries:
         return
     name = torch._C._get_privateuse1_backend_name()
     if name not in ("privateuseone", DEVICE_TYPE):
         raise RuntimeError(f"PyTorch's only slot for other devices is in use for {name!r}. Use another process.")
-    _setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=_Backend())
+    _setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=_Backend(**streams))
     library = torch.library.Library("aten", "IMPL")
     for names, dtype_for in ((_LOWER, _autocast_dtype), (_FLOAT32, lambda _: torch.float32), (_WIDEST, _widest)):
         for each in names.split():

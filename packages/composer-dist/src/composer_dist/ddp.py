@@ -25,6 +25,8 @@ __all__ = [
     "average_gradients",
     "average_values",
     "broadcast_tensors",
+    "start_gather",
+    "start_sum",
     "sum_counts",
     "DDP",
     "DDPSyncStrategy",
@@ -378,9 +380,71 @@ def sum_counts(values: Sequence[TNumber], group: "ProcessGroup | None" = None) -
 
     Every rank of the group must call this. Integers are exact below 2**53.
     """
+    return start_sum(values, group)()
+
+
+def start_sum(values: Sequence[TNumber], group: "ProcessGroup | None" = None) -> Callable[[], list[TNumber]]:
+    """Start the collective of `sum_counts`, and return a function that waits for its result.
+
+    Every rank of the group must call this, but need not call the function.
+    """
     totals = torch.tensor(values, dtype=torch.float64)
-    tdist.all_reduce(totals, group=cpu_group(group))
-    return [type(value)(total) for value, total in zip(values, totals.tolist(), strict=True)]
+    work = tdist.all_reduce(totals, group=cpu_group(group), async_op=True)
+
+    def finish() -> list[TNumber]:
+        if work is not None:
+            work.wait()
+        return [type(value)(total) for value, total in zip(values, totals.tolist(), strict=True)]
+
+    return finish
+
+
+_ALIGNMENT = 16  # bytes; the largest element, complex128
+
+
+def start_gather(
+    tensors: Sequence[torch.Tensor], group: "ProcessGroup | None" = None
+) -> Callable[[], list[torch.Tensor]]:
+    """Start to gather tensors from all ranks, and return a function that waits for them.
+
+    The tensors of a device, of any shapes and dtypes, travel in one collective. They may change as soon as this
+    returns. Every rank of the group must call this, but need not call the function.
+
+    Args:
+        tensors: As many on every rank, of the same shapes and dtypes, on devices of the same types.
+        group: The ranks that take part. All of them when `None`.
+
+    Returns:
+        A function that returns, for each tensor, one with an additional first dim for the rank. It does not wait for
+        a GPU.
+    """
+    gathered: list[torch.Tensor] = [tensor[None] for tensor in tensors]  # each is replaced below
+    works: list[Any] = []
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        # The largest elements first, so that each tensor is aligned.
+        places = sorted(
+            (place for place, tensor in enumerate(tensors) if tensor.device == device),
+            key=lambda place: -tensors[place].element_size(),
+        )
+        parts = [tensors[place].detach().reshape(-1).view(torch.uint8) for place in places]
+        sizes = [part.numel() for part in parts]
+        flat = torch.cat([*parts, parts[0].new_empty(-sum(sizes) % _ALIGNMENT)])
+        whole = flat.new_empty(tdist.get_world_size(group) * flat.numel())
+        own_group = cpu_group(group) if device.type == "cpu" else group
+        works.append(tdist.all_gather_into_tensor(whole, flat, group=own_group, async_op=True))
+        rows = whole.view(-1, flat.numel())[:, : sum(sizes)]
+        for place, columns in zip(places, rows.split(sizes, dim=1), strict=True):
+            tensor = tensors[place]
+            gathered[place] = columns.view(tensor.dtype).unflatten(1, tensor.shape or (1,))
+            if tensor.ndim == 0:
+                gathered[place] = gathered[place][:, 0]
+
+    def finish() -> list[torch.Tensor]:
+        for work in works:
+            work.wait()
+        return gathered
+
+    return finish
 
 
 def _buckets(parameters: Iterable[torch.Tensor], size_bytes: int) -> Iterator[list[torch.Tensor]]:

@@ -88,7 +88,9 @@ class SimulatedAccelerator(Device):
     def __init__(self, *, memory_bytes: int = 80 * 2**30, shares_cpu_generator: bool = False) -> None:
         if memory_bytes <= 0:
             raise ValueError(f"`memory_bytes={memory_bytes}` must be positive.")
-        tensors.register_backend()
+        tensors.register_backend(
+            Stream=_Stream, Event=_Event, current_stream=_current_stream, stream=lambda stream: stream
+        )
         self._device = tensors.device()
         own = None if shares_cpu_generator else torch.Generator().manual_seed(torch.initial_seed())
         self._runtime = Runtime(memory_bytes, own)
@@ -279,7 +281,8 @@ class _Stream:
             object.__new__(cls) if device is None or tensors.is_simulated(device) else _TORCH_STREAM(device, **settings)
         )
 
-    device_index = 0
+    stream_id = device_index = 0
+    device_type = 20  # c10::DeviceType::PrivateUse1
 
     @property
     def device(self) -> torch.device:
@@ -359,6 +362,10 @@ class _Event:
 _TORCH_STREAM, _TORCH_EVENT = torch.Stream, torch.Event
 
 
+def _current_stream(device: object = None) -> _Stream:
+    return tensors.current().stream
+
+
 def _set_stream(stream: _Stream) -> None:
     tensors.current().stream = stream
 
@@ -368,7 +375,7 @@ def _replacements(runtime: Runtime) -> list[tuple[Any, str, Any]]:
     memory = runtime.memory
     functions = {
         "synchronize": runtime.synchronize,
-        "current_stream": lambda device=None: runtime.stream,
+        "current_stream": _current_stream,
         "set_stream": _set_stream,
         "empty_cache": memory.empty_cache,
         "memory_stats": memory.stats,
@@ -380,4 +387,5 @@ def _replacements(runtime: Runtime) -> list[tuple[Any, str, Any]]:
         "get_memory_info": lambda device=None: (memory.size - memory.allocated, memory.size),
     }
     owners = [(torch.accelerator, name, value) for name, value in functions.items() if hasattr(torch.accelerator, name)]
-    return [*owners, (torch, "Event", _Event), (torch, "Stream", _Stream)]
+    data = property(torch.Tensor.data.__get__, tensors.set_data)  # pyright: ignore[reportAttributeAccessIssue]
+    return [*owners, (torch, "Event", _Event), (torch, "Stream", _Stream), (torch.Tensor, "data", data)]

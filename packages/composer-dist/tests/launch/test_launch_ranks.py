@@ -314,7 +314,7 @@ def test_a_rank_that_raised_and_does_not_end_is_a_failure(launch, script):
     )
     status, out, err = launch("-n", 2, hang)
     assert status == 1
-    assert "raised, but did not end (root cause)" in out
+    assert "raised an exception and was stopped (root cause)" in out
     assert err.rstrip().endswith("RuntimeError: boom")
 
 

@@ -84,3 +84,14 @@ def test_only_the_first_of_several_failures_is_the_root_cause(ending):
 
 def test_an_exit_code_is_the_one_of_a_shell(ending):
     assert (ending(exit_code=7).status, ending(exit_code=-11).status) == (7, 139)
+
+
+@pytest.mark.parametrize("mark", ["", "[rank1]: "])
+def test_the_traceback_at_the_end_is_not_also_in_the_output_of_the_rank(ending, mark):
+    text = "a warning\n" + "".join(f"{mark}{line}\n" for line in CHAIN.splitlines()) + "after it\n"
+    failure = ending(text, error={"message": "RuntimeError: boom", "traceback": CHAIN})
+    said = crash_report([failure])
+    assert "a warning\n[the traceback is at the end of this report]\nafter it\n" in said
+    assert "a.py" not in said
+    assert root_cause(failure, [], None).endswith(CHAIN)
+    assert "a.py" in crash_report([failure, failure])  # the report ends with the traceback of the first alone

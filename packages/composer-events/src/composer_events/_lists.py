@@ -83,6 +83,21 @@ class OptimizerList(SteppingList):
             )
         return super().step(*args, **kwargs)
 
+    def train(self) -> None:
+        """Switch optimizers with modes, such as schedule-free ones, to the weights that are trained."""
+        for optimizer in self.with_modes():
+            optimizer.train()
+
+    def eval(self) -> None:
+        """Switch optimizers with modes, such as schedule-free ones, to the weights to evaluate, save or export."""
+        for optimizer in self.with_modes():
+            optimizer.eval()
+
+    def with_modes(self) -> list[Any]:
+        """Return the optimizers that have `train()` and `eval()`, which exchange the weights of the model."""
+        inner = [getattr(each, "base_optimizer", each) for each in self]  # of wrappers such as SAM's
+        return [each for each in inner if hasattr(each, "train") and hasattr(each, "eval")]
+
 
 class StableListAttribute(Generic[L]):
     """Descriptor of a list attribute: assignment replaces the contents and keeps the list object.

@@ -225,6 +225,7 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         self.evaluators = evaluators
 
         self.pending_steps: Callable[[], object] | None = None
+        self.pending_results: Callable[[], object] | None = None
         # The engine counts them, to distinguish assignments of algorithms and callbacks from those of the loop.
         self.num_running_events = 0
         self._is_loop_of_pairs = False
@@ -241,13 +242,43 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         self.set_dataloader(dataloader, dataloader_label, dataloader_len)
 
     def settle(self) -> None:
-        """Wait for the results of earlier steps, if a loop has set `pending_steps`. Every rank must call this.
+        """Prepare the weights to be saved, evaluated or exported. Every rank must call this.
 
-        To be called before weights are saved or evaluated, because a loop may learn late that a step has made them
-        non-finite. It then raises.
+        Waits for the results of earlier steps, if a loop has set `pending_steps`: it may learn late that a step has
+        made weights non-finite, and then raises. Optimizers with modes are switched by their `eval()`; a loop calls
+        `optimizers.train()` before its next step.
         """
         if self.pending_steps is not None:
             self.pending_steps()
+        self.optimizers.eval()
+
+    @property
+    def total_loss_dict(self) -> dict[str, Any]:
+        """The losses of the latest batch by their log names, as means over the ranks.
+
+        If a loop has set `pending_results`, which sets `total_loss_dict` and `train_metric_values`, a read waits for
+        it. The ranks need not read together.
+        """
+        self._wait_for_results()
+        return self._total_loss_dict
+
+    @total_loss_dict.setter
+    def total_loss_dict(self, losses: dict[str, Any]) -> None:
+        self._total_loss_dict = losses
+
+    @property
+    def train_metric_values(self) -> dict[str, Any]:
+        """The values of the metrics over the latest batch, by name. A read may wait, as for `total_loss_dict`."""
+        self._wait_for_results()
+        return self._train_metric_values
+
+    @train_metric_values.setter
+    def train_metric_values(self, values: dict[str, Any]) -> None:
+        self._train_metric_values = values
+
+    def _wait_for_results(self) -> None:
+        if (wait := self.pending_results) is not None:
+            wait()
 
     def _begin_at_zero(self) -> None:
         self.timestamp = Timestamp()
@@ -263,9 +294,9 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
 
         self.train_metrics: dict[str, Any] | None = {}
         self.eval_metrics: dict[str, dict[str, Any]] = {}
-        self.train_metric_values: dict[str, Any] = {}
+        self.train_metric_values = {}
         self.eval_metric_values: dict[str, Any] = {}
-        self.total_loss_dict: dict[str, Any] = {}
+        self.total_loss_dict = {}
         self.metric_outputs: dict[str, Any] = {}
         self.fsdp_modules: dict[str, Any] = {}
         self.automicrobatch_fsdp_hook_handles: list[Any] = []

@@ -75,6 +75,8 @@ def set_optimizer_state(
         has_base = base is not None and base.state is optimizer.state
         # torch creates missing state by a step without a closure, which fails for an optimizer such as SAM.
         loaded: Any = base if has_base else optimizer
+        if not loaded.state and hasattr(loaded, "train"):
+            loaded.train()  # such as a schedule-free optimizer, which steps only in this mode
         set_optimizer_state_dict(model, loaded, named, options=options)
         for place in without:  # torch's step created state for them, but they have not been stepped
             loaded.state.pop(_parameters(optimizer)[place], None)

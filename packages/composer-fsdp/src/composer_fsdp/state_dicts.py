@@ -126,11 +126,6 @@ def check_optimizers(
     splits_tensors: bool = False,
 ) -> None:
     """Validate that the optimizers support sharding of their model."""
-    if len(optimizers) > 1:
-        raise NotImplementedError(
-            f"Only one optimizer is supported; found {len(optimizers)} optimizers. Give one optimizer with several "
-            f"parameter groups instead."
-        )
     for optimizer in optimizers:
         _refuse_foreign(optimizer, names)
         if isinstance(optimizer, Adafactor):
@@ -167,20 +162,25 @@ def rebuild(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], 
         for group in optimizer.param_groups:
             # Assign in place: optimizers that wrap another one share its lists.
             group["params"][:] = [after[names[p]] if p in names else p for p in group["params"]]
-            sharded = [isinstance(parameter, DTensor) for parameter in group["params"]]
-            if any(sharded) and not all(sharded):
+    separate_kinds(optimizers)
+
+
+def separate_kinds(optimizers: Sequence[Optimizer]) -> None:
+    """Disable foreach and fused kernels for groups with both DTensors and plain tensors, which these do not accept."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1:
                 _take_one_by_one(group)
 
 
 def _take_one_by_one(group: dict[str, Any]) -> None:
-    """Disable foreach and fused kernels, which do not accept a mix of DTensors and plain tensors."""
     for name in ("foreach", "fused"):
         if group.get(name):
             warnings.warn(
                 f"{name}=True is not followed: a group of the optimizer has sharded and unsharded parameters, which "
                 f"torch's {name} kernels do not accept together. Put the unsharded ones into a group of their own.",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         if name in group:
             group[name] = False

@@ -113,9 +113,7 @@ class FSDP(SingleDevice):
         self.mesh = self._sharded.meshes.whole or self._sharded.meshes.data
         if self._sharded.meshes.tensor is not None:
             self._first_batch = TensorParallelBatchCheck(self._sharded.meshes.tensor)
-        for optimizer in optimizers:
-            if not self.plan.cpu_offload:  # otherwise the optimizer runs on the host
-                self.device.optimizer_to_device(optimizer)
+        self._place_optimizers(optimizers)
         if self.plan.verbose and dist.get_global_rank() == 0:
             text = f"{self._sharded.model}\n{self.plan.describe()}"
             if self.plan.version == 2:
@@ -123,6 +121,25 @@ class FSDP(SingleDevice):
             else:
                 sys.stdout.write(text + "\n")
         return model, optimizers
+
+    def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Validate and place further optimizers, made of the parameters of the sharded model.
+
+        Raises:
+            ValueError, RuntimeError: If optimizers and plan are incompatible.
+        """
+        names = state_dicts.names_of_parameters(self.sharded.model)
+        splits = self.plan.layer_plan is not None
+        state_dicts.check_optimizers(
+            optimizers, names, use_orig_params=self.plan.use_orig_params, splits_tensors=splits
+        )
+        state_dicts.separate_kinds(optimizers)
+        self._place_optimizers(optimizers)
+
+    def _place_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            if not self.plan.cpu_offload:  # otherwise the optimizer runs on the host
+                self.device.optimizer_to_device(optimizer)
 
     def prepare_batch(self, batch: Any) -> Any:
         """Return the batch unchanged.

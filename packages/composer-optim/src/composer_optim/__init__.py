@@ -1,4 +1,4 @@
-"""Optimizers with decoupled weight decay, and learning rate schedulers in units of training time."""
+"""Optimizers with decoupled weight decay, Muon, and learning rate schedulers in units of training time."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from composer_optim.cooldown import WarmupStableDecayScheduler as WarmupStableDecayScheduler
     from composer_optim.decoupled import DecoupledAdamW as DecoupledAdamW
     from composer_optim.decoupled import DecoupledSGDW as DecoupledSGDW
+    from composer_optim.muon import Muon as Muon
     from composer_optim.raw_loop import lambda_lr as lambda_lr
     from composer_optim.raw_loop import lr_lambda as lr_lambda
     from composer_optim.schedule import Schedule as Schedule
@@ -36,6 +37,7 @@ _HOME = {
     name: module
     for module, names in {
         "composer_optim.decoupled": ("DecoupledSGDW", "DecoupledAdamW"),
+        "composer_optim.muon": ("Muon",),
         "composer_optim.schedulers": (
             "ComposerScheduler",
             "StepScheduler",

@@ -8,7 +8,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -60,6 +60,33 @@ def shrink(params: list[Tensor], rate: float | Tensor, found_inf: Tensor | None)
         torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
+_SIMULATED = "simgpu"  # SimulatedAccelerator, whose tensors have a type of their own
+_FUSED_ON = {"cuda", _SIMULATED}
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def fit_for_fused(params: list[Tensor], grads: list[Tensor], states: Sequence[dict[str, Any]]) -> list[Tensor]:
+    """Return the gradients as the fused kernel needs them, and convert state that was loaded or made without it.
+
+    The kernel takes only tensors with the strides of the weights, and step counts only on their device.
+    """
+    for param, state in zip(params, states, strict=False):  # no states without momentum
+        if (step := state.get("step")) is not None and step.is_cpu and not param.is_cpu:
+            state["step"] = step.to(param.device, torch.float32)
+    tensors = [t for state in states for name, t in state.items() if name != "step" and isinstance(t, Tensor)]
+    if all(map(Tensor.is_contiguous, (*params, *grads, *tensors))):  # fast, and the usual case
+        return grads
+    for param, state in zip(params, states, strict=False):
+        for name, value in state.items():
+            if name != "step" and isinstance(value, Tensor):
+                state[name] = _with_strides_of(param, value)
+    return [_with_strides_of(param, grad) for param, grad in zip(params, grads, strict=True)]
+
+
+def _with_strides_of(param: Tensor, tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride() == param.stride() else torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
+
+
 def evaluate(closure: Callable[[], Any] | None) -> Any:
     """Call the closure of a step with gradients enabled."""
     if closure is None:
@@ -69,13 +96,35 @@ def evaluate(closure: Callable[[], Any] | None) -> Any:
 
 
 class Decoupled(Optimizer):
-    """Base class that precedes a PyTorch optimizer: checks of options, and the initial learning rate of each group.
+    """Base class that precedes a PyTorch optimizer: option checks, initial learning rates, fused kernels on GPUs."""
 
-    Attributes:
-        has_relative_decay: The weight decay counts relative to the initial learning rate.
-    """
+    has_relative_decay: ClassVar[bool] = True  # the weight decay counts relative to the initial learning rate
+    _fuses_shards: ClassVar[bool] = False
 
-    has_relative_decay = True
+    # GradScaler reads this to know whether steps take `grad_scale` and `found_inf`, as those of fused kernels do. It is
+    # no plain attribute, because the weights may be moved to a GPU after the optimizer is made.
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return all(map(self._uses_fused, self.param_groups))
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        """Ignore the value, which PyTorch's constructors set for `fused=True`."""
+
+    def _uses_fused(self, group: dict[str, Any]) -> bool:
+        """Return whether the fused kernel steps a group: by default, if all its weights are on GPUs.
+
+        The default is not stored in the group, which would carry it into checkpoints and from there to CPUs.
+        """
+        if group["fused"] is not None or group["foreach"] is not None:
+            return bool(group["fused"])
+        return all(
+            p.device.type in _FUSED_ON
+            and (type(p) in _PLAIN or p.device.type == _SIMULATED or (self._fuses_shards and hasattr(p, "to_local")))
+            and p.is_floating_point()
+            and (p.is_contiguous() or (p.ndim == 4 and p.is_contiguous(memory_format=torch.channels_last)))
+            for p in group["params"]
+        )
 
     def _warn_of_large_decay(self) -> None:
         largest = max((group["weight_decay"] for group in self.param_groups), default=0.0)

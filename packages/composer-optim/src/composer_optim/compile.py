@@ -198,7 +198,7 @@ class OptimizedState(SchedulerState, Protocol):
     # A sequence of optimizers. `Any`, because type checkers do not see through the descriptor of composer_events.State.
     @property
     def optimizers(self) -> Any:
-        """The optimizers, exactly one."""
+        """The optimizers."""
         ...
 
 
@@ -252,7 +252,7 @@ def compile_composer_schedulers(
     """Bind several schedulers to one state, so that the learning rate is multiplied by all of their factors.
 
     Each result for a Composer scheduler sets the learning rate to its initial value times the current factors of all
-    of them.
+    of them. Composer schedulers apply to every optimizer of the state, PyTorch's to the one that they were made for.
 
     PyTorch schedulers may be included. They are scaled by `ssr` in place and returned as the same objects; the rate
     that they would set alone is one more factor. From then on their steps keep Composer's last factor. So each
@@ -262,14 +262,15 @@ def compile_composer_schedulers(
 
     Args:
         schedulers: As for `compile_composer_scheduler`, PyTorch's, or a `Schedule`.
-        state: As for `compile_composer_scheduler`.
+        state: As for `compile_composer_scheduler`, with one optimizer or several.
         ssr: As for `compile_composer_scheduler`.
 
     Returns:
-        One scheduler for `state.optimizers[0]` per argument, in the same order, and then those of other numbers.
+        For each optimizer in order, one scheduler per argument that applies to it, in the same order. Then those of
+        other numbers.
 
     Raises:
-        NotImplementedError: If there is not exactly one optimizer.
+        NotImplementedError: If there is no optimizer.
         TypeError: As for `compile_composer_scheduler`.
         ValueError: As for `compile_composer_scheduler`, and if one of PyTorch's is for another optimizer, cannot be
             scaled, or needs a loss at every step, or if one was compiled before. Nothing is scaled then.
@@ -287,35 +288,50 @@ def compile_composer_schedulers(
         >>> compiled[-1].get_last_lr()
         [0.75]
     """
+    optimizers = [_only_optimizer(state)] if len(state.optimizers) < 2 else list(state.optimizers)
+    for scheduler in schedulers:
+        if isinstance(scheduler, LRScheduler):
+            _check_fit(scheduler, optimizers)
     check_targets([each for each in schedulers if isinstance(each, Schedule)], state)
     others = [each for each in schedulers if isinstance(each, Schedule) and each.target != "lr"]
     schedulers = [each for each in schedulers if each not in others]
-    optimizer = _only_optimizer(state)
-    theirs = [scheduler for scheduler in schedulers if isinstance(scheduler, LRScheduler)]
+    lengths = {id(each): scaled_lengths(each, ssr) for each in schedulers if isinstance(each, LRScheduler)}
     bound = [(each, _ratio_of(each, ssr)) for each in schedulers if not isinstance(each, LRScheduler)]
     settings = [(each, _ratio_of(each, ssr)) for each in others]
-    for scheduler in theirs:
-        _check_fit(scheduler, optimizer)
-    lengths = [scaled_lengths(scheduler, ssr) for scheduler in theirs]
-    factors: Any = _product(bound, state)  # of all LambdaLRs; with PyTorch's, a shared rate for each group
-    if any(isinstance(each, Schedule) for each in schedulers):
-        factors = [_product(bound, state, group) for group in optimizer.param_groups]
-    if theirs and bound:
+    product = _product(bound, state)
+    compiled: list[Any] = []
+    for optimizer in optimizers:
+        own = [each for each in schedulers if not isinstance(each, LRScheduler) or each.optimizer is optimizer]
+        products = [product] * len(optimizer.param_groups)
+        if any(isinstance(each, Schedule) for each in schedulers):
+            products = [_product(bound, state, group) for group in optimizer.param_groups]
+        compiled += _compile_for(optimizer, own, products)
+    # Last, so that an error leaves PyTorch's schedulers unchanged.
+    for scheduler in schedulers:
+        for name, value in lengths.get(id(scheduler), {}).items():
+            setattr(scheduler, name, value)
+    return [*compiled, *(BoundSchedule(schedule, ratio, state) for schedule, ratio in settings)]
+
+
+def _compile_for(
+    optimizer: Optimizer,
+    schedulers: Sequence[Callable[..., float] | LRScheduler],
+    products: Sequence[Callable[[int], float]],
+) -> list[LRScheduler]:
+    """Return a scheduler of the optimizer for each argument; `products` are the factors of its groups."""
+    theirs = [scheduler for scheduler in schedulers if isinstance(scheduler, LRScheduler)]
+    factors: list[Any] = list(products)  # of all LambdaLRs; with PyTorch's, a shared rate for each group
+    is_shared = bool(theirs) and len(theirs) < len(schedulers)
+    if is_shared:
         rates = rates_without_factor(theirs, optimizer)
         initial = [float(group["initial_lr"]) for group in optimizer.param_groups]
-        products = factors if isinstance(factors, list) else [factors] * len(rates)
         factors = [SharedRate(*group) for group in zip(products, initial, rates, strict=True)]
     # Each of them sets the rate by all factors, so the order in which they step does not matter.
-    compiled = [LambdaLR(optimizer, factors) for _ in bound]
-    # No errors from here on, so that an error leaves PyTorch's schedulers unchanged.
-    for scheduler, scaled in zip(theirs, lengths, strict=True):
-        for name, value in scaled.items():
-            setattr(scheduler, name, value)
-        if isinstance(factors, list):
+    compiled = [each if isinstance(each, LRScheduler) else LambdaLR(optimizer, factors) for each in schedulers]
+    if is_shared:
+        for scheduler in theirs:
             _share_rates(scheduler, factors)
-    rest = iter(compiled)
-    rates = [scheduler if isinstance(scheduler, LRScheduler) else next(rest) for scheduler in schedulers]
-    return [*rates, *(BoundSchedule(schedule, ratio, state) for schedule, ratio in settings)]
+    return compiled
 
 
 def _share_rates(scheduler: Any, rates: Sequence[SharedRate]) -> None:
@@ -330,8 +346,9 @@ _Bound = Sequence[tuple[Callable[..., float], "tuple[()] | tuple[float]"]]
 
 def _product(bound: _Bound, state: OptimizedState, group: "dict[str, Any] | None" = None) -> Callable[[int], float]:
     """Return the factor of all schedulers, or of those that apply to a parameter group."""
-    for scheduler, ratio in bound:
-        warn_if_warmup_exceeds_training(scheduler, state, *ratio)
+    if group is None:
+        for scheduler, ratio in bound:
+            warn_if_warmup_exceeds_training(scheduler, state, *ratio)
     of_group = bound if group is None else _for_group(bound, state, group)
 
     # A function, not a callable object: LambdaLR would save the attributes of an object, including the state.
@@ -364,19 +381,20 @@ def _only_optimizer(state: OptimizedState) -> Optimizer:
     if len(state.optimizers) != 1:
         raise NotImplementedError(
             f"Only one optimizer is supported; found {len(state.optimizers)} optimizers. Keep only the "
-            f"optimizer whose learning rate to schedule in state.optimizers."
+            f"optimizer whose learning rate to schedule in state.optimizers, or use compile_composer_schedulers, which "
+            f"accepts several."
         )
     return state.optimizers[0]
 
 
-def _check_fit(scheduler: LRScheduler, optimizer: Optimizer) -> None:
+def _check_fit(scheduler: LRScheduler, optimizers: Sequence[Optimizer]) -> None:
     """Refuse a PyTorch scheduler that cannot be combined with Composer's."""
     if compiled_for(scheduler) is not None:
         misfit = "compile_composer_scheduler made: give the Composer scheduler itself"
     elif isinstance(scheduler, ReduceLROnPlateau):
         misfit = "needs a loss at every step: use one that depends on time only, or step it after evaluation"
-    elif scheduler.optimizer is not optimizer:
-        misfit = "was made for another optimizer: make it for state.optimizers[0]"
+    elif scheduler.optimizer not in optimizers:
+        misfit = "was made for another optimizer: make it for one of state.optimizers"
     else:
         return
     raise ValueError(f"schedulers has a {type(scheduler).__name__} in it that {misfit}.")

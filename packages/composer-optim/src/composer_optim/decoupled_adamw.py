@@ -12,12 +12,12 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from composer_dist import dist
-from composer_optim._decay import Decoupled, check_group, decay_rate, evaluate, get_initial_lr, shrink
+from composer_optim._decay import Decoupled, check_group, decay_rate, evaluate, fit_for_fused, get_initial_lr, shrink
 
 __all__ = ["DecoupledAdamW"]
 
 _NORM = "l2_norm"
-_OPTIONS = ("amsgrad", "lr", "weight_decay", "eps", "maximize", "foreach", "capturable", "fused")
+_OPTIONS = ("amsgrad", "lr", "weight_decay", "eps", "maximize", "foreach", "capturable")
 
 
 def _norm(tensor: Any) -> Tensor:
@@ -60,9 +60,10 @@ class DecoupledAdamW(Decoupled, AdamW):
         weight_decay: Fraction of the weights that a step at the initial learning rate removes.
         amsgrad: Whether to use the AMSGrad variant, in which the denominator never decreases.
         maximize: Whether to maximize the objective instead of minimizing it.
-        foreach: Whether to use multi-tensor kernels; by default PyTorch decides.
+        foreach: Whether to use multi-tensor kernels; by default PyTorch decides, where steps are not fused.
         capturable: Whether steps can be captured in a CUDA graph.
-        fused: Whether to use the fused kernel.
+        fused: Whether to use the fused kernel. By default it steps groups whose weights are all on a GPU when the step
+            begins, unless `foreach` is set.
 
     Raises:
         TypeError: If an option, also of a parameter group, has the wrong type.
@@ -82,6 +83,8 @@ class DecoupledAdamW(Decoupled, AdamW):
         f"{_NORM}/update": lambda param, optim_state, step_tensor: _norm(step_tensor),
         f"{_NORM}/grad": lambda param, optim_state, step_tensor: _norm(param.grad),
     }
+
+    _fuses_shards = True
 
     # Group index and position of each parameter by id, as of the last search.
     _places: Mapping[int, tuple[int, int]] = MappingProxyType({})
@@ -139,11 +142,15 @@ class DecoupledAdamW(Decoupled, AdamW):
                     "correction of this step in every replay. Make the optimizer with capturable=True."
                 )
             params = [param for param in group["params"] if param.grad is not None]
-            states = [self._initialized_state(param, group) for param in params]
+            grads: list[Any] = [param.grad for param in params]
+            fused = self._uses_fused(group)
+            states = [self._initialized_state(param, group, fused=fused) for param in params]
+            if fused:
+                grads = fit_for_fused(params, grads, states)
             beta1, beta2 = group["betas"]
             self.adamw(
                 params,
-                [param.grad for param in params],
+                grads,
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
@@ -153,6 +160,7 @@ class DecoupledAdamW(Decoupled, AdamW):
                 initial_lr=get_initial_lr(group),
                 grad_scale=getattr(self, "grad_scale", None),
                 found_inf=getattr(self, "found_inf", None),
+                fused=fused,
                 **{name: group[name] for name in _OPTIONS},
             )
         return loss
@@ -280,7 +288,7 @@ class DecoupledAdamW(Decoupled, AdamW):
             index, _ = self._places[id(param)]
         return self.param_groups[index]
 
-    def _initialized_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def _initialized_state(self, param: Tensor, group: dict[str, Any], *, fused: bool) -> dict[str, Any]:
         """Return the state of a parameter, created at its first step."""
         if param.grad is not None and param.grad.is_sparse:
             raise RuntimeError(
@@ -291,7 +299,7 @@ class DecoupledAdamW(Decoupled, AdamW):
         if not state:
             # PyTorch's kernels read the step count on the host, unless they are fused or capturable.
             # Entries and names are those of torch's AdamW, so that each loads the state dicts of the other.
-            on_device = group["capturable"] or group["fused"]
+            on_device = group["capturable"] or fused
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")
             state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)

@@ -11,11 +11,11 @@ from torch.optim import SGD
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from composer_optim._decay import Decoupled, check_group, decay_rate, evaluate, get_initial_lr, shrink
+from composer_optim._decay import Decoupled, check_group, decay_rate, evaluate, fit_for_fused, get_initial_lr, shrink
 
 __all__ = ["DecoupledSGDW"]
 
-_OPTIONS = ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "foreach", "fused")
+_OPTIONS = ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "foreach")
 
 
 class DecoupledSGDW(Decoupled, SGD):
@@ -33,8 +33,9 @@ class DecoupledSGDW(Decoupled, SGD):
         weight_decay: Fraction of the weights that a step at the initial learning rate removes.
         nesterov: Whether to use Nesterov momentum.
         maximize: Whether to maximize the objective instead of minimizing it.
-        foreach: Whether to use multi-tensor kernels; by default PyTorch decides.
-        fused: Whether to use the fused kernel.
+        foreach: Whether to use multi-tensor kernels; by default PyTorch decides, where steps are not fused.
+        fused: Whether to use the fused kernel. By default it steps groups whose weights are all on a GPU when the step
+            begins and not sharded, unless `foreach` is set. Sparse gradients are stepped without it.
 
     Raises:
         TypeError: If an option, also of a parameter group, has the wrong type.
@@ -81,16 +82,26 @@ class DecoupledSGDW(Decoupled, SGD):
         loss = evaluate(closure)
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
-            has_momentum = group["momentum"] != 0
+            grads: list[Any] = [param.grad for param in params]
+            has_momentum, fused = group["momentum"] != 0, self._uses_fused(group)
+            scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            if fused and any(grad.is_sparse for grad in grads):  # their kernels neither unscale nor skip on the device
+                if found_inf is not None and found_inf.item():
+                    continue
+                grads = grads if scale is None else [grad / scale for grad in grads]
+                fused, scale, found_inf = False, None, None
+            elif fused:
+                grads = fit_for_fused(params, grads, [self.state[p] for p in params] if has_momentum else [])
             # From `state` into a list and back below: PyTorch's functional form creates missing buffers in the list.
             buffers = [self.state[param].get("momentum_buffer") for param in params] if has_momentum else []
             self.sgdw(
                 params,
-                [param.grad for param in params],
+                grads,
                 buffers,
                 initial_lr=get_initial_lr(group),
-                grad_scale=getattr(self, "grad_scale", None),
-                found_inf=getattr(self, "found_inf", None),
+                grad_scale=scale,
+                found_inf=found_inf,
+                fused=fused,
                 **{name: group[name] for name in _OPTIONS},
             )
             if has_momentum:

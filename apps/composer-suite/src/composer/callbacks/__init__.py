@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from composer.callbacks.hf_checkpointer import HuggingFaceCheckpointer as HuggingFaceCheckpointer
     from composer.callbacks.image_visualizer import ImageVisualizer as ImageVisualizer
     from composer.callbacks.mlperf import MLPerfCallback as MLPerfCallback
+    from composer.callbacks.sync_monitor import SyncMonitor as SyncMonitor
     from composer_checkpoint.loader import LoadCheckpoint as LoadCheckpoint
     from composer_checkpoint.saver import CheckpointSaver as CheckpointSaver
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "HuggingFaceCheckpointer",
     "ImageVisualizer",
     "MLPerfCallback",
+    "SyncMonitor",
     "LoadCheckpoint",
     "CheckpointSaver",
 ]
@@ -65,6 +67,7 @@ __getattr__, __dir__ = lazy_face(
         "composer.callbacks.hf_checkpointer": ["HuggingFaceCheckpointer"],
         "composer.callbacks.image_visualizer": ["ImageVisualizer"],
         "composer.callbacks.mlperf": ["MLPerfCallback"],
+        "composer.callbacks.sync_monitor": ["SyncMonitor"],
         "composer_checkpoint.loader": ["LoadCheckpoint"],
         "composer_checkpoint.saver": ["CheckpointSaver"],
     },
@@ -87,6 +90,7 @@ __getattr__, __dir__ = lazy_face(
         "optimizer_monitor",
         "runtime_estimator",
         "speed_monitor",
+        "sync_monitor",
         "system_metrics_monitor",
         "threshold_stopper",
     ],

@@ -65,7 +65,10 @@ class OptimizerMonitor(Callback):
         parameters = {canonical_name(name): each for name, each in named if each.grad is not None}
         metrics: dict[str, Any] = {}
         if self.log_optimizer_metrics:
-            metrics = host_values(_optimizer_metrics(state.optimizers[0], parameters))
+            for optimizer in state.optimizers:
+                own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+                theirs = {name: each for name, each in parameters.items() if id(each) in own}
+                metrics |= host_values(_optimizer_metrics(optimizer, theirs))
         gradients = {f"{_GRADIENT}/{name}": parameter.grad for name, parameter in parameters.items()}
         unknown = [name for name in gradients if name not in metrics]  # the optimizer may have reported some
         metrics |= zip(unknown, _whole_norms([gradients[name] for name in unknown]), strict=True)

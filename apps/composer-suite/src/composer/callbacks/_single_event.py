@@ -24,7 +24,8 @@ __all__ = ["FreeOutputs", "LRMonitor", "NaNMonitor"]
 class LRMonitor(Callback):
     """Log the learning rate of every parameter group in each batch, as `lr-<optimizer's class>/group<index>`.
 
-    The values of each `Schedule` are logged as `schedule/<target>`, with `/group<index>` for a parameter group's.
+    The second optimizer of a class is `<class>#1`. Each `Schedule` is logged as `schedule/<target>`, with
+    `/group<index>` for a parameter group.
     """
 
     def batch_start(self, state: State, logger: Logger) -> None:
@@ -32,8 +33,11 @@ class LRMonitor(Callback):
         for scheduler in state.schedulers:
             if isinstance(scheduler, BoundSchedule):
                 log_lazily(state, logger, _scheduled, scheduler.values)
+        classes: list[str] = []
         for optimizer in state.optimizers:
-            name = type(optimizer).__name__
+            classes.append(type(optimizer).__name__)
+            repeats = classes.count(classes[-1]) - 1
+            name = f"{classes[-1]}#{repeats}" if repeats else classes[-1]
             for index, group in enumerate(optimizer.param_groups):
                 rate = group["lr"]
                 if isinstance(rate, float):

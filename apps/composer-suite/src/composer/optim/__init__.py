@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from composer_optim import LinearWithWarmupScheduler as LinearWithWarmupScheduler
     from composer_optim import MultiStepScheduler as MultiStepScheduler
     from composer_optim import MultiStepWithWarmupScheduler as MultiStepWithWarmupScheduler
+    from composer_optim import Muon as Muon
     from composer_optim import PolynomialScheduler as PolynomialScheduler
     from composer_optim import PolynomialWithWarmupScheduler as PolynomialWithWarmupScheduler
     from composer_optim import Schedule as Schedule
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DecoupledSGDW",
     "DecoupledAdamW",
+    "Muon",
     "ComposerScheduler",
     "StepScheduler",
     "MultiStepScheduler",

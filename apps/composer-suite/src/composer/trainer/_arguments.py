@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral
@@ -142,6 +143,7 @@ class FitArguments:
     spin_dataloaders: bool | None
     duration: int | str | Time[int] | None
     reset_time: bool
+    optimizers: Optimizer | Sequence[Optimizer] | None
     schedulers: Any
     scale_schedule_ratio: float
     step_schedulers_every_batch: bool | None
@@ -220,13 +222,8 @@ def refuse_unscalable(optimizers: Iterable[Optimizer]) -> None:
 
 
 def choose_optimizers(optimizers: Any, model: ComposerModel) -> list[Optimizer]:
-    """Return the optimizer in a list, by default decoupled SGD over all parameters."""
+    """Return the optimizers in a list, by default decoupled SGD over all parameters."""
     given = ensure_tuple(optimizers)
-    if len(given) > 1:
-        raise NotImplementedError(
-            f"Only one optimizer is supported; found {len(given)} optimizers. Give one of them groups of parameters "
-            "with settings of their own instead."
-        )
     parameters = list(model.parameters())
     # By id, because `in` would compare tensors elementwise.
     own = {id(parameter) for parameter in parameters}
@@ -240,6 +237,8 @@ def choose_optimizers(optimizers: Any, model: ComposerModel) -> list[Optimizer]:
                 f"None of the parameters of {type(optimizer).__name__} belongs to the model, so nothing would be "
                 "trained. Build the optimizer over the parameters of the model that is passed."
             )
+    if len(given) > 1:
+        _check_division(given, model)
     if given:
         return list(given)
     consequence = (
@@ -249,6 +248,27 @@ def choose_optimizers(optimizers: Any, model: ComposerModel) -> list[Optimizer]:
     )
     warnings.warn(f"No optimizer was specified{consequence}", stacklevel=user_stacklevel())
     return [DecoupledSGDW(parameters, lr=0.1)] if parameters else []
+
+
+def _check_division(optimizers: Sequence[Optimizer], model: ComposerModel) -> None:
+    """Raise unless each trained parameter is in exactly one of several optimizers."""
+    named = list(model.named_parameters())
+    names = {id(parameter): name for name, parameter in named}
+    owners = Counter(
+        key for one in optimizers for key in {id(each) for group in one.param_groups for each in group["params"]}
+    )
+    twice = [names.get(key, "a parameter outside the model") for key, count in owners.items() if count > 1]
+    none = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in owners]
+    for found, where, remedy in (
+        (twice, "in more than one of them", "Give each parameter to one optimizer"),
+        (none, "in none of them", "Give them to one, or freeze them with requires_grad_(False)"),
+    ):
+        if found:
+            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+            raise ValueError(
+                f"optimizers={[type(each).__name__ for each in optimizers]} must divide the trained parameters of the "
+                f"model among them; {', '.join(found[:5])}{more} {'are' if len(found) > 1 else 'is'} {where}. {remedy}."
+            )
 
 
 def check_subset(name: str, num_batches: Any) -> None:

@@ -57,7 +57,7 @@ from composer.trainer._rank_sync import Ranks, broadcast_error
 from composer.trainer._report import Report, TrainMetrics, log_run_facts
 from composer.trainer._scaler import ClosureGradScaler, ShardedGradScaler
 from composer.trainer._shutdown import Preemption, close_engine, postponed, take_signals
-from composer.trainer._step import BatchTrainer, make_autocast, needs_closure
+from composer.trainer._step import BatchTrainer, make_autocast, needs_closure, takes_closure
 from composer.trainer.divergence import to_policy
 from composer.trainer.loop import FitEvaluation, Loop
 from composer_dist import Precision, dist, get_world_size, reproducibility, seed_context
@@ -123,6 +123,8 @@ class ResolvedArguments:
         self.on_divergence = to_policy(arguments.on_divergence, is_deepspeed=has_deepspeed)
         self.optimizers = choose_optimizers(arguments.optimizers, model)
         check_optimizers_of(self.schedule.schedulers, self.optimizers)
+        takes_closure(self.optimizers)  # raises if one of several does
+        strategies.refuse_second_average(self.optimizers, self.algorithms)
         self.parallelism_config = strategies.read_parallelism(arguments)
         self.recomputes = strategies.check_recomputation(arguments.activation_checkpointing, self.parallelism_config)
         self.deepspeed_config = strategies.complete_deepspeed_config(arguments.deepspeed_config, self)
@@ -205,7 +207,8 @@ def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_ze
 def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
     """Check and apply the arguments of `fit`, and return the batches to train on."""
     state, plan = runtime.state, runtime.plan
-    if not state.optimizers:
+    optimizers = None if asked.optimizers is None else choose_optimizers(asked.optimizers, runtime.model)
+    if not state.optimizers and not optimizers:
         raise ValueError(
             "No optimizer was specified when constructing the Trainer, and the model has no parameters to train."
         )
@@ -215,7 +218,11 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
     evaluators = make_evaluators(
         asked.eval_dataloader, runtime.model, asked.eval_interval, asked.eval_subset_num_batches, state.device
     )
-    new_precision, scaler = _precision_of_fit(runtime, asked)
+    if optimizers is not None:
+        takes_closure(optimizers)  # raises if one of several does
+        strategies.refuse_second_average(optimizers, state.algorithms)
+        strategies.take_optimizers(runtime.strategy, state, optimizers)
+    new_precision, scaler = _precision_of_fit(runtime, asked, state.optimizers if optimizers is None else optimizers)
     size, count = asked.device_train_microbatch_size, asked.grad_accum
     microbatching = plan.settings.microbatching
     if (size, count) != (None, None):
@@ -233,6 +240,8 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
             state.timestamp = Timestamp()
         if longer is not None:
             state.max_duration = state.timestamp.get(longer.unit) + longer
+        if optimizers is not None:
+            plan.set_optimizers(optimizers, schedule)
         plan.set_schedule(schedule, begins_now=True)
     stay_stopped(state, stopped)
     if asked.reset_time:
@@ -245,10 +254,13 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
         runtime.set_evaluators(evaluators)
     if new_precision is not state.precision:
         state.precision, state.scaler = new_precision, scaler
+    runtime.fit_scaler()
     return batches
 
 
-def _precision_of_fit(runtime: Runtime, asked: FitArguments) -> tuple[Precision, GradScaler | None]:
+def _precision_of_fit(
+    runtime: Runtime, asked: FitArguments, optimizers: Sequence[Optimizer]
+) -> tuple[Precision, GradScaler | None]:
     """Return the precision of `fit`, and its gradient scaler if it needs one."""
     state, has_own = runtime.state, runtime.strategy.has_own_precision
     precision = state.precision
@@ -259,13 +271,13 @@ def _precision_of_fit(runtime: Runtime, asked: FitArguments) -> tuple[Precision,
             f"precision={precision.value!r} cannot be set by fit(): DeepSpeed's engine was made for "
             f"{state.precision.value!r}. Give it to the constructor."
         )
-    scaler = make_scaler(precision, state.device, state.optimizers)
+    scaler = make_scaler(precision, state.device, optimizers)
     if scaler is not None and not has_own:
-        refuse_unscalable(state.optimizers)
+        refuse_unscalable(optimizers)
     return precision, scaler
 
 
-def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optimizer]) -> GradScaler | None:
+def make_scaler(precision: Precision, device: Device, optimizers: Sequence[Optimizer]) -> GradScaler | None:
     """Return the gradient scaler for `amp_fp16`, or `None` for other precisions."""
     if precision is not Precision.AMP_FP16:
         return None
@@ -275,8 +287,7 @@ def make_scaler(precision: Precision, device: Device, optimizers: Iterable[Optim
                 f"precision='amp_fp16' scales the loss, and {type(optimizer).__name__} evaluates it itself. Use "
                 "precision='amp_bf16' or 'fp32', or another optimizer."
             )
-    closures = any(map(needs_closure, optimizers))
-    return (ClosureGradScaler if closures else ShardedGradScaler)(device.torch_device.type)
+    return (ClosureGradScaler if takes_closure(optimizers) else ShardedGradScaler)(device.torch_device.type)
 
 
 class Runtime:
@@ -345,11 +356,11 @@ class Runtime:
         self.engine.run_event(Event.BEFORE_LOAD)
         # Before and after the load: an algorithm may have replaced the optimizer on an event or while loading, and the
         # scaler must have its final class before its saved state is loaded.
-        self._fit_scaler()
+        self.fit_scaler()
         with following_load(state):
             attachments.load_at_start(arguments, self.saver, state, self.logger, self.engine)
         self.engine.run_event(Event.AFTER_LOAD)
-        self._fit_scaler()
+        self.fit_scaler()
         if not self.strategy.prepares_before_load:
             if state.model is not self.model:  # replaced by an algorithm that the checkpoint required
                 self._take_model(state.model)
@@ -361,11 +372,11 @@ class Runtime:
         # Training must not depend on how many random numbers algorithms have drawn so far.
         strategies.seed_rank(state.rank_zero_seed, self.strategy)
 
-    def _fit_scaler(self) -> None:
+    def fit_scaler(self) -> None:
         """Replace the scaler if the optimizer needs one that supports closures."""
         state = self.state
         # By exact type, so that a scaler class of the user is kept.
-        if type(state.scaler) in (GradScaler, ShardedGradScaler) and any(map(needs_closure, state.optimizers)):
+        if takes_closure(state.optimizers) and type(state.scaler) in (GradScaler, ShardedGradScaler):
             state.scaler = ClosureGradScaler(state.device.torch_device.type)
 
     def _take_model(self, model: ComposerModel) -> None:
@@ -470,7 +481,7 @@ class Runtime:
         policy = self._on_divergence
         guard = None
         if policy is not None:
-            closure = needs_closure(state.optimizers[0])
+            closure = takes_closure(state.optimizers)
             guard = DivergenceGuard(policy, state, self.strategy, self.divergences, evaluates_loss=closure)
         state.pending_steps = guard.settle if guard is not None and guard.must_settle else None
         train_batch = BatchTrainer(

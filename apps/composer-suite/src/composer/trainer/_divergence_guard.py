@@ -3,10 +3,11 @@
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ class DivergenceGuard:
         fsdp = as_fsdp(strategy)
         self._reductions = fsdp.watch_reductions() if fsdp is not None and self._sees_gradients else None
         self._spikes = None if policy.spike_factor is None else Spikes(policy.spike_factor)
-        self._gates, self._defers = self._choose_timing(state.optimizers[0], evaluates_loss=evaluates_loss)
+        self._gates, self._defers = self._choose_timing(evaluates_loss=evaluates_loss)
         # A deferred result concerns a batch that is LAG batches old, so its buffers must still be there.
         buffers = KeptBuffers(state.model, num_batches=LAG + 1 if self._defers else 1)
         self._buffers = buffers if buffers.owners else None
@@ -100,14 +101,15 @@ class DivergenceGuard:
         self._latest_bad_loss = -1
         self._refused: Divergence | None = None
 
-    def _choose_timing(self, optimizer: Optimizer, *, evaluates_loss: bool) -> tuple[bool, bool]:
-        """Return whether a flag on the device keeps the optimizer from stepping, and whether results are read later."""
+    def _choose_timing(self, *, evaluates_loss: bool) -> tuple[bool, bool]:
+        """Return whether a flag on the device keeps optimizers from stepping, and whether results are read later."""
+        optimizers: list[Optimizer] = list(self._state.optimizers)
+        unfused = [each for each in optimizers if not _is_fused(each)]
         gates = (
             not evaluates_loss
-            # Fused optimizers, whose kernels read a skip flag on the device, have this attribute for GradScaler.
-            and (self._scaler is not None or getattr(optimizer, "_step_supports_amp_scaling", False))
+            and (self._scaler is not None or not unfused)
             # A hook may drop bad gradients, which only a step shows; PyTorch has no public way to ask for hooks.
-            and not getattr(optimizer, "_optimizer_step_pre_hooks", None)
+            and not any(getattr(each, "_optimizer_step_pre_hooks", None) for each in optimizers)
         )
         # A spike check reads the loss at every batch anyway, and DeepSpeed's gradients are gone later.
         if self._found.device.type not in _DEFERS_ON or self._spikes is not None or self._state.deepspeed_enabled:
@@ -115,13 +117,15 @@ class DivergenceGuard:
         # A rollback does not restore what algorithms such as EMA keep of bad weights.
         must_wait = self._policy.action == "skip" or (self._policy.action == "rollback" and self._state.algorithms)
         if gates or (not must_wait and self._scaler is None):
+            for optimizer in unfused:
+                _advise_fused(optimizer, has_scaler=self._scaler is not None)
             return gates, True
         if self._scaler is None:
             _log.warning(
                 "on_divergence=%r waits for the device before each step, because %s is not fused. Pass fused=True "
                 "to the optimizer, if it has that option, to avoid it.",
                 self._policy.action,
-                type(optimizer).__name__,
+                type((unfused or optimizers)[0]).__name__,
             )
         return gates, False
 
@@ -148,31 +152,32 @@ class DivergenceGuard:
         """
         return loss if not (self._defers and self._gates) else loss * torch.where(self._found == 0, 1.0, math.nan)
 
-    def admits(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
-        """Return whether the optimizer may step; act on a divergence first.
+    def admits(self, optimizers: Sequence[Optimizer], losses: Mapping[str, Tensor]) -> bool:
+        """Return whether the optimizers may step; act on a divergence first.
 
-        An optimizer that leaves bad gradients out by itself has made its step then.
+        Optimizers that leave bad gradients out by themselves have made their step then.
         """
-        divergence = self._look(optimizer, losses)
+        divergence = self._look(optimizers, losses)
         if divergence is None:
             return True
-        if divergence.action == "raise" and not divergence.is_spike and self._steps_unharmed(optimizer):
+        if divergence.action == "raise" and not divergence.is_spike and self._steps_unharmed(optimizers):
             return False
         self._act(divergence)
         return divergence.action == "log"
 
-    def _steps_unharmed(self, optimizer: Optimizer) -> bool:
+    def _steps_unharmed(self, optimizers: Sequence[Optimizer]) -> bool:
         """Try the step with gradients that are not finite; undo it, and return false, if it does harm.
 
         A hook of the optimizer, or its `step`, may drop such gradients. All ranks have found them, and call this.
         """
         if not self._sees_gradients:
             return False
-        undo = StepSnapshot(optimizer)
+        undo = StepSnapshot(optimizers)
         is_harmed = True
         try:
-            self._strategy.step(optimizer, None, scaler=None)
-            is_harmed = self._finds_bad_weights([optimizer])
+            for optimizer in optimizers:
+                self._strategy.step(optimizer, None, scaler=None)
+            is_harmed = self._finds_bad_weights(optimizers)
         finally:
             if is_harmed:
                 undo()
@@ -189,12 +194,12 @@ class DivergenceGuard:
             found = self._strategy.mean({"found": found})["found"]
         return bool(found.item())
 
-    def stops_closure(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> bool:
+    def stops_closure(self, optimizers: Sequence[Optimizer], losses: Mapping[str, Tensor]) -> bool:
         """Return whether a closure with these losses must stop; the action follows at the end of `closures`."""
-        self._refused = self._look(optimizer, losses)
+        self._refused = self._look(optimizers, losses)
         if self._refused is None or self._refused.action == "log":
             return False
-        if not takes_none(optimizer):
+        if not takes_none(optimizers[0]):
             # Such an optimizer has no way to end its step by a return value.
             raise _Refused
         return True
@@ -207,7 +212,7 @@ class DivergenceGuard:
         before each step.
         """
         self._refused = None
-        undo = None if self._defers or takes_none(optimizer) else StepSnapshot(optimizer)
+        undo = None if self._defers or takes_none(optimizer) else StepSnapshot([optimizer])
         try:
             yield
         except _Refused:
@@ -244,26 +249,28 @@ class DivergenceGuard:
             for optimizer in self._state.optimizers:
                 set_found_inf(optimizer, None)
 
-    def _look(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> Divergence | None:
+    def _look(self, optimizers: Sequence[Optimizer], losses: Mapping[str, Tensor]) -> Divergence | None:
         """Return the divergence of the batch, if one is known."""
-        overflow = self._find(optimizer, losses)
+        overflow = self._find(optimizers, losses)
         if not self._defers:
             return self._judge(losses, overflow)
         if self._gates and self._scaler is None:
-            set_found_inf(optimizer, self._found)
+            for optimizer in optimizers:
+                set_found_inf(optimizer, self._found)
         facts = [self._found, self._none if overflow is None else overflow, missing_share(losses)]
         self._arrivals.send(self._state.timestamp.num_batches, torch.stack([fact.float() for fact in facts]))
         return None
 
-    def _find(self, optimizer: Optimizer, losses: Mapping[str, Tensor]) -> Tensor | None:
+    def _find(self, optimizers: Sequence[Optimizer], losses: Mapping[str, Tensor]) -> Tensor | None:
         """Set `found` on the device if the step would be harmful, and return the overflow of a scaler."""
         if self._scaler is None:
             if self._sees_gradients:
-                self._look_at_gradients(optimizer)
+                self._look_at_gradients(optimizers)
             else:
                 self._look_into_engine(losses)
             return None
-        per_device: dict[torch.device, Tensor] = states_of(self._scaler)[id(optimizer)]["found_inf_per_device"]
+        # Of any optimizer, since `unscale` combines what was found in the gradients of all.
+        per_device: dict[torch.device, Tensor] = states_of(self._scaler)[id(optimizers[0])]["found_inf_per_device"]
         overflow = torch.stack([found.to(self._found.device) for found in per_device.values()]).sum()
         # An overflow alone is routine: the scaler skips the step and lowers its scale.
         self._found.logical_or_((missing_share(losses) != 0) & (overflow > 0))
@@ -287,9 +294,9 @@ class DivergenceGuard:
         self._num_in_a_row = 0
         return None
 
-    def _look_at_gradients(self, optimizer: Optimizer) -> None:
+    def _look_at_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Set `found`, identically on every rank, if gradients are not finite."""
-        groups = optimizer.param_groups
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         tensors = [grad for group in groups for p in group["params"] if (grad := p.grad) is not None]
         if self._reductions is not None and self._knows_of_shards(self._reductions):
             tensors = [tensor for tensor in tensors if not is_sharded(tensor)]
@@ -360,7 +367,7 @@ class DivergenceGuard:
     def _keep_snapshot(self) -> None:
         if self._snapshot is None or self._num_since_snapshot >= self._policy.rollback_batches:
             self._act_on_arrivals(wait=True)  # a snapshot of non-finite weights would be useless
-            self._snapshot = Snapshot(self._state.model, self._state.optimizers[0])
+            self._snapshot = Snapshot(self._state.model, self._state.optimizers)
             self._num_since_snapshot = 0
         self._num_since_snapshot += 1
 
@@ -382,11 +389,12 @@ class DivergenceGuard:
         if self._buffers is not None:
             self._buffers.restore()
         # Without the flag on the device, the optimizer has stepped until the host knew.
-        has_stepped = self.knows_late
+        has_stepped, went_back = self.knows_late, ""
         if self._snapshot is not None and (has_stepped or divergence.action == "rollback"):
             self._snapshot.restore()
             has_stepped = False
-        message = self._explain(divergence, has_stepped=has_stepped)
+            went_back = f" Weights and optimizer state were rolled back by {self._num_since_snapshot - 1} batches."
+        message = self._explain(divergence, went_back, has_stepped=has_stepped)
         self._found.zero_()
         if divergence.action != "skip":
             self._arrivals.forget()  # pending results belong to steps that were blocked or are undone
@@ -395,13 +403,12 @@ class DivergenceGuard:
                 set_found_inf(optimizer, None)
             raise DivergenceError(message, divergence)
         if divergence.action == "rollback":
-            went_back = f"Weights and optimizer state were rolled back by {self._num_since_snapshot - 1} batches."
-            _log.warning("%s The optimizer did not step. %s", _sentence(divergence), went_back)
+            _log.warning("%s The optimizer did not step.%s", _sentence(divergence), went_back)
         else:
             _log.warning("%s The optimizer did not step.", _sentence(divergence))
 
-    def _explain(self, divergence: Divergence, *, has_stepped: bool) -> str:
-        where = ""
+    def _explain(self, divergence: Divergence, went_back: str, *, has_stepped: bool) -> str:
+        where = went_back
         parameters = list(self._state.model.named_parameters())
         if has_stepped:
             names = names_of_bad((name, p.detach()) for name, p in parameters)
@@ -414,8 +421,8 @@ class DivergenceGuard:
         elif not divergence.is_spike and not self._defers:
             gradients = ((name, p.grad) for name, p in parameters if p.grad is not None)
             names = names_of_bad(gradients, may_be_marked=self._reductions is not None)
-            where = f" The gradients of {names} are not finite." if names else ""
-        if not has_stepped:
+            where += f" The gradients of {names} are not finite." if names else ""
+        if not has_stepped and not went_back:
             again = f", {self._num_in_a_row} batches in a row" if self._num_in_a_row > 1 else ""
             where += f" The optimizer made no step with it{again}; the weights are those before it, on every rank."
         return (
@@ -601,6 +608,35 @@ class Spikes:
 def takes_none(optimizer: Optimizer) -> bool:
     """Return whether an optimizer undoes its step when a closure returns `None`, as SAM does."""
     return getattr(optimizer, "_step_supports_amp_closure", False)
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
+    """Return whether steps read a skip flag on the device: fused optimizers have this attribute for GradScaler."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+_advised: WeakSet[Optimizer] = WeakSet()
+
+
+def _advise_fused(optimizer: Optimizer, *, has_scaler: bool) -> None:
+    """Log once that an optimizer of torch has a fused kernel, if that was neither chosen nor refused."""
+    groups = optimizer.param_groups
+    is_torchs = type(optimizer).__module__.startswith("torch.")
+    is_open = all(group.get("fused", "") is None and group.get("foreach") is None for group in groups)
+    # DTensor has no rule for the other fused kernels.
+    has_kernel = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or not any(
+        is_sharded(p) for group in groups for p in group["params"]
+    )
+    if is_torchs and is_open and has_kernel and optimizer not in _advised:
+        _advised.add(optimizer)
+        _log.log(
+            logging.WARNING if has_scaler else logging.INFO,
+            "%s steps without its fused kernel. With fused=True steps are faster, and %s.",
+            type(optimizer).__name__,
+            "amp_fp16 does not wait for the device in each of them"
+            if has_scaler
+            else "a batch whose gradients are not finite leaves the weights as they were",
+        )
 
 
 def set_found_inf(optimizer: Any, found: Tensor | None) -> None:

@@ -25,6 +25,7 @@ from composer.trainer._data import Clock
 from composer.trainer._microbatching import REPORT_OUT_OF_MEMORY, Attempts, halve, release_memory
 from composer.trainer._rank_sync import Ranks, next_batch
 from composer.trainer._restore import MetricsUndo
+from composer.trainer._shared_results import compute_over_ranks
 from composer.trainer._step import Autocast, cut, split, transform
 from composer_dist import dist, get_global_rank, get_world_size
 from composer_dist.ddp import share_buffers
@@ -142,7 +143,8 @@ class Evaluation:
         else:
             evaluate()
         state.batch = batch
-        samples, tokens, seconds = ranks.total(num_samples, num_tokens, self._clock.end_batch_s())
+        ranks.start_total(num_samples, num_tokens, self._clock.end_batch_s)
+        samples, tokens, seconds = ranks.total()
         state.eval_timestamp = state.eval_timestamp.to_next_batch(
             samples=samples - num_repeated, tokens=tokens, duration=datetime.timedelta(seconds=seconds)
         )
@@ -206,7 +208,7 @@ class Evaluation:
 
     def _report(self, label: str, metrics: Mapping[str, Any]) -> None:
         _fill_shorter_lists(metrics)
-        values = {name: metric.compute() for name, metric in metrics.items()}
+        values = compute_over_ranks(metrics)
         self.state.eval_metric_values.update(values)
         self.logger.log_metrics({f"metrics/{label}/{name}": value for name, value in by_entry(values).items()})
 
@@ -518,12 +520,13 @@ class Prediction:
     def run(self, data_spec: DataSpec, subset_num_batches: int, microbatch_size: int | None, keeps: bool) -> list[Any]:
         """Return the outputs of each batch on the CPU, or an empty list if `keeps` is False."""
         state, run_event = self.state, self.engine.run_event
+        state.settle()
         state.predict_timestamp = Timestamp()
         outputs: list[Any] = []
         with evaluating(state, data_spec.dataloader, "predict", subset_num_batches):
             run_event(Event.PREDICT_START)
             ranks, padding = Ranks(self.strategy), Padding(data_spec.dataloader)
-            ranks.begin(data_spec, listens=bool(state.callbacks))
+            ranks.begin(data_spec, may_stop=bool(state.callbacks))  # which may read the clock
             self._clock.start_batch()
             for batch in self._batches(data_spec, ranks):
                 parts = self._predict(batch, data_spec, ranks, padding, microbatch_size, keeps)
@@ -561,7 +564,8 @@ class Prediction:
             run_event(Event.PREDICT_AFTER_FORWARD)
             # Moved to the CPU at once, so that the outputs of all batches need not fit on the device.
             outputs += [DeviceCPU().batch_to_device(state.outputs)] if keeps and is_counted else []
-        samples, tokens, seconds = ranks.total(num_samples, num_tokens, self._clock.end_batch_s())
+        ranks.start_total(num_samples, num_tokens, self._clock.end_batch_s)
+        samples, tokens, seconds = ranks.total()
         state.predict_timestamp = state.predict_timestamp.to_next_batch(
             samples=samples - num_repeated, tokens=tokens, duration=datetime.timedelta(seconds=seconds)
         )

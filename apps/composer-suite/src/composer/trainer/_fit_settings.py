@@ -324,6 +324,7 @@ class FitSettings:
         microbatching: The microbatching that the user has chosen.
         split: The `microbatching` and the data that the microbatch size on the state was computed for.
         pending: Schedulers that cannot be compiled before a duration and a dataloader are known.
+        compiled: The schedulers that were compiled last.
         steps_every_batch: How often schedulers step; see `SchedulerSteps`.
     """
 
@@ -331,6 +332,7 @@ class FitSettings:
     batches: TrainBatches | None = None
     split: tuple[Microbatching, DataSpec] | None = None
     pending: Schedule | None = None
+    compiled: Schedule | None = None
     steps_every_batch: bool | None = True
 
 
@@ -399,9 +401,29 @@ class FitPlan:
             check_time_left(state)  # before compiling, which sets learning rates and cannot be undone
         if pending is not None:
             state.schedulers = pending.compile(state)
-            self.settings = replace(self.settings, pending=None, steps_every_batch=pending.every_batch)
+            self.settings = replace(
+                self.settings, pending=None, compiled=pending, steps_every_batch=pending.every_batch
+            )
         if begins_now:  # a load, another duration or a stop has changed the rates since they were set
             SchedulerSteps(state, self.settings.steps_every_batch).set_rates()
+
+    def set_optimizers(self, optimizers: Sequence[Optimizer], given: Schedule) -> None:
+        """Replace the optimizers. Without given schedulers, the present Composer schedulers continue with them."""
+        state = self._state
+        state.optimizers = optimizers
+        for scheduler in given.schedulers or state.schedulers:
+            of = scheduler.optimizer if isinstance(scheduler, LRScheduler) else None
+            # By the groups, which a wrapper such as SAM shares with the optimizer of the scheduler.
+            is_elsewhere = of is not None and all(of.param_groups is not each.param_groups for each in optimizers)
+            if is_elsewhere and (given.schedulers or compiled_for(scheduler) is None):
+                raise ValueError(
+                    f"fit(optimizers=...) replaces the {type(of).__name__} of a {type(scheduler).__name__}, whose "
+                    "learning rate would never move. Give fit(schedulers=...) made from the new optimizers."
+                )
+        if given.schedulers:
+            state.schedulers = None
+        elif state.schedulers and self.settings.compiled is not None:
+            state.schedulers = self.settings.compiled.compile(state)
 
     def close(self) -> None:
         """Stop the dataloader's worker processes, which may be persistent or in the middle of an epoch."""
@@ -413,7 +435,8 @@ class FitPlan:
     def unchanged_on_error(self) -> Generator[None]:
         """Return a context that restores all settings on an error."""
         settings, state = self.settings, self._state
-        data, schedulers = (state.dataloader, state.dataloader_label, state.dataloader_len), list(state.schedulers)
+        data = (state.dataloader, state.dataloader_label, state.dataloader_len)
+        optimizers, schedulers = list(state.optimizers), list(state.schedulers)
         before = (
             state.train_dataloader,
             state.max_duration,
@@ -436,6 +459,6 @@ class FitPlan:
                 state.grad_accum,
                 state.auto_microbatching,
             ) = before
-            state.schedulers = schedulers
+            state.optimizers, state.schedulers = optimizers, schedulers
             restore_dataloader(state, *data)
             raise

@@ -315,9 +315,9 @@ class HalveOnOom(Attempts):
         return result
 
     @contextmanager
-    def protected_weights(self, optimizer: Optimizer, *, on_host: bool = False) -> Generator[None]:
-        """Restore weights and optimizer at an error, or if the step in the context fails on another rank."""
-        undo = StepSnapshot(optimizer, on_host=on_host)
+    def protected_weights(self, optimizers: Sequence[Optimizer], *, on_host: bool = False) -> Generator[None]:
+        """Restore weights and optimizers at an error, or if the step in the context fails on another rank."""
+        undo = StepSnapshot(optimizers, on_host=on_host)
         self.may_fail = True
         try:
             yield

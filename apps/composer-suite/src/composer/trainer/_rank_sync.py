@@ -1,14 +1,16 @@
 """Exchange between the ranks during training: whether all have a batch, its size, the clock and the losses.
 
 A single process exchanges nothing. Neither do ranks whose dataloaders have equal batches by construction, unless the
-losses or the clock are read.
+losses or the clock are read or a listener may stop the training. Training then waits for no other rank: the collectives
+start early and run beside the forward and backward pass. Only ranks that may run out of batches at different times ask
+before each batch, and only those whose batches may differ in size ask for it before the forward pass.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -21,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from composer_dist import RankDisagreementError, agreement, dist, get_global_rank, get_world_size
-from composer_dist.ddp import sum_counts
+from composer_dist.ddp import start_sum, sum_counts
 from composer_dist.devices import get_device
 from composer_dist.initialize import DEFAULT_TIMEOUT_S
 from composer_dist.strategy import Strategy
@@ -35,9 +37,12 @@ class Ranks:
     Attributes:
         same_num_batches: Whether every rank has the same number of batches.
         same_batch_size: Whether, in addition, every rank has the same number of samples in each batch.
-        listen: Whether any rank has a listener that reads the losses or the clock of each batch.
-        may_stop: Whether any rank has a listener that can stop the training, such as an algorithm.
-        may_stop_late: Whether a listener can do so on BATCH_CHECKPOINT, after the ranks have agreed to continue.
+        listen: Whether any rank has a listener that reads the losses or metrics of each batch.
+        shares_results: Whether, in addition, there are several ranks.
+        may_stop: Whether there are several ranks, and any has a listener that can stop the training, such as an
+            algorithm, or that reads the clock.
+        stops: Whether any rank had requested a stop before the latest batch, and whether for good.
+        losses: The averages of the losses of each batch.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -47,16 +52,18 @@ class Ranks:
         self.same_num_batches = True
         self.same_batch_size = True
         self.listen = True
-        self.may_stop = True
-        self.may_stop_late = True
+        self.shares_results = False
+        self.may_stop = False
+        self.losses = LossMeans(strategy)
         self._count_tokens: bool | None = None  # unknown before the first batch
-        self._losses = LossMeans(strategy)
+        self._request = self.stops = (False, False)
+        self._total: Callable[[], Sequence[float]] | None = None
+        self._of_batch: tuple[float, int, Callable[[], float]] = (0, 0, float)
 
-    def begin(
-        self, data_spec: DataSpec, *, listens: bool = False, may_stop: bool = False, may_stop_late: bool = False
-    ) -> None:
+    def begin(self, data_spec: DataSpec, *, listens: bool = False, may_stop: bool = False) -> None:
         """Compare the dataloaders before they are read. Every rank must call this."""
         self._count_tokens = None
+        self._request = self.stops = (False, False)
         loader = data_spec.dataloader
         same_num_batches = keeps_length(loader)
         # Only PyTorch may build the batches, of as many samples on every rank.
@@ -66,15 +73,15 @@ class Ranks:
             "same_batch_size": collates and data_spec.counts_by_default,
             "listen": listens,
             "may_stop": may_stop,
-            "may_stop_late": may_stop_late,
         }
         num_ranks = dict(
             zip(of_this_rank, self._strategy.sum([int(fact) for fact in of_this_rank.values()]), strict=True)
         )
         self.same_num_batches = self.world_size in (1, num_ranks["same_num_batches"])
         self.same_batch_size = self.world_size in (1, num_ranks["same_batch_size"])
-        self.listen, self.may_stop = num_ranks["listen"] > 0, num_ranks["may_stop"] > 0
-        self.may_stop_late = num_ranks["may_stop_late"] > 0
+        self.listen = num_ranks["listen"] > 0
+        self.shares_results = self.listen and not self._is_alone
+        self.may_stop = num_ranks["may_stop"] > 0 and not self._is_alone
 
     def all_have_a_batch(self, has_batch: bool) -> bool:
         """Return whether every rank still has a batch; the rank that runs out first ends the epoch for all."""
@@ -82,11 +89,14 @@ class Ranks:
             return has_batch
         return self._strategy.sum([int(has_batch)])[0] == self.world_size
 
+    def request_stop(self, *, for_good: bool) -> None:
+        """Send a request to stop with the counts of the next batch."""
+        self._request = True, for_good or self._request[1]
+
     def any_stops(self, stops: bool, *, for_good: bool) -> tuple[bool, bool]:
-        """Return whether any rank stops training, and whether for good, if a listener can request it."""
-        if self._is_alone or not self.may_stop:
-            return stops, for_good
-        stopping, stopping_for_good = self._strategy.sum([int(stops), int(for_good)])
+        """Return whether any rank stops training now, and whether for good. Every rank must call this."""
+        own = stops or self._request[0], for_good or self._request[1]
+        stopping, stopping_for_good = self._strategy.sum([int(each) for each in own])
         return stopping > 0, stopping_for_good > 0
 
     def most(self, number: int) -> int:
@@ -95,50 +105,72 @@ class Ranks:
         rank = get_global_rank()
         return max(sum_over_everybody([number if other == rank else 0 for other in range(get_world_size())]))
 
-    def mean_losses(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the mean of each loss over the samples of all ranks that have it. Every rank must call this.
+    def start_total(self, num_samples: float, num_tokens: int, end_batch_s: Callable[[], float]) -> None:
+        """Start to add up the samples and tokens of a batch, and send requests to stop. Every rank must call this.
 
-        A name that no rank had in the first batch has the value of this rank alone when it first occurs.
+        Args:
+            num_samples: Of this rank.
+            num_tokens: Of this rank.
+            end_batch_s: Returns the seconds since its last call. With several ranks it is called now, so that a batch
+                lasts from the start of the previous one to its own, on all ranks as on rank 0.
         """
-        return over_their_shares(losses) if self.world_size == 1 else self._losses(losses)
-
-    def total(self, num_samples: float, num_tokens: int, duration_s: float = 0.0) -> tuple[int, int, float]:
-        """Return the samples and tokens of a batch over all ranks, and rank 0's duration of it."""
-        if self._is_alone:
-            return int(num_samples), num_tokens, duration_s
-        if self.same_batch_size and not self.listen and self._count_tokens is False:
-            if num_tokens:
-                raise ValueError(
-                    f"A batch has {num_tokens} tokens, but the first batch had none on any rank. Give a "
-                    "DataSpec(dataloader, get_num_tokens_in_batch=...) that counts the tokens of every batch."
-                )
-            return round(num_samples * self.world_size), 0, duration_s
+        self._of_batch, self._total = (num_samples, num_tokens, end_batch_s), None
+        if self._is_alone or (self.same_batch_size and not self.may_stop and self._count_tokens is False):
+            return
+        duration_s = end_batch_s()
         of_rank_0 = duration_s if get_global_rank() == 0 else 0.0
-        # Sent with the counts, so that a new loss name does not need a collective of its own.
-        has_news = float(self._losses.has_news)
-        samples, tokens, seconds, num_news = self._strategy.sum(
-            [float(num_samples), float(num_tokens), of_rank_0, has_news]
-        )
-        if num_news:
-            self._losses.compare_names()
-        if self._count_tokens is None:
-            self._count_tokens = tokens > 0
-        return round(samples), round(tokens), seconds
+        own = [float(num_samples), float(num_tokens), of_rank_0, *map(float, self._request)]
+        self._total = self._start_sum(own)
 
-    def compare_batch(self, weight: float, num_microbatches: int, *, is_count_of_samples: bool) -> tuple[float, bool]:
-        """Return the average weight of a batch per rank, and whether all ranks have equally many microbatches.
+    def total(self) -> tuple[int, int, float]:
+        """Return the samples and tokens of the batch over all ranks, and its duration in seconds."""
+        num_samples, num_tokens, end_batch_s = self._of_batch
+        if self._is_alone:
+            return int(num_samples), num_tokens, end_batch_s()
+        if self._total is not None:
+            samples, tokens, seconds, *stops = self._total()
+            self.stops = stops[0] > 0, stops[1] > 0
+            if self._count_tokens is None:
+                self._count_tokens = tokens > 0
+            return round(samples), round(tokens), seconds
+        if num_tokens:
+            raise ValueError(
+                f"A batch has {num_tokens} tokens, but the first batch had none on any rank. Give a "
+                "DataSpec(dataloader, get_num_tokens_in_batch=...) that counts the tokens of every batch."
+            )
+        return round(num_samples * self.world_size), 0, end_batch_s()
+
+    def start_comparison(
+        self, weight: float, num_microbatches: int, *, is_count_of_samples: bool
+    ) -> Callable[[], tuple[float, bool]] | None:
+        """Start to compare a batch with those of the other ranks. Every rank must call this.
 
         Args:
             weight: The weight of this rank's batch; its loss counts in proportion to it.
             num_microbatches: The number of microbatches on this rank.
             is_count_of_samples: Whether the weight is the number of samples, which is the same on all ranks if
                 `same_batch_size` is set.
+
+        Returns:
+            A function that waits, and returns the average weight of a batch per rank and whether all ranks have equally
+            many microbatches; `None` if weights and numbers are known to be equal.
         """
         if self.world_size == 1 or (self.same_batch_size and is_count_of_samples):
-            return weight, True
-        # By Cauchy-Schwarz, the numbers are equal if and only if n times the sum of squares is the square of the sum.
-        total, count, squares = self._strategy.sum([float(weight), num_microbatches, num_microbatches**2])
-        return total / self.world_size, squares * self.world_size == count**2
+            return None
+        sums = self._start_sum([float(weight), float(num_microbatches), float(num_microbatches**2)])
+
+        def finish() -> tuple[float, bool]:
+            # By Cauchy-Schwarz, the numbers are equal if and only if n times the sum of squares is the squared sum.
+            total, count, squares = sums()
+            return total / self.world_size, squares * self.world_size == count**2
+
+        return finish
+
+    def _start_sum(self, values: Sequence[float]) -> Callable[[], Sequence[float]]:
+        if self.world_size == get_world_size():
+            return start_sum(values)
+        sums = self._strategy.sum(values)  # ranks that share a batch count once, which takes several collectives
+        return lambda: sums
 
 
 def sum_over_everybody(values: Sequence[int]) -> Sequence[int]:
@@ -216,19 +248,27 @@ _MISSING = "\0missing"
 """The share of a batch left out of the total because its loss is not finite, such as a mean over no labels."""
 
 
-def add_finite(losses: dict[str, Tensor], name: str, loss: Tensor, share: float) -> None:
-    """Add a microbatch's loss, weighted by its share of the batch, to the losses of the batch if it is finite.
+def add_up(parts: Mapping[str, Sequence[tuple[Tensor, float]]]) -> dict[str, Tensor]:
+    """Return the sum of each loss over the microbatches in which it is finite, and the share of the batch they have.
 
     A NaN would hide the losses of the other microbatches and ranks.
+
+    Args:
+        parts: The losses of the microbatches by name, scalars weighted by their share of the batch, with that share.
     """
-    # In 16 bits the shares of many microbatches would not add up to 1.
-    dtype = torch.promote_types(loss.dtype, torch.float32)
-    # Without a synchronization: `loss * 0` is 0 for a finite loss, else NaN, which becomes the share.
-    missing = torch.nan_to_num((loss * 0).to(dtype), nan=share)
-    _add(losses, name, torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0))
-    _add(losses, name + _SHARE, share - missing)
-    if name == TOTAL:
-        _add(losses, _MISSING, missing)
+    losses: dict[str, Tensor] = {}
+    for name, weighted in parts.items():
+        values = torch.stack([value for value, _ in weighted])
+        finite = values.nan_to_num(0.0, 0.0, 0.0)
+        # In 16 bits the shares of many microbatches would not add up to 1.
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        shares = torch.tensor([share for _, share in weighted], dtype=dtype).to(values.device, non_blocking=True)
+        is_finite = values == finite
+        losses[name] = finite.sum()
+        losses[name + _SHARE] = shares.mul(is_finite).sum()
+        if name == TOTAL:
+            losses[_MISSING] = shares.mul(~is_finite).sum()
+    return losses
 
 
 def missing_share(losses: Mapping[str, Tensor]) -> Tensor:
@@ -248,46 +288,56 @@ def mean_total(losses: Mapping[str, Tensor], strategy: Strategy) -> Tensor:
 
 
 class LossMeans:
-    """Averages of the losses of each batch, by one collective whose size is the same on all ranks.
+    """Averages of the losses of each batch over the ranks.
 
-    A model may return different losses in each batch and on each rank. The collective therefore contains every name
-    that any rank has had, each with the share of the batch that has it now. The ranks compare their names at the first
-    batch, and again after a batch in which a rank has a new one.
-
-    Attributes:
-        has_news: Whether this rank has a name that has not been compared yet.
+    A model may return different losses in each batch and on each rank. The ranks therefore exchange every name that any
+    rank has had, each with the share of the batch that has it now. They compare their names at the first batch, and
+    again after a batch in which a rank has a new one.
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self.has_news = False
         self._strategy = strategy
         self._names: list[str] = []  # without the total, which every rank has in every batch
         self._own: set[str] = set()
-        self._is_first = True
+        self._must_compare = True
 
-    def compare_names(self) -> None:
-        """Collect the names of all ranks. Every rank must call this."""
-        self._names = sorted(set[str]().union(*dist.all_gather_object(sorted(self._own))))
-        self.has_news = False
+    def begin(self, losses: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return what the ranks exchange about the losses of a batch. Every rank must call this.
 
-    def __call__(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the mean of each loss over the samples of all ranks that have it. Every rank must call this."""
-        names = {name for name in losses if name != TOTAL and name + _SHARE in losses}
-        if not names <= self._own:
-            self._own |= names
-            self.has_news = not self._own <= set(self._names)
-        if self._is_first:
-            self.compare_names()
-            self._is_first = False
+        It must follow `end` of the batch before on every rank.
+        """
+        if self._strategy.world_size == 1:
+            return []
+        self._own.update(name for name in losses if name != TOTAL and name + _SHARE in losses)
+        if self._must_compare:
+            self._names = sorted(set[str]().union(*dist.all_gather_object(sorted(self._own))))
+            self._must_compare = False
         total = losses[TOTAL].detach()
         none, no_share = torch.zeros_like(total), torch.zeros_like(total, dtype=torch.float32)
-        asked = {TOTAL: total, _MISSING: losses.get(_MISSING, no_share)}
-        asked[TOTAL + _SHARE] = losses.get(TOTAL + _SHARE, no_share)
+        values = [total, losses.get(_MISSING, no_share), losses.get(TOTAL + _SHARE, no_share)]
         for name in self._names:
-            asked[name] = losses.get(name, none).detach()
-            asked[name + _SHARE] = losses.get(name + _SHARE, no_share)
-        means = self._strategy.mean(asked)
-        return over_their_shares({name: means.get(name, value.detach()) for name, value in losses.items()})
+            values += [losses.get(name, none).detach(), losses.get(name + _SHARE, no_share)]
+        flat = torch.stack(values)
+        # Divided before the sum, and in float32 at least, so that half precision cannot overflow.
+        parts = flat.to(torch.promote_types(flat.dtype, torch.float32)).div(self._strategy.world_size)
+        return [torch.tensor(not self._own <= set(self._names)), parts]
+
+    def end(self, losses: Mapping[str, Tensor], gathered: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the mean of each loss over the samples of all ranks that have it, from what the ranks have exchanged.
+
+        A name that no rank had in the first batch has the value of this rank alone when it first occurs.
+        """
+        if not gathered:
+            return over_their_shares(losses)
+        has_news, parts = gathered
+        self._must_compare = bool(has_news.any())
+        names = [TOTAL, _MISSING, TOTAL + _SHARE]
+        for name in self._names:
+            names += [name, name + _SHARE]
+        means = dict(zip(names, parts.sum(dim=0).unbind(), strict=True))
+        return over_their_shares(
+            {name: means[name].to(value.dtype) if name in means else value.detach() for name, value in losses.items()}
+        )
 
 
 def over_their_shares(losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -300,10 +350,6 @@ def over_their_shares(losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if _MISSING in losses:  # without missing parts the shares sum to 1, and a division would only add rounding
         means[TOTAL] = torch.where(losses[_MISSING] > 0, means[TOTAL], losses[TOTAL])
     return means
-
-
-def _add(losses: dict[str, Tensor], name: str, loss: Tensor) -> None:
-    losses[name] = losses[name] + loss if name in losses else loss
 
 
 _MOST_SHOWN = 8

@@ -11,12 +11,15 @@ import torch
 
 from composer.trainer import _error_context as error_context
 from composer.trainer._rank_sync import Ranks, over_their_shares
+from composer.trainer._shared_results import SharedMetrics, SharedResults, compute_over_ranks
 from composer_dist import get_local_world_size, get_world_size
 from composer_events.logger import Logger, log_lazily
 from composer_events.metric_entries import by_entry
 from composer_events.state import State
 from composer_models import ComposerModel, model_eval_mode
 from composer_time import Timestamp
+
+_NO_METRICS: Mapping[str, Any] = {}
 
 
 class TrainMetrics:
@@ -26,12 +29,15 @@ class TrainMetrics:
         self._state = state
         self._model = model
         self._kept: Any = None
+        self._shared: SharedMetrics | None = None
         # The default eval_forward returns the outputs unchanged, so switching to eval mode would have no effect.
         self._reuses_outputs = type(model).eval_forward is ComposerModel.eval_forward
 
     def reset(self) -> None:
         """Reset all metrics for a new batch."""
         if metrics := self._state.train_metrics:
+            if self._shared is not None:
+                self._shared.release()
             for metric in metrics.values():
                 metric.reset()
 
@@ -58,13 +64,18 @@ class TrainMetrics:
 
         A run resumed exactly at the end of an epoch has seen none yet.
         """
-        values = {
-            name: metric.compute()
-            for name, metric in (self._state.train_metrics or {}).items()
-            if getattr(metric, "update_called", True)  # compute() of torchmetrics warns before the first update
-        }
+        metrics = (self._state.train_metrics or {}).items()
+        # compute() of torchmetrics warns before the first update.
+        values = compute_over_ranks({name: each for name, each in metrics if getattr(each, "update_called", True)})
         self._state.train_metric_values.update(values)
         return values
+
+    def shared(self) -> SharedMetrics:
+        """Return the metrics as the ranks exchange them."""
+        metrics = self._state.train_metrics or _NO_METRICS
+        if self._shared is None or self._shared.metrics is not metrics:
+            self._shared = SharedMetrics(metrics)
+        return self._shared
 
 
 def _copy_containers(batch: Any) -> Any:
@@ -84,6 +95,7 @@ class Report:
     _logger: Logger
     _metrics: TrainMetrics
     _ranks: Ranks
+    _latest: SharedResults | None = None
 
     def algorithms(self) -> None:
         """Log the names of the algorithms."""
@@ -102,27 +114,46 @@ class Report:
 
     def epoch_and_time(self) -> None:
         """Log the end of training, and compute the metrics of the latest batch if they have not been computed yet."""
-        if not self._ranks.listen:
+        if self._latest is not None:
+            self._latest.read()
+        elif not self._ranks.listen:
             self._metrics.compute()
+        self._state.pending_results = self._latest = None
         now = self._state.timestamp
         self._logger.log_metrics({"time/epoch": now.num_epochs, **_times(now)})
         self._log_tokens()
 
-    def losses(self, losses: Mapping[str, Any]) -> None:
-        """Log the losses of a batch as tensors on the device; only destinations that read a number synchronize."""
-        mean = self._ranks.mean_losses if self._ranks.listen else over_their_shares
-        self._state.total_loss_dict = mean(losses)
-        if not self._logger.destinations:
-            return
-        state = self._state
-        log_lazily(state, self._logger, _cut, state.device_train_microbatch_size, state.grad_accum)
-        self._logger.log_metrics(state.total_loss_dict)
+    def batch(self, losses: Mapping[str, Any]) -> None:
+        """Log the losses and metrics of a batch, as tensors on the device.
 
-    def train_metrics(self) -> None:
-        """Compute and log the metrics of the latest batch, if any rank has a destination or a listener."""
+        The ranks exchange them if any has a destination or a listener. Only destinations that read a number wait for
+        the device or for other ranks.
+        """
+        state, logger = self._state, self._logger
+        if logger.destinations:
+            log_lazily(state, logger, _cut, state.device_train_microbatch_size, state.grad_accum)
+        if not self._ranks.shares_results:
+            state.total_loss_dict = over_their_shares(losses)
+            if logger.destinations:
+                logger.log_metrics(state.total_loss_dict)
+            self.metrics()
+            return
+        if self._latest is not None:
+            self._latest.read()  # on every rank, now that it costs no wait
+        self._latest = SharedResults(state, self._ranks.losses, self._metrics.shared(), losses)
+        state.pending_results = self._latest.read
+        if logger.destinations:
+            log_lazily(state, logger, self._latest.losses_to_log)
+            self.metrics()
+
+    def metrics(self) -> None:
+        """Log the metrics of the latest batch, at its end and again at that of the epoch."""
         destinations = self._logger.destinations
+        if self._latest is not None:
+            if destinations:
+                log_lazily(self._state, self._logger, self._latest.metrics_to_log)
         # `listen` is the same on every rank, as the collectives of torchmetrics require.
-        if self._ranks.listen and (destinations or self._state.train_metrics):
+        elif self._ranks.listen and (destinations or self._state.train_metrics):
             values = self._metrics.compute()
             if destinations:
                 self._logger.log_metrics({f"metrics/train/{name}": value for name, value in by_entry(values).items()})

@@ -59,51 +59,57 @@ class MetricsUndo:
 
 
 class StepSnapshot:
-    """Copy of weights and of the state and settings of an optimizer, before a partial or whole step.
+    """Copy of weights and of the state and settings of optimizers, before a partial or whole step.
 
     The copies are on the device, where the backward pass has just freed memory, or on the host if they do not fit.
     Each rank copies its own shards.
 
     Args:
-        optimizer: The optimizer, whose parameters are copied.
+        optimizers: The optimizers, whose parameters are copied.
         on_host: Whether to copy to the host, because a forward and a backward pass still need the device's memory.
         with_settings: Whether to restore learning rates and other settings, too.
     """
 
-    def __init__(self, optimizer: Optimizer, *, on_host: bool = False, with_settings: bool = True) -> None:
-        self._optimizer = optimizer
-        weights = [local_part(p) for group in optimizer.param_groups for p in group["params"]]
-        groups = optimizer.param_groups if with_settings else ()
-        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    def __init__(self, optimizers: Sequence[Optimizer], *, on_host: bool = False, with_settings: bool = True) -> None:
+        self._optimizers = list(optimizers)
+        groups = self._all_groups()
+        weights = [local_part(p) for group in groups for p in group["params"]]
+        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in groups if with_settings]
         # For each parameter the original objects; their values are in the copies below.
-        self._state = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
-        self._tensors = [*weights, *_tensors_in(self._state.values()), *_tensors_in(self._groups)]
+        self._states = [{p: dict(entries) for p, entries in each.state.items()} for each in optimizers]
+        entries_of = [entries for state in self._states for entries in state.values()]
+        self._tensors = [*weights, *_tensors_in(entries_of), *_tensors_in(self._groups)]
         self._copies = copies_of(self._tensors, on_host=on_host)
         self._others = {
-            (parameter, name): copy.deepcopy(value)
-            for parameter, entries in self._state.items()
+            (place, parameter, name): copy.deepcopy(value)
+            for place, state in enumerate(self._states)
+            for parameter, entries in state.items()
             for name, value in entries.items()
             if not isinstance(value, Tensor)
         }
+
+    def _all_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def __call__(self) -> None:
         """Restore everything. The copies can be used again."""
         copy_all(self._tensors, self._copies)
         # Not strict, because `_groups` is empty without settings.
-        for group, kept in zip(self._optimizer.param_groups, self._groups, strict=False):
+        for group, kept in zip(self._all_groups(), self._groups, strict=False):
             for name in [name for name in group if name != "params" and name not in kept]:
                 del group[name]
             group.update(kept)
-        state = self._optimizer.state
-        # State that the step itself has created.
-        for parameter in [parameter for parameter in state if parameter not in self._state]:
-            del state[parameter]
-        for parameter, entries in self._state.items():
-            present = state[parameter]
-            present.clear()
-            for name, value in entries.items():
-                is_restored = isinstance(value, Tensor)
-                present[name] = value if is_restored else copy.deepcopy(self._others[parameter, name])
+        for place, (optimizer, before) in enumerate(zip(self._optimizers, self._states, strict=True)):
+            state = optimizer.state
+            # State that the step itself has created.
+            for parameter in [parameter for parameter in state if parameter not in before]:
+                del state[parameter]
+            for parameter, entries in before.items():
+                present = state[parameter]
+                present.clear()
+                for name, value in entries.items():
+                    is_restored = isinstance(value, Tensor)
+                    present[name] = value if is_restored else copy.deepcopy(self._others[place, parameter, name])
 
 
 def _copy_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,10 +228,10 @@ class Snapshot:
     Learning rates are not included, because the schedule continues after a rollback.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._buffers = KeptBuffers(model)
         self._buffers.keep()
-        self._undo_steps = StepSnapshot(optimizer, with_settings=False)
+        self._undo_steps = StepSnapshot(optimizers, with_settings=False)
 
     def restore(self) -> None:
         """Restore everything. The copy can be used again."""

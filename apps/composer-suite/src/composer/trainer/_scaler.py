@@ -1,6 +1,6 @@
 """Gradient scaling in float16 for sharded models, and for optimizers that evaluate the loss themselves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +104,21 @@ class ClosureGradScaler(ShardedGradScaler):
         for one in found:
             one.copy_(together)
         return bool(together.item())
+
+
+def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
+    """Unscale the gradients of all optimizers. If those of one overflow, none of them steps."""
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    if len(optimizers) > 1:
+        # Clipping by the norm of all gradients spreads the overflow of one optimizer to those of the others.
+        of_each = [states_of(scaler)[id(optimizer)]["found_inf_per_device"] for optimizer in optimizers]
+        found: list[torch.Tensor] = [one for of_devices in of_each for one in of_devices.values()]
+        if found:
+            total = torch.stack([one.to(found[0].device) for one in found]).amax()
+            for of_devices in of_each:
+                # Separate tensors, since `update` adds them up in place.
+                of_devices[total.device] = total.clone()
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from composer.trainer import _error_context as error_context
 from composer.trainer._divergence_guard import DivergenceGuard
 from composer.trainer._microbatching import HalveOnOom, check_token_weights, size_for
-from composer.trainer._rank_sync import TOTAL, Ranks, add_finite, mean_total
+from composer.trainer._rank_sync import TOTAL, Ranks, add_up, mean_total
 from composer.trainer._report import TrainMetrics
+from composer.trainer._scaler import unscale
 from composer_dist import get_precision_context
+from composer_dist.ddp import DDPSyncStrategy
 from composer_dist.devices import Precision
 from composer_dist.strategy import Strategy
 from composer_events.data_spec import DataSpec
@@ -27,6 +29,9 @@ from composer_events.state import State
 from composer_models import ComposerModel
 
 Autocast = Callable[[], AbstractContextManager[Any]]
+
+# With these the numbers of microbatches do not matter.
+_ONCE_A_BATCH = (DDPSyncStrategy.SINGLE_AUTO_SYNC, DDPSyncStrategy.FORCED_SYNC)
 
 _NOTHING = nullcontext()  # reentrant and without state, so one serves every microbatch
 
@@ -75,18 +80,23 @@ class BatchTrainer:
     guard: DivergenceGuard | None
     has_cuda_graphs: bool
     oom: HalveOnOom | None
-    _optimizers: Sequence[Optimizer] = field(init=False)
+    _optimizers: Any = field(init=False)  # an `OptimizerList`
     _step: "Step | None" = field(default=None, init=False)
     _has_looked_at_tokens: bool = field(default=False, init=False)
+    _needs_alignment: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self._optimizers = self.state.optimizers  # the list object never changes, only its items
+        # Whether the ranks must know before the forward pass that they have equally many microbatches.
+        self._needs_alignment = getattr(self.strategy, "sync_strategy", None) not in _ONCE_A_BATCH
 
     def __call__(self) -> dict[str, Tensor]:
         """Run the step and return the losses to log, as scalars on the device, by their log names."""
-        optimizer, scaler, step = self._optimizers[0], self.state.scaler, self._step
-        if step is None or step.optimizer is not optimizer:  # an algorithm may replace it during training
-            step = self._step = (ClosureStep if needs_closure(optimizer) else Step)(optimizer, self)
+        scaler, step = self.state.scaler, self._step
+        if step is None or step.optimizers != self._optimizers:  # an algorithm may replace one during training
+            step = self._step = (ClosureStep if takes_closure(self._optimizers) else Step)(self._optimizers, self)
+        if step.has_modes:
+            self._optimizers.train()  # evaluations and saves switch to the other mode
         if self.guard is not None:
             self.guard.begin_batch()
         try:
@@ -102,9 +112,10 @@ class BatchTrainer:
         return losses
 
     def finish(self) -> None:
-        """Handle the results of the latest steps that have not reached the host yet."""
+        """Handle the results of the latest steps that have not reached the host yet; end with the weights to use."""
         if self.guard is not None:
             self.guard.end_fit()
+        self._optimizers.eval()
 
     def compute_gradients(self, losses: dict[str, Tensor], *, sync: bool = True) -> None:
         """Compute the gradients of the batch, and store its losses in `losses`.
@@ -121,20 +132,24 @@ class BatchTrainer:
         batch = state.batch
         microbatches = self._cut(batch)
         shares, is_aligned = self._weigh(microbatches)
-        # A single microbatch on a single rank is the mean already, which saves the kernels for shares.
-        averages = len(microbatches) > 1 or self.ranks.world_size > 1
+        parts: dict[str, list[tuple[Tensor, float]]] = {}
         with _NOTHING if self.oom is None else self.oom.meeting(sync=sync):
-            for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True), 1):
+            for index, microbatch in enumerate(microbatches, 1):
                 self._move(microbatch)
                 is_last = index == len(microbatches)
                 with self.strategy.microbatch(is_last=is_last, sync=sync, is_aligned=is_aligned):
-                    self._train_microbatch(share, losses, averages=averages)
+                    self._train_microbatch(shares, index - 1, parts)
                 if index == 1 and not is_last and self.has_cuda_graphs:
                     self._own_gradients()
         state.batch = batch
+        if len(microbatches) == self.ranks.world_size == 1:  # the mean already, which saves the kernels of the sum
+            (total, _), *_ = parts.pop(TOTAL)
+            losses.update(add_up(parts), **{TOTAL: total})
+        else:
+            losses.update(add_up(parts))
         if state.scaler is not None:
             # Here, because algorithms such as clipping read the gradients on AFTER_TRAIN_BATCH.
-            state.scaler.unscale_(state.optimizers[0])
+            unscale(state.scaler, self._optimizers)
         self.engine.run_event(Event.AFTER_TRAIN_BATCH)
 
     def _own_gradients(self) -> None:
@@ -164,7 +179,7 @@ class BatchTrainer:
         on_device = self.state.device.batch_to_device(microbatch)
         self.state.batch = self.strategy.prepare_batch(transform("microbatch_transforms", self.data_spec, on_device))
 
-    def _weigh(self, microbatches: Sequence[Any]) -> tuple[Sequence[float], bool]:
+    def _weigh(self, microbatches: Sequence[Any]) -> "tuple[Sequence[float] | _LateShares, bool]":
         """Return each microbatch's share in the loss, and whether all ranks have the same number of them.
 
         The shares of all ranks add up to the number of ranks.
@@ -174,16 +189,20 @@ class BatchTrainer:
             weights = [spec.get_num_tokens_in_batch(part, token_type="loss_generating") for part in microbatches]
         else:
             weights = [spec.get_num_samples_in_batch(part) for part in microbatches]
-        whole, is_aligned = self.ranks.compare_batch(sum(weights), len(weights), is_count_of_samples=not self.by_tokens)
-        # Once per fit, because the check reads all labels of a batch.
-        if self.by_tokens and not self._has_looked_at_tokens:
+        total = sum(weights)
+        compare = self.ranks.start_comparison(total, len(weights), is_count_of_samples=not self.by_tokens)
+        looks_at_tokens = self.by_tokens and not self._has_looked_at_tokens
+        if compare is not None and not self._needs_alignment and not looks_at_tokens:
+            return _LateShares(weights, compare), True
+        whole, is_aligned = (total, True) if compare is None else compare()
+        if looks_at_tokens:  # once per fit, because the check reads all labels of a batch
             check_token_weights(whole, microbatches, spec)
             self._has_looked_at_tokens = True
-        if len(weights) == 1 and weights[0] == whole and whole:
-            return [1.0], is_aligned
-        return [weight / whole if whole else 0.0 for weight in weights], is_aligned
+        return _shares(weights, whole), is_aligned
 
-    def _train_microbatch(self, share: float, losses: dict[str, Tensor], *, averages: bool) -> None:
+    def _train_microbatch(
+        self, shares: "Sequence[float] | _LateShares", index: int, parts: dict[str, list[tuple[Tensor, float]]]
+    ) -> None:
         state, run_event = self.state, self.engine.run_event
         self.metrics.keep(state.batch)
 
@@ -195,18 +214,16 @@ class BatchTrainer:
         self._compute_loss()
         run_event(Event.AFTER_LOSS)
 
+        share = shares[index]
         run_event(Event.BEFORE_BACKWARD)
         total = state.loss
         if not isinstance(total, Tensor):
             named = name_losses(total)
             total = named.pop(TOTAL)
             for name, value in named.items():
-                add_finite(losses, name, _weigh(value.detach(), share), share)
+                parts.setdefault(name, []).append((_weigh(value.detach(), share), share))
         weighted = _weigh(_mean(total), share)
-        if averages:
-            add_finite(losses, TOTAL, weighted.detach(), share)
-        else:
-            losses[TOTAL] = weighted.detach()
+        parts.setdefault(TOTAL, []).append((weighted.detach(), share))
         self._backward(weighted, share)
         run_event(Event.AFTER_BACKWARD)
 
@@ -232,11 +249,29 @@ class BatchTrainer:
         self.strategy.backward(loss, create_graph=self.create_graph)
 
 
-class Step:
-    """Gradients of a batch, then the step of an optimizer."""
+def _shares(weights: Sequence[float], whole: float) -> Sequence[float]:
+    return [weight / whole if whole else 0.0 for weight in weights]
 
-    def __init__(self, optimizer: Optimizer, batch: BatchTrainer) -> None:
-        self.optimizer = optimizer
+
+class _LateShares:
+    """The shares of microbatches in the loss, for which the ranks compare their batches during the forward pass."""
+
+    def __init__(self, weights: Sequence[float], compare: Callable[[], tuple[float, bool]]) -> None:
+        self._weights = weights
+        self._compare: Callable[[], tuple[float, bool]] | None = compare
+
+    def __getitem__(self, index: int) -> float:
+        if self._compare is not None:
+            self._weights, self._compare = _shares(self._weights, self._compare()[0]), None
+        return self._weights[index]
+
+
+class Step:
+    """Gradients of a batch, then the step of each optimizer, in order."""
+
+    def __init__(self, optimizers: Any, batch: BatchTrainer) -> None:
+        self.optimizers: list[Optimizer] = list(optimizers)
+        self.has_modes = bool(optimizers.with_modes())
         self._batch = batch
         self._guard, self._oom = batch.guard, batch.oom
 
@@ -246,18 +281,19 @@ class Step:
         self._batch.compute_gradients(losses)
         if self._oom is not None:
             self._oom.agree()
-        if self._guard is None or self._guard.admits(self.optimizer, losses):
-            with _NOTHING if self._oom is None else self._oom.protected_weights(self.optimizer):
+        if self._guard is None or self._guard.admits(self.optimizers, losses):
+            with _NOTHING if self._oom is None else self._oom.protected_weights(self.optimizers):
                 self._take()
         return losses
 
     @error_context.stage("the optimizer's step")
     def _take(self, closure: Any = None) -> None:
-        self._batch.strategy.step(self.optimizer, closure, scaler=self._batch.state.scaler)
+        for optimizer in self.optimizers:
+            self._batch.strategy.step(optimizer, closure, scaler=self._batch.state.scaler)
 
 
 class ClosureStep(Step):
-    """The step of an optimizer that evaluates the loss itself, once or several times."""
+    """The step of a single optimizer that evaluates the loss itself, once or several times."""
 
     def attempt(self) -> dict[str, Tensor]:
         """Return the losses of the batch, after the step if the batch is good."""
@@ -271,14 +307,14 @@ class ClosureStep(Step):
             loss: Tensor | None = seen[TOTAL]
             if ddp_sync:
                 loss = mean_total(seen, self._batch.strategy)  # all ranks must agree, as optimizers branch on the loss
-                if self._guard is not None and self._guard.stops_closure(self.optimizer, seen):
+                if self._guard is not None and self._guard.stops_closure(self.optimizers, seen):
                     loss = None
             if self._oom is not None:
                 self._oom.may_fail = True  # in what the optimizer does with the gradients
             return loss
 
-        protected = _NOTHING if self._oom is None else self._oom.protected_weights(self.optimizer, on_host=True)
-        with _NOTHING if self._guard is None else self._guard.closures(self.optimizer), protected:
+        protected = _NOTHING if self._oom is None else self._oom.protected_weights(self.optimizers, on_host=True)
+        with _NOTHING if self._guard is None else self._guard.closures(self.optimizers[0]), protected:
             self._take(closure)
         return losses
 
@@ -344,6 +380,24 @@ def needs_closure(optimizer: Optimizer) -> bool:
     # PyTorch's wrappers (hooks, schedulers) preserve the signature of the method.
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def takes_closure(optimizers: Sequence[Optimizer]) -> bool:
+    """Return whether the optimizer evaluates the loss itself.
+
+    Raises:
+        ValueError: If one of several does, because it would change the weights between the steps of the others.
+    """
+    for optimizer in optimizers:
+        if needs_closure(optimizer):
+            if len(optimizers) > 1:
+                names = ", ".join(type(each).__name__ for each in optimizers)
+                raise ValueError(
+                    f"{type(optimizer).__name__} evaluates the loss itself, which works with one optimizer only; got "
+                    f"{len(optimizers)}: {names}. Give it all parameters, or use optimizers that do not."
+                )
+            return True
+    return False
 
 
 def transform(name: Literal["batch_transforms", "microbatch_transforms"], spec: DataSpec, batch: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,8 +18,6 @@ from composer_dist import agreement, dist, get_global_rank, get_world_size, repr
 from composer_dist.ddp import DDP
 from composer_dist.deepspeed import check_deepspeed_fits, parse_deepspeed_config
 from composer_dist.strategy import SingleDevice, Strategy
-from composer_events.arguments import overrides
-from composer_events.callback import Callback
 from composer_models import MissingConditionalImportError
 from composer_time import Time, TimeUnit
 
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from composer.trainer._build import ResolvedArguments
     from composer_dist.devices import Precision
     from composer_events.algorithm import Algorithm
-    from composer_events.callback import Callback
     from composer_events.data_spec import DataSpec
     from composer_events.evaluator import Evaluator
     from composer_events.state import State
@@ -169,6 +166,7 @@ def complete_deepspeed_config(config: Any, resolved: ResolvedArguments) -> dict[
         )
     config = cast("Mapping[str, Any]", config)
     _refuse_methods(config, resolved.algorithms)
+    _refuse_optimizers(resolved.optimizers)
     if find_spec("deepspeed") is None:
         raise MissingConditionalImportError("deepspeed", "deepspeed", distribution="composer-suite")
     data_spec = resolved.data_spec
@@ -192,6 +190,24 @@ def complete_deepspeed_config(config: Any, resolved: ResolvedArguments) -> dict[
     )
 
 
+def take_optimizers(strategy: Strategy, state: State, optimizers: Sequence[Optimizer]) -> None:
+    """Check new optimizers for the prepared model, and place them."""
+    # DeepSpeed's optimizer and SAM's share the groups of the one that they wrap, and nothing would wrap the new ones.
+    wrappers = [each for each in state.optimizers if hasattr(each, "base_optimizer")]
+    if wrappers or state.deepspeed_enabled:
+        name = type((wrappers or state.optimizers)[0]).__name__
+        raise ValueError(
+            f"fit(optimizers=...) cannot replace {name}, which wraps the optimizer of the constructor. Make another "
+            "Trainer with the new optimizers."
+        )
+    fsdp = as_fsdp(strategy)
+    if fsdp is not None:
+        fsdp.take_optimizers(optimizers)
+    else:
+        for optimizer in optimizers:
+            state.device.optimizer_to_device(optimizer)
+
+
 def _refuse_methods(config: Mapping[str, Any], algorithms: Iterable[Algorithm]) -> None:
     """Reject algorithms that need whole weights or gradients, which ZeRO stage 3 does not have."""
     zero = config.get("zero_optimization")
@@ -211,6 +227,38 @@ def _refuse_methods(config: Mapping[str, Any], algorithms: Iterable[Algorithm]) 
             f"{type(algorithm).__name__} does not go with deepspeed_config['zero_optimization']['stage']=3: it "
             f"{because}. Use stage 2, train with parallelism_config={{'fsdp': {{}}}} instead of DeepSpeed, or leave "
             "the algorithm out."
+        )
+
+
+def refuse_second_average(optimizers: Sequence[Optimizer], algorithms: Iterable[Algorithm]) -> None:
+    """Reject algorithms that exchange the model's weights next to an optimizer that does, such as schedule-free ones.
+
+    The optimizer would compute its average from weights that are not its own.
+    """
+    names = [type(each).__name__ for each in optimizers if hasattr(each, "train")]
+    if not names:
+        return
+    from composer_algorithms import EMA, SWA  # a slow import that few runs need
+
+    for algorithm in algorithms:
+        if isinstance(algorithm, EMA | SWA):
+            raise ValueError(
+                f"{type(algorithm).__name__} does not go with {names[0]}: both exchange the weights of the model for "
+                f"an average, and neither accounts for the other. Leave {type(algorithm).__name__} out."
+            )
+
+
+def _refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Reject several optimizers, and those that exchange the model's weights, of which DeepSpeed keeps flat copies."""
+    if len(optimizers) != 1:
+        raise ValueError(
+            f"optimizers={[type(each).__name__ for each in optimizers]} do not go with deepspeed_config: DeepSpeed's "
+            "engine steps exactly one. Give one optimizer with several parameter groups, or train with DDP or FSDP."
+        )
+    if hasattr(optimizers[0], "train"):
+        raise ValueError(
+            f"{type(optimizers[0]).__name__} does not go with deepspeed_config: its train() and eval() exchange the "
+            "weights of the model, of which DeepSpeed's engine keeps copies. Train with DDP or FSDP."
         )
 
 
@@ -271,14 +319,13 @@ def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec, strategy: Strateg
     lengths = [getattr(evaluator.eval_interval, "interval", None) for evaluator in state.evaluators]
     follows_clock = any(length is None or length.unit is TimeUnit.SECOND for length in lengths)
     listens = bool(state.callbacks) or follows_clock
-    may_stop_late = any(
-        overrides(callback, Callback, name) and not callback.saves_checkpoints  # savers never stop training
-        for callback in state.callbacks
-        for name in ("batch_checkpoint", "run_event")
+    # Loggers and algorithms of ours neither stop the training nor act by the clock.
+    others = [type(each).__module__ for each in (*state.callbacks, *state.algorithms)]
+    may_stop = follows_clock or not all(
+        name.startswith(("composer.loggers.", "composer_algorithms.")) for name in others
     )
-    may_stop = listens or bool(state.algorithms)
     # Each fact that holds on no rank saves a collective per batch.
-    ranks.begin(data_spec, listens=listens, may_stop=may_stop, may_stop_late=may_stop_late)
+    ranks.begin(data_spec, listens=listens, may_stop=may_stop)
 
 
 # Arguments that must be the same on all ranks, as they were passed.
@@ -325,7 +372,10 @@ def check_agreement(arguments: TrainerArguments, resolved: ResolvedArguments) ->
         for name, value in values.items()
     }
     facts["model"] = agreement.describe_model(resolved.model)
-    facts["optimizers"] = {type(optimizer).__name__: _settings(optimizer) for optimizer in resolved.optimizers}
+    facts["optimizers"] = {
+        f"{type(each).__name__}#{place}" if place else type(each).__name__: _settings(each)
+        for place, each in enumerate(resolved.optimizers)
+    }
     facts["algorithms"] = [_name(algorithm) for algorithm in resolved.algorithms]
     facts["schedulers"] = [_name(scheduler) for scheduler in resolved.schedule.schedulers]
     facts["eval_dataloader"] = _evaluator_facts(resolved.evaluators)

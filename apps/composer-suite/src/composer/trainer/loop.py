@@ -6,6 +6,7 @@ Algorithms and callbacks act on the events. The table in `composer_events.event`
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from composer.trainer._data import Clock, TrainBatches, has_time_left
 from composer.trainer._evaluation import Evaluation, EvaluationBatches
@@ -17,7 +18,7 @@ from composer.trainer._step import BatchTrainer
 from composer_events.engine import Engine
 from composer_events.event import Event
 from composer_events.state import State
-from composer_time import Timestamp
+from composer_time import Time, Timestamp
 
 
 class FitEvaluation:
@@ -35,20 +36,21 @@ class FitEvaluation:
         self._evaluators = state.evaluators  # always the same list object
         self._version: int | None = None  # of the list, when the evaluators were last prepared
 
-    def __call__(self, event: Event) -> None:
-        """Run the evaluators that are due on BATCH_END, EPOCH_END or FIT_END."""
+    def __call__(self, event: Event) -> bool:
+        """Run the evaluators that are due on BATCH_END, EPOCH_END or FIT_END, and return whether there were any."""
         state, evaluators = self._state, self._evaluators
         if evaluators.version != self._version:
             self._take_evaluators()
             self._version = evaluators.version
         due = [each for each in evaluators if each.eval_interval is not None and each.eval_interval(state, event)]
         if not due:
-            return
+            return False
         with self._clock.paused():
             self._engine.run_event(Event.EVAL_BEFORE_ALL)
             for evaluator in due:
                 self._evaluation.run(evaluator, open_batches=self._data.open)
             self._engine.run_event(Event.EVAL_AFTER_ALL)
+        return True
 
 
 @dataclass(slots=True)
@@ -65,12 +67,14 @@ class Loop:
     clock: Clock
     ranks: Ranks
     preemption: Preemption
+    planned: Time[Any] | None = None
 
     def fit(self) -> None:
         """Train until `state.max_duration` is reached."""
         state, run_event = self.state, self.engine.run_event
         schedulers, evaluators = state.schedulers, state.evaluators  # always the same list objects
 
+        self.planned = state.max_duration
         self.report.algorithms()
         run_event(Event.FIT_START)
         self.batches.resume()
@@ -86,6 +90,7 @@ class Loop:
 
             self.clock.start_batch()
             for state.batch in self.batches:
+                self._start_total()
                 if schedulers:
                     self.schedulers.before_batch()
                 run_event(Event.AFTER_DATALOADER)
@@ -93,23 +98,21 @@ class Loop:
                 self.report.time()
 
                 losses = self.train_batch()  # BEFORE_TRAIN_BATCH ... AFTER_TRAIN_BATCH, the optimizer's step
-                self.report.losses(losses)
-                self.report.train_metrics()
+                self.report.batch(losses)
                 self._advance_batch()
                 if schedulers:
                     self.schedulers.after_batch()
 
                 run_event(Event.BATCH_END)
-                if evaluators:
-                    self.evaluate(Event.BATCH_END)
-                goes_on = self._goes_on()  # before a save, in which all ranks take part
+                has_evaluated = bool(evaluators) and self.evaluate(Event.BATCH_END)
+                goes_on = self._goes_on(now=has_evaluated)  # before a save, in which all ranks take part
                 run_event(Event.BATCH_CHECKPOINT)
-                if not goes_on or (self.ranks.may_stop_late and not self._goes_on()):
+                if not goes_on or not self._goes_on_alone():
                     break
                 self.preemption.leave_if_asked()
 
             if self.batches.epoch_is_complete():
-                self.report.train_metrics()
+                self.report.metrics()
                 self._advance(state.timestamp.to_next_epoch())
                 if schedulers:
                     self.schedulers.after_epoch()
@@ -132,18 +135,47 @@ class Loop:
         run_event(Event.FIT_END)
         self.evaluate(Event.FIT_END)
 
-    def _goes_on(self) -> bool:
-        """Return whether to continue. If a rank has been stopped, stop all. Every rank must call this."""
+    def _goes_on(self, *, now: bool = True) -> bool:
+        """Return whether to continue. If a rank has been stopped, stop all. Every rank must call this.
+
+        Args:
+            now: Whether to ask the other ranks. If not, a rank that has been stopped trains on until all know of it,
+                which is after the next batch; the end of the planned duration is known to all.
+        """
         state, is_over = self.state, not has_time_left(self.state)
-        stops, for_good = self.ranks.any_stops(is_over, for_good=is_over and state.stopped_duration is not None)
+        if not self.ranks.may_stop:
+            return not is_over
+        if now or self._is_past_plan():
+            stops, for_good = self.ranks.any_stops(is_over, for_good=is_over and state.stopped_duration is not None)
+        else:
+            if is_over:
+                self._postpone_stop()
+                is_over = False
+            stops, for_good = self.ranks.stops
         if stops and not is_over:
             state.stop_training(resumable=not for_good)
         return not stops
 
+    def _is_past_plan(self) -> bool:
+        return self.planned is None or self.state.timestamp >= self.planned
+
+    def _postpone_stop(self) -> None:
+        """Ask all ranks to stop after the next batch, and train on until then, as the others do."""
+        state = self.state
+        self.ranks.request_stop(for_good=state.stopped_duration is not None)
+        state.max_duration = self.planned  # or this rank alone would save its last checkpoint
+
+    def _goes_on_alone(self) -> bool:
+        """Return whether no callback has stopped the training on BATCH_CHECKPOINT, or other ranks must know first."""
+        return self.ranks.may_stop or has_time_left(self.state)
+
+    def _start_total(self) -> None:
+        if self.ranks.may_stop and not has_time_left(self.state) and not self._is_past_plan():
+            self._postpone_stop()  # a callback has stopped the training since the last batch
+        self.ranks.start_total(self.batches.num_samples, self.batches.num_tokens, self.clock.end_batch_s)
+
     def _advance_batch(self) -> None:
-        samples, tokens, seconds = self.ranks.total(
-            self.batches.num_samples, self.batches.num_tokens, self.clock.end_batch_s()
-        )
+        samples, tokens, seconds = self.ranks.total()
         duration = datetime.timedelta(seconds=seconds)
         self._advance(self.state.timestamp.to_next_batch(samples=samples, tokens=tokens, duration=duration))
 

@@ -58,8 +58,10 @@ class Trainer:
         eval_subset_num_batches: The maximum number of batches per evaluation; -1 for all.
 
     Args: Optimizers, schedules and methods
-        optimizers: One optimizer. Without it `DecoupledSGDW(model.parameters(), lr=0.1)`, with a warning.
-        schedulers: PyTorch schedulers, Composer schedulers, or functions of the state.
+        optimizers: One optimizer, or several that divide the trained parameters among them and step in this order.
+            Without it `DecoupledSGDW(model.parameters(), lr=0.1)`, with a warning.
+        schedulers: PyTorch schedulers, Composer schedulers, or functions of the state. The latter two apply to all
+            optimizers.
         scale_schedule_ratio: Factor for `max_duration` and all schedules; 0.5 trains half as long.
         step_schedulers_every_batch: Default: every epoch if one of them is a PyTorch scheduler, else every batch.
         algorithms: One or several training methods.
@@ -272,6 +274,7 @@ class Trainer:
         spin_dataloaders: bool | None = None,
         duration: int | str | Time[int] | None = None,
         reset_time: bool = False,
+        optimizers: Optimizer | Sequence[Optimizer] | None = None,
         schedulers: Any = None,
         scale_schedule_ratio: float = 1.0,
         step_schedulers_every_batch: bool | None = None,
@@ -297,6 +300,9 @@ class Trainer:
             spin_dataloaders: See the constructor.
             duration: The length of training from now, regardless of `max_duration`.
             reset_time: Set all counters to 0 first. Weights, optimizer and PyTorch schedulers are not reset.
+            optimizers: See the constructor. Composer schedulers go on with them; PyTorch's belong to the optimizer that
+                they were made from, so new ones must be given. A checkpoint is loaded before, by the constructor, so
+                that the state of these optimizers is not restored.
             schedulers: See the constructor.
             scale_schedule_ratio: See the constructor.
             step_schedulers_every_batch: See the constructor.
@@ -391,6 +397,7 @@ class Trainer:
         # TorchScript scripts the model without a sample; only a sample that the user passes allows tracing instead.
         if sample_input is None and formats(save_format) in (formats.ONNX, formats.EXPORT):
             sample_input = self.state.batch
+        self.state.optimizers.eval()
         inference.export_with_logger(
             model=unwrap_model(self.state.model),
             save_format=save_format,

@@ -18,6 +18,7 @@ from composer_checkpoint.errors import (
     CorruptCheckpointError,
     NoCheckpointError,
     UnsafeCheckpointError,
+    first_few,
 )
 from composer_checkpoint.file_io import FileReader, hash_file
 from composer_checkpoint.files import verify_file
@@ -45,7 +46,6 @@ _OPTIMIZERS = ("optimizer*", "global_step*")
 _ARGUMENTS_NAME = "training_args.bin"
 _PICKLED = (".pt", ".pth", ".bin")
 _BIN_INDEX_SUFFIX = ".bin.index.json"
-_MAX_NAMES = 10
 
 
 def latest_valid(output_dir: str | os.PathLike[str]) -> str | None:
@@ -171,7 +171,7 @@ def _check_unsealed(root: Path) -> None:
         is_read = path.parent == root and path.suffix in _PICKLED and path.name != _ARGUMENTS_NAME
         if is_read and (names := inspect_file(path).unsafe_globals):
             raise UnsafeCheckpointError(
-                f"{path} asks for {', '.join(names[:_MAX_NAMES])}, more than data; nothing of it was run. Resume from "
+                f"{path} asks for {first_few(names)}, more than data; nothing of it was run. Resume from "
                 f"a checkpoint of a Trainer."
             )
 

@@ -12,8 +12,6 @@ from typing import Protocol
 
 from composer_checkpoint.errors import CorruptCheckpointError
 
-__all__ = ["LOCAL_MAGIC", "Member", "Readable", "ZipLayout", "check_checksums", "read_zip_layout"]
-
 LOCAL_MAGIC = b"PK\x03\x04"
 _CENTRAL_MAGIC = b"PK\x01\x02"
 _END_MAGIC = b"PK\x05\x06"
@@ -57,7 +55,6 @@ class Member:
 
     @property
     def end(self) -> int:
-        """Return the position after the last byte."""
         return self.offset + self.size_bytes
 
 
@@ -72,7 +69,6 @@ class ZipLayout:
 
 
 def read_zip_layout(file: Readable) -> ZipLayout:
-    """Read the layout of a torch archive."""
     end_offset, comment = _find_end(file)
     count, size_bytes, directory_offset, end = _read_end(file, end_offset)
     if directory_offset + size_bytes != end or size_bytes > MAX_DIRECTORY_BYTES:
@@ -96,7 +92,6 @@ def read_zip_layout(file: Readable) -> ZipLayout:
 
 
 def check_checksums(file: Readable) -> None:
-    """Compare the members of an archive with their checksums."""
     for member in read_zip_layout(file).members.values():
         found = 0
         for start in range(0, member.size_bytes, _PIECE_BYTES):

@@ -23,20 +23,6 @@ from composer_checkpoint.file_io import FileReader
 from composer_checkpoint.formats._zip import LOCAL_MAGIC
 from composer_checkpoint.names import is_tar
 
-__all__ = [
-    "KNOWN_COMPRESSORS",
-    "STATES_NAME",
-    "CompressorNotFound",
-    "check_compressor",
-    "compress",
-    "compressor_of",
-    "pack_tar",
-    "unpack",
-    "CliCompressor",
-    "get_compressor",
-    "is_compressed_pt",
-]
-
 STATES_NAME = "composer_states.pt"
 
 KNOWN_COMPRESSORS = {
@@ -121,14 +107,9 @@ def compress(states: Path, path: str, command: str) -> None:
 
 
 def unpack(path: str, name: str, target: Path, max_bytes: int | None = None) -> None:
-    """Unpack the `.pt` file of an archive, of which `name` tells the kind, to another file.
+    """Unpack the `.pt` file of an archive, of which `name` tells the kind, to another file of up to `max_bytes`.
 
-    Args:
-        path: Path of the archive.
-        name: File name from which the kind of archive follows.
-        target: Path of the unpacked file.
-        max_bytes: Size limit of the unpacked file. When `None`, a hundred times the size of the archive and at least
-            16 MiB, but no more than the free space of the target's folder.
+    By default these are a hundred times the size of the archive and at least 16 MiB, but no more than the free space.
     """
     budget = max_bytes
     if budget is None:

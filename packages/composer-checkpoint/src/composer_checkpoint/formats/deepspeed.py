@@ -20,8 +20,6 @@ from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from composer_checkpoint.formats.pt import open_pt_source
 from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource
 
-__all__ = ["find_zero_folder", "open_zero_source"]
-
 Weights = Literal["fp32", "16bit"]
 
 _LATEST = "latest"
@@ -52,15 +50,8 @@ def find_zero_folder(folder: str | os.PathLike[str]) -> Path | None:
 def open_zero_source(folder: str | os.PathLike[str], *, weights: Weights = "fp32") -> TensorSource:
     """Open the checkpoint of a DeepSpeed engine, of any ZeRO stage and any number of ranks.
 
-    Args:
-        folder: Folder with the files, or with a `latest` file that names it.
-        weights: `'fp32'` takes the master weights of the optimizer, `'16bit'` the weights that the model computes with,
-            which stages 0 to 2 store whole.
-
-    Raises:
-        NoCheckpointError: If the folder has no such files, or lacks those of some ranks.
-        CorruptCheckpointError: If the files do not fit together.
-        UnsafeCheckpointError: If the files need more than data and DeepSpeed's own classes.
+    `'fp32'` takes the master weights of the optimizer, and `'16bit'` the weights that the model computes with, which
+    stages 0 to 2 store whole.
     """
     found = find_zero_folder(folder)
     if found is None:

@@ -8,10 +8,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -25,7 +26,7 @@ from composer_checkpoint._durability import discard
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint._tree import Names, map_tree, noted_names, refuse_doubled
 from composer_checkpoint.commit import put_in_place, record_set, refuse_existing, write_beside
-from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError
+from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError, first_few
 from composer_checkpoint.files import load_file, save_file, verify_file
 from composer_checkpoint.formats.pt import open_pt_source, stream_pt, tensors_to_write
 from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource, refuse_sparse
@@ -33,31 +34,10 @@ from composer_checkpoint.lock import complete_interrupted_sets
 from composer_checkpoint.manifest import LAYOUT_KEY, SAVE_ID_KEY, Manifest, layout_in, refuse_mixed_saves
 from composer_checkpoint.names import sibling_name
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-__all__ = [
-    "ELASTIC_VARIABLE",
-    "LAYOUT_KEY",
-    "SAVE_ID_KEY",
-    "load_local",
-    "local_content",
-    "merge_local",
-    "own_path",
-    "refuse_mixed_saves",
-    "save_local",
-    "write_together",
-    "load_local_state",
-    "open_local_source",
-    "save_local_state",
-    "stream_local",
-]
-
 ELASTIC_VARIABLE = "COMPOSER_LOCAL_ELASTIC"
 
 _RANK = "{rank}"
 LAYOUT_NAME = "the layout of per-rank files"  # in messages
-_MAX_LISTED = 10
 
 
 def save_local(
@@ -65,7 +45,7 @@ def save_local(
     path: str | os.PathLike[str],
     *,
     info: Mapping[str, Any] | None = None,
-    process_group: "ProcessGroup | None" = None,
+    process_group: ProcessGroup | None = None,
     overwrite: bool = True,
     timeout_s: float | None = None,
 ) -> Manifest:
@@ -164,7 +144,7 @@ def load_local(
     path: str | os.PathLike[str],
     *,
     verify: bool = True,
-    process_group: "ProcessGroup | None" = None,
+    process_group: ProcessGroup | None = None,
 ) -> None:
     """Load this rank's file into a state dict, in place. Every rank of the group must call this.
 
@@ -271,8 +251,8 @@ def _compare(state_dict: Mapping[str, Any], values: Mapping[str, Any], path: Pat
     ]
     if missing or differing:
         raise IncompatibleCheckpointError(
-            f"{path} does not fit what is loaded: {len(missing)} missing: {', '.join(missing[:_MAX_LISTED])}; "
-            f"{len(differing)} different: {', '.join(differing[:_MAX_LISTED])}. Load it into the model and optimizer "
+            f"{path} does not fit what is loaded: {len(missing)} missing: {first_few(missing)}; "
+            f"{len(differing)} different: {first_few(differing)}. Load it into the model and optimizer "
             f"that it was saved from, spread in the same way."
         )
 
@@ -535,11 +515,7 @@ def _rows(tensor: StoredTensor, rank: int, world_size: int) -> tuple[StoredTenso
 
 
 def open_local_source(path: str | os.PathLike[str]) -> TensorSource:
-    """Open the files that `save_local` wrote. Plain data is rank 0's, except for `rng`, which has the states of all.
-
-    Args:
-        path: Path with `{rank}` in it.
-    """
+    """Open the files that `save_local` wrote. Plain data is rank 0's, except for `rng`, which has the states of all."""
     template = os.fspath(path)
     with ExitStack() as opened:
         first = open_pt_source(template.replace(_RANK, "0"))
@@ -548,7 +524,7 @@ def open_local_source(path: str | os.PathLike[str]) -> TensorSource:
         paths = [template.replace(_RANK, str(rank)) for rank in range(world_size)]
         if missing := [file for file in paths if not os.path.exists(file)]:
             raise NoCheckpointError(
-                f"{len(missing)} of the files of {world_size} ranks are missing: {', '.join(missing[:8])}. Bring them "
+                f"{len(missing)} of the files of {world_size} ranks are missing: {first_few(missing)}. Bring them "
                 f"together in one folder."
             )
         sources += [opened.enter_context(open_pt_source(file)) for file in paths[1:]]

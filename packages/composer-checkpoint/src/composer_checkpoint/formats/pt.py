@@ -44,6 +44,7 @@ from composer_checkpoint.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
     UnsafeCheckpointError,
+    first_few,
 )
 from composer_checkpoint.file_io import (
     HASH_NAME,
@@ -79,8 +80,6 @@ from composer_checkpoint.manifest import (
     seal,
 )
 
-__all__ = ["PtContents", "load_checked", "load_pt", "open_pt", "open_pt_source", "save_pt", "stream_pt", "verify_pt"]
-
 log = getLogger(__name__)
 _MAX_NAME_CHARS = 500
 
@@ -104,7 +103,7 @@ def save_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str, *, all
             refuse_unsafe_objects(plain, path)
     manifest, rehearsal = write_pt(plain, path, {**info, **notes_of(kinds)}, hash_name)
     if rehearsal.unknown_globals:
-        held = f"objects of {', '.join(sorted(rehearsal.unknown_globals)[:_MAX_NAMES])}"
+        held = f"objects of {first_few(sorted(rehearsal.unknown_globals))}"
         if not allow_untrusted:
             os.unlink(path)  # so that it cannot be mistaken for a checkpoint
             raise unsafe_objects(path, held)
@@ -253,7 +252,7 @@ def refuse_unsafe_objects(obj: Any, path: str) -> None:
         if type(leaf) not in _PLAIN and not isinstance(leaf, torch.Tensor) and (told := _fault_of(leaf)) is not None
     ]
     if found:
-        raise unsafe_objects(path, ", ".join(found[:_MAX_NAMES]))
+        raise unsafe_objects(path, first_few(found))
 
 
 def refuse_what_is_elsewhere(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -262,13 +261,13 @@ def refuse_what_is_elsewhere(tensors: Mapping[str, torch.Tensor]) -> None:
     parts = [name for name, leaf in tensors.items() if module is not None and isinstance(leaf, module.DTensor)]
     if parts:
         raise TypeError(
-            f"{len(parts)} tensors are DTensors ({', '.join(parts[:_MAX_NAMES])}), of which this rank has a part, and "
+            f"{len(parts)} tensors are DTensors ({first_few(parts)}), of which this rank has a part, and "
             f"one file holds whole tensors. Save them with save_sharded(), or gather them on all ranks before, as "
             f"get_model_state_dict() and state_dict_type='full' do."
         )
     if empty := [name for name, leaf in tensors.items() if leaf.is_meta]:
         raise TypeError(
-            f"{len(empty)} tensors are on the meta device ({', '.join(empty[:_MAX_NAMES])}), where they have no "
+            f"{len(empty)} tensors are on the meta device ({first_few(empty)}), where they have no "
             f"elements to save. Give the model memory and weights first, as to_empty() and load_state_dict() do."
         )
 
@@ -364,13 +363,10 @@ def _make_manifest(
 
 
 def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: bool = False) -> TensorSource:
-    """Open a file of any version of `torch.save`, or a plain pickle of arrays.
+    """Open a file of any version of `torch.save`, or a plain pickle of arrays. It may be a tar archive or compressed.
 
-    Args:
-        path: Path of the file, which may be a tar archive or compressed.
-        record_unknown: Whether to open a file with more than data too, with inert objects in place of the unknown
-            ones; `unsafe_globals` lists them.
-        drop_attributes: Whether to read tensors with Python attributes, without the attributes.
+    With `record_unknown`, a file with more than data is opened too, with inert objects in place of the unknown ones,
+    which `unsafe_globals` lists. With `drop_attributes`, tensors with Python attributes are read, without these.
     """
     with ExitStack() as opened:  # an archive is unpacked once, and its content deleted when the source is closed
         reader = opened.enter_context(FileReader(opened.enter_context(plain_file(path))))
@@ -382,7 +378,7 @@ def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: 
             case "legacy pt":
                 inspection = read_legacy_pt(reader, record_unknown=record_unknown)
                 offsets = inspection.offsets
-                tree = _plain(inspection.tree, lambda spec: _stored(reader, offsets[spec.storage.key], spec))
+                tree = _plain(inspection.tree, lambda _, spec: _stored(reader, offsets[spec.storage.key], spec))
             case _:
                 data = reader.read(0, reader.size_bytes)  # all of it, since its arrays are inside the pickle
                 inspection = inspect_pickle(data, record_unknown=True) if record_unknown else PickleInspection()
@@ -404,23 +400,12 @@ def read_tree(file: Bytes, contents: PtContents) -> Any:
             f"one has {sys.byteorder}. Load it with torch.load and save it again."
         )
     kinds, names = noted_in(contents.manifest)
-    tree = _plain(
-        contents.rehearsal.tree,
-        lambda spec: _stored(file, members[f"{PAYLOAD_FOLDER}{spec.storage.key}"].offset, spec),
-    )
-    return decode(_arrays_back(tree, kinds, names), kinds, names)
 
+    def stored(name: str, spec: TensorSpec) -> Any:
+        tensor = _stored(file, members[f"{PAYLOAD_FOLDER}{spec.storage.key}"].offset, spec)
+        return tensor.read() if kinds.get(name) == "ndarray" else tensor  # arrays are small, and converted back below
 
-def _arrays_back(tree: Any, kinds: Mapping[str, Any], names: Callable[[], Names]) -> Any:
-    """Read the tensors that stand for NumPy arrays, which are small, and convert them back."""
-    if "ndarray" not in kinds.values():
-        return tree
-
-    def change(name: str, value: Any) -> Any:
-        is_array = isinstance(value, StoredTensor) and kinds.get(name) == "ndarray"
-        return value.read() if is_array else value
-
-    return map_tree(tree, change, shared=True, names=names())
+    return decode(_plain(contents.rehearsal.tree, stored, names()), kinds, names)
 
 
 def _stored(file: Bytes, offset: int, spec: TensorSpec) -> StoredTensor:
@@ -458,15 +443,15 @@ def _stored(file: Bytes, offset: int, spec: TensorSpec) -> StoredTensor:
     return stored
 
 
-def _plain(tree: Any, stored: Callable[[TensorSpec], StoredTensor]) -> Any:
+def _plain(tree: Any, stored: Callable[[str, TensorSpec], Any], names: Names | None = None) -> Any:
     """Return the tree with real objects in place of the descriptions that the inspection made."""
 
-    def change(_: str, value: Any) -> Any:
+    def change(name: str, value: Any) -> Any:
         match value:
             case TensorSpec():
-                return stored(value)
+                return stored(name, value)
             case SparseSpec():
-                parts = {name: stored(part) for name, part in value.parts.items()}
+                parts = {part: stored("", spec) for part, spec in value.parts.items()}
                 layout = getattr(torch, value.layout)
                 return sparse_stored(value.shape, SparseParts(layout, parts, value.is_coalesced))
             case Dtype():
@@ -474,7 +459,7 @@ def _plain(tree: Any, stored: Callable[[TensorSpec], StoredTensor]) -> Any:
             case _:
                 return value
 
-    return map_tree(tree, change, shared=True)
+    return map_tree(tree, change, shared=True, names=names)
 
 
 def tensors_to_write(tree: Any, path: str | os.PathLike[str], called: str = "a .pt file") -> dict[str, StoredTensor]:
@@ -539,7 +524,7 @@ def stream_pt(
     pickled, storages = _pickle(plain)
     rehearsal = inspect_pickle(pickled, record_unknown=True)
     if rehearsal.unknown_globals:
-        raise unsafe_objects(os.fspath(path), f"objects of {', '.join(sorted(rehearsal.unknown_globals)[:10])}")
+        raise unsafe_objects(os.fspath(path), f"objects of {first_few(sorted(rehearsal.unknown_globals))}")
     with HashingFile(os.fspath(path), hash_name) as file:
         # The writer behind `torch.save`, which itself would need all tensors in memory.
         with _open_zipfile_writer_buffer(cast("IO[bytes]", file)) as archive:

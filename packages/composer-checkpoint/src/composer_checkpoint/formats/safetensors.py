@@ -17,7 +17,12 @@ import torch
 from blake3 import blake3
 
 from composer_checkpoint._tree import doubled, path_text
-from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UnsafeCheckpointError
+from composer_checkpoint.errors import (
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    UnsafeCheckpointError,
+    first_few,
+)
 from composer_checkpoint.file_io import (
     HASH_NAME,
     NUM_DIGITS,
@@ -39,19 +44,6 @@ from composer_checkpoint.formats.tensor_source import (
     refuse_sparse,
 )
 from composer_checkpoint.manifest import Manifest, TensorEntry, parse_json
-
-__all__ = [
-    "FORMAT_NAMES",
-    "aliases_in",
-    "by_text_names",
-    "check_fit",
-    "load_safetensors",
-    "read_safetensors",
-    "save_safetensors",
-    "tied_weights",
-    "verify_safetensors",
-    "write_safetensors",
-]
 
 LENGTH = struct.Struct("<Q")
 METADATA_KEY = "__metadata__"
@@ -159,7 +151,6 @@ _MANIFEST_KEY = "composer_manifest"
 _SEAL_KEY = "composer_seal"
 _NO_SEAL = "0" * 64
 _SEAL = re.compile(rb'"composer_seal":"([0-9a-f]{64})"')
-_MAX_NAMES = 10
 FORMAT_NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
 
 
@@ -239,8 +230,7 @@ def load_safetensors(
 ) -> tuple[Any, Manifest | None, Collection[str]]:
     """Check and load a safetensors file.
 
-    Returns:
-        The weights in the form in which they were saved, the manifest if any, and the weights known to be finite.
+    Returns the weights as they were saved, the manifest if any, and the weights known to be finite.
     """
     from safetensors.torch import load_file  # here, since it imports NumPy and not all users need the format
 
@@ -521,17 +511,7 @@ class ShardIndex:
 
 
 def read_index(path: str | os.PathLike[str], suffix: str = SUFFIX) -> ShardIndex:
-    """Read an index, but not the files that it names.
-
-    Args:
-        path: Path of the index.
-        suffix: Suffix of the files that it may name.
-
-    Raises:
-        NoCheckpointError: If the index does not exist.
-        CorruptCheckpointError: If it is not an index, or lists a tensor twice.
-        UnsafeCheckpointError: If it names a file outside its own folder.
-    """
+    """Read an index, but not the files that it names, which must have a suffix and be in its own folder."""
     index = Path(path)
     with FileReader(index) as reader:
         if reader.size_bytes > _MAX_INDEX_BYTES:
@@ -597,7 +577,7 @@ def path_of_shard(index: ShardIndex, shard: str, listed: Collection[str]) -> Pat
     if not path.exists():
         raise CorruptCheckpointError(
             f"{index.path.parent} lacks the shard {shard}, in which {index.path.name} has {len(listed)} tensors "
-            f"({_first_few(listed)}). Bring the file back, or load another checkpoint."
+            f"({first_few(sorted(listed))}). Bring the file back, or load another checkpoint."
         )
     return path
 
@@ -616,7 +596,8 @@ def open_shard(index: ShardIndex, shard: str) -> Iterator[FileReader]:
                 raise in_two_shards(index, min(doubled_names), other, shard)
         if differing := listed ^ header.tensors.keys():
             raise _index_error(
-                index.path, f"{shard} holds other tensors than it says: {_first_few(differing)} is in one of them only"
+                index.path,
+                f"{shard} holds other tensors than it says: {first_few(sorted(differing))} is in one of them only",
             )
         if index.manifest is not None:
             entries = {name: index.manifest.tensors.get(name) for name in listed}
@@ -631,11 +612,6 @@ def open_shard(index: ShardIndex, shard: str) -> Iterator[FileReader]:
 def in_two_shards(index: ShardIndex, name: str, *shards: str) -> CorruptCheckpointError:
     """Return the error for a tensor that two files have."""
     return _index_error(index.path, f"the tensor {name!r:.200} is in two shards, {' and '.join(shards)}")
-
-
-def _first_few(names: Iterable[str]) -> str:
-    names = sorted(names)
-    return ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
 
 
 def _index_error(index: Path, what: str) -> CorruptCheckpointError:

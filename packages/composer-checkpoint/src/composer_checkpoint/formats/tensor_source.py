@@ -11,19 +11,15 @@ import torch
 from composer_checkpoint._pickle_inspection import SPARSE_PARTS
 from composer_checkpoint._tree import Names, by_joined_names, children_of, map_tree, named_leaves, resolve_lazy
 from composer_checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from composer_checkpoint.formats._zip import Readable
 from composer_checkpoint.manifest import Manifest
-
-__all__ = ["StoredTensor", "TensorSource", "aliases_of", "are_one", "as_stored", "sparse_stored", "tensors_in"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseParts:
-    """Components of a sparse tensor.
+    """Components of a sparse tensor: indices and values by torch's names for them, in the order of torch's pickles.
 
-    Args:
-        layout: torch's layout, such as `torch.sparse_coo`.
-        parts: Indices and values, by torch's names for them, in the order of torch's pickles.
-        is_coalesced: For the coordinate layout, whether the indices are sorted and unique; `None` if unknown.
+    `is_coalesced` tells, for the coordinate layout, whether the indices are sorted and unique; `None` if unknown.
     """
 
     layout: torch.layout
@@ -314,15 +310,10 @@ class TensorSource:
         return {} if isinstance(state, dict) else tree
 
 
-class Bytes(Protocol):
+class Bytes(Readable, Protocol):
     """Bytes that are read by position, of a file with a name."""
 
     path: str
-    size_bytes: int
-
-    def read(self, offset: int, size_bytes: int) -> bytes:
-        """Return exactly that many bytes."""
-        ...
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill the buffer from an offset."""

@@ -3,7 +3,7 @@
 import os
 import posixpath
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,8 +30,10 @@ from composer_checkpoint._spread import (
     weights_of,
 )
 from composer_checkpoint._tree import unflatten
-from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError
-from composer_checkpoint.files import INDEX_SUFFIX, load_file, read_index
+from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError, first_few
+from composer_checkpoint.files import load_file
+from composer_checkpoint.formats.archives import INDEX_SUFFIX
+from composer_checkpoint.formats.safetensors import read_index
 from composer_checkpoint.manifest import METADATA_NAME
 from composer_checkpoint.modular.options import CheckpointLoadOptions
 from composer_checkpoint.modular.state_dict import select_keys
@@ -146,17 +148,11 @@ def _load_folder_into(state_dict: dict[str, Any], source: Source, options: Check
     load_sharded(state_dict, source.path, strict=options.strict, storage_options=storage, planner=planner)
 
 
-_MAX_LISTED = 10
 _NARROW = (torch.float16, torch.bfloat16)
 
 
 def load_optimizer(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    source: Source,
-    options: CheckpointLoadOptions,
-    *,
-    trusted: bool,
+    model: nn.Module, optimizer: torch.optim.Optimizer, source: Source, options: CheckpointLoadOptions, *, trusted: bool
 ) -> None:
     """Load an optimizer's state from a folder, or from a file that rank 0 reads. Every rank must call this.
 
@@ -188,7 +184,6 @@ Maker = Callable[[str, torch.Size, torch.dtype], torch.Tensor]
 
 
 def _maker(model: nn.Module, cpu_offload: bool) -> Maker:
-    """Return a function that allocates state of a parameter, sharded like the parameter if the shapes agree."""
     parameters = parameters_by_name(model)
 
     def make(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -256,7 +251,7 @@ def _with_numbers(
     if strict and (missing or unexpected):
         raise IncompatibleCheckpointError(
             f"the optimizer's parameters are not those of the checkpoint: {len(missing)} are not saved: "
-            f"{_listed(sorted(missing))}; {len(unexpected)} are not optimized here: {_listed(sorted(unexpected))}. "
+            f"{first_few(sorted(missing))}; {len(unexpected)} are not optimized here: {first_few(sorted(unexpected))}. "
             f"Build the optimizer as it was saved, or pass strict=False to keep what the checkpoint does not have."
         )
     return with_numbers(model, optimizer, saved, strict=False)
@@ -418,7 +413,7 @@ def _compare(model: nn.Module, targets: Mapping[str, Any], saved: Mapping[str, A
     ]
     if differing or (strict and (missing or unexpected)):
         lists = [("missing", missing), ("unexpected", unexpected), ("of another shape", differing)]
-        told = "; ".join(f"{len(names)} {how}: {_listed(names)}" for how, names in lists if names)
+        told = "; ".join(f"{len(names)} {how}: {first_few(names)}" for how, names in lists if names)
         raise WeightsMismatchError(
             f"Error(s) in loading state_dict for {type(unwrap_model(model)).__name__}: {told}. Build the model as it "
             f"was saved, or pass strict=False where names may differ."
@@ -428,11 +423,7 @@ def _compare(model: nn.Module, targets: Mapping[str, Any], saved: Mapping[str, A
         (unexpected, "weights of the checkpoint are not in the model and are ignored"),
     ):
         if names:
-            log.warning("%d %s: %s", len(names), what, _listed(names))
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(list(names)[:_MAX_LISTED])
+            log.warning("%d %s: %s", len(names), what, first_few(names))
 
 
 def _shape(value: object) -> tuple[int, ...] | None:

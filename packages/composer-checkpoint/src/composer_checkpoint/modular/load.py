@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from composer_checkpoint._spread import is_sharded, parameters_by_name
 from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.modular._restore import (
     Source,
-    WeightsMismatchError,
     find_source,
     follow_parameters,
     load_optimizer,
@@ -24,17 +23,7 @@ from composer_checkpoint.modular._restore import (
 from composer_checkpoint.modular.options import CheckpointLoadOptions
 from composer_checkpoint.modular.state_dict import numbered
 from composer_dist.reproducibility import load_rng_state
-
-if TYPE_CHECKING:
-    from composer_events import State
-
-__all__ = [
-    "WeightsMismatchError",
-    "load_checkpoint",
-    "load_model_checkpoint",
-    "load_optim_checkpoint",
-    "load_resumption_checkpoint",
-]
+from composer_events.state import State
 
 PathLike = str | os.PathLike[str]
 
@@ -44,7 +33,7 @@ def load_checkpoint(
     load_options: CheckpointLoadOptions | Mapping[str, Any] | None = None,
     model: nn.Module | None = None,
     optim: torch.optim.Optimizer | None = None,
-    state: "State | None" = None,
+    state: State | None = None,
     model_child_path: str | None = None,
     optim_child_path: str | None = None,
     resumption_filename: str = "resumption.pkl",
@@ -164,7 +153,7 @@ def load_optim_checkpoint(
     load_optimizer(model, optim, source, options, trusted=trusted)
 
 
-def load_resumption_checkpoint(state: "State", path: PathLike, *, trusted: bool = False) -> None:
+def load_resumption_checkpoint(state: State, path: PathLike, *, trusted: bool = False) -> None:
     """Load the state that resuming needs besides weights and optimizers. Every rank must call this; rank 0 reads.
 
     It consists of the state of the dataset, timestamp, schedulers, algorithms, callbacks and scaler, the seed, the run
@@ -191,10 +180,7 @@ def load_resumption_checkpoint(state: "State", path: PathLike, *, trusted: bool 
 
 
 def _targets(
-    options: CheckpointLoadOptions,
-    model: nn.Module | None,
-    optim: torch.optim.Optimizer | None,
-    state: "State | None",
+    options: CheckpointLoadOptions, model: nn.Module | None, optim: torch.optim.Optimizer | None, state: State | None
 ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
     for wanted, given, what in ((options.load_model, model, "Model"), (options.load_optimizer, optim, "Optimizer")):
         if wanted and given is None and state is None:

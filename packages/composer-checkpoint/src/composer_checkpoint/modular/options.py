@@ -8,8 +8,6 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["CheckpointLoadOptions", "CheckpointSaveOptions"]
-
 
 @dataclass
 class CheckpointSaveOptions:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,8 @@ from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CheckpointConflictError, CorruptCheckpointError
 from composer_checkpoint.file_io import HASH_NAME, hash_file
-from composer_checkpoint.files import INDEX_SUFFIX, save_file, save_weights_in_shards, verify_file
+from composer_checkpoint.files import save_file, save_weights_in_shards, verify_file
+from composer_checkpoint.formats.archives import INDEX_SUFFIX
 from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, FileEntry, Manifest, first_difference
 from composer_checkpoint.modular.options import CheckpointSaveOptions
 from composer_checkpoint.modular.state_dict import (
@@ -27,23 +28,11 @@ from composer_checkpoint.modular.state_dict import (
     get_optim_state_dict,
     get_resumption_state_dict,
 )
-from composer_checkpoint.names import format_name_with_dist_and_time
 from composer_checkpoint.sharded import save_sharded, verify_folder
 from composer_checkpoint.stores.base import is_uri
-
-if TYPE_CHECKING:
-    from composer_dist.devices import Device
-    from composer_events import State
-
-__all__ = [
-    "AlreadyExistsError",
-    "save_checkpoint_to_disk",
-    "save_composer_metadata_to_disk",
-    "save_model_to_disk",
-    "save_optim_to_disk",
-    "save_resumption_state_to_disk",
-    "save_state_dict_to_disk",
-]
+from composer_dist.devices import Device
+from composer_events.formatting import format_name_with_dist_and_time
+from composer_events.state import State
 
 PathLike = str | os.PathLike[str]
 
@@ -98,7 +87,7 @@ RESUMPTION_FILENAME = "resumption.pkl"
 
 
 def save_checkpoint_to_disk(
-    destination_dir: PathLike, state: "State", options: CheckpointSaveOptions | Mapping[str, Any] | None = None
+    destination_dir: PathLike, state: State, options: CheckpointSaveOptions | Mapping[str, Any] | None = None
 ) -> str:
     """Save a run to one folder atomically. Every rank must call this.
 
@@ -126,6 +115,7 @@ def save_checkpoint_to_disk(
             f"save_optimizer=True saves one optimizer, and the state has {len(state.optimizers)}. Pass "
             f"CheckpointSaveOptions(save_optimizer=False), and save each one with save_optim_to_disk()."
         )
+    state.settle()
     prefix = format_name_with_dist_and_time(options.dir_prefix, state.run_name, state.timestamp)
     folder = os.path.join(_local_path(destination_dir, "destination_dir"), prefix)
     units = ("iteration", "epoch", "batch", "sample", "token")
@@ -249,7 +239,7 @@ def save_optim_to_disk(
     return _save(state_dict, path, overwrite, sharded=sharded_checkpoint)
 
 
-def save_resumption_state_to_disk(state: "State", path: PathLike, overwrite: bool = True) -> str | None:
+def save_resumption_state_to_disk(state: State, path: PathLike, overwrite: bool = True) -> str | None:
     """Save the state that resuming needs besides weights and optimizers. Every rank must call this; rank 0 writes.
 
     Despite its name `resumption.pkl`, which is Composer's, the file can be read with `load_file`.
@@ -275,7 +265,7 @@ def save_composer_metadata_to_disk(
     model: nn.Module | None = None,
     sharded_state_dict: bool | None = None,
     precision: str | torch.dtype | None = None,
-    device: "str | Device | None" = None,
+    device: str | Device | None = None,
     device_train_microbatch_size: int | float | None = None,
 ) -> str | None:
     """Save the result of `get_metadata_state_dict` as JSON. Every rank must call this; rank 0 writes.

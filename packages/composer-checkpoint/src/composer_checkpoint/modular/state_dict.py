@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as tdist
@@ -21,24 +21,13 @@ from composer_checkpoint._spread import (
 )
 from composer_checkpoint.modular.options import both_key_filters
 from composer_dist.collectives import is_initialized
-from composer_dist.devices import get_device
+from composer_dist.devices import Device, get_device
 from composer_dist.env import get_global_rank
 from composer_dist.reproducibility import get_rng_state
 from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import loaded
 from composer_events.hparams import get_composer_env_dict
-
-if TYPE_CHECKING:
-    from composer_dist.devices import Device
-    from composer_events import State
-
-__all__ = [
-    "get_metadata_state_dict",
-    "get_model_state_dict",
-    "get_optim_state_dict",
-    "get_resumption_state_dict",
-    "select_keys",
-]
+from composer_events.state import State
 
 Patterns = str | Sequence[str] | None
 
@@ -125,7 +114,7 @@ def get_metadata_state_dict(
     model: nn.Module | None = None,
     sharded_state_dict: bool | None = None,
     precision: str | torch.dtype | None = None,
-    device: "str | Device | None" = None,
+    device: str | Device | None = None,
     device_train_microbatch_size: int | float | None = None,
 ) -> dict[str, Any]:
     """Return information about machine, versions and settings as JSON values. Loading ignores it.
@@ -160,7 +149,7 @@ def get_metadata_state_dict(
     return metadata
 
 
-def get_resumption_state_dict(state: "State") -> dict[str, Any]:
+def get_resumption_state_dict(state: State) -> dict[str, Any]:
     """Collect the state that resuming needs besides weights and optimizers. Every rank must call this.
 
     Args:

@@ -28,18 +28,10 @@ from composer_checkpoint._spread import (
     refuse_fsdp1,
 )
 from composer_checkpoint._tree import named_leaves
+from composer_checkpoint.errors import first_few
 from composer_checkpoint.modular._restore import receive_state
 from composer_checkpoint.modular.state_dict import check_type, of_type, own_part, room_for
 from composer_dist.wrapping import canonical_name, unwrap_model
-
-__all__ = [
-    "fsdp_get_optim_state_dict",
-    "fsdp_state_dict_type_context",
-    "get_fsdp_full_optim_state_dict",
-    "get_fsdp_sharded_optim_state_dict",
-]
-
-_MAX_LISTED = 10
 
 _types: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 """Type of a module's state dicts in the innermost context; `None` for PyTorch's own."""
@@ -160,7 +152,7 @@ def get_fsdp_sharded_optim_state_dict(
     if foreign:
         raise ValueError(
             f"full_optim_state_dict has {len(foreign)} parameters that the model does not have: "
-            f"{', '.join(map(repr, foreign[:_MAX_LISTED]))}. Pass the state of an optimizer of this model with names "
+            f"{first_few(map(repr, foreign))}. Pass the state of an optimizer of this model with names "
             f"for parameters, as get_fsdp_full_optim_state_dict(model, optim) returns it."
         )
     # In the order in which an optimizer numbers them.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from composer_checkpoint._ranks import Ranks
@@ -23,12 +23,9 @@ from composer_checkpoint.stores.opening import (
 )
 from composer_events.arguments import check_counts, check_flags, check_mappings, check_places, check_texts
 from composer_events.formatting import OF_RUN, check_placeholders, format_name_with_dist, partial_format
+from composer_events.logger import Logger
 from composer_events.logger_destination import LoggerDestination
-
-if TYPE_CHECKING:
-    from composer_events import Logger, State
-
-__all__ = ["RemoteUploaderDownloader", "maybe_create_remote_uploader_downloader_from_uri"]
+from composer_events.state import State
 
 _NAME_AS_IT_IS = "{remote_file_name}"
 _POLL_S = 2.0
@@ -152,7 +149,7 @@ class RemoteUploaderDownloader(LoggerDestination):
                 raise ValueError(f"bucket_uri={self.bucket_uri!r} cannot be used: {error}") from error
         return self._opened
 
-    def init(self, state: "State", logger: "Logger") -> None:
+    def init(self, state: State, logger: Logger) -> None:
         """Validate on rank 0, before training starts, that the store accepts uploads.
 
         Every rank must call this.
@@ -177,7 +174,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         probe = self._object_name(self._probe, state.run_name)
         Ranks().from_first(lambda: validate_credentials(self.remote_backend, probe))
 
-    def upload_file(self, state: "State", remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
+    def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
         """Start to upload a copy of a file in the background.
 
         Raises:
@@ -213,23 +210,23 @@ class RemoteUploaderDownloader(LoggerDestination):
         """Return `True`."""
         return True
 
-    def batch_end(self, state: "State", logger: "Logger") -> None:
+    def batch_end(self, state: State, logger: Logger) -> None:
         """Raise the first error of this rank's uploads."""
         self._uploader.check_workers()
 
-    def epoch_end(self, state: "State", logger: "Logger") -> None:
+    def epoch_end(self, state: State, logger: Logger) -> None:
         """Raise the first error of any rank's uploads, on all ranks."""
         Ranks().together(self._uploader.check_workers)
 
-    def fit_end(self, state: "State", logger: "Logger") -> None:
+    def fit_end(self, state: State, logger: Logger) -> None:
         """Wait for the uploads of all ranks, and raise the first error on all of them."""
         self._wait_for_all_ranks()
 
-    def eval_standalone_end(self, state: "State", logger: "Logger") -> None:
+    def eval_standalone_end(self, state: State, logger: Logger) -> None:
         """Wait for the uploads of all ranks, and raise the first error on all of them."""
         self._wait_for_all_ranks()
 
-    def predict_end(self, state: "State", logger: "Logger") -> None:
+    def predict_end(self, state: State, logger: Logger) -> None:
         """Wait for the uploads of all ranks, and raise the first error on all of them."""
         self._wait_for_all_ranks()
 

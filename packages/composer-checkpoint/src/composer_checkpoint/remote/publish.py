@@ -14,8 +14,6 @@ from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, SIDECAR_S
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, has_object, retry
 from composer_checkpoint.stores.fsspec import FsspecObjectStore
 
-__all__ = ["SYMLINK_SUFFIX", "fetch_checkpoint", "publish_checkpoint", "upload_with_retries", "write_pointer"]
-
 log = logging.getLogger(__name__)
 
 SYMLINK_SUFFIX = ".symlink"

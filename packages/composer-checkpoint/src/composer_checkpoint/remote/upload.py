@@ -24,8 +24,6 @@ from composer_checkpoint.stores.opening import open_store, probe_name, validate_
 from composer_dist.env import get_global_rank, get_local_rank
 from composer_events.arguments import check_counts
 
-__all__ = ["RemoteFilesExistingCheckStatus", "RemoteUploader"]
-
 
 class RemoteFilesExistingCheckStatus(IntEnum):
     """Outcome of waiting for remote files."""

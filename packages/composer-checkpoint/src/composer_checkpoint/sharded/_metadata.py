@@ -30,8 +30,6 @@ from torch.distributed.checkpoint.metadata import (
 from composer_checkpoint._pickle_inspection import safe_unpickle
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, shown
 
-__all__ = ["MAX_NAME_CHARS", "MAX_STEPS", "StorageInfo", "parse_metadata", "part_name"]
-
 _MAX_DIMS = 64  # torch's own limit
 _MAX_COUNT = 1 << 63
 MAX_NAME_CHARS = 1024  # a name is repeated for each chunk
@@ -40,10 +38,6 @@ _MAX_EMPTY = 1024  # empty containers in lists, which have no entries
 
 
 def parse_metadata(data: bytes, folder: str, size_bytes: Callable[[str], int | None]) -> Metadata:
-    """Return the content of a `.metadata` file after validating all of it.
-
-    `size_bytes` returns the size of a file in the folder, or `None` if the file does not exist.
-    """
     where = os.path.join(folder, ".metadata")
     try:
         raw = safe_unpickle(data, allow=_stand_ins())
@@ -180,7 +174,6 @@ class _Checker:
         return StorageInfo(file, offset, length)
 
     def _paths(self, raw: object, entries: Mapping[str, Any]) -> dict[str, tuple[str | int, ...]] | None:
-        """Return the path of each entry in the nested state dict."""
         if raw is None:
             return None
         if not isinstance(raw, dict):
@@ -254,7 +247,6 @@ _IGNORED = (
 
 
 def _is(value: object, name: str) -> bool:
-    """Return whether the object stands for one of the named class."""
     return isinstance(value, _Record) and type(value).__name__.rpartition(".")[2] == name
 
 
@@ -271,7 +263,6 @@ def _dtype(properties: object) -> object:
 
 
 def _key(index: object) -> tuple[str, str | None]:
-    """Return the key that identifies an index."""
     fqn, offset = _get(index, "fqn"), _get(index, "offset")
     offsets = () if offset is None else offset
     if not _is_name(fqn) or not isinstance(offsets, tuple) or len(offsets) > _MAX_DIMS:

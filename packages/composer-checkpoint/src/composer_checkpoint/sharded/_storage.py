@@ -19,28 +19,30 @@ from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME
 from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, parse_uri, retry
 from composer_dist import dist
 
-__all__ = [
-    "FetchedFolder",
-    "LocalSource",
-    "Source",
-    "StoreSource",
-    "fetch_once_per_node",
-    "fetched_folder",
-    "open_source",
-    "open_target",
-    "store_of",
-]
+
+class FolderOfCheckpoint:
+    """Path of the folder of a reader or a writer, which DCP asks for."""
+
+    _folder: str
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Return the path of the folder."""
+        return self._folder
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return true; errors are raised on reading and writing."""
+        return True
 
 
 def is_remote(folder: str | os.PathLike[str]) -> bool:
-    """Return whether the folder is a URI rather than a local path."""
     return isinstance(folder, str) and "://" in folder
 
 
 def open_target(
     folder: str | os.PathLike[str], overwrite: bool, storage_options: dict[str, Any]
 ) -> "LocalTarget | RemoteTarget":
-    """Return the target for a local path or a URI that fsspec supports."""
     if is_remote(folder):
         return RemoteTarget(cast(str, folder), overwrite, storage_options)
     return LocalTarget(Path(folder), overwrite)
@@ -55,7 +57,6 @@ class LocalTarget:
         self._unfinished = ExitStack()
 
     def begin(self, need_bytes: int) -> str:
-        """Create a temporary folder next to the final one."""
         names = sorted(os.listdir(self._folder)) if self._folder.is_dir() else []
         is_sharded = any(name in (METADATA_NAME, MANIFEST_NAME) or name.endswith(".distcp") for name in names)
         if names and not is_sharded:
@@ -68,15 +69,12 @@ class LocalTarget:
         return str(self._unfinished.enter_context(unfinished))
 
     def open(self, place: str, name: str) -> BinaryIO:
-        """Open a file in the temporary folder."""
         return Path(place, name).open("xb")  # fails if the file exists
 
     def commit(self) -> None:
-        """Flush the folder and rename it."""
         self._unfinished.close()
 
     def abort(self, error: BaseException) -> None:
-        """Remove the temporary folder."""
         unfinished, self._unfinished = self._unfinished, ExitStack()
         try:
             unfinished.__exit__(type(error), error, error.__traceback__)
@@ -118,7 +116,6 @@ class RemoteTarget:
         return self._root
 
     def open(self, place: str, name: str) -> BinaryIO:
-        """Open an object of the folder."""
         return cast(BinaryIO, self._store.open(f"{place}/{name}", "wb"))
 
     def commit(self) -> None:
@@ -130,8 +127,6 @@ class RemoteTarget:
 
 @dataclass(frozen=True, slots=True)
 class FetchedFolder:
-    """Folder of a store, and the local folder for its files."""
-
     store: ObjectStore
     name: str
     place: Path
@@ -171,14 +166,9 @@ def fetched_folder(folder: str) -> FetchedFolder | None:
 
 @contextmanager
 def fetch_once_per_node(store: ObjectStore, name: str) -> Iterator[str]:
-    """Download each file of a folder once per node, for all of its ranks. Every rank must call this.
+    """Download each file of a folder of a store once per node, for all of its ranks. Every rank must call this.
 
-    Args:
-        store: The store with the folder.
-        name: Prefix of the names of its objects.
-
-    Yields:
-        The folder's URI; opening it uses the files that were already downloaded.
+    Yields the folder's URI; opening it uses the files that were already downloaded.
     """
     address = store.get_uri(name).rstrip("/")
     with tempfile.TemporaryDirectory(prefix="composer-fetch-") as own:
@@ -201,7 +191,6 @@ def only_one_process(path: Path) -> Iterator[None]:
 
 
 def open_source(folder: str | os.PathLike[str], storage_options: Mapping[str, Any]) -> "LocalSource | StoreSource":
-    """Return the source for a local path or a URI that fsspec supports."""
     if not is_remote(folder):
         return LocalSource(Path(folder))
     address = os.fspath(folder).rstrip("/")
@@ -215,12 +204,7 @@ def open_source(folder: str | os.PathLike[str], storage_options: Mapping[str, An
 
 
 class LocalSource:
-    """Folder on this machine, or a link to one.
-
-    Raises:
-        NoCheckpointError: If the folder does not exist.
-        NotADirectoryError: If it is a file.
-    """
+    """Folder on this machine, or a link to one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
@@ -235,24 +219,19 @@ class LocalSource:
         self._root = folder.resolve()
 
     def size_bytes(self, name: str) -> int | None:
-        """Return the size of a file; `None` if it does not exist."""
         try:
             return (self._root / name).stat().st_size
         except FileNotFoundError:
             return None
 
     def local_path(self, name: str) -> Path:
-        """Return the path of the file."""
         return self._root / name
 
 
 class StoreSource:
     """Folder of a store. Files are downloaded on first use, each by one process of this machine.
 
-    Args:
-        folder: Name of the folder for messages.
-        fetched: The folder in its store, and the local folder for its files.
-        is_temporary: Whether the local folder is new, so that a file in it is whole.
+    In a local folder that `is_temporary`, a file is whole if it exists.
     """
 
     def __init__(self, folder: str, fetched: FetchedFolder, *, is_temporary: bool) -> None:
@@ -261,14 +240,12 @@ class StoreSource:
         self._lock = threading.Lock()
 
     def size_bytes(self, name: str) -> int | None:
-        """Return the size of an object; `None` if it does not exist."""
         try:
             return _again(self._fetched.store.get_object_size)(f"{self._fetched.name}/{name}")
         except FileNotFoundError:
             return None
 
     def local_path(self, name: str) -> Path:
-        """Return the local path of an object, after downloading it if necessary."""
         path = self._fetched.place / name
         with self._lock, only_one_process(path):
             # In a folder that is kept, a download that was interrupted has left a shorter file.

@@ -5,9 +5,10 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._traverse import traverse_state_dict, traverse_state_dict_v_2_3  # as its planners do
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -23,11 +24,6 @@ from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.sharded._metadata import MAX_NAME_CHARS, MAX_STEPS
 from composer_checkpoint.sharded.reader import VerifyingReader, decode_object, encode_object
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-__all__ = ["check_sharded", "load_sharded", "load_with_reader", "ComparingLoadPlanner", "WholeSavePlanner"]
-
 
 def load_sharded(
     state_dict: dict[str, Any],
@@ -35,7 +31,7 @@ def load_sharded(
     *,
     verify: bool = True,
     strict: bool = True,
-    process_group: "ProcessGroup | None" = None,
+    process_group: ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     planner: LoadPlanner | None = None,
 ) -> None:
@@ -111,9 +107,8 @@ _MAX_LISTED = 10
 class WholeSavePlanner(DefaultSavePlanner):
     """Planner that also saves empty dicts. DCP drops them, so that they would be missing when the state is loaded.
 
-    Args:
-        first_rank_decides: Whether a tensor that is replicated on several ranks is taken from the first of them. If
-            not, replicas are assumed equal, and the rank with the least to write writes each.
+    If `first_rank_decides`, a tensor that is replicated on several ranks is taken from the first of them. Otherwise
+    replicas are assumed equal, and the rank with the least to write writes each.
     """
 
     def __init__(self, *, first_rank_decides: bool = False) -> None:

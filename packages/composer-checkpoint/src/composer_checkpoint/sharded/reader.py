@@ -25,9 +25,7 @@ from composer_checkpoint.formats.pt import load_checked, open_pt, read_tree
 from composer_checkpoint.formats.tensor_source import FileRange, StoredTensor, in_file
 from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, check_sharded_seal
 from composer_checkpoint.sharded._metadata import parse_metadata, part_name
-from composer_checkpoint.sharded._storage import Source, open_source
-
-__all__ = ["VerifyingReader", "read_folder_metadata", "read_manifest", "verify_folder"]
+from composer_checkpoint.sharded._storage import FolderOfCheckpoint, Source, open_source
 
 
 @dataclass(slots=True)
@@ -240,7 +238,7 @@ def read_folder_metadata(
     return VerifyingReader(folder, verify=False, storage_options=storage_options).read_metadata()
 
 
-class VerifyingReader(StorageReader):
+class VerifyingReader(FolderOfCheckpoint, StorageReader):
     """Reader of the folders of `VerifiedWriter`, of torch's own writer and of Composer.
 
     Everything that this rank needs is checked while the ranks plan, so that all of them refuse a bad checkpoint before
@@ -286,11 +284,6 @@ class VerifyingReader(StorageReader):
         self._verify = verify
         self._storage_options = dict(storage_options or {})
         self.reset(folder)
-
-    @property
-    def checkpoint_id(self) -> str:
-        """Return the path of the folder."""
-        return self._folder
 
     def open_source(self) -> Source:
         """Return the source of the files."""
@@ -393,11 +386,6 @@ class VerifyingReader(StorageReader):
         # A planner may have added items since `prepare_local_plan`.
         shards.read(self._parts[index], self._checked.get(index), item.storage_offsets, target)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return true; errors are raised on reading."""
-        return True
-
 
 def verify_folder(
     folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
@@ -490,8 +478,6 @@ def encode_object(value: object) -> io.BytesIO:
 
 
 class _InMemory:
-    """Bytes that are read by position like a file."""
-
     def __init__(self, data: bytes) -> None:
         self._data, self.size_bytes = data, len(data)
 

@@ -5,14 +5,16 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
+from torch.distributed.device_mesh import DeviceMesh
 
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint.files import Specs
@@ -29,27 +31,13 @@ from composer_checkpoint.sharded.reader import VerifyingReader
 from composer_checkpoint.sharded.writer import VerifiedWriter
 from composer_checkpoint.stores.base import ObjectStore
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = [
-    "DistCPObjectStoreReader",
-    "FileSystemReaderWithValidation",
-    "dist_cp_load",
-    "PlannedSave",
-    "plan_save",
-    "save_sharded",
-    "write_planned",
-]
-
 
 def save_sharded(
     state_dict: Mapping[str, Any],
     folder: str | os.PathLike[str],
     *,
     info: Mapping[str, Any] | None = None,
-    process_group: "ProcessGroup | None" = None,
+    process_group: ProcessGroup | None = None,
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     timeout_s: float | None = None,
@@ -141,12 +129,8 @@ def write_planned(
 ) -> Manifest | None:
     """Write the planned items, and commit. Every rank must call this.
 
-    Args:
-        planned: Result of `plan_save`.
-        data: Planner whose `resolve_data` returns the tensors and bytes: the one of the plan, or a snapshot.
-        writer: The writer of the plan.
-        ranks: The ranks that take part.
-        before_commit: Called once this rank has written. If it raises, no checkpoint is committed.
+    `data` is a planner whose `resolve_data` returns the tensors and bytes: the one of the plan, or a snapshot.
+    `before_commit` is called once this rank has written. If it raises, no checkpoint is committed.
     """
 
     def write() -> list[WriteResult]:
@@ -179,7 +163,7 @@ def dist_cp_load(
     state_dict: dict[str, Any],
     storage_reader: StorageReader,
     planner: LoadPlanner | None = None,
-    process_group: "ProcessGroup | None" = None,
+    process_group: ProcessGroup | None = None,
 ) -> None:
     """Load into a state dict, in place, as `torch.distributed.checkpoint.load` does. Every rank must call this.
 
@@ -256,7 +240,7 @@ class DistCPObjectStoreReader(FileSystemReaderWithValidation):
         source_path: str,
         destination_path: str | os.PathLike[str],
         object_store: ObjectStore,
-        device_mesh: "DeviceMesh | None" = None,
+        device_mesh: DeviceMesh | None = None,
         validation_function: Validation | None = None,
         *,
         verify: bool = True,

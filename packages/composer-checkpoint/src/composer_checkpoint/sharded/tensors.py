@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from composer_checkpoint._tree import map_tree
-from composer_checkpoint.errors import CorruptCheckpointError
+from composer_checkpoint._tree import map_tree, unflatten
 from composer_checkpoint.formats.pt import tensors_to_write
 from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource, as_stored, refuse_sparse
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.sharded.load import WholeSavePlanner, refuse_bits, refuse_unfit_entries
 from composer_checkpoint.sharded.reader import OpenShards, Part, VerifyingReader, list_parts
 from composer_checkpoint.sharded.writer import VerifiedWriter
-
-__all__ = ["open_sharded_source", "stream_sharded"]
 
 
 def stream_sharded(
@@ -99,15 +95,12 @@ def check_tree(tree: Any, folder: str | os.PathLike[str], called: str = "a shard
 
 
 class _StreamingPlanner(WholeSavePlanner):
-    """Planner that plans with descriptions of tensors, and reads each tensor only when it is written."""
-
     def __init__(self, progress: Callable[[int], object] | None) -> None:
         super().__init__()
         self.tensors: dict[int, StoredTensor] = {}
         self._progress = progress
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Return the tensor, or the piece of a tensor, of a write item."""
         described = self.stored(write_item)
         if described is None:
             return self.transform_object(write_item, map_tree(self.lookup_object(write_item.index), self._read))
@@ -173,9 +166,6 @@ def _piece(fqn: str, tensor: StoredTensor, start: int, rows: int) -> WriteItem:
     return WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-_MAX_DEPTH = 200
-
-
 def open_sharded_source(folder: str | os.PathLike[str]) -> TensorSource:
     """Open a folder that DCP wrote. A shard is read only when one of its tensors is."""
     reader = VerifyingReader(folder, verify=False)
@@ -190,8 +180,7 @@ def open_sharded_source(folder: str | os.PathLike[str]) -> TensorSource:
 
 
 def _tree(metadata: Metadata, parts: dict[MetadataIndex, Part], shards: OpenShards) -> Any:
-    root: dict[Any, Any] = {}
-    empty: list[tuple[tuple[str | int, ...], Any]] = []
+    leaves: list[tuple[tuple[str | int, ...], Any]] = []
     paths = metadata.planner_data or {}
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -199,15 +188,8 @@ def _tree(metadata: Metadata, parts: dict[MetadataIndex, Part], shards: OpenShar
         else:
             item = shards.check(parts[MetadataIndex(fqn)], None)
             value = map_tree(item, lambda _, leaf: as_stored(leaf) if isinstance(leaf, torch.Tensor) else leaf)
-        path = paths.get(fqn, (fqn,))
-        if isinstance(value, dict | list) and not value:
-            empty.append((path, value))
-        else:
-            _put(root, path, value)
-    # A container that is empty on one rank has a separate entry, in addition to those of its items on other ranks.
-    for path, value in empty:
-        _put(root, path, value, may_be_there=True)
-    return _with_lists(root)
+        leaves.append((paths.get(fqn, (fqn,)), value))
+    return unflatten(leaves)
 
 
 def _stored(
@@ -226,30 +208,3 @@ def _stored(
         return whole
 
     return StoredTensor(dtype, shape, fetch)
-
-
-class _List(dict[int, Any]):
-    """List whose items are added in any order."""
-
-
-def _put(root: dict[Any, Any], path: tuple[str | int, ...], value: Any, *, may_be_there: bool = False) -> None:
-    here: Any = root
-    for step, following in pairwise(path):
-        here = here.setdefault(step, _List() if isinstance(following, int) else {}) if isinstance(here, dict) else None
-    if may_be_there and isinstance(here, dict) and isinstance(here.get(path[-1]), dict):
-        return
-    if not isinstance(here, dict) or path[-1] in here or len(path) > _MAX_DEPTH:
-        raise CorruptCheckpointError(
-            f"`.metadata` has an entry at {'/'.join(map(str, path[:10]))!r:.200}, {len(path)} levels deep, where "
-            f"another one is, or deeper than in any checkpoint. Load another checkpoint."
-        )
-    here[path[-1]] = value
-
-
-def _with_lists(value: Any) -> Any:
-    """Return the tree with real lists. The recursion is bounded, since `_put` limits the length of paths."""
-    if isinstance(value, _List):
-        return [_with_lists(value[index]) for index in sorted(value)]
-    if isinstance(value, dict):
-        return {key: _with_lists(item) for key, item in value.items()}
-    return value

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -21,15 +22,13 @@ from composer_checkpoint.errors import as_storage_error
 from composer_checkpoint.file_io import hash_bytes, new_hasher, tensor_bytes
 from composer_checkpoint.formats.pt import unknown_globals_of, unsafe_objects
 from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, FileEntry, Manifest, TensorEntry, sealed
-from composer_checkpoint.sharded._metadata import StorageInfo, part_name
-from composer_checkpoint.sharded._storage import open_target
-
-__all__ = ["VerifiedWriter"]
+from composer_checkpoint.sharded._metadata import part_name
+from composer_checkpoint.sharded._storage import FolderOfCheckpoint, open_target
 
 _DCP_VERSION = "1.0.0"  # the version that torch's own writer puts into `.metadata`
 
 
-class VerifiedWriter(StorageWriter):
+class VerifiedWriter(FolderOfCheckpoint, StorageWriter):
     """Writer of folders that torch's own reader can load, and that appear only once they are whole.
 
     Each rank writes `__{rank}_0.distcp` and hashes what it writes. Rank 0 adds `.metadata` and, last,
@@ -71,11 +70,6 @@ class VerifiedWriter(StorageWriter):
         self._overwrite = overwrite
         self._storage_options = dict(storage_options or {})
         self.reset(folder)
-
-    @property
-    def checkpoint_id(self) -> str:
-        """Return the path of the folder."""
-        return self._folder
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another save."""
@@ -159,11 +153,6 @@ class VerifiedWriter(StorageWriter):
         """Return the entry of `.metadata` about the save itself."""
         return StorageMeta(checkpoint_id=self._folder, save_id=self._save_id)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return true; errors are raised on writing."""
-        return True
-
     def _write_small(self, name: str, content: bytes) -> FileEntry:
         with self._target.open(self._place, name) as file:
             file.write(content)
@@ -186,7 +175,7 @@ class VerifiedWriter(StorageWriter):
 class _Written:
     """Report of a rank to rank 0 about one part; that of the last part of a file includes the file."""
 
-    info: StorageInfo
+    info: _StorageInfo
     name: str
     tensor: TensorEntry
     file: FileEntry | None = None
@@ -215,7 +204,6 @@ class _HashedFile:
         return view.nbytes
 
     def save(self, tensor: torch.Tensor) -> None:
-        """Write a tensor with `torch.save`."""
         try:
             torch.save(tensor, self)  # pyright: ignore[reportArgumentType]  # write() and flush() suffice
         except RuntimeError:
@@ -233,7 +221,6 @@ class _HashedFile:
         return start, self.position - start, digest
 
     def entry(self) -> FileEntry:
-        """Return the size and hash of everything written."""
         return FileEntry(self.position, self._whole.hexdigest())
 
 
@@ -250,7 +237,7 @@ def _write_item(item: WriteItem, planner: SavePlanner, file: _HashedFile, file_n
     if described := item.tensor_data:
         dtype, shape = str(described.properties.dtype).removeprefix("torch."), tuple(described.chunk.sizes)
         name = part_name(name, described.chunk, described.size)
-    return _Written(StorageInfo(file_name, offset, length), name, TensorEntry(dtype, shape, length, digest))
+    return _Written(_StorageInfo(file_name, offset, length), name, TensorEntry(dtype, shape, length, digest))
 
 
 def _plain(tensor: torch.Tensor, name: str, file_name: str) -> torch.Tensor:

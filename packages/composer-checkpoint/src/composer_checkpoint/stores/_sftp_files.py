@@ -41,7 +41,6 @@ class StrictSFTPFileSystem(SFTPFileSystem):
             raise
 
     def reconnect(self) -> None:
-        """Reconnect if the connection has broken."""
         transport = self.client.get_transport()
         channel = self.ftp.get_channel()
         if transport is None or not transport.is_active() or channel is None or channel.closed:

@@ -13,8 +13,6 @@ from typing import Any, Final, NamedTuple, NoReturn, Self, TypeVar, overload
 
 from composer_checkpoint.errors import StorageError
 
-__all__ = ["retry", "ParsedURI", "is_uri", "parse_uri", "ObjectStore", "ObjectStoreTransientError", "Progress"]
-
 Progress = Callable[[int, int], None]
 """Callback with the bytes transferred so far, which never decrease, and the total."""
 

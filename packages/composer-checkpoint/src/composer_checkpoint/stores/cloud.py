@@ -12,8 +12,6 @@ from fsspec.implementations.local import LocalFileSystem
 from composer_checkpoint.stores.base import Progress
 from composer_checkpoint.stores.fsspec import FsspecObjectStore, require_package
 
-__all__ = ["AzureObjectStore", "GCSObjectStore", "LibcloudObjectStore", "OCIObjectStore", "S3ObjectStore"]
-
 # Settings of an object that S3 supports.
 _EXTRA_ARG_NAMES: Final = (
     "ACL CacheControl ChecksumAlgorithm ContentDisposition ContentEncoding ContentLanguage ContentType "

@@ -12,8 +12,6 @@ from composer_checkpoint.stores.base import Fault, ObjectStore, classify
 from composer_checkpoint.stores.fsspec import VerifiedObjectStore
 from composer_events.arguments import loaded
 
-__all__ = ["EXPERIMENT_PLACEHOLDER", "MLFLOW_PREFIX", "RUN_PLACEHOLDER", "MLFlowObjectStore", "UCObjectStore"]
-
 MLFLOW_PREFIX: Final = "databricks/mlflow-tracking/"
 EXPERIMENT_PLACEHOLDER: Final = "{mlflow_experiment_id}"
 RUN_PLACEHOLDER: Final = "{mlflow_run_id}"

@@ -18,8 +18,6 @@ from composer_checkpoint.commit import refuse_existing, write_atomically
 from composer_checkpoint.errors import CheckpointError, StorageError
 from composer_checkpoint.stores.base import Fault, ObjectStore, ObjectStoreTransientError, Progress, classify
 
-__all__ = ["FsspecObjectStore", "VerifiedObjectStore", "require_package"]
-
 log = logging.getLogger(__name__)
 
 # The package that fsspec imports for a protocol, and the extra that installs it.

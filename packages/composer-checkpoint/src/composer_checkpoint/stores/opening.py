@@ -25,20 +25,6 @@ from composer_checkpoint.stores.databricks import MLFLOW_PREFIX, MLFlowObjectSto
 from composer_checkpoint.stores.fsspec import FsspecObjectStore
 from composer_checkpoint.stores.sftp import SFTPObjectStore
 
-__all__ = [
-    "CREDENTIALS_PROBE",
-    "arguments_of",
-    "build_remote_backend",
-    "check_scheme",
-    "list_if_allowed",
-    "list_remote_objects",
-    "maybe_create_object_store_from_uri",
-    "open_store",
-    "probe_name",
-    "reach",
-    "validate_credentials",
-]
-
 log = logging.getLogger(__name__)
 
 A = TypeVar("A")
@@ -115,16 +101,10 @@ def check_scheme(uri: str) -> None:
 
 
 def open_store(uri: str, backend_kwargs: Mapping[str, Any] | None = None) -> ObjectStore:
-    """Return the store of an address, with additional arguments of its class.
+    """Return the store of an address, or of `libcloud://container`, with additional arguments of its class.
 
-    Args:
-        uri: As in `maybe_create_object_store_from_uri`, or `libcloud://container`.
-        backend_kwargs: The arguments. They override those of the address, such as the bucket.
-
-    Raises:
-        NotImplementedError: If no store supports this kind of address.
-        ImportError: If the required package is not installed, with the command that installs it.
-        ValueError: If it is a local path or malformed, or credentials are missing.
+    These override those of the address, such as the bucket. The errors are those of
+    `maybe_create_object_store_from_uri`, and a `ValueError` for a local path.
     """
     store = _open(uri, backend_kwargs or {})
     if store is None:
@@ -208,17 +188,10 @@ def probe_name(address: str) -> str:
 
 
 def reach(store: ObjectStore, address: str) -> None:
-    """Raise if a store does not respond in time.
+    """Raise a `StorageError` with what to check if the store of an address does not respond in time.
 
     Without this check, the retries of some client libraries take minutes, and their callers retry again. A store that
     has responded is not checked again.
-
-    Args:
-        store: Store of the address.
-        address: Address of an object or a folder.
-
-    Raises:
-        StorageError: If it does not respond, with what to check.
     """
     backend, bucket, name = parse_uri(address)
     if (backend, bucket) in _answered:
@@ -282,9 +255,8 @@ def list_remote_objects(remote_path: str) -> list[str]:
 def list_if_allowed(store: ObjectStore, prefix: str) -> list[str]:
     """Return the names of the objects with a prefix, or none if the store or the credentials cannot list.
 
-    Raises:
-        FileNotFoundError: If the object of `validate_credentials` is not visible either, so that objects may exist
-            without being visible.
+    Raise a `FileNotFoundError` if the object of `validate_credentials` is not visible either, so that others may be
+    hidden.
     """
     try:
         return store.list_objects(prefix)

@@ -9,8 +9,6 @@ from urllib.parse import unquote, urlsplit
 
 from composer_checkpoint.stores.fsspec import FsspecObjectStore, require_package
 
-__all__ = ["SFTPObjectStore"]
-
 _TIMEOUTS_S: Final = {"timeout": 15.0, "banner_timeout": 15.0, "auth_timeout": 15.0}
 _SILENCE_S: Final = 60.0
 _POLICIES: Final = ("RejectPolicy", "AutoAddPolicy", "WarningPolicy")

@@ -124,11 +124,24 @@ def _block(ending: "Ending", *, is_root: bool) -> str:
     for label, path in (("STDOUT", ending.stdout), ("STDERR", ending.stderr)):
         if path:
             content, is_cut = _tail(path)
+            if is_root and label == "STDERR":
+                content = _without_traceback(content, _last_words(ending))
             cut = f"[the last lines; the others are in {path}]\n" if is_cut else ""
             end = "\n" if content and not content.endswith("\n") else ""
             text += f"----------Begin global rank {ending.rank} {label}----------\n{cut}{content}{end}"
             text += f"----------End global rank {ending.rank} {label}----------\n"
     return text
+
+
+def _without_traceback(content: str, traceback: str) -> str:
+    """Return a rank's stderr without the traceback that the report ends with, which torch may mark with the rank."""
+    lines, last = content.splitlines(keepends=True), traceback.splitlines(keepends=True)
+    for start in range(len(lines) - len(last) + 1) if last and _TRACEBACK in last[0] else ():
+        if all(line.endswith(end) for line, end in zip(lines[start:], last, strict=False)):
+            return "".join(
+                [*lines[:start], "[the traceback is at the end of this report]\n", *lines[start + len(last) :]]
+            )
+    return content
 
 
 def _tail(path: str) -> tuple[str, bool]:

@@ -235,7 +235,7 @@ class Workers:
         if suspended_s is not None:
             code, failed, what = -signal.SIGSTOP, stop_time, f"was suspended by SIGSTOP for {suspended_s:.0f} s"
         elif error is not None and was_stopped:
-            code, what = 1, "raised, but did not end"
+            code, what = 1, "raised an exception and was stopped"
         else:
             code = -signal.SIGKILL if code is None else code  # still running after SIGKILL, as when stuck in a driver
             what = _describe(code)
