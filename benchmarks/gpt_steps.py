@@ -90,20 +90,26 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def by_hand(network: nn.Module, num_steps: int, check: Callable[[nn.Module], None] | None = None) -> Steps:
+def by_hand(
+    network: nn.Module,
+    num_steps: int,
+    check: Callable[[nn.Module], None] | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = loss_of,
+) -> Steps:
     """Train a network that is ready for several ranks, in the shortest loop, without an end.
 
     Args:
         network: Sharded, or wrapped by what averages the gradients.
         num_steps: How many steps an epoch has, but for one.
         check: Called with the network before each step of the optimizer.
+        loss: Of the outputs and the targets.
     """
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
     _, loader = make_loader(num_steps)
     while True:
         for tokens, targets in loader:
             optimizer.zero_grad()
-            loss_of(network(tokens), targets).backward()
+            loss(network(tokens), targets).backward()
             if check is not None:
                 check(network)
             optimizer.step()
@@ -113,24 +119,26 @@ def by_hand(network: nn.Module, num_steps: int, check: Callable[[nn.Module], Non
 class WithTrainer:
     """Trains a network with the Trainer, an epoch for each call."""
 
-    def __init__(self, network: nn.Module, num_steps: int, **arguments: Any) -> None:
-        model = ComposerModel.from_module(network, loss_of)
+    def __init__(
+        self, network: nn.Module, num_steps: int, *, loss: Any = loss_of, metrics: Any = None, **arguments: Any
+    ) -> None:
+        model = ComposerModel.from_module(network, loss, train_metrics=metrics)
         self.sentences, loader = make_loader(num_steps)
-        self._trainer = Trainer(
+        given = {"progress_bar": False, **arguments}
+        self.trainer = Trainer(
             model=model,
             train_dataloader=loader,
             max_duration="1000000ba",
             optimizers=torch.optim.AdamW(model.parameters(), lr=1e-4),
             device="cpu",
-            progress_bar=False,
             seed=1,
-            **arguments,
+            **given,
         )
 
     def __call__(self, others: Mapping[str, Steps]) -> None:
         """Train, while others make as many steps, one by one."""
         self.sentences.others = others
-        self._trainer.fit(duration="1ep")
+        self.trainer.fit(duration="1ep")
         self.sentences.forget_last()
 
 
@@ -169,8 +177,8 @@ def run(measure: Callable[[int, int], Any], description: str) -> tuple[Any, argp
     return results[0], arguments
 
 
-def report(pairs: Mapping[str, Pairs], what: str, path: Path | None, budgets: Mapping[str, float]) -> None:
-    """Print each loop's step beside the one that was written by hand, and write what the rows are about.
+def report(pairs: Mapping[str, Pairs], what: str, path: Path | None, budgets: Mapping[str, float]) -> list[Row]:
+    """Print each loop's step beside the one that was written by hand, and write and return what the rows are about.
 
     A ratio is the median of those of neighbours, since a machine that is busy is so for longer than two steps.
     """
@@ -188,8 +196,9 @@ def report(pairs: Mapping[str, Pairs], what: str, path: Path | None, budgets: Ma
             is_met=None if budget is None else ratio <= budget,
         )
         print(
-            f"{name}: {row.ours:.1f} ms beside {row.plain:.1f} ms by hand, {ratio:.3f}x (half of {len(ratios)} pairs "
-            f"are within {low:.3f} and {high:.3f})"
+            f"{row.what}: {row.ours:.2f} ms beside {row.plain:.2f} ms by hand, {ratio:.3f}x (half of {len(ratios)} "
+            f"pairs are within {low:.3f} and {high:.3f})"
         )
         rows.append(row)
     write(path, rows)
+    return rows

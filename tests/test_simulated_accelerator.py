@@ -1,7 +1,9 @@
 """The Trainer on the simulated accelerator: the weights of the CPU, and no step that waits for the device."""
 
 import copy
+import gc
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,6 +154,46 @@ def test_a_checkpoint_of_one_device_is_resumed_on_another(cases, accelerator, tm
     assert_same(resumed, expected)
 
 
+class Mapped(Callback):
+    """Note after a batch whether a file is mapped into memory."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def batch_end(self, state, logger):
+        assert all(entries["step"].device.type == "cpu" for entries in state.optimizers[0].state.values())
+        gc.collect()
+        self.is_mapped = str(self.path) in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:Mapped is not in the state_dict:UserWarning")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_a_resumed_optimizer_keeps_nothing_in_the_file(cases, accelerator, tmp_path):
+    """Adam's step counts stayed in the file, so that a truncated one ended the process."""
+    subjects, _, _ = cases
+    saving = {"save_folder": str(tmp_path), "save_interval": "1ep", "save_filename": "ep{epoch}.pt"}
+    trained(subjects, accelerator, optimizer=OPTIMIZERS["AdamW"], **saving)
+    mapped = Mapped(tmp_path / "ep1.pt")
+    resuming = {"load_path": str(mapped.path), "max_duration": "2ep", "callbacks": mapped}
+    trained(subjects, accelerator, optimizer=OPTIMIZERS["AdamW"], **resuming)
+    assert not mapped.is_mapped
+
+
+def test_buffers_are_copied_by_lists_of_one_dtype(cases, accelerator, monkeypatch):
+    """Lists of float32 and int64, as of BatchNorm, are copied one by one on a GPU."""
+    copy_, kinds = torch._foreach_copy_, []
+
+    def copy_and_note(to, source, *args):
+        kinds.append({(each.dtype, each.device) for each in (*to, *source)})
+        return copy_(to, source, *args)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy_and_note)
+    subjects, _, _ = cases
+    trained(subjects, accelerator, "images", num_batches=2)
+    assert kinds
+    assert all(len(kind) == 1 for kind in kinds), kinds
+
+
 def test_evaluation_and_prediction_are_those_of_the_cpu(cases, accelerator):
     subjects, _, waits = cases
     results = []
@@ -255,6 +297,7 @@ ROWS = [
     "amp_fp16",
     "AdamW, amp_fp16",
     "GPT",
+    "bfloat16 weights",
     "clipping by norm",
     "clipping by value",
     "clipping by adaptive",

@@ -11,10 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from composer_checkpoint.remote.fetch import maybe_create_object_store_from_uri
 from composer_checkpoint.remote.logger import maybe_create_remote_uploader_downloader_from_uri
 from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.stores import AzureObjectStore, FsspecObjectStore, GCSObjectStore, OCIObjectStore
+from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri
 from composer_events import Logger, State
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -8,8 +8,9 @@ import torch
 from composer import Trainer
 from composer.models import ComposerClassifier
 from composer_checkpoint import CheckpointSaver, checkpoint_to_resume, load_checkpoint
-from composer_checkpoint.remote.fetch import maybe_create_object_store_from_uri, parse_uri
 from composer_checkpoint.stores import FsspecObjectStore
+from composer_checkpoint.stores.base import parse_uri
+from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri
 from composer_events import Engine, Event, State
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of paramiko

@@ -16,10 +16,11 @@ from composer_checkpoint import CheckpointSaver, checkpoint_to_resume, load_chec
 from composer_checkpoint.errors import StorageError
 from composer_checkpoint.file_io import hash_file
 from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
-from composer_checkpoint.remote.fetch import get_file, maybe_create_object_store_from_uri, validate_credentials
+from composer_checkpoint.remote.fetch import get_file
 from composer_checkpoint.remote.publish import fetch_checkpoint, publish_checkpoint
 from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.stores import FsspecObjectStore, GCSObjectStore, ObjectStoreTransientError, S3ObjectStore
+from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri, validate_credentials
 from composer_events import Engine, Event, State
 
 # The clients still use what newer Python versions deprecate.

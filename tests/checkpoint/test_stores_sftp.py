@@ -8,10 +8,11 @@ import pytest
 from composer_checkpoint.errors import StorageError
 from composer_checkpoint.file_io import hash_file
 from composer_checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
-from composer_checkpoint.remote.fetch import get_file, maybe_create_object_store_from_uri, validate_credentials
+from composer_checkpoint.remote.fetch import get_file
 from composer_checkpoint.remote.publish import fetch_checkpoint, publish_checkpoint
 from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.stores import ObjectStoreTransientError, SFTPObjectStore
+from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri, validate_credentials
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -6,9 +6,10 @@ import time
 import pytest
 
 from composer_checkpoint.errors import StorageError
-from composer_checkpoint.remote.fetch import get_file, list_remote_objects
+from composer_checkpoint.remote.fetch import get_file
 from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.stores import opening
+from composer_checkpoint.stores.opening import list_remote_objects
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

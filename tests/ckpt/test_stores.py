@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from composer_checkpoint import replace_pointer, save_file, save_sharded
-from composer_checkpoint.remote.fetch import maybe_create_object_store_from_uri
 from composer_checkpoint.remote.publish import publish_checkpoint
+from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri
 
 # The clients still use what newer Python versions deprecate.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

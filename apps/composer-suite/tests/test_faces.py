@@ -123,6 +123,7 @@ IMPORT_MAP = [
     ),
     (OLD_PICKLES, "composer_models.nlp_metrics", "composer.metrics.nlp"),
     ("DecoupledSGDW DecoupledAdamW", "composer_optim", "composer.optim composer.optim.decoupled_weight_decay"),
+    ("Muon", "composer_optim", "composer.optim"),
     (
         f"{SCHEDULERS} ComposerScheduler compile_composer_scheduler",
         "composer_optim",

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from composer_checkpoint import commit
-from composer_checkpoint.commit import read_pointer, remove_leftovers, replace_pointer, write_atomically
+from composer_checkpoint.commit import read_pointer, replace_pointer, write_atomically
 from composer_checkpoint.errors import CheckpointConflictError, StorageError
+from composer_checkpoint.lock import remove_leftovers
 
 
 def contents(folder):
@@ -100,7 +101,7 @@ def test_a_folder_appears_whole_under_its_name(tmp_path):
 @pytest.mark.parametrize("swaps", [True, False], ids=["swap", "no-swap"])
 def test_a_folder_that_exists_is_replaced_as_a_whole(tmp_path, monkeypatch, swaps):
     if not swaps:  # a file system that cannot
-        monkeypatch.setattr(commit, "exchange", lambda one, other: False)
+        monkeypatch.setattr(commit.durability, "exchange", lambda one, other: False)
     write_folder(tmp_path / "ep1", a="old", gone="old")
     write_folder(tmp_path / "ep1", a="new")
     assert contents(tmp_path) == {"ep1/a": "new"}
@@ -109,7 +110,7 @@ def test_a_folder_that_exists_is_replaced_as_a_whole(tmp_path, monkeypatch, swap
 @pytest.mark.parametrize("swaps", [True, False], ids=["swap", "no-swap"])
 def test_a_folder_replaces_a_file(tmp_path, monkeypatch, swaps):
     if not swaps:
-        monkeypatch.setattr(commit, "exchange", lambda one, other: False)
+        monkeypatch.setattr(commit.durability, "exchange", lambda one, other: False)
     (tmp_path / "x").write_text("file")
     write_folder(tmp_path / "x", a="2")
     assert contents(tmp_path) == {"x/a": "2"}

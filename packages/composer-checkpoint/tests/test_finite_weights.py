@@ -82,7 +82,7 @@ def test_it_agrees_with_torch_on_all_numbers(tmp_path_factory, values):
 
 def test_large_numbers_of_64_bits_are_finite_on_other_devices_too(monkeypatch):
     """On a GPU, weights above 3.4e38 were called infinite, because float32 has no such numbers."""
-    monkeypatch.setattr(files, "FINITE_BITS", {})  # read as on devices whose bits the host does not see
+    monkeypatch.setattr(files.file_io, "FINITE_BITS", {})  # read as on devices whose bits the host does not see
     assert files._is_finite(torch.tensor([1e300], dtype=torch.float64))
     assert not files._is_finite(torch.tensor([float("inf")], dtype=torch.float64))
     assert not files._is_finite(torch.tensor([float("nan")], dtype=torch.float8_e4m3fn))

@@ -16,8 +16,8 @@ import torch.distributed as tdist
 
 from composer_checkpoint import find_newest, load_file, save_file, write_atomically
 from composer_checkpoint.async_save import AsyncSaver
-from composer_checkpoint.commit import remove_leftovers
 from composer_checkpoint.formats.per_rank import merge_local, save_local
+from composer_checkpoint.lock import remove_leftovers
 from composer_checkpoint.sharded import load_sharded, save_sharded, verify_folder
 from composer_dist.testing import run_ranks
 

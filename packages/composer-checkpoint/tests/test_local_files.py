@@ -10,10 +10,10 @@ import torch.distributed as tdist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from composer_checkpoint.commit import remove_leftovers
 from composer_checkpoint.errors import CheckpointError, IncompatibleCheckpointError
 from composer_checkpoint.files import load_file
 from composer_checkpoint.formats.per_rank import load_local, merge_local, save_local
+from composer_checkpoint.lock import remove_leftovers
 from composer_dist.testing import run_ranks
 
 

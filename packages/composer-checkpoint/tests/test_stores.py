@@ -9,13 +9,6 @@ import pytest
 
 from composer_checkpoint import CheckpointSaver, stores
 from composer_checkpoint.errors import StorageError
-from composer_checkpoint.remote.fetch import (
-    build_remote_backend,
-    list_remote_objects,
-    maybe_create_object_store_from_uri,
-    parse_uri,
-    validate_credentials,
-)
 from composer_checkpoint.stores import (
     FsspecObjectStore,
     GCSObjectStore,
@@ -26,6 +19,13 @@ from composer_checkpoint.stores import (
     S3ObjectStore,
     SFTPObjectStore,
     UCObjectStore,
+)
+from composer_checkpoint.stores.base import parse_uri
+from composer_checkpoint.stores.opening import (
+    build_remote_backend,
+    list_remote_objects,
+    maybe_create_object_store_from_uri,
+    validate_credentials,
 )
 
 

@@ -3,6 +3,7 @@ import torch
 import torch.distributed as tdist
 
 from composer_dist import dist
+from composer_dist.ddp import average_values, start_gather
 from composer_dist.testing import run_ranks
 
 CALLS = {
@@ -141,3 +142,42 @@ def test_every_member_is_told_that_the_sender_is_none_of_them(tmp_path):
         for src, ranks in ((2, [0, 1]), (0, [2]), (3, [0, 1, 2]))
     )
     assert results == [[of_both, True, of_all], [of_both, True, of_all], [True, of_last, of_all]]
+
+
+def collectives_in_a_group_for_gpus():
+    group = tdist.new_group(backend="cuda:gloo")  # as of a script that calls init_process_group("nccl")
+    rank = tdist.get_rank()
+    with pytest.raises(RuntimeError, match="cpu"):
+        tdist.all_reduce(torch.ones(1), group=group)
+    total, sent = torch.tensor([rank + 1.0]), torch.tensor([rank])
+    dist.all_reduce(total, group=group)
+    dist.broadcast(sent, src=1, group=group)
+    rows = start_gather([torch.tensor(rank), torch.full((2,), rank, dtype=torch.bfloat16)], group)()
+    mean = average_values({"rank": torch.tensor(float(rank))}, group)
+    gathered = torch.cat(list(dist.all_gather(torch.tensor([rank]), group=group)))
+    return total.item(), sent.item(), gathered.tolist(), [each.tolist() for each in rows], mean["rank"].item()
+
+
+def test_a_group_for_gpus_carries_tensors_on_the_cpu_too(tmp_path):
+    expected = (3.0, 1, [0, 1], [[0, 1], [[0.0, 0.0], [1.0, 1.0]]], 0.5)
+    assert run_ranks(collectives_in_a_group_for_gpus, store=tmp_path / "store") == [expected] * 2
+
+
+def gather():
+    """Gather tensors of several dtypes and shapes, which change after the start."""
+    rank = tdist.get_rank()
+    tensors = [torch.full(shape, rank + 1, dtype=dtype) for dtype in DTYPES for shape in [(), (3,), (2, 0), (1, 2)]]
+    tensors.append(torch.arange(6.0).view(2, 3).t() * (rank + 1))  # not contiguous
+    expected = [torch.stack([tensor / (rank + 1) * other for other in (1, 2)]).to(tensor.dtype) for tensor in tensors]
+    finish = start_gather(tensors)
+    for tensor in tensors:
+        tensor.zero_()
+    first, again = finish(), finish()
+    return all(map(torch.equal, first, expected)) and all(map(torch.equal, again, expected))
+
+
+DTYPES = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
+
+
+def test_start_gather_returns_each_tensor_of_each_rank(tmp_path):
+    assert run_ranks(gather, store=tmp_path / "store") == [True, True]

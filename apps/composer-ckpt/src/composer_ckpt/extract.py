@@ -18,8 +18,8 @@ from composer_checkpoint import (
     replace_pointer,
     write_atomically,
 )
-from composer_checkpoint.commit import find_leftovers, remove_leftovers
-from composer_checkpoint.remote.fetch import is_uri
+from composer_checkpoint.lock import find_leftovers, remove_leftovers
+from composer_checkpoint.stores.base import is_uri
 from composer_checkpoint.tensors import (
     StoredTensor,
     TensorSource,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from composer_checkpoint.remote.fetch import is_uri
+from composer_checkpoint.stores.base import is_uri
 from composer_checkpoint.tensors import StoredTensor
 from composer_ckpt.output import UsageError, counted, first_few, format_size
 

@@ -24,17 +24,12 @@ from composer_checkpoint import (
     verify_file,
 )
 from composer_checkpoint import verify as verify_checkpoint
-from composer_checkpoint.commit import is_of_checkpoint, refuse_existing, remove_leftovers_of
-from composer_checkpoint.remote.fetch import (
-    extract_path_from_symlink,
-    get_file,
-    is_uri,
-    maybe_create_object_store_from_uri,
-    parse_uri,
-)
+from composer_checkpoint.commit import is_of_checkpoint, refuse_existing
+from composer_checkpoint.lock import remove_leftovers_of
+from composer_checkpoint.remote.fetch import extract_path_from_symlink, get_file
 from composer_checkpoint.remote.publish import publish_checkpoint
-from composer_checkpoint.stores.base import ObjectStore, has_object
-from composer_checkpoint.stores.opening import reach
+from composer_checkpoint.stores.base import ObjectStore, has_object, is_uri, parse_uri
+from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri, reach
 from composer_checkpoint.tensors import Kind, TensorSource, as_stored, find_kind, follow_pointers, open_checkpoint
 from composer_ckpt.options import ConvertOptions
 from composer_ckpt.output import MismatchError, Result, UsageError, counted, first_few

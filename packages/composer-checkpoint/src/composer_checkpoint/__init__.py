@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from composer_checkpoint._version import __version__ as __version__
     from composer_checkpoint.async_save import AsyncSaver as AsyncSaver
     from composer_checkpoint.commit import read_pointer as read_pointer
-    from composer_checkpoint.commit import remove_leftovers as remove_leftovers
     from composer_checkpoint.commit import replace_pointer as replace_pointer
     from composer_checkpoint.commit import write_atomically as write_atomically
     from composer_checkpoint.data_position import DataPosition as DataPosition
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from composer_checkpoint.loader import load_checkpoint as load_checkpoint
     from composer_checkpoint.lock import FolderInUseError as FolderInUseError
     from composer_checkpoint.lock import FolderLock as FolderLock
+    from composer_checkpoint.lock import remove_leftovers as remove_leftovers
     from composer_checkpoint.manifest import FORMAT_VERSION as FORMAT_VERSION
     from composer_checkpoint.manifest import MANIFEST_NAME as MANIFEST_NAME
     from composer_checkpoint.manifest import FileEntry as FileEntry
@@ -119,7 +119,6 @@ __all__ = [
     "CheckpointConflictError",
     "write_atomically",
     "replace_pointer",
-    "remove_leftovers",
     "read_pointer",
     "Found",
     "Skipped",
@@ -130,6 +129,7 @@ __all__ = [
     "RetentionPolicy",
     "SavedCheckpoint",
     "choose_to_delete",
+    "remove_leftovers",
     "FolderInUseError",
     "FolderLock",
     "PartialFilePath",
@@ -170,7 +170,7 @@ __getattr__, __dir__ = lazy_face(
             "NoCheckpointError",
             "CheckpointConflictError",
         ],
-        "composer_checkpoint.commit": ["write_atomically", "replace_pointer", "remove_leftovers", "read_pointer"],
+        "composer_checkpoint.commit": ["write_atomically", "replace_pointer", "read_pointer"],
         "composer_checkpoint.save_folder": [
             "Found",
             "Skipped",
@@ -180,7 +180,7 @@ __getattr__, __dir__ = lazy_face(
             "find_conflicts",
         ],
         "composer_checkpoint.retention": ["RetentionPolicy", "SavedCheckpoint", "choose_to_delete"],
-        "composer_checkpoint.lock": ["FolderInUseError", "FolderLock"],
+        "composer_checkpoint.lock": ["remove_leftovers", "FolderInUseError", "FolderLock"],
         "composer_checkpoint.names": ["PartialFilePath", "check_filename"],
         "composer_checkpoint.remote.upload": ["RemoteUploader"],
         "composer_checkpoint.sharded": ["save_sharded", "load_sharded", "verify_folder"],

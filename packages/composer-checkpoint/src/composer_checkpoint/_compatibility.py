@@ -1,7 +1,7 @@
 """Comparison of a checkpoint with a model and its optimizers, before any weight is changed."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from logging import getLogger
 from typing import Any
 
@@ -54,20 +54,27 @@ def refuse_another_model(state: State, saved: dict[str, Any], path: str, *, stri
         )
     missing, unexpected, differing = _differences(own, names, weights, apart)
     if differing and leaves_out:
-        saved["model"] = {name: value for name, value in weights.items() if name not in differing}
-        words = len(differing), path, first_few(differing.values())
-        log.warning("%d weights of %s have another shape in the model and are left out: %s", *words)
+        _leave_out(differing, saved, path)
     elif differing or (strict and (missing or unexpected)):
         lists = (
             ("not in the checkpoint", missing),
             ("not in the model", unexpected),
             ("of another shape or kind", differing.values()),
         )
-        told = "; ".join(f"{len(names)} {what}: {first_few(names)}" for what, names in lists if names)
         raise UnfittingWeightsError(
-            f"{error}. Weights {told}. Nothing was changed. Load it into the model that it was saved "
+            f"{error}. Weights {_described(lists)}. Nothing was changed. Load it into the model that it was saved "
             f"from, or load what fits with load_weights_only=True and load_strict_model_weights=False."
         )
+
+
+def _leave_out(differing: Mapping[Any, str], saved: dict[str, Any], path: str) -> None:
+    saved["model"] = {name: value for name, value in saved["model"].items() if name not in differing}
+    words = len(differing), path, first_few(differing.values())
+    log.warning("%d weights of %s have another shape in the model and are left out: %s", *words)
+
+
+def _described(lists: Iterable[tuple[str, Collection[str]]]) -> str:
+    return "; ".join(f"{len(names)} {what}: {first_few(names)}" for what, names in lists if names)
 
 
 def _differences(
@@ -144,14 +151,7 @@ def advice_for_hugging_face(path: str) -> str:
 
 def refuse_unfitting_state(state: State, saved: Mapping[str, Any], path: str) -> None:
     """Refuse a training state with parts that would fail to load after the weights were already changed."""
-    for name in ("optimizers", "timestamp", "dataset_state"):
-        if saved.get(name) and not isinstance(saved[name], Mapping):
-            raise _misshapen(path, f"state/{name}", saved[name], "a dict")
-    algorithms: Any = saved.get("algorithms") or []
-    if not isinstance(algorithms, Mapping) and not _is_list(
-        algorithms, lambda pair: _is_list(pair) and len(pair) == 2 and isinstance(pair[0], str)
-    ):
-        raise _misshapen(path, "state/algorithms", algorithms, "a list of names with their states")
+    _refuse_other_types(saved, path)
     timestamps: Any = saved.get("timestamp") or {}
     try:
         _read_time(timestamps)
@@ -167,6 +167,17 @@ def refuse_unfitting_state(state: State, saved: Mapping[str, Any], path: str) ->
     for name, optimizer in named_optimizers(ensure_tuple(state.optimizers)):
         if optimizers.get(name) is not None and isinstance(optimizer, torch.optim.Optimizer):
             _refuse_another_optimizer(state.model, optimizer, name, optimizers[name], path)
+
+
+def _refuse_other_types(saved: Mapping[str, Any], path: str) -> None:
+    for name in ("optimizers", "timestamp", "dataset_state"):
+        if saved.get(name) and not isinstance(saved[name], Mapping):
+            raise _misshapen(path, f"state/{name}", saved[name], "a dict")
+    algorithms: Any = saved.get("algorithms") or []
+    if not isinstance(algorithms, Mapping) and not _is_list(
+        algorithms, lambda pair: _is_list(pair) and len(pair) == 2 and isinstance(pair[0], str)
+    ):
+        raise _misshapen(path, "state/algorithms", algorithms, "a list of names with their states")
 
 
 def _read_time(timestamps: Mapping[str, Any]) -> None:

@@ -28,9 +28,9 @@ from composer_checkpoint.pickles import (
     RestrictedUnpickler,
     any_state,
     check_geometry,
-    refuse_global,
     run_restricted,
     scan,
+    unknown_global,
 )
 
 # The names by which torch wrote dtypes before it had untyped storages. It still writes most dtypes in this way.
@@ -204,21 +204,10 @@ class Unknown:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
+    __setstate__ = __setitem__ = append = extend = add = __init__
+
     def __call__(self, *args: Any, **kwargs: Any) -> "Unknown":
         return self
-
-    def __setstate__(self, state: Any) -> None: ...
-
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-
-    def append(self, value: Any) -> None:
-        """Do nothing."""
-
-    def extend(self, values: Any) -> None:
-        """Do nothing."""
-
-    def add(self, value: Any) -> None:
-        """Do nothing."""
 
 
 class _InspectingUnpickler(RestrictedUnpickler):
@@ -431,7 +420,7 @@ def plain_dtype(name: Any) -> np.dtype[Any]:
         raise CorruptCheckpointError(f"an array's dtype is {shown(name)}, not a name. Load another checkpoint.")
     dtype = np.dtype(name)
     if dtype.kind not in _PLAIN_KINDS:
-        refuse_global(f"an array of {dtype}")
+        raise unknown_global(f"an array of {dtype}")
     return dtype
 
 

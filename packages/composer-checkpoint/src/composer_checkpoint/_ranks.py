@@ -142,6 +142,10 @@ class Ranks:
         mine = cast("Callable[[], A]", work if self.rank == 0 else lambda: None)
         return self.exchange(mine, lambda results: results[:1] * len(results))
 
+    def own_result_of_first(self, work: Callable[[], A]) -> A | None:
+        """Call `work` on rank 0, and return its result there and `None` elsewhere, once it is done on all ranks."""
+        return self.together(work if self.rank == 0 else lambda: None)
+
     def all(self, statement: bool) -> bool:
         """Return whether `statement` is true on every rank. Every rank must call this."""
         return bool(self.least(int(statement)))

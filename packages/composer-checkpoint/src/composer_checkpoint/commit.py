@@ -10,16 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from composer_checkpoint._durability import (
-    describe_set,
-    discard,
-    exchange,
-    is_folder,
-    make_folders,
-    rename_without_replacing,
-    sync_path,
-    sync_tree,
-)
+from composer_checkpoint import _durability as durability
 from composer_checkpoint.errors import (
     CheckpointConflictError,
     CorruptCheckpointError,
@@ -27,20 +18,11 @@ from composer_checkpoint.errors import (
     as_storage_error,
     free_bytes,
 )
-from composer_checkpoint.lock import complete_earlier_sets, find_leftovers, remove_leftovers, remove_leftovers_of
+from composer_checkpoint.lock import complete_earlier_sets
 from composer_checkpoint.names import sibling_name
 
 if TYPE_CHECKING:
     from composer_checkpoint._ranks import Ranks
-
-__all__ = [
-    "find_leftovers",
-    "read_pointer",
-    "remove_leftovers",
-    "remove_leftovers_of",
-    "replace_pointer",
-    "write_atomically",
-]
 
 _OF_CHECKPOINT = re.compile(
     r"__\d+_\d+\.distcp|\.metadata|composer_manifest\.json"
@@ -96,15 +78,15 @@ def write_atomically(
         free = free_bytes(final) if need_bytes is not None else None
         if need_bytes is not None and free is not None and free < need_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        make_folders(final.parent)
+        durability.make_folders(final.parent)
         if folder:
             temporary.mkdir()
         yield temporary
-        if keep_others and is_folder(final):
+        if keep_others and durability.is_folder(final):
             _keep_others(final, temporary)
         if not os.path.lexists(temporary):
             raise RuntimeError(f"Nothing was written to {temporary}, which was to become {final}. Write to that path.")
-        sync_tree(temporary)
+        durability.sync_tree(temporary)
         _put_in_place(temporary, final, overwrite)
 
 
@@ -128,10 +110,10 @@ def write_beside(
     """
     refuse_existing(final, overwrite)
     with _whole_or_nothing(temporary, final):
-        make_folders(final.parent)
+        durability.make_folders(final.parent)
         write(temporary)
         if is_in_set:
-            sync_path(final.parent)  # so that the record never outlasts the file
+            durability.sync_path(final.parent)  # so that the record never outlasts the file
 
 
 def put_in_place(temporary: Path, final: Path, *, overwrite: bool) -> None:
@@ -152,7 +134,7 @@ def refuse_existing(final: Path, overwrite: bool, *, folder: bool = False) -> No
     """Raise if a name is taken and may not be replaced. A file never replaces a folder, which may hold anything."""
     if not overwrite and os.path.lexists(final):
         raise _conflict(final)
-    if not folder and is_folder(final):
+    if not folder and durability.is_folder(final):
         raise CheckpointConflictError(
             f"{final} is a folder, and a file is to be written. Give the file a name of its own, or remove the folder "
             f"yourself."
@@ -167,7 +149,7 @@ def _whole_or_nothing(temporary: Path, final: Path, need_bytes: int | None = Non
     except BaseException as error:
         written = _size_bytes(temporary)
         # Deleted after its size was taken, and before the error is raised, to free a full disk.
-        discard(temporary)
+        durability.discard(temporary)
         storage_error = as_storage_error(error, final, max(need_bytes or 0, written) or None)
         if storage_error is not None:
             raise storage_error from error
@@ -195,15 +177,15 @@ def _link_or_copy(source: str | os.PathLike[str], place: str | os.PathLike[str])
 def _put_in_place(temporary: Path, final: Path, overwrite: bool) -> None:
     if not overwrite:
         try:
-            rename_without_replacing(temporary, final)
+            durability.rename_without_replacing(temporary, final)
         except FileExistsError as error:
             raise _conflict(final) from error
     elif temporary.is_dir():
         _replace_folder(temporary, final)
     else:
         os.replace(temporary, final)
-    sync_path(final.parent)
-    discard(temporary)  # after a swap, the temporary name holds the folder that was replaced
+    durability.sync_path(final.parent)
+    durability.discard(temporary)  # after a swap, the temporary name holds the folder that was replaced
 
 
 def _replace_folder(temporary: Path, final: Path) -> None:
@@ -212,8 +194,8 @@ def _replace_folder(temporary: Path, final: Path) -> None:
     for attempts_left in reversed(range(8)):
         try:
             if not os.path.lexists(final):
-                rename_without_replacing(temporary, final)
-            elif not exchange(temporary, final):
+                durability.rename_without_replacing(temporary, final)
+            elif not durability.exchange(temporary, final):
                 _move_aside_and_replace(temporary, final)
             return
         except OSError as error:
@@ -230,8 +212,8 @@ def _move_aside_and_replace(temporary: Path, final: Path) -> None:
     except BaseException:
         os.rename(aside, final)
         raise
-    sync_path(final.parent)
-    discard(aside)
+    durability.sync_path(final.parent)
+    durability.discard(aside)
 
 
 def _conflict(final: Path) -> CheckpointConflictError:
@@ -262,7 +244,7 @@ def write_on_rank_zero(
 
     with ExitStack() as undo:
         if ranks.rank == 0:
-            undo.callback(discard, temporary)
+            undo.callback(durability.discard, temporary)
         # Renamed in a separate step, so that a write that has timed out never becomes a checkpoint.
         begin = partial(write_beside, temporary, final, write, overwrite=overwrite, is_in_set=False)
         ranks.exchange(begin if ranks.rank == 0 else lambda: None, commit)
@@ -301,7 +283,7 @@ def replace_pointer(link: str | os.PathLike[str], target: str | os.PathLike[str]
     refuse_folder(link)
     temporary = sibling_name(link)
     try:
-        make_folders(link.parent)
+        durability.make_folders(link.parent)
         # Made under another name and renamed, since a link cannot be changed in place.
         text = os.path.relpath(os.path.abspath(target), link.parent)
         try:
@@ -310,9 +292,9 @@ def replace_pointer(link: str | os.PathLike[str], target: str | os.PathLike[str]
             if error.errno not in _NO_SYMLINKS:
                 raise
             temporary.write_text(text)  # raises if writing is not permitted either
-            sync_path(temporary)
+            durability.sync_path(temporary)
         os.replace(temporary, link)
-        sync_path(link.parent)
+        durability.sync_path(link.parent)
     except OSError as error:
         if os.path.lexists(temporary):
             temporary.unlink()
@@ -321,7 +303,7 @@ def replace_pointer(link: str | os.PathLike[str], target: str | os.PathLike[str]
 
 def refuse_folder(link: str | os.PathLike[str]) -> None:
     """Raise if the name of a link is that of a folder."""
-    if is_folder(Path(link)):
+    if durability.is_folder(Path(link)):
         raise CheckpointConflictError(
             f"{os.fspath(link)} is a folder, so that no link to the latest checkpoint can have this name. Move it "
             f"away, or choose another name for the link."
@@ -375,5 +357,5 @@ def record_set(files: list[tuple[Path, Path]]) -> list[Path | None]:
     complete_earlier_sets(folder, {final for final, _ in files})
     record = sibling_name(folder / files[0][0].name, "set")
     with write_atomically(record) as unfinished:
-        unfinished.write_text(describe_set(dict(files), folder))
+        unfinished.write_text(durability.describe_set(dict(files), folder))
     return [record] * len(files)

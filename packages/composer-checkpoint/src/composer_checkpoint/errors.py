@@ -105,8 +105,8 @@ def _shown_item(value: Any) -> str:
 
 def first_few(names: Iterable[object], most: int = 10) -> str:
     """Return names for a message, separated by commas, and an ellipsis if there are more."""
-    names = list(map(str, names))
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+    texts = list(map(str, names))
+    return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "")
 
 
 _ADVICE = {

@@ -13,49 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from composer_checkpoint import file_io
 from composer_checkpoint._pickle_inspection import read_legacy_pt, safe_unpickle
 from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, StorageError, first_few
-from composer_checkpoint.file_io import (
-    FINITE_BITS,
-    HASH_NAME,
-    FileReader,
-    are_finite,
-    hash_file,
-    new_hasher,
-    num_threads,
-    tensor_bytes,
-    weight_names,
-)
-from composer_checkpoint.formats.archives import (
-    INDEX_SUFFIX,
-    STATES_NAME,
-    Format,
-    check_compressor,
-    compress,
-    compressor_of,
-    final_name,
-    format_of,
-    is_packed,
-    pack_tar,
-    plain_file,
-)
+from composer_checkpoint.formats import archives, safetensors
 from composer_checkpoint.formats.pt import load_checked, load_pt, open_pt, refuse_what_is_elsewhere, save_pt, verify_pt
-from composer_checkpoint.formats.safetensors import (
-    by_text_names,
-    checked_shards,
-    in_two_shards,
-    load_safetensors,
-    open_shard,
-    plan_files,
-    read_index,
-    read_safetensors,
-    save_safetensors,
-    tied_weights,
-    verify_safetensors,
-    write_index,
-)
 from composer_checkpoint.manifest import Manifest
 from composer_checkpoint.names import is_tar
 
@@ -70,7 +34,7 @@ def save_file(
     path: _PathLike,
     *,
     info: Mapping[str, Any] | None = None,
-    hash_name: str = HASH_NAME,
+    hash_name: str = file_io.HASH_NAME,
     allow_untrusted: bool = False,
 ) -> Manifest:
     """Write a checkpoint to one file, with a manifest inside it, and flush it to the disk.
@@ -114,24 +78,24 @@ def save_file(
     """
     # All checks come before the first byte is written.
     target = os.fspath(path)
-    name = final_name(target)
-    check_compressor(name)
-    new_hasher(hash_name)  # raises if it is unknown
+    name = archives.final_name(target)
+    archives.check_compressor(name)
+    file_io.new_hasher(hash_name)  # raises if it is unknown
     notes = {"torch_version": str(torch.__version__), **(info or {})}
     try:
         if name.endswith(".safetensors"):
             refuse_what_is_elsewhere(dict(named_leaves(obj, torch.Tensor)))
-            return save_safetensors(obj, target, notes, hash_name)
-        if not is_packed(name):
+            return safetensors.save_safetensors(obj, target, notes, hash_name)
+        if not archives.is_packed(name):
             return save_pt(obj, target, notes, hash_name, allow_untrusted=allow_untrusted)
         # In the same folder, so that the temporary file is on the disk that was chosen for the checkpoint.
         with tempfile.TemporaryDirectory(prefix=".composer-", dir=Path(target).parent) as folder:
-            states = Path(folder) / STATES_NAME
+            states = Path(folder) / archives.STATES_NAME
             manifest = save_pt(obj, os.fspath(states), notes, hash_name, allow_untrusted=allow_untrusted)
             if is_tar(name):
-                pack_tar(states, target, name)
+                archives.pack_tar(states, target, name)
             else:
-                compress(states, target, compressor_of(name) or "")
+                archives.compress(states, target, archives.compressor_of(name) or "")
         return manifest
     except CheckpointError:  # some of these are OSErrors too, and already name the file
         raise
@@ -182,14 +146,14 @@ def load_file(
     """
     source = os.fspath(path)
     validate_file(source)
-    if source.endswith(INDEX_SUFFIX):
+    if source.endswith(archives.INDEX_SUFFIX):
         return load_shards(source, map_location=map_location, verify=verify, require_finite=require_finite)
     # Opened once, so that the file that is verified is the one that is loaded, even if another one replaces it.
-    with plain_file(source, max_expanded_bytes) as plain, FileReader(plain) as reader:
-        kind = format_of(reader)
+    with archives.plain_file(source, max_expanded_bytes) as plain, file_io.FileReader(plain) as reader:
+        kind = archives.format_of(reader)
         if trusted := trusted and kind != "safetensors":  # that format has no code to trust
             # The hash of an archive itself, not of its unpacked content, since the archive is what the user has.
-            digest = hash_file(reader.own_path if plain == source else source, "blake3")
+            digest = file_io.hash_file(reader.own_path if plain == source else source, "blake3")
             log.warning("%s is loaded as trusted and may run any code. Its BLAKE3 hash is %s.", source, digest)
         return _load(source, reader, kind, map_location, verify, require_finite, mmap, trusted)
 
@@ -234,12 +198,12 @@ def read_manifest(path: _PathLike) -> Manifest | None:
     Raises:
         CorruptCheckpointError: If the metadata of the tensors differs from what was written.
     """
-    if os.fspath(path).endswith(INDEX_SUFFIX):
-        return read_index(path).manifest
-    with plain_file(os.fspath(path)) as plain, FileReader(plain) as reader:
-        match format_of(reader):
+    if os.fspath(path).endswith(archives.INDEX_SUFFIX):
+        return safetensors.read_index(path).manifest
+    with archives.plain_file(os.fspath(path)) as plain, file_io.FileReader(plain) as reader:
+        match archives.format_of(reader):
             case "safetensors":
-                return read_safetensors(reader)[1]
+                return safetensors.read_safetensors(reader)[1]
             case "pt":
                 return open_pt(reader).manifest
             case _:
@@ -255,12 +219,12 @@ def verify_file(path: _PathLike) -> Manifest | None:
     Raises:
         CorruptCheckpointError: If anything differs, with the name of the tensor.
     """
-    if os.fspath(path).endswith(INDEX_SUFFIX):
+    if os.fspath(path).endswith(archives.INDEX_SUFFIX):
         return verify_shards(path)
-    with plain_file(os.fspath(path)) as plain, FileReader(plain) as reader:
-        match format_of(reader):
+    with archives.plain_file(os.fspath(path)) as plain, file_io.FileReader(plain) as reader:
+        match archives.format_of(reader):
             case "safetensors":
-                return verify_safetensors(reader)
+                return safetensors.verify_safetensors(reader)
             case "pt":
                 return verify_pt(reader)
             case "legacy pt":
@@ -272,8 +236,8 @@ def verify_file(path: _PathLike) -> Manifest | None:
 
 def _load(
     source: str,
-    reader: FileReader,
-    kind: Format,
+    reader: file_io.FileReader,
+    kind: archives.Format,
     map_location: Any,
     verify: bool,
     require_finite: bool,
@@ -284,7 +248,7 @@ def _load(
     finite: Collection[str] = ()
     match kind:
         case "safetensors":
-            obj, manifest, finite = load_safetensors(reader, map_location=map_location, verify=verify)
+            obj, manifest, finite = safetensors.load_safetensors(reader, map_location=map_location, verify=verify)
         case "pt":
             obj, manifest, finite = load_pt(
                 reader, map_location=map_location, mmap=mmap, verify=verify, trusted=trusted
@@ -315,7 +279,7 @@ def save_weights_in_shards(
     name: str = "model",
     info: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    hash_name: str = HASH_NAME,
+    hash_name: str = file_io.HASH_NAME,
 ) -> Path:
     """Write weights to `.safetensors` files of a limited size, with an index, in a folder that appears atomically.
 
@@ -352,15 +316,18 @@ def save_weights_in_shards(
         tensor([1., 1., 1., 1.])
     """
     # Names of one tensor are one part of the size of one: they stay in one file, which stores the tensor once.
-    parts = ((same, next(iter(same.values())).nbytes) for same in tied_weights(by_text_names(weights)))
-    shards = plan_files(parts, max_shard_bytes, name)
+    parts = (
+        (same, next(iter(same.values())).nbytes)
+        for same in safetensors.tied_weights(safetensors.by_text_names(weights))
+    )
+    shards = safetensors.plan_files(parts, max_shard_bytes, name)
     with write_atomically(folder, overwrite=overwrite, folder=True) as unfinished:
         manifests = {
             shard: save_file(group, unfinished / shard, info=info, hash_name=hash_name)
             for shard, group in shards.items()
         }
-        write_index(manifests, unfinished, name)
-    return Path(folder) / (name + INDEX_SUFFIX if len(shards) > 1 else next(iter(shards)))
+        safetensors.write_index(manifests, unfinished, name)
+    return Path(folder) / (name + archives.INDEX_SUFFIX if len(shards) > 1 else next(iter(shards)))
 
 
 def load_shards(
@@ -371,15 +338,15 @@ def load_shards(
     Raises:
         CheckpointError: If the index or a file is damaged or unsafe, with the name of the file.
     """
-    index = read_index(path)
+    index = safetensors.read_index(path)
     weights: dict[str, Any] = {}
     # All headers are compared before the first file is loaded.
-    for shard in checked_shards(index):
+    for shard in safetensors.checked_shards(index):
         validate_file(index.path.parent / shard)
-        with open_shard(index, shard) as reader:
+        with safetensors.open_shard(index, shard) as reader:
             loaded = _load(reader.path, reader, "safetensors", map_location, verify, require_finite)
         for name in weights.keys() & loaded.keys():  # again, now with the aliases of tensors
-            raise in_two_shards(index, name, *(each for each in index.shards if each != shard), shard)
+            raise safetensors.in_two_shards(index, name, *(each for each in index.shards if each != shard), shard)
         weights.update(loaded)
     return weights
 
@@ -393,10 +360,10 @@ def verify_shards(path: str | os.PathLike[str]) -> Manifest | None:
     Raises:
         CorruptCheckpointError: If anything differs, with the file and the tensor.
     """
-    index = read_index(path)
-    for shard in checked_shards(index):
-        with open_shard(index, shard) as reader:
-            verify_safetensors(reader)
+    index = safetensors.read_index(path)
+    for shard in safetensors.checked_shards(index):
+        with safetensors.open_shard(index, shard) as reader:
+            safetensors.verify_safetensors(reader)
     return index.manifest
 
 
@@ -406,10 +373,10 @@ _ALWAYS_FINITE = frozenset(["float4_e2m1fn_x2"])  # has neither, and torch does 
 def non_finite_weights(obj: Any, known_finite: Collection[str] = ()) -> list[str]:
     """Return the names of weights that hold NaN or an infinity, skipping those that are known to be finite."""
     tensors = dict(named_leaves(obj, torch.Tensor))
-    weights = {name: tensors[name].detach() for name in weight_names(tensors) if name not in known_finite}
+    weights = {name: tensors[name].detach() for name in file_io.weight_names(tensors) if name not in known_finite}
     if not weights:
         return []
-    with ThreadPoolExecutor(num_threads(), thread_name_prefix="finite") as pool:
+    with ThreadPoolExecutor(file_io.num_threads(), thread_name_prefix="finite") as pool:
         finite = pool.map(_is_finite, weights.values())
         return [name for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
 
@@ -424,10 +391,10 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype in _ALWAYS_FINITE:
         return True
-    if tensor.device.type != "cpu" or dtype not in FINITE_BITS:
+    if tensor.device.type != "cpu" or dtype not in file_io.FINITE_BITS:
         # Only 8-bit types, for which not every device has this: a large float64 is infinite in float32.
         return bool(torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor).all())
-    return are_finite(tensor_bytes(tensor), dtype)
+    return file_io.are_finite(file_io.tensor_bytes(tensor), dtype)
 
 
 VALIDATION_VARIABLE = "CHECKPOINT_VALIDATION_FUNCTION"

@@ -13,17 +13,9 @@ from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from composer_checkpoint._durability import (
-    complete_set,
-    discard,
-    finals_of,
-    make_folders,
-    rename_without_replacing,
-    temporaries_of,
-)
+from composer_checkpoint import _durability as durability
 from composer_checkpoint.errors import StorageError, as_storage_error
 from composer_checkpoint.names import UNFINISHED, WRITER_PATTERN, is_alive, this_writer
 
@@ -104,9 +96,7 @@ class FolderLock:
     def __enter__(self) -> "FolderLock":
         return self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -128,7 +118,7 @@ _guard = threading.Lock()
 
 
 def _take(folder: Path) -> _Hold:
-    make_folders(folder)
+    durability.make_folders(folder)
     status = folder.stat()
     key = (status.st_dev, status.st_ino)  # not the path, since several paths may lead to the folder
     with _guard:
@@ -321,18 +311,18 @@ def find_leftovers(folder: str | os.PathLike[str], *, locked: bool = False) -> l
 def complete_sets(folder: str | os.PathLike[str], *, locked: bool = False) -> None:
     """Rename the complete per-rank files of killed writers to their final names."""
     for path in _left_sets(folder, locked):
-        complete_set(path)
+        durability.complete_set(path)
 
 
 def complete_earlier_sets(folder: Path, finals: Set[Path]) -> None:
     """Rename files that earlier saves left under temporary names, including saves of this process."""
     for path in sorted(folder.iterdir()):
         found = UNFINISHED.fullmatch(path.name)
-        if found is None or found["kind"] != "set" or not finals & finals_of(path):
+        if found is None or found["kind"] != "set" or not finals & durability.finals_of(path):
             continue
         # Also those of unknown writers on other machines: left alone, their record could later replace newer files.
         if found["writer"] == this_writer() or not is_alive(found["writer"]):
-            complete_set(path)
+            durability.complete_set(path)
 
 
 def _unfinished_in(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, re.Match[str]]]:
@@ -355,7 +345,9 @@ def _left_sets(folder: str | os.PathLike[str], locked: bool) -> list[Path]:
 def _left_in(folder: str | os.PathLike[str], locked: bool) -> list[tuple[Path, re.Match[str]]]:
     left = list(_unfinished_in(folder))
     # A record of a writer that may be alive still needs its temporary files.
-    needed = {temporary for path, found in left if found["kind"] == "set" for temporary in temporaries_of(path)}
+    needed = {
+        temporary for path, found in left if found["kind"] == "set" for temporary in durability.temporaries_of(path)
+    }
     return [
         (path, found)
         for path, found in left
@@ -371,10 +363,10 @@ def _remove(left: list[tuple[Path, re.Match[str]]]) -> list[Path]:
         if found["kind"] == "old" and not os.path.lexists(home):
             # If the name was taken meanwhile, the old folder is removed like other leftovers.
             with suppress(FileExistsError):
-                rename_without_replacing(path, home)
+                durability.rename_without_replacing(path, home)
                 log.warning("Put %s back: its writer was killed while replacing it.", home)
                 continue
-        if discard(path):
+        if durability.discard(path):
             removed.append(path)
             log.warning("Removed %s, which a killed writer had left unfinished.", path)
     return removed

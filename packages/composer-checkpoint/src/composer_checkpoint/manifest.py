@@ -194,14 +194,14 @@ def seal(file: Readable, layout: ZipLayout) -> bytes:
     return b"composer blake3 " + hasher.hexdigest().encode()
 
 
-def check_seal(file: Readable, layout: ZipLayout) -> Manifest | None:
+def read_sealed(file: Readable, layout: ZipLayout) -> Manifest | None:
     """Verify the seal of a file and return the manifest, or `None` if the file has neither."""
     member = layout.members.get(MANIFEST_NAME)
-    is_sealed = _SEAL.fullmatch(layout.comment) is not None
-    if member is None and not is_sealed:
+    has_seal = _SEAL.fullmatch(layout.comment) is not None
+    if member is None and not has_seal:
         return None
     # With only one of the two, the other was removed or damaged, so the file cannot be trusted.
-    if member is None or not is_sealed:
+    if member is None or not has_seal:
         missing = "the manifest among its members" if member is None else "the seal at its end"
         raise CorruptCheckpointError(
             f"the file was written with a manifest and a seal, and {missing} is missing or damaged. "
@@ -238,12 +238,9 @@ def sealed(manifest: Manifest) -> Manifest:
     return replace(plain, info={**plain.info, _KEY: _hash(plain)})
 
 
-def check_sharded_seal(manifest: Manifest, where: str) -> None:
-    """Compare a manifest with its own hash."""
-    if manifest.info.get(_KEY) != _hash(manifest):
-        raise CorruptCheckpointError(
-            f"{where} is not what was written: its hash differs from the one that it contains. Load another checkpoint."
-        )
+def is_sealed(manifest: Manifest) -> bool:
+    """Return whether a manifest has the hash that it contains."""
+    return manifest.info.get(_KEY) == _hash(manifest)
 
 
 def _hash(manifest: Manifest) -> str:

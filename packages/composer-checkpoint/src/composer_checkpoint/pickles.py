@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from itertools import islice
 from numbers import Number
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
-from composer_checkpoint.errors import CorruptCheckpointError, UnsafeCheckpointError, shown
+from composer_checkpoint.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError, shown
 
 # Arguments that a call copies: one element takes at least one byte of the pickle.
 _COPIED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, deque)
@@ -127,7 +127,7 @@ def _end_of_argument(data: bytes | memoryview, position: int, code: int, start: 
         match = _GLOBAL_NAME.match(data, position)
         end = match.end() if match else len(data) + 1
     else:
-        _refuse_instruction(data, position, start)
+        raise _unknown_instruction(data, position, start)
     if end > len(data):
         raise CorruptCheckpointError(
             f"a pickle's instruction at byte {position - start} extends beyond the pickle. Load another checkpoint."
@@ -141,27 +141,27 @@ _INSTRUCTIONS = {opcode.code: opcode for opcode in pickletools.opcodes}
 _INST_NAME = re.compile(rb"i([^\n]{0,400})\n([^\n]{0,400})\n")
 
 
-def _refuse_instruction(data: bytes | memoryview, position: int, start: int) -> NoReturn:
+def _unknown_instruction(data: bytes | memoryview, position: int, start: int) -> CheckpointError:
     opcode = _INSTRUCTIONS.get(chr(data[position]))
     # Not an instruction of any protocol, so the file is more likely damaged than hostile.
     if opcode is None:
-        raise CorruptCheckpointError(
+        return CorruptCheckpointError(
             f"a pickle has {data[position]:#04x} at byte {position - start}, which is not an instruction. "
             f"Load another checkpoint."
         )
     if data[position] in _FIXED_LENGTH_CODES:  # the pattern has matched those that are complete
-        raise CorruptCheckpointError(f"a pickle breaks off at its byte {position - start}. Load another checkpoint.")
+        return CorruptCheckpointError(f"a pickle breaks off at its byte {position - start}. Load another checkpoint.")
     match = _INST_NAME.match(data, position)
     wanted = "" if match is None else f", to call {b'.'.join(match.groups()).decode(errors='replace')}"
-    raise UnsafeCheckpointError(
+    return UnsafeCheckpointError(
         f"a pickle uses the instruction {opcode.name} at byte {position - start}{wanted}. Checkpoints do not need it, "
         f"so nothing was run. Load a file that torch.save or this package wrote."
     )
 
 
-def refuse_global(name: str) -> NoReturn:
-    """Raise the error for a global that is not on the allowlist."""
-    raise UnsafeCheckpointError(
+def unknown_global(name: str) -> UnsafeCheckpointError:
+    """Return the error for a global that is not on the allowlist."""
+    return UnsafeCheckpointError(
         f"the file asks for {name} (global not in allowlist), which is refused; nothing of the file was run. If you "
         f"trust who wrote it, load it with trusted=True (Trainer(load_trusted=True), composer-ckpt convert --trust) "
         f"and save it again."
@@ -328,7 +328,7 @@ class RestrictedUnpickler(_PythonUnpickler):
 
     def find_unknown(self, name: str) -> Any:
         """Refuse a name that is missing from the table."""
-        refuse_global(name)
+        raise unknown_global(name)
 
     def persistent_load(self, pid: Any, /) -> Any:
         """Refuse references to objects outside the pickle."""

@@ -46,7 +46,7 @@ from composer_checkpoint.sharded._storage import fetch_once_per_node, open_sourc
 from composer_checkpoint.sharded.load import check_sharded
 from composer_checkpoint.sharded.reader import read_manifest as read_sharded_manifest
 from composer_checkpoint.state import Layout, empty_content, layout_of, other_number_of_ranks, own_file
-from composer_checkpoint.stores.base import ObjectStore
+from composer_checkpoint.stores.base import ObjectStore, read_object
 from composer_checkpoint.stores.opening import list_if_allowed
 from composer_checkpoint.verify import verify
 from composer_dist import dist
@@ -138,16 +138,7 @@ def _stores(saver: CheckpointSaver, logger: Logger) -> list[Any]:
 def _in_folder(saver: CheckpointSaver, state: State, layout: Layout) -> tuple[list[_Candidate], list[str]]:
     """Return the candidates in the saver's folder, newest first, and those that cannot be used, with the reason."""
     folder = format_name_with_dist(saver.folder, state.run_name)
-    try:
-        os.listdir(folder)  # `glob` does not raise, so an unreadable folder would look empty
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        raise StorageError(
-            error.errno,
-            f"save_folder={folder!r} cannot be looked through for checkpoints: {error.strerror or error}. Check the "
-            f"disk and the permissions, or choose another folder",
-        ) from error
+    _refuse_unreadable(folder)  # `glob` does not raise, so an unreadable folder would look empty
     if layout is Layout.LOCAL and os.path.isdir(folder):
         # A save that was killed while renaming would look like files of several saves.
         complete_interrupted_sets(folder)
@@ -168,6 +159,19 @@ def _in_folder(saver: CheckpointSaver, state: State, layout: Layout) -> tuple[li
     names = [_Candidate(name_of(one.path), str(target) if one.path in later else None) for one in found]
     # Dangling links do not count.
     return names, [f"{skip.path} ({skip.reason})" for skip in skipped if skip.path.exists()]
+
+
+def _refuse_unreadable(folder: str) -> None:
+    try:
+        os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise StorageError(
+            error.errno,
+            f"save_folder={folder!r} cannot be looked through for checkpoints: {error.strerror or error}. Check the "
+            f"disk and the permissions, or choose another folder",
+        ) from error
 
 
 def _as_glob(template: str, state: State) -> str:
@@ -200,13 +204,7 @@ def _in_store(store: Any, saver: CheckpointSaver, state: State) -> tuple[list[_C
     template = partial_format(template, run_name=state.run_name)
     if layout is Layout.MONOLITHIC:
         template = partial_format(template, rank=0, local_rank=0, node_rank=0)
-    places = {name for name in (pointed,) if name is not None}  # the listing may be outdated
-    if isinstance(store, ObjectStore):
-        objects = list_if_allowed(store, literal_prefix(template))
-        # Also folders of unfinished saves, so that skipping them is logged.
-        places.update(map(posixpath.dirname, objects) if layout is Layout.SHARDED else objects)
-    found = {name: numbers for name in places if (numbers := numbers_in_name(name, template))}
-    times = {name: [numbers.get(unit, 0) for unit in _ORDER] for name, numbers in found.items()}
+    times = _times_in(store, template, pointed, layout)
     names = sorted(times, key=times.__getitem__, reverse=True)
     num_later = sum(times[name] > times[pointed] for name in names) if pointed in times else 0
     # The pointer's target must come right after the later names, which are compared with it.
@@ -218,6 +216,16 @@ def _in_store(store: Any, saver: CheckpointSaver, state: State) -> tuple[list[_C
     later = dict.fromkeys(names[:num_later], names[num_later] if num_later else None)
     # Per-rank files share a name, and the target may be listed twice.
     return [_Candidate(name, later.get(name)) for name in dict.fromkeys(names)], []
+
+
+def _times_in(store: Any, template: str, pointed: str | None, layout: Layout) -> dict[str, list[int]]:
+    names = {name for name in (pointed,) if name is not None}  # the listing may be outdated
+    if isinstance(store, ObjectStore):
+        objects = list_if_allowed(store, literal_prefix(template))
+        # Also folders of unfinished saves, so that skipping them is logged.
+        names.update(map(posixpath.dirname, objects) if layout is Layout.SHARDED else objects)
+    found = {name: numbers for name in names if (numbers := numbers_in_name(name, template))}
+    return {name: [numbers.get(unit, 0) for unit in _ORDER] for name, numbers in found.items()}
 
 
 def _pointed_to(store: Any, pointer: str) -> str | None:
@@ -253,12 +261,8 @@ def _fetch(
             reason = Ranks().from_first(partial(_abandoned, candidate, path, store, layout))
             problems[0] = None if reason is None else (False, True, reason)
         if not any(problems):
-            has_it = dist.all_gather_object(os.path.exists(own_file(path))) if is_here else ()
-            if missing := [rank for rank, has in enumerate(has_it) if not has]:
-                raise RuntimeError(
-                    f"autoresume found {own_file(path)} on rank 0, and ranks {missing} do not see it. Save to a disk "
-                    f"that all nodes share, or to a store."
-                )
+            if is_here:
+                _refuse_unseen(own_file(path))
             fetched.push(attempt.pop_all())  # keeps the download until the caller has loaded it
             return path
     rank = next(rank for rank, problem in enumerate(problems) if problem is not None)
@@ -268,6 +272,15 @@ def _fetch(
     if not is_absent and (is_here or not is_unfinished):
         unusable.append(f"{name} ({reason})")
     return None
+
+
+def _refuse_unseen(path: str) -> None:
+    """Raise on all ranks if any of them does not have a file of the folder."""
+    if missing := [rank for rank, sees in enumerate(dist.all_gather_object(os.path.exists(path))) if not sees]:
+        raise RuntimeError(
+            f"autoresume found {path} on rank 0, and ranks {missing} do not see it. Save to a disk that all nodes "
+            f"share, or to a store."
+        )
 
 
 def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> str | None:
@@ -291,11 +304,9 @@ def _abandoned(candidate: _Candidate, path: str, store: Any, layout: Layout) -> 
 def _manifest_in(store: Any, name: str, layout: Layout) -> Manifest | None:
     if store is None:
         return manifest_of(Path(own_file(name)))
+    if layout is Layout.SHARDED:
+        return Manifest.from_json(read_object(store, f"{name}/{MANIFEST_NAME}"))
     with tempfile.TemporaryDirectory(prefix="composer-resume-") as folder:
-        if layout is Layout.SHARDED:
-            place = os.path.join(folder, MANIFEST_NAME)
-            store.download_object(f"{name}/{MANIFEST_NAME}", place)
-            return Manifest.from_json(Path(place).read_bytes())
         name = own_file(name)
         place = os.path.join(folder, posixpath.basename(name))
         get_file(name, place, store, overwrite=True, progress_bar=False)

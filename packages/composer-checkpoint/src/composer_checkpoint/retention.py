@@ -4,7 +4,6 @@ import math
 import os
 import posixpath
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -19,7 +18,7 @@ from composer_checkpoint.errors import CheckpointError, shown
 from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, SIDECAR_SUFFIX, Manifest
 from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.save_folder import is_name_of, manifest_of
-from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, has_object, retry
+from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, has_object, read_object, retry
 from composer_checkpoint.stores.opening import list_if_allowed
 from composer_events.arguments import to_time
 from composer_events.metric_entries import by_entry, higher_is_better, metric_with, refuse_several
@@ -486,11 +485,10 @@ def delete_checkpoint(store: ObjectStore, name: str) -> None:
     """
     again = retry(ObjectStoreTransientError, _ATTEMPTS)
     listed: set[str] = set()
-    with tempfile.TemporaryDirectory() as folder, suppress(FileNotFoundError):
-        copy = Path(folder, "manifest")
-        again(store.download_object)(f"{name}/{MANIFEST_NAME}", copy)
+    with suppress(FileNotFoundError):
+        manifest = Manifest.from_json(again(read_object)(store, f"{name}/{MANIFEST_NAME}"))
         # Only plain names: the manifest comes from the store, and must not lead out of the folder.
-        listed = {part for part in Manifest.from_json(copy.read_bytes()).files if posixpath.basename(part) == part}
+        listed = {part for part in manifest.files if posixpath.basename(part) == part}
     # Shards are also found by their names, since an interrupted deletion has left them without a manifest.
     shards = {posixpath.basename(part) for part in list_if_allowed(store, f"{name}/")}
     parts = (listed | {part for part in shards if _SHARD.fullmatch(part)}) - {MANIFEST_NAME, METADATA_NAME}

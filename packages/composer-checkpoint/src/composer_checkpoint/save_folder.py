@@ -13,7 +13,7 @@ from string import Formatter
 from typing import Any
 
 from composer_checkpoint._ranks import Ranks
-from composer_checkpoint.commit import read_pointer, refuse_folder, remove_leftovers
+from composer_checkpoint.commit import read_pointer, refuse_folder
 from composer_checkpoint.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -21,7 +21,7 @@ from composer_checkpoint.errors import (
     StorageError,
     first_few,
 )
-from composer_checkpoint.lock import LOCK_NAME, FolderLock
+from composer_checkpoint.lock import LOCK_NAME, FolderLock, remove_leftovers
 from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, SIDECAR_SUFFIX, Manifest
 from composer_checkpoint.names import PartialFilePath, is_unfinished, placeholders
 from composer_checkpoint.stores.base import ObjectStore

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from functools import cache
+from importlib.metadata import version
 from logging import getLogger
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint._tree import encode, map_tree, named_leaves, unflatten
-from composer_checkpoint._version import __version__
 from composer_checkpoint.commit import write_on_rank_zero
 from composer_checkpoint.files import save_file
 from composer_checkpoint.formats.pt import refuse_unsafe_objects
@@ -36,6 +36,7 @@ from composer_events.state import State
 
 log = getLogger(__name__)
 
+_VERSION = version("composer-checkpoint")
 DEFAULT_PREFIX_DIR = "ep{epoch}-ba{batch}"
 TRAIN_DATA_KEY = "train_data"
 """In a checkpoint's `metadata`: the number of samples in the dataset, and the seed of its order."""
@@ -176,7 +177,7 @@ def _open(part: Any) -> Any:
 def describe(state: State, *, weights_only: bool = False) -> dict[str, Any]:
     """Return the information about a checkpoint for its manifest."""
     return {
-        "composer_checkpoint_version": __version__,
+        "composer_checkpoint_version": _VERSION,
         "run_name": state.run_name,
         "timestamp": {name: int(getattr(state.timestamp, name)) for name in _COUNTERS},
         "world_size": dist.get_world_size(),
@@ -249,8 +250,6 @@ def write(
     planner: SavePlanner | None = None,
 ) -> str | None:
     """Write collected content, and return the path on the ranks that wrote. Every rank must call this."""
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # returns memory that training has cached, which saving may need
     match layout:
         case Layout.SHARDED:
             from composer_checkpoint.sharded import save_sharded

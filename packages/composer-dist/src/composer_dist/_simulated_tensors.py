@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ class _Tensor(Tensor):
 
     on_host: Tensor
     allocation: object  # frees the memory when it is deleted
+    is_scalar = False  # what `x[mask] = 0` puts, before torch 2.15
 
     @staticmethod
     def __new__(cls, on_host: Tensor) -> "_Tensor":
@@ -138,7 +139,9 @@ class Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(each is not Tensor and not issubclass(each, _Tensor) for each in types):
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs)  # PyTorch only infers a shape
+        if any(each.__torch_dispatch__ not in _DISPATCHES for each in types):
             return NotImplemented  # to a DTensor, which comes back with its local tensors
         pins = kwargs.get("pin_memory") or func in (_aten.is_pinned.default, _aten._pin_memory.default)
         has_tensors = any(isinstance(leaf, _Tensor) for leaf in _leaves(args, kwargs))
@@ -148,6 +151,7 @@ class Mode(TorchDispatchMode):
 
 
 _aten = torch.ops.aten
+_DISPATCHES = (Tensor.__torch_dispatch__, _Tensor.__torch_dispatch__)
 _READS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 _INDEXES = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
@@ -204,7 +208,10 @@ def _compute(runtime: "Runtime", func: Any, args: Any, kwargs: Any) -> Any:
     if is_pinned:
         return _mark_pinned(result)
     known = {id(tensor.on_host): tensor for tensor in on_device}
-    return tree_map(lambda leaf: _wrap(leaf, known) if stays else known.get(id(leaf), leaf), result)
+    result = tree_map(lambda leaf: _wrap(leaf, known) if stays else known.get(id(leaf), leaf), result)
+    if stays and func is _aten.scalar_tensor.default:
+        result.is_scalar = True
+    return result
 
 
 def _communicate(args: Any, result: Any) -> Any:
@@ -228,7 +235,10 @@ def _wrap(leaf: Any, known: dict[int, _Tensor]) -> Any:
     """Return the tensor of the device for one of the CPU, which is the same one after an operation in place."""
     if not isinstance(leaf, Tensor) or isinstance(leaf, _Tensor):
         return leaf
-    return known[id(leaf)] if id(leaf) in known else _Tensor(leaf)
+    if id(leaf) in known:
+        return known[id(leaf)]
+    is_on_its_way = type(leaf).__name__ == "AsyncCollectiveTensor"  # from a collective of DTensor
+    return _Tensor(cast(Any, leaf).wait() if is_on_its_way else leaf)
 
 
 def _call(runtime: "Runtime | None", func: Any, args: Any, kwargs: Any) -> Any:
@@ -278,7 +288,7 @@ def _waits(func: Any, args: Any) -> bool:
     if func in _INDEXES:
         masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
         # A scalar of the host is put by `masked_fill`, without `nonzero`.
-        fills = len(args) > 2 and args[2].numel() == 1 and not isinstance(args[2], _Tensor)
+        fills = len(args) > 2 and args[2].numel() == 1 and getattr(args[2], "is_scalar", True)
         return bool(masks) and not fills
     return not _READS_VALUES.isdisjoint(func.tags)
 

@@ -29,6 +29,7 @@ __all__ = [
     "all_gather_object_list_hpu",
     "cpu_group",
     "gather_objects",
+    "group_for",
     "send_objects",
 ]
 
@@ -75,7 +76,7 @@ def all_reduce(tensor: torch.Tensor, reduce_operation: str = "SUM", group: "Proc
             f"reduce_operation={reduce_operation!r} is not a reduction. Use one of {', '.join(_REDUCE_OPERATIONS)}."
         )
     if not _is_alone(group):
-        tdist.all_reduce(tensor, op=getattr(tdist.ReduceOp, operation), group=group)
+        tdist.all_reduce(tensor, op=getattr(tdist.ReduceOp, operation), group=group_for(tensor, group))
 
 
 def broadcast(tensor: torch.Tensor, src: int, group: "ProcessGroup | None" = None) -> None:
@@ -85,7 +86,7 @@ def broadcast(tensor: torch.Tensor, src: int, group: "ProcessGroup | None" = Non
         RuntimeError: If several processes were started without a process group.
     """
     if not _is_alone(group):
-        tdist.broadcast(tensor, src=src, group=group)
+        tdist.broadcast(tensor, src=src, group=group_for(tensor, group))
 
 
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: "ProcessGroup | None" = None) -> None:
@@ -129,7 +130,7 @@ def all_gather(tensor: torch.Tensor, group: "ProcessGroup | None" = None) -> Seq
         return [tensor]
     size = tdist.get_world_size(group)
     gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(size)]
-    tdist.all_gather(gathered, tensor.contiguous(), group=group)  # NCCL rejects other layouts
+    tdist.all_gather(gathered, tensor.contiguous(), group=group_for(tensor, group))  # NCCL rejects other layouts
     return gathered
 
 
@@ -208,6 +209,11 @@ def send_objects(object_list: list[Any], src: int, group: "ProcessGroup | None")
 def _view(buffer: bytearray) -> torch.Tensor:
     """Return a tensor that shares the buffer's memory."""
     return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def group_for(tensor: torch.Tensor, group: "ProcessGroup | None") -> "ProcessGroup | None":
+    """Return a group that carries the tensor: a script may have made one for GPUs only."""
+    return cpu_group(group) if tensor.is_cpu else group
 
 
 def cpu_group(group: "ProcessGroup | None") -> "ProcessGroup | None":

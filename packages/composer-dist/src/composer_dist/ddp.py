@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from composer_dist.collectives import cpu_group
+from composer_dist.collectives import cpu_group, group_for
 from composer_dist.devices import Device
 from composer_dist.strategy import SingleDevice, TNumber
 from composer_dist.wrapping import unwrap_model
@@ -322,7 +322,7 @@ def average_gradients(
     """Replace each gradient by its mean over the ranks, in place. Every rank of the group must call this.
 
     A missing gradient counts as zero and is replaced by the mean; if it is missing on every rank, it stays missing.
-    Only a rank with missing gradients synchronizes with its device.
+    Only a rank with missing gradients synchronizes with its device, once per bucket.
 
     Args:
         parameters: The same parameters in the same order on every rank. Those without `requires_grad` are skipped.
@@ -349,7 +349,7 @@ def average_values(values: Mapping[str, torch.Tensor], group: "ProcessGroup | No
     flat = torch.cat([values[name].detach().reshape(-1) for name in names])
     # Divided before the sum, and in float32 at least, so that half precision cannot overflow.
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32)).div(tdist.get_world_size(group))
-    tdist.all_reduce(flat, group=group)
+    tdist.all_reduce(flat, group=group_for(flat, group))
     parts = flat.split([values[name].numel() for name in names])
     means = {
         name: part.view(values[name].shape).to(values[name].dtype) for name, part in zip(names, parts, strict=True)
@@ -370,7 +370,7 @@ def broadcast_tensors(
     """
     for bucket in _buckets(tensors, bucket_bytes):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        tdist.broadcast(flat, group_src=0, group=group)
+        tdist.broadcast(flat, group_src=0, group=group_for(flat, group))
         for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
@@ -430,7 +430,7 @@ def start_gather(
         sizes = [part.numel() for part in parts]
         flat = torch.cat([*parts, parts[0].new_empty(-sum(sizes) % _ALIGNMENT)])
         whole = flat.new_empty(tdist.get_world_size(group) * flat.numel())
-        own_group = cpu_group(group) if device.type == "cpu" else group
+        own_group = group_for(flat, group)
         works.append(tdist.all_gather_into_tensor(whole, flat, group=own_group, async_op=True))
         rows = whole.view(-1, flat.numel())[:, : sum(sizes)]
         for place, columns in zip(places, rows.split(sizes, dim=1), strict=True):
@@ -482,8 +482,10 @@ def _average_bucket(bucket: list[torch.Tensor], group: "ProcessGroup | None") ->
             view.copy_(parameter.grad)
     flat.div_(tdist.get_world_size(group))  # before the sum, which could overflow in float16
     tdist.all_reduce(flat, group=group)
-    for index, (parameter, view) in enumerate(zip(bucket, views, strict=True)):
+    # Read from the device at once, and only where a gradient is missing.
+    counts = is_used.tolist() if any(parameter.grad is None for parameter in bucket) else [0.0] * len(bucket)
+    for parameter, view, count in zip(bucket, views, counts, strict=True):
         if parameter.grad is not None:
             parameter.grad.copy_(view)
-        elif is_used[index] > 0:  # reads a value from the device, but only where a gradient is missing
+        elif count > 0:
             parameter.grad = view.clone()

@@ -113,9 +113,11 @@ class DeepSpeed:
         both.
 
         Raises:
-            ValueError: Unless there is exactly one optimizer, which does not evaluate the loss itself.
+            ValueError: Unless there is exactly one optimizer, which does not evaluate the loss itself and does not need
+                shapes of parameters that the engine flattens.
         """
         optimizer = _the_one(optimizers)
+        self._check_shapes_are_kept(optimizer)
         deepspeed = _start(self.device)
         # Recorded now, since the engine flattens the parameters.
         self._parameters = [list(group["params"]) for group in optimizer.param_groups]
@@ -128,6 +130,16 @@ class DeepSpeed:
             self._unused = UnusedParameters(self._engine, [each for group in self._parameters for each in group])
         _destroy_group_at_exit()
         return self._engine, [wrapped]
+
+    def _check_shapes_are_kept(self, optimizer: Optimizer) -> None:
+        stage = self._config.get("zero_optimization", {}).get("stage", 0)
+        half = [name for name in ("fp16", "bf16") if self._config.get(name, {}).get("enabled", False)]
+        if (stage or half) and getattr(optimizer, "uses_matrix_shapes", False):
+            raise ValueError(
+                f"{type(optimizer).__name__} needs the parameters as matrices, and DeepSpeed gives the optimizer flat "
+                f"parts of all of them (ZeRO stage {stage}{f', {half[0]}' if half else ''}). Train with "
+                "parallelism_config={'fsdp2': {}} instead of DeepSpeed, or use AdamW."
+            )
 
     def prepare_batch(self, batch: Any) -> Any:
         """Return the batch with its float32 tensors in the engine's dtype."""

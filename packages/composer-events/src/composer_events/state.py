@@ -357,7 +357,9 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         return Time(self.timestamp.get(unit).value / length, TimeUnit.DURATION)
 
     def stop_training(self, *, resumable: bool = False) -> None:
-        """Stop training after the current batch; its events and evaluations still take place.
+        """Stop training after the current batch, or with several ranks after the next one, on all ranks alike.
+
+        The events and evaluations of that batch still take place.
 
         Checkpoints store the stop: `stopped_duration` is the `max_duration` that was not reached.
 

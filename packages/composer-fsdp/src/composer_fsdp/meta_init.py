@@ -6,7 +6,6 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-import torch.distributed as tdist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -93,7 +92,7 @@ def take_rank_zero_state(model: nn.Module, state: dict[str, torch.Tensor], devic
     persistent = set(model.state_dict())
     for name, buffer in model.named_buffers():
         if name not in persistent:  # caches that no state dict has, such as rotary frequencies
-            tdist.broadcast(buffer, src=0)
+            dist.broadcast(buffer, src=0)
 
 
 def initialize(model: nn.Module, device: torch.device, default: Callable[[nn.Module], None] | None = None) -> None:

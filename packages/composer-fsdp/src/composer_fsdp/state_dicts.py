@@ -136,6 +136,9 @@ def check_optimizers(
         # Composer's texts.
         needs_all = [("use_orig_params=False", " with FSDP")] if not use_orig_params else []
         for setting, where in [*needs_all, *([("tensor parallelism", "")] if splits_tensors else [])]:
+            # Needs groups by the roles of parameters, and handles all placements.
+            if getattr(optimizer, "uses_matrix_shapes", False):
+                continue
             if len(optimizer.param_groups) > 1:
                 raise RuntimeError(
                     f"Multiple optimizer groups{where} are not supported with {setting}. Give one group."

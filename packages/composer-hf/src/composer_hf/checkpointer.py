@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_checkpoint import CheckpointConflictError, PartialFilePath, RemoteUploader
 from composer_checkpoint.names import OF_FOLDER, OF_SAVE
-from composer_checkpoint.remote.fetch import is_uri, parse_uri
+from composer_checkpoint.stores.base import is_uri, parse_uri
 from composer_checkpoint.tensors import as_stored
 from composer_dist import dist
 from composer_dist.wrapping import unwrap_model

@@ -69,8 +69,9 @@ class Exchange:
         stages: The stages, outermost first.
         shapes: The whole shape of each tensor.
         compute: Called with positions in the list and the whole tensors; returns a result of the same shape for each,
-            and a vector for each, or no vectors. Vectors go to all ranks, and have as many elements as the tensor's
-            first dim.
+            and a vector for each, or no vectors.
+        vector_dtype: Dtype of the vectors, if there are any. Vectors have as many elements as the first dim of the
+            whole tensor, and go to all ranks.
     """
 
     def __init__(
@@ -79,12 +80,12 @@ class Exchange:
         shapes: Sequence[Shape],
         compute: Callable[[list[int], list[Tensor]], tuple[list[Tensor], list[Tensor]]],
         *,
-        has_vectors: bool,
+        vector_dtype: torch.dtype | None = None,
     ) -> None:
         self._stages = stages
         self._shapes = shapes
         self._compute = compute
-        self._has_vectors = has_vectors
+        self._vector_dtype = vector_dtype
         # The shape of each tensor after the ranks of a stage have put their chunks together.
         self._gathered = [_shapes_after(shape, stages) for shape in shapes]
         # Of a Newton-Schulz iteration on a matrix of `rows` and `columns`, up to a factor.
@@ -113,9 +114,9 @@ class Exchange:
             wholes = _gather(tensors, shapes, owners, stage, stage.dim)
             results, vectors = self._run(owned, wholes, depth + 1)
             results = _scatter(results, shapes, owners, stage, stage.dim, tensors[0])
-        if self._has_vectors:
+        if self._vector_dtype is not None:
             lengths = [(self._shapes[position][0],) for position in positions]
-            like = tensors[0].new_empty(0, dtype=torch.float32)
+            like = tensors[0].new_empty(0, dtype=self._vector_dtype)
             vectors = _share(vectors, lengths, owners, stage, like)
         return results, vectors
 

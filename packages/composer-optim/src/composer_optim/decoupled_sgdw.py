@@ -81,33 +81,36 @@ class DecoupledSGDW(Decoupled, SGD):
         """
         loss = evaluate(closure)
         for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            grads: list[Any] = [param.grad for param in params]
-            has_momentum, fused = group["momentum"] != 0, self._uses_fused(group)
-            scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            if fused and any(grad.is_sparse for grad in grads):  # their kernels neither unscale nor skip on the device
-                if found_inf is not None and found_inf.item():
-                    continue
-                grads = grads if scale is None else [grad / scale for grad in grads]
-                fused, scale, found_inf = False, None, None
-            elif fused:
-                grads = fit_for_fused(params, grads, [self.state[p] for p in params] if has_momentum else [])
-            # From `state` into a list and back below: PyTorch's functional form creates missing buffers in the list.
-            buffers = [self.state[param].get("momentum_buffer") for param in params] if has_momentum else []
-            self.sgdw(
-                params,
-                grads,
-                buffers,
-                initial_lr=get_initial_lr(group),
-                grad_scale=scale,
-                found_inf=found_inf,
-                fused=fused,
-                **{name: group[name] for name in _OPTIONS},
-            )
-            if has_momentum:
-                for param, buffer in zip(params, buffers, strict=True):
-                    self.state[param]["momentum_buffer"] = buffer
+            self._step_group(group)
         return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        params = [param for param in group["params"] if param.grad is not None]
+        grads: list[Any] = [param.grad for param in params]
+        has_momentum, fused = group["momentum"] != 0, self._uses_fused(group) or group["fused"]
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if fused and any(grad.is_sparse for grad in grads):  # their kernels neither unscale nor skip on the device
+            if found_inf is not None and found_inf.item():
+                return
+            grads = grads if scale is None else [grad / scale for grad in grads]
+            fused, scale, found_inf = False, None, None
+        elif fused:
+            grads = fit_for_fused(params, grads, [self.state[p] for p in params] if has_momentum else [])
+        # From `state` into a list and back below: PyTorch's functional form creates missing buffers in the list.
+        buffers = [self.state[param].get("momentum_buffer") for param in params] if has_momentum else []
+        self.sgdw(
+            params,
+            grads,
+            buffers,
+            initial_lr=get_initial_lr(group),
+            grad_scale=scale,
+            found_inf=found_inf,
+            fused=fused,
+            **{name: group[name] for name in _OPTIONS},
+        )
+        if has_momentum:
+            for param, buffer in zip(params, buffers, strict=True):
+                self.state[param]["momentum_buffer"] = buffer
 
     @staticmethod
     def sgdw(

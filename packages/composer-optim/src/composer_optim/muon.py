@@ -61,7 +61,7 @@ class Muon(Optimizer):
         betas: Decay rates of AdamW.
         eps: Added to the denominator of AdamW.
         cautious: Whether only weights that the update makes smaller decay (cautious weight decay).
-        dtype: Dtype of the iteration. By default float32 on CPUs and bfloat16 on other devices.
+        dtype: Dtype of the iteration. By default float32 on CPUs (float64 for such weights) and bfloat16 on others.
         divide: Whether the ranks of the default process group share the work on matrices that are not sharded, which
             must be the same on all of them, as with DDP. Otherwise each rank orthogonalizes all.
         groups: Options for parameters by name: mappings with `params`, a pattern such as `'*.bias'` or a list of them,
@@ -248,7 +248,7 @@ class Muon(Optimizer):
         updates = means
         if group["nesterov"]:
             updates = torch._foreach_lerp(gradients, means, group["momentum"])  # pyright: ignore[reportPrivateImportUsage]
-        dtype = _iteration_dtype(group["dtype"], weights[0].device)
+        dtype = _iteration_dtype(group["dtype"], weights[0])
         updates = self._orthogonalized(params, [update.to(dtype) for update in updates], stages, group)
 
         lr = float(group["lr"])
@@ -274,13 +274,12 @@ class Muon(Optimizer):
                 stages,
                 [param.shape for param in params],
                 lambda _, wholes: (orthogonalize(wholes, steps), []),
-                has_vectors=False,
             )
             return exchange.run(updates)[0]
         for param in params:
             if "second_moment" not in self.state[param]:
-                # Of the rows of the whole matrix, on every rank.
-                zeros = torch.zeros(param.shape[0], dtype=torch.float32, device=updates[0].device)
+                # Of the rows of the whole matrix, on every rank. Loading converts state to the parameter's dtype.
+                zeros = torch.zeros(param.shape[0], dtype=param.dtype, device=updates[0].device)
                 self.state[param]["second_moment"] = zeros
         moments = [self.state[param]["second_moment"] for param in params]
 
@@ -289,7 +288,8 @@ class Muon(Optimizer):
             results = orthogonalize(wholes, steps, lambda batch, chosen: _normalize_rows(batch, chosen, own, beta2))
             return results, own
 
-        updates, vectors = Exchange(stages, [param.shape for param in params], compute, has_vectors=True).run(updates)
+        exchange = Exchange(stages, [param.shape for param in params], compute, vector_dtype=moments[0].dtype)
+        updates, vectors = exchange.run(updates)
         if stages:
             torch._foreach_copy_(moments, vectors)  # pyright: ignore[reportPrivateImportUsage]
         return updates
@@ -365,11 +365,11 @@ def _gradients(params: Iterable[Tensor]) -> list[Tensor]:
     return gradients
 
 
-def _iteration_dtype(name: str | None, device: torch.device) -> torch.dtype:
+def _iteration_dtype(name: str | None, weight: Tensor) -> torch.dtype:
     if name is not None:
         return getattr(torch, name)
     # CPUs without units for bfloat16 emulate it; GPUs are many times faster in it.
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.promote_types(weight.dtype, torch.float32) if weight.device.type == "cpu" else torch.bfloat16
 
 
 def _scale(kind: str, param: Tensor) -> float:
@@ -389,11 +389,12 @@ def _decay_cautiously(weights: list[Tensor], updates: list[Tensor], rate: float)
 def _normalize_rows(batch: Tensor, chosen: list[int], moments: list[Tensor], beta2: float) -> Tensor:
     """Divide each row by the root of the running mean of its squares, keeping the norm of an orthogonal matrix."""
     (rows, columns), dtype = batch.shape[1:], batch.dtype
-    moment = torch.stack([moments[position] for position in chosen])
-    moment.lerp_(batch.float().square().mean(-1), 1 - beta2)
+    batch = batch.to(torch.promote_types(dtype, torch.float32))
+    moment = torch.stack([moments[position] for position in chosen]).to(batch.dtype)
+    moment.lerp_(batch.square().mean(-1), 1 - beta2)
     for position, each in zip(chosen, moment, strict=True):
         moments[position].copy_(each)
-    batch = batch.float() / (moment.sqrt() + 1e-8).unsqueeze(-1)
+    batch = batch / (moment.sqrt() + 1e-8).unsqueeze(-1)
     norm = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True)
     return (batch * (math.sqrt(min(rows, columns)) / norm.clamp(min=1e-8))).to(dtype)
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from composer_checkpoint.remote.fetch import list_remote_objects
+from composer_checkpoint.stores.opening import list_remote_objects
 
 __all__ = ["main", "validate_remote_path"]
 

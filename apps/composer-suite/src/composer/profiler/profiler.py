@@ -12,7 +12,7 @@ from composer.profiler.json_trace_handler import JSONTraceHandler
 from composer.profiler.system_profiler import SystemProfiler
 from composer.profiler.torch_profiler import TorchProfiler
 from composer.profiler.trace_handler import TraceHandler
-from composer_checkpoint.remote.fetch import parse_uri
+from composer_checkpoint.stores.base import parse_uri
 from composer_events.arguments import check_counts
 from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback

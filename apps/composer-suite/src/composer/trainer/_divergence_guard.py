@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
@@ -522,20 +522,30 @@ def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
         Whether `found` covers whole tensors: of sharded ones it covers this rank's shards.
     """
     is_plain = {*map(type, tensors)} == _PLAIN
-    try:
-        # GradScaler's kernel, dividing by 1, checks many tensors at once. A sum of norms, the public alternative, takes
-        # five times as long. With DTensors it would reduce over the mesh of the first one, which may not be the mesh of
-        # the others, so it gets the local shards.
-        torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
-            tensors if is_plain else [local_part(tensor) for tensor in tensors], found, one
-        )
-    except (NotImplementedError, RuntimeError):  # sparse, complex, or several kinds
-        values = [values for tensor in tensors if (values := _plain_values(tensor)).numel()]
-        if values:
-            norm_of = cast("Callable[..., Tensor]", torch.linalg.vector_norm)  # pyright: ignore[reportUnknownMemberType]  # untyped
-            norms = torch.stack([norm_of(part, torch.inf).to(found) for part in values])
-            found.logical_or_(~torch.isfinite(norms).all())
+    local = tensors if is_plain else [local_part(tensor) for tensor in tensors]
+    # On a GPU the kernel below takes neither bfloat16 nor offloaded tensors, and an attempt is slow.
+    if local and not found.is_cpu and (local[0].dtype is torch.bfloat16 or local[0].is_cpu):
+        _note_by_norms(tensors, found)
+    else:
+        try:
+            # GradScaler's kernel, dividing by 1, checks many tensors at once. A sum of norms, the public alternative,
+            # takes five times as long. With DTensors it would reduce over the mesh of the first one, which may not be
+            # the mesh of the others, so it gets the local shards.
+            torch._amp_foreach_non_finite_check_and_unscale_(local, found, one)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+        except (NotImplementedError, RuntimeError):  # sparse, complex, or several kinds
+            _note_by_norms(tensors, found)
     return is_plain or not any(is_sharded(tensor) for tensor in tensors)
+
+
+def _note_by_norms(tensors: list[Tensor], found: Tensor) -> None:
+    """Set `found` by norms, with a few kernels per device and dtype."""
+    groups: dict[object, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if (values := _plain_values(tensor)).numel():
+            groups[values.device, values.dtype].append(values)
+    for group in groups.values():
+        norms = torch.stack(torch._foreach_norm(group, math.inf))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+        found.logical_or_((~torch.isfinite(norms).all()).to(found.device, non_blocking=True))
 
 
 def names_of_bad(tensors: Iterable[tuple[str, Tensor]], *, may_be_marked: bool = False) -> str:

@@ -36,13 +36,6 @@ if TYPE_CHECKING:
     from composer_checkpoint.remote.fetch import create_symlink_file as create_symlink_file
     from composer_checkpoint.remote.fetch import extract_path_from_symlink as extract_path_from_symlink
     from composer_checkpoint.remote.fetch import get_file as get_file
-    from composer_checkpoint.remote.fetch import is_uri as is_uri
-    from composer_checkpoint.remote.fetch import list_remote_objects as list_remote_objects
-    from composer_checkpoint.remote.fetch import (
-        maybe_create_object_store_from_uri as maybe_create_object_store_from_uri,
-    )
-    from composer_checkpoint.remote.fetch import parse_uri as parse_uri
-    from composer_checkpoint.remote.fetch import validate_credentials as validate_credentials
     from composer_checkpoint.remote.logger import (
         maybe_create_remote_uploader_downloader_from_uri as maybe_create_remote_uploader_downloader_from_uri,
     )
@@ -64,8 +57,15 @@ if TYPE_CHECKING:
     from composer_checkpoint.stores import S3ObjectStore as S3ObjectStore
     from composer_checkpoint.stores import SFTPObjectStore as SFTPObjectStore
     from composer_checkpoint.stores import UCObjectStore as UCObjectStore
+    from composer_checkpoint.stores.base import is_uri as is_uri
+    from composer_checkpoint.stores.base import parse_uri as parse_uri
     from composer_checkpoint.stores.base import retry as retry
     from composer_checkpoint.stores.opening import build_remote_backend as build_remote_backend
+    from composer_checkpoint.stores.opening import list_remote_objects as list_remote_objects
+    from composer_checkpoint.stores.opening import (
+        maybe_create_object_store_from_uri as maybe_create_object_store_from_uri,
+    )
+    from composer_checkpoint.stores.opening import validate_credentials as validate_credentials
     from composer_dist import dist as dist
     from composer_dist import reproducibility as reproducibility
     from composer_dist.devices import STR_TO_DTYPE as STR_TO_DTYPE
@@ -137,18 +137,18 @@ __all__ = [
     "SFTPObjectStore",
     "UCObjectStore",
     "build_remote_backend",
+    "list_remote_objects",
+    "maybe_create_object_store_from_uri",
+    "validate_credentials",
     "RemoteFilesExistingCheckStatus",
     "RemoteUploader",
     "create_symlink_file",
     "extract_path_from_symlink",
     "get_file",
-    "is_uri",
-    "list_remote_objects",
-    "maybe_create_object_store_from_uri",
-    "parse_uri",
-    "validate_credentials",
     "load_checkpoint",
     "maybe_create_remote_uploader_downloader_from_uri",
+    "is_uri",
+    "parse_uri",
     "retry",
     "get_save_filename",
     "save_checkpoint",
@@ -225,21 +225,17 @@ __getattr__, __dir__ = lazy_face(
             "SFTPObjectStore",
             "UCObjectStore",
         ],
-        "composer_checkpoint.stores.opening": ["build_remote_backend"],
-        "composer_checkpoint.remote.upload": ["RemoteFilesExistingCheckStatus", "RemoteUploader"],
-        "composer_checkpoint.remote.fetch": [
-            "create_symlink_file",
-            "extract_path_from_symlink",
-            "get_file",
-            "is_uri",
+        "composer_checkpoint.stores.opening": [
+            "build_remote_backend",
             "list_remote_objects",
             "maybe_create_object_store_from_uri",
-            "parse_uri",
             "validate_credentials",
         ],
+        "composer_checkpoint.remote.upload": ["RemoteFilesExistingCheckStatus", "RemoteUploader"],
+        "composer_checkpoint.remote.fetch": ["create_symlink_file", "extract_path_from_symlink", "get_file"],
         "composer_checkpoint.loader": ["load_checkpoint"],
         "composer_checkpoint.remote.logger": ["maybe_create_remote_uploader_downloader_from_uri"],
-        "composer_checkpoint.stores.base": ["retry"],
+        "composer_checkpoint.stores.base": ["is_uri", "parse_uri", "retry"],
         "composer_checkpoint.state": ["get_save_filename", "save_checkpoint"],
         "composer_dist.devices": ["get_device", "is_xla_installed", "is_hpu_installed", "STR_TO_DTYPE"],
         "composer_dist.env": ["get_free_tcp_port"],

@@ -4,16 +4,7 @@
 
 from composer._lazy import lazy_face, share_patches
 from composer_checkpoint.names import is_tar
-from composer_checkpoint.remote.fetch import (
-    create_symlink_file,
-    extract_path_from_symlink,
-    get_file,
-    is_uri,
-    list_remote_objects,
-    maybe_create_object_store_from_uri,
-    parse_uri,
-    validate_credentials,
-)
+from composer_checkpoint.remote.fetch import create_symlink_file, extract_path_from_symlink, get_file
 from composer_checkpoint.remote.logger import maybe_create_remote_uploader_downloader_from_uri
 from composer_checkpoint.save_folder import ensure_folder_has_no_conflicting_files, ensure_folder_is_empty
 from composer_checkpoint.stores import (
@@ -25,6 +16,12 @@ from composer_checkpoint.stores import (
     S3ObjectStore,
     UCObjectStore,
 )
+from composer_checkpoint.stores.base import is_uri, parse_uri
+from composer_checkpoint.stores.opening import (
+    list_remote_objects,
+    maybe_create_object_store_from_uri,
+    validate_credentials,
+)
 from composer_events.formatting import format_name_with_dist, format_name_with_dist_and_time, partial_format
 
 __all__ = [
@@ -33,9 +30,9 @@ __all__ = [
     "extract_path_from_symlink",
     "get_file",
     "is_uri",
+    "parse_uri",
     "list_remote_objects",
     "maybe_create_object_store_from_uri",
-    "parse_uri",
     "validate_credentials",
     "maybe_create_remote_uploader_downloader_from_uri",
     "ensure_folder_has_no_conflicting_files",

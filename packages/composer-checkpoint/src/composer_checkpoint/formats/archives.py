@@ -117,15 +117,8 @@ def unpack(path: str, name: str, target: Path, max_bytes: int | None = None) -> 
         budget = min(allowed, shutil.disk_usage(target.parent).free)
     if is_tar(name):
         _extract(path, name, target, budget)
-    else:
-        command = compressor_of(name)
-        assert command is not None  # callers check with is_packed()
-        _decompress(path, command, target, budget)
-
-
-def _decompress(path: str, command: str, target: Path, budget: int) -> None:
-    program = CliCompressor("", command)
-    program.check_exists()
+        return
+    program = CliCompressor("", compressor_of(name))
     try:
         with program.decompress(path) as source, open(target, "wb") as out:
             shutil.copyfileobj(cast("IO[bytes]", _Budgeted(source, path, budget)), out, _PIECE_BYTES)
@@ -189,15 +182,15 @@ class _Header(tarfile.TarInfo):
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
         header = super().frombuf(buf, encoding, errors)
         if header.type == tarfile.XGLTYPE or header.type == tarfile.GNUTYPE_SPARSE:
-            _refuse_header(f"of type {header.type!r}")
+            raise _bad_header(f"of type {header.type!r}")
         if header.type in _ABOUT_THE_NEXT and header.size > _MOST_HEADER_BYTES:
-            _refuse_header(f"of {header.size} bytes")
+            raise _bad_header(f"of {header.size} bytes")
         return header
 
     # tarfile offers no public way to skip the maps of sparse files, which may be as long as a member and take
     # quadratic time to read.
     def _proc_gnusparse_00(self, *_: Any) -> NoReturn:
-        _refuse_header("with a list of holes")
+        raise _bad_header("with a list of holes")
 
     _proc_gnusparse_01 = _proc_gnusparse_10 = _proc_gnusparse_00
 
@@ -208,8 +201,8 @@ _ABOUT_THE_NEXT = frozenset(
 )
 
 
-def _refuse_header(what: str) -> NoReturn:
-    raise CorruptCheckpointError(
+def _bad_header(what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
         f"the tar archive has a header {what}, and only headers of up to {_MOST_HEADER_BYTES} bytes that describe a "
         f"single file are read. Load another checkpoint."
     )

@@ -191,7 +191,7 @@ def _of_stage_1(ranks: _Ranks) -> dict[str, StoredTensor]:
         position = 0
         for order, (name, shape) in enumerate(shapes.items()):
             numel = math.prod(shape)
-            found[name] = _Cut(parts, [(position, numel)], shape).stored(ranks, name)
+            found[name] = _cut(ranks, name, parts, [(position, numel)], shape)
             # DeepSpeed may pad each parameter for alignment.
             position += numel + (int(paddings[index][order]) if paddings is not None else 0)
     return found
@@ -215,7 +215,7 @@ def _of_stage_3(ranks: _Ranks) -> dict[str, StoredTensor]:
                 for rank, start in enumerate(starts)
                 if rank * piece < numel
             ]
-            found[name] = _Cut(flat, stretches, shape).stored(ranks, name)
+            found[name] = _cut(ranks, name, flat, stretches, shape)
             position += piece
     return found
 
@@ -231,7 +231,7 @@ def _frozen(ranks: _Ranks) -> dict[str, StoredTensor]:
         if len(parts) < len(fragments):
             raise ranks.error(f"the frozen parameter {name!r:.200} is not in the files of all ranks")
         # Padding comes after the last element, so the parameter is the beginning of the concatenated pieces.
-        found[name] = _Cut(parts, [(0, math.prod(shape))], tuple(shape)).stored(ranks, name)
+        found[name] = _cut(ranks, name, parts, [(0, math.prod(shape))], tuple(shape))
     return found
 
 
@@ -255,33 +255,31 @@ def _flat(ranks: _Ranks, key: str) -> list[list[StoredTensor]]:
     return parts
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """Parameter whose elements are ranges of the concatenation of flat tensors."""
+def _cut(
+    ranks: _Ranks,
+    name: str,
+    parts: Sequence[StoredTensor],
+    stretches: Sequence[tuple[int, int]],
+    shape: tuple[int, ...],
+) -> StoredTensor:
+    """Return the parameter whose elements are ranges of the concatenation of flat tensors."""
+    available, numel, dtype = sum(part.numel for part in parts), math.prod(shape), parts[0].dtype
+    if sum(length for _, length in stretches) != numel or any(
+        start + length > available for start, length in stretches
+    ):
+        raise ranks.error(f"{name!r:.200} of shape {shape} reaches beyond the {available} elements that are stored")
 
-    parts: Sequence[StoredTensor]
-    stretches: Sequence[tuple[int, int]]
-    shape: tuple[int, ...]
-
-    def stored(self, ranks: _Ranks, name: str) -> StoredTensor:
-        available = sum(part.numel for part in self.parts)
-        if sum(length for _, length in self.stretches) != math.prod(self.shape) or any(
-            start + length > available for start, length in self.stretches
-        ):
-            raise ranks.error(
-                f"{name!r:.200} of shape {self.shape} reaches beyond the {available} elements that are stored"
-            )
-        return StoredTensor(self.parts[0].dtype, self.shape, self.fetch, (id(self.parts[0]), tuple(self.stretches)))
-
-    def fetch(self) -> torch.Tensor:
-        flat = torch.empty(math.prod(self.shape), dtype=self.parts[0].dtype)
+    def fetch() -> torch.Tensor:
+        flat = torch.empty(numel, dtype=dtype)
         filled = 0
-        for start, length in self.stretches:
+        for start, length in stretches:
             position = 0
-            for part in self.parts:
+            for part in parts:
                 first, last = max(start, position), min(start + length, position + part.numel)
                 if first < last:
                     flat[filled : filled + last - first] = part.read_range(first - position, last - first)
                     filled += last - first
                 position += part.numel
-        return flat.view(self.shape)
+        return flat.view(shape)
+
+    return StoredTensor(dtype, shape, fetch, (id(parts[0]), tuple(stretches)))

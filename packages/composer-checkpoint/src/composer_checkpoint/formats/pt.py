@@ -28,6 +28,7 @@ from torch._utils import (
 from torch.serialization import _open_zipfile_writer_buffer  # pyright: ignore[reportPrivateUsage]
 from torch.torch_version import TorchVersion
 
+from composer_checkpoint import file_io
 from composer_checkpoint._pickle_inspection import (
     STORAGE_DTYPES,
     Dtype,
@@ -45,17 +46,6 @@ from composer_checkpoint.errors import (
     IncompatibleCheckpointError,
     UnsafeCheckpointError,
     first_few,
-)
-from composer_checkpoint.file_io import (
-    HASH_NAME,
-    FileReader,
-    HashingFile,
-    MappedFile,
-    hash_ranges,
-    hash_tensor,
-    tensor_bytes,
-    verify_ranges,
-    weight_names,
 )
 from composer_checkpoint.formats._zip import Readable, ZipLayout, read_zip_layout
 from composer_checkpoint.formats.archives import final_name, format_of, plain_file
@@ -76,7 +66,7 @@ from composer_checkpoint.manifest import (
     FileEntry,
     Manifest,
     TensorEntry,
-    check_seal,
+    read_sealed,
     seal,
 )
 
@@ -112,7 +102,7 @@ def save_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str, *, all
 
 
 def load_pt(
-    reader: FileReader, *, map_location: Any, mmap: bool, verify: bool, trusted: bool = False
+    reader: file_io.FileReader, *, map_location: Any, mmap: bool, verify: bool, trusted: bool = False
 ) -> tuple[Any, Manifest | None, Collection[str]]:
     """Check and load a `.pt` file; return its content, its manifest if any, and the weights known to be finite.
 
@@ -122,12 +112,12 @@ def load_pt(
     finite: Collection[str] = ()
     if verify:
         # Mapped if the tensors will be mapped as well, so that both use the page cache and nothing is copied.
-        finite = _verify_payload(reader, contents, MappedFile(reader) if mmap else None)
+        finite = _verify_payload(reader, contents, file_io.MappedFile(reader) if mmap else None)
     obj = load_checked(reader.own_path, map_location=map_location, mmap=mmap, trusted=trusted)
     return decode(obj, *noted_in(contents.manifest)), contents.manifest, finite
 
 
-def verify_pt(reader: FileReader) -> Manifest | None:
+def verify_pt(reader: file_io.FileReader) -> Manifest | None:
     """Compare every byte of a `.pt` file with its hashes; return the manifest, or `None` if it has none."""
     contents = open_pt(reader)
     _verify_payload(reader, contents)
@@ -137,7 +127,7 @@ def verify_pt(reader: FileReader) -> Manifest | None:
 def open_pt(reader: Readable, *, record_unknown: bool = False, drop_attributes: bool = False) -> PtContents:
     """Read and check everything but the tensors' elements."""
     layout = read_zip_layout(reader)
-    manifest = check_seal(reader, layout)
+    manifest = read_sealed(reader, layout)
     if "constants.pkl" in layout.members:
         raise UnsafeCheckpointError(
             "the file is a TorchScript program, whose code would run. Load it with torch.jit.load if you trust it."
@@ -161,7 +151,9 @@ def open_pt(reader: Readable, *, record_unknown: bool = False, drop_attributes: 
     return PtContents(layout, manifest, rehearsal)
 
 
-def _verify_payload(reader: FileReader, contents: PtContents, mapped: MappedFile | None = None) -> Collection[str]:
+def _verify_payload(
+    reader: file_io.FileReader, contents: PtContents, mapped: file_io.MappedFile | None = None
+) -> Collection[str]:
     """Compare all storages with their hashes; return the names of the weights that were seen to be finite."""
     manifest, layout = contents.manifest, contents.layout
     if manifest is None:
@@ -170,12 +162,15 @@ def _verify_payload(reader: FileReader, contents: PtContents, mapped: MappedFile
     if storages.keys() != manifest.files.keys():
         raise CorruptCheckpointError("the manifest lists other storages than the file has. Load another checkpoint.")
     specs = contents.rehearsal.tensors
-    return verify_ranges(
+    return file_io.verify_ranges(
         reader,
         {name: (member.offset, member.size_bytes) for name, member in storages.items()},
         {name: entry.hash for name, entry in manifest.files.items()},
         manifest.hash_name,
-        {name: (f"{PAYLOAD_FOLDER}{specs[name].storage.key}", specs[name].dtype.name) for name in weight_names(specs)},
+        {
+            name: (f"{PAYLOAD_FOLDER}{specs[name].storage.key}", specs[name].dtype.name)
+            for name in file_io.weight_names(specs)
+        },
         mapped,
         lambda name: _tensors_of(contents.rehearsal, name.removeprefix(PAYLOAD_FOLDER)),
     )
@@ -302,17 +297,17 @@ def _fault_of(leaf: Any) -> str | None:
 
 def write_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> tuple[Manifest, PickleInspection]:
     """Write the archive of `torch.save` with manifest and seal, and flush it to the disk."""
-    with HashingFile(path, hash_name) as file:
+    with file_io.HashingFile(path, hash_name) as file:
         torch.save(obj, cast("IO[bytes]", file))
         file.raise_failure()  # torch may return normally after a failed write
         return append_manifest(file, path, info, hash_name)
 
 
 def append_manifest(
-    file: HashingFile, path: str, info: Mapping[str, Any], hash_name: str
+    file: file_io.HashingFile, path: str, info: Mapping[str, Any], hash_name: str
 ) -> tuple[Manifest, PickleInspection]:
     """Append manifest and seal to a finished archive, and flush it to the disk."""
-    with FileReader(path) as reader:
+    with file_io.FileReader(path) as reader:
         # Offsets, and thus hashes of members, are known only from the finished archive.
         layout = read_zip_layout(reader)
         pickled = layout.members["data.pkl"]
@@ -323,7 +318,7 @@ def append_manifest(
         archive.writestr(zipfile.ZipInfo(f"{layout.folder}/{MANIFEST_NAME}"), manifest.to_json())
         archive.comment = EMPTY_SEAL
     # The seal covers the directory, which the manifest's member has just changed, so it is written last.
-    with FileReader(path) as reader:
+    with file_io.FileReader(path) as reader:
         file.finish(seal(reader, replace(layout, comment=EMPTY_SEAL)))
     return manifest, inspection
 
@@ -331,7 +326,7 @@ def append_manifest(
 def _make_manifest(
     layout: ZipLayout,
     inspection: PickleInspection,
-    reader: FileReader,
+    reader: file_io.FileReader,
     written: Mapping[tuple[int, int], str],
     hash_name: str,
     info: Mapping[str, Any],
@@ -350,9 +345,9 @@ def _make_manifest(
         else:
             buffer = bytearray(reader.read(member.offset, member.size_bytes))
             elements = torch.frombuffer(buffer, dtype=getattr(torch, spec.dtype.name))
-            hashes[name] = hash_tensor(elements.as_strided(spec.shape, spec.stride, spec.offset), hash_name)
+            hashes[name] = file_io.hash_tensor(elements.as_strided(spec.shape, spec.stride, spec.offset), hash_name)
     missing = [part for part in {*files.values(), *whole.values()} if part not in written]
-    known = {**written, **dict(zip(missing, hash_ranges(reader, missing, hash_name), strict=True))}
+    known = {**written, **dict(zip(missing, file_io.hash_ranges(reader, missing, hash_name), strict=True))}
     hashes |= {name: known[part] for name, part in whole.items()}
     tensors = {
         name: TensorEntry(spec.dtype.name, spec.shape, spec.size_bytes, hashes[name])
@@ -369,7 +364,7 @@ def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: 
     which `unsafe_globals` lists. With `drop_attributes`, tensors with Python attributes are read, without these.
     """
     with ExitStack() as opened:  # an archive is unpacked once, and its content deleted when the source is closed
-        reader = opened.enter_context(FileReader(opened.enter_context(plain_file(path))))
+        reader = opened.enter_context(file_io.FileReader(opened.enter_context(plain_file(path))))
         manifest: Manifest | None = None
         match kind := format_of(reader):
             case "pt":
@@ -414,13 +409,13 @@ def _stored(file: Bytes, offset: int, spec: TensorSpec) -> StoredTensor:
     key = (file.path, spec.storage.key, spec.offset, spec.stride, spec.is_conj, spec.is_neg)
     if spec.dtype.name.startswith("q"):
 
-        def refuse(*_: int) -> torch.Tensor:
+        def cannot_read(*_: int) -> torch.Tensor:
             raise IncompatibleCheckpointError(
                 f"a tensor is {spec.dtype.name}, and quantized tensors cannot be read singly. Load the file with "
                 f"load_file() and dequantize it."
             )
 
-        return StoredTensor(dtype, spec.shape, refuse, key, refuse)
+        return StoredTensor(dtype, spec.shape, cannot_read, key, cannot_read)
     if (contiguous := spec.byte_range) is not None:
         stored = in_file(file, offset + contiguous[0], dtype, spec.shape, key)
     else:
@@ -488,7 +483,7 @@ def stream_pt(
     path: str | os.PathLike[str],
     *,
     info: Mapping[str, Any] | None = None,
-    hash_name: str = HASH_NAME,
+    hash_name: str = file_io.HASH_NAME,
     progress: Callable[[int], object] | None = None,
 ) -> Manifest:
     """Write a tree to one file for `torch.load` and `load_file`, reading each tensor only when it is written.
@@ -525,14 +520,14 @@ def stream_pt(
     rehearsal = inspect_pickle(pickled, record_unknown=True)
     if rehearsal.unknown_globals:
         raise unsafe_objects(os.fspath(path), f"objects of {first_few(sorted(rehearsal.unknown_globals))}")
-    with HashingFile(os.fspath(path), hash_name) as file:
+    with file_io.HashingFile(os.fspath(path), hash_name) as file:
         # The writer behind `torch.save`, which itself would need all tensors in memory.
         with _open_zipfile_writer_buffer(cast("IO[bytes]", file)) as archive:
             writer = cast("Any", archive)
             writer.write_record("data.pkl", pickled, len(pickled))
             writer.write_record("byteorder", sys.byteorder, len(sys.byteorder))
             for key, tensor in storages.items():
-                data = tensor_bytes(tensor.read())
+                data = file_io.tensor_bytes(tensor.read())
                 # frombuffer() refuses empty buffers.
                 elements = torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else torch.empty(0)
                 writer.write_record(f"{PAYLOAD_FOLDER}{key}", elements.untyped_storage(), tensor.size_bytes)

@@ -16,22 +16,13 @@ from typing import Any, TypeVar
 import torch
 from blake3 import blake3
 
+from composer_checkpoint import file_io
 from composer_checkpoint._tree import doubled, path_text
 from composer_checkpoint.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
     UnsafeCheckpointError,
     first_few,
-)
-from composer_checkpoint.file_io import (
-    HASH_NAME,
-    NUM_DIGITS,
-    FileReader,
-    FlushedFile,
-    MappedFile,
-    new_hasher,
-    tensor_bytes,
-    verify_ranges,
 )
 from composer_checkpoint.formats._zip import Readable
 from composer_checkpoint.formats.archives import INDEX_SUFFIX, plain_file
@@ -208,13 +199,13 @@ def write_safetensors(
     """
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # largest items first, so all are aligned
     tensors = {name: tensors[name] for name in names}
-    hashes = dict.fromkeys(names, "0" * NUM_DIGITS[hash_name])
+    hashes = dict.fromkeys(names, "0" * file_io.NUM_DIGITS[hash_name])
     with open(path, "wb", buffering=0) as file:
-        disk = FlushedFile(file)
+        disk = file_io.FlushedFile(file)
         # The header comes first in the file and holds the hashes, so a placeholder of equal length reserves its place.
         disk.write(memoryview(_header_of(tensors, hashes, info, hash_name)[0]))
         for name, tensor in tensors.items():
-            hasher, data = new_hasher(hash_name), tensor_bytes(read(tensor))
+            hasher, data = file_io.new_hasher(hash_name), file_io.tensor_bytes(read(tensor))
             disk.write(data, hasher)
             hashes[name] = hasher.hexdigest()
             if progress is not None:
@@ -226,7 +217,7 @@ def write_safetensors(
 
 
 def load_safetensors(
-    reader: FileReader, *, map_location: Any, verify: bool
+    reader: file_io.FileReader, *, map_location: Any, verify: bool
 ) -> tuple[Any, Manifest | None, Collection[str]]:
     """Check and load a safetensors file.
 
@@ -237,7 +228,9 @@ def load_safetensors(
     header, manifest = read_safetensors(reader)
     finite: Collection[str] = ()
     if verify:
-        finite = _verify_payload(reader, header, manifest, MappedFile(reader))  # load_file() maps the file as well
+        finite = _verify_payload(
+            reader, header, manifest, file_io.MappedFile(reader)
+        )  # load_file() maps the file as well
     device = map_location if isinstance(map_location, str | int) else str(map_location or "cpu")
     tensors: dict[str, Any] = load_file(reader.own_path, device=device)
     # In the order of the header, which the library does not promise to keep.
@@ -259,14 +252,14 @@ def aliases_in(manifest: Manifest | None, names: Collection[str]) -> dict[str, s
     return aliases
 
 
-def verify_safetensors(reader: FileReader) -> Manifest | None:
+def verify_safetensors(reader: file_io.FileReader) -> Manifest | None:
     """Compare every byte with its hash; return the manifest, or `None` if the file has none."""
     header, manifest = read_safetensors(reader)
     _verify_payload(reader, header, manifest)
     return manifest
 
 
-def read_safetensors(reader: FileReader) -> tuple[Header, Manifest | None]:
+def read_safetensors(reader: file_io.FileReader) -> tuple[Header, Manifest | None]:
     """Read and check the header."""
     header = read_header(reader)
     # Files of other tools have neither mark. A file with only one has been changed.
@@ -347,12 +340,12 @@ def _header_of(
 
 
 def _verify_payload(
-    reader: FileReader, header: Header, manifest: Manifest | None, mapped: MappedFile | None = None
+    reader: file_io.FileReader, header: Header, manifest: Manifest | None, mapped: file_io.MappedFile | None = None
 ) -> Collection[str]:
     """Compare all tensors with their hashes; return the names of those that were seen to be finite."""
     if manifest is None:
         return ()
-    return verify_ranges(
+    return file_io.verify_ranges(
         reader,
         {name: (slot.offset, slot.size_bytes) for name, slot in header.tensors.items()},
         {name: entry.hash for name, entry in manifest.tensors.items()},
@@ -371,7 +364,7 @@ def stream_safetensors(
     *,
     info: Mapping[str, Any] | None = None,
     aliases: Mapping[str, str] | None = None,
-    hash_name: str = HASH_NAME,
+    hash_name: str = file_io.HASH_NAME,
     progress: Progress | None = None,
 ) -> Manifest:
     """Write tensors to one file, reading each only when it is written, and flush the file to the disk.
@@ -460,7 +453,7 @@ def stream_shards(
 def open_safetensors_source(path: str) -> TensorSource:
     """Open one `.safetensors` file."""
     with ExitStack() as opened:
-        reader = opened.enter_context(FileReader(path))
+        reader = opened.enter_context(file_io.FileReader(path))
         header, manifest = read_safetensors(reader)
         tensors = {
             name: in_file(reader, slot.offset, getattr(torch, slot.dtype), slot.shape, (reader.path, name))
@@ -513,7 +506,7 @@ class ShardIndex:
 def read_index(path: str | os.PathLike[str], suffix: str = SUFFIX) -> ShardIndex:
     """Read an index, but not the files that it names, which must have a suffix and be in its own folder."""
     index = Path(path)
-    with FileReader(index) as reader:
+    with file_io.FileReader(index) as reader:
         if reader.size_bytes > _MAX_INDEX_BYTES:
             raise _index_error(index, f"it has {reader.size_bytes} bytes, more than {_MAX_INDEX_BYTES}")
         data = reader.read(0, reader.size_bytes)
@@ -583,12 +576,12 @@ def path_of_shard(index: ShardIndex, shard: str, listed: Collection[str]) -> Pat
 
 
 @contextmanager
-def open_shard(index: ShardIndex, shard: str) -> Iterator[FileReader]:
+def open_shard(index: ShardIndex, shard: str) -> Iterator[file_io.FileReader]:
     """Open a file and compare its header with the index, so that the two cannot contradict each other.
 
     This is repeated on each opening, since the file may have been replaced.
     """
-    with plain_file(os.fspath(index.path.parent / shard)) as path, FileReader(path) as reader:
+    with plain_file(os.fspath(index.path.parent / shard)) as path, file_io.FileReader(path) as reader:
         header, manifest = read_safetensors(reader)
         listed = index.shards[shard]
         for other, names in index.shards.items():

@@ -16,19 +16,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from composer_checkpoint import _spread as spread
 from composer_checkpoint._ranks import Ranks
-from composer_checkpoint._spread import (
-    Slot,
-    TensorSender,
-    as_dtype,
-    cast_state,
-    is_sharded,
-    map_slots,
-    map_tensors,
-    names_in_model,
-    parameters_by_name,
-    weights_of,
-)
+from composer_checkpoint._spread import is_sharded
 from composer_checkpoint._tree import unflatten
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError, first_few
 from composer_checkpoint.files import load_file
@@ -164,11 +154,11 @@ def load_optimizer(
     else:
         prepare = partial(_state_of, source=source, class_name=type(optimizer).__qualname__)
         with read_on_rank_zero(source.path, prepare, trusted=trusted) as own:
-            saved = receive_state(TensorSender(own), model, cpu_offload=options.cpu_offload)
+            saved = receive_state(spread.TensorSender(own), model, cpu_offload=options.cpu_offload)
     if "state" in saved:
-        converted = cast_state(saved["state"], as_dtype(options.precision), keep_counts=True)
+        converted = spread.cast_state(saved["state"], spread.as_dtype(options.precision), keep_counts=True)
         # Step counts in low precision become float32, since bfloat16, for example, cannot count past 256.
-        whole = map_tensors(
+        whole = spread.map_tensors(
             converted, lambda value: value.float() if not value.dim() and value.dtype in _NARROW else value
         )
         saved = {**saved, "state": whole}
@@ -184,7 +174,7 @@ Maker = Callable[[str, torch.Size, torch.dtype], torch.Tensor]
 
 
 def _maker(model: nn.Module, cpu_offload: bool) -> Maker:
-    parameters = parameters_by_name(model)
+    parameters = spread.parameters_by_name(model)
 
     def make(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         parameter = parameters.get(name)
@@ -197,17 +187,17 @@ def _maker(model: nn.Module, cpu_offload: bool) -> Maker:
     return make
 
 
-def receive_state(sender: TensorSender, model: nn.Module, *, cpu_offload: bool) -> dict[str, Any]:
+def receive_state(sender: spread.TensorSender, model: nn.Module, *, cpu_offload: bool) -> dict[str, Any]:
     """Return rank 0's state, with tensors sharded like the parameters they belong to. Every rank must call this."""
     make = _maker(model, cpu_offload)
 
-    def take(name: str, slot: Slot) -> torch.Tensor:
+    def take(name: str, slot: spread.Slot) -> torch.Tensor:
         section, _, rest = name.partition("/")
         target = make(rest.partition("/")[0] if section == "state" else "", slot.shape, slot.dtype)
         sender.receive(slot, target)
         return target
 
-    return map_slots(sender.outline, take)
+    return spread.map_slots(sender.outline, take)
 
 
 def _read_folder(source: Source, class_name: str, make: Maker, options: CheckpointLoadOptions) -> dict[str, Any]:
@@ -297,7 +287,7 @@ def shard_model(model: nn.Module, options: CheckpointLoadOptions, seed: int) -> 
 
 def follow_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
     """Replace an optimizer's parameters by those of its model, which was sharded after the optimizer was built."""
-    after = parameters_by_name(model)
+    after = spread.parameters_by_name(model)
     replaced = {id(parameter): after[name] for name, parameter in before.items()}
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]
@@ -333,10 +323,10 @@ def load_weights(model: nn.Module, source: Source, options: CheckpointLoadOption
     with read_on_rank_zero(source.path, prepare, trusted=trusted) as own:
         if Ranks().world_size == 1 and not is_sharded(model):
             # Compared first, since torch raises only after it has copied the weights that fit.
-            _compare(model, weights_of(model), own, options.strict)
+            _compare(model, spread.weights_of(model), own, options.strict)
             _load_named(model, own)
         else:
-            _receive(model, TensorSender(own), options.strict)
+            _receive(model, spread.TensorSender(own), options.strict)
 
 
 def _prepared(content: Any, source: Source, options: CheckpointLoadOptions) -> dict[str, Any]:
@@ -348,17 +338,17 @@ def _prepared(content: Any, source: Source, options: CheckpointLoadOptions) -> d
             f"as model/model.pt, or of a whole training state."
         )
     wanted = select_keys(weights, options.include_keys, options.ignore_keys)
-    return cast_state(wanted, as_dtype(options.precision))
+    return spread.cast_state(wanted, spread.as_dtype(options.precision))
 
 
-def _receive(model: nn.Module, sender: TensorSender, strict: bool) -> None:
-    targets = weights_of(model)
+def _receive(model: nn.Module, sender: spread.TensorSender, strict: bool) -> None:
+    targets = spread.weights_of(model)
     _compare(model, targets, sender.outline, strict)
     extra: dict[str, Any] = {}
     for name, value in sender.outline.items():
         if name not in targets:
             continue
-        if isinstance(value, Slot):
+        if isinstance(value, spread.Slot):
             sender.receive(value, targets[name])
         else:
             extra[name] = value
@@ -369,8 +359,8 @@ def _load_folder(model: nn.Module, source: Source, options: CheckpointLoadOption
     entries = read_entries(source)
     prefix = next(((*root,) for root in (("state", "model"), ()) if any(path[:-1] == root for path in entries)), ())
     saved = {path[-1]: entry for path, entry in entries.items() if path[:-1] == prefix}
-    targets = select_keys(weights_of(model), options.include_keys, options.ignore_keys)
-    precision = as_dtype(options.precision)
+    targets = select_keys(spread.weights_of(model), options.include_keys, options.ignore_keys)
+    precision = spread.as_dtype(options.precision)
     readable = {
         name: _readable(target, saved.get(name), precision, options.cpu_offload) for name, target in targets.items()
     }
@@ -399,7 +389,7 @@ def _readable(target: Any, entry: object, precision: torch.dtype, cpu_offload: b
 
 def _load_named(model: nn.Module, named: Mapping[str, Any]) -> None:
     if named:
-        names = names_in_model(model)
+        names = spread.names_in_model(model)
         unwrap_model(model).load_state_dict({names.get(name, name): w for name, w in named.items()}, strict=False)
 
 
@@ -427,4 +417,4 @@ def _compare(model: nn.Module, targets: Mapping[str, Any], saved: Mapping[str, A
 
 
 def _shape(value: object) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, Slot | torch.Tensor) else None
+    return tuple(value.shape) if isinstance(value, spread.Slot | torch.Tensor) else None

@@ -11,15 +11,7 @@ from torch import nn
 from composer_checkpoint._ranks import Ranks
 from composer_checkpoint._spread import is_sharded, parameters_by_name
 from composer_checkpoint.errors import IncompatibleCheckpointError
-from composer_checkpoint.modular._restore import (
-    Source,
-    find_source,
-    follow_parameters,
-    load_optimizer,
-    load_weights,
-    read_on_rank_zero,
-    shard_model,
-)
+from composer_checkpoint.modular import _restore as restore
 from composer_checkpoint.modular.options import CheckpointLoadOptions
 from composer_checkpoint.modular.state_dict import numbered
 from composer_dist.reproducibility import load_rng_state
@@ -66,7 +58,7 @@ def load_checkpoint(
     model, optim = _targets(options, model, optim, state)
     # Found before anything is changed, so that a missing file does not leave the run half loaded.
     sources = {
-        part: find_source(os.path.join(load_path, child or part), part, options.sharded_checkpoint)
+        part: restore.find_source(os.path.join(load_path, child or part), part, options.sharded_checkpoint)
         for part, child, wanted in (
             ("model", model_child_path, options.load_model),
             ("optim", optim_child_path, options.load_optimizer),
@@ -78,10 +70,10 @@ def load_checkpoint(
     if model is not None and options.load_model:
         _shard_as_needed(model, optim, options, options.seed)
         _refuse_other_kind(model, sources["model"], options)
-        load_weights(model, sources["model"], options, trusted=trusted)
+        restore.load_weights(model, sources["model"], options, trusted=trusted)
     if model is not None and optim is not None and options.load_optimizer:
         _refuse_other_kind(model, sources["optim"], options, is_optimizer=True)
-        load_optimizer(model, optim, sources["optim"], options, trusted=trusted)
+        restore.load_optimizer(model, optim, sources["optim"], options, trusted=trusted)
 
 
 def load_model_checkpoint(
@@ -118,10 +110,10 @@ def load_model_checkpoint(
         >>> load_model_checkpoint(nn.Linear(2, 1), path)
     """
     options = _as_options(load_options)
-    source = find_source(load_path, "model", options.sharded_checkpoint)
+    source = restore.find_source(load_path, "model", options.sharded_checkpoint)
     _shard_as_needed(model, None, options, seed)
     _refuse_other_kind(model, source, options)
-    load_weights(model, source, options, trusted=trusted)
+    restore.load_weights(model, source, options, trusted=trusted)
 
 
 def load_optim_checkpoint(
@@ -148,9 +140,9 @@ def load_optim_checkpoint(
         CheckpointError: If the checkpoint is damaged, unsafe or of an optimizer of other parameters.
     """
     options = _as_options(load_options)
-    source = find_source(load_path, "optim", options.sharded_checkpoint)
+    source = restore.find_source(load_path, "optim", options.sharded_checkpoint)
     _refuse_other_kind(model, source, options, is_optimizer=True)
-    load_optimizer(model, optim, source, options, trusted=trusted)
+    restore.load_optimizer(model, optim, source, options, trusted=trusted)
 
 
 def load_resumption_checkpoint(state: State, path: PathLike, *, trusted: bool = False) -> None:
@@ -170,7 +162,7 @@ def load_resumption_checkpoint(state: State, path: PathLike, *, trusted: bool = 
     """
     text = os.fspath(path)
     file = text if text.endswith(".pkl") else os.path.join(text, "resumption.pkl")
-    with read_on_rank_zero(file, lambda content: _as_state(content, file), trusted=trusted) as content:
+    with restore.read_on_rank_zero(file, lambda content: _as_state(content, file), trusted=trusted) as content:
         saved = Ranks().from_first(lambda: content)
     rng = saved.pop("rng", None)
     state.load_state_dict(saved)
@@ -212,13 +204,13 @@ def _shard_as_needed(
             "the optimizer has stepped, and its state would not fit the model that shard_as_needed_during_load=True "
             "shards. Pass a new optimizer, or shard the model before the optimizer is made."
         )
-    shard_model(model, options, seed)
+    restore.shard_model(model, options, seed)
     if optim is not None:
-        follow_parameters(optim, model, before)
+        restore.follow_parameters(optim, model, before)
 
 
 def _refuse_other_kind(
-    model: nn.Module, source: Source, options: CheckpointLoadOptions, *, is_optimizer: bool = False
+    model: nn.Module, source: restore.Source, options: CheckpointLoadOptions, *, is_optimizer: bool = False
 ) -> None:
     sharded, wanted = is_sharded(model), options.sharded_checkpoint
     what = "the model of the optimizer" if is_optimizer else "the model"

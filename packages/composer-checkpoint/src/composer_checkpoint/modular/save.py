@@ -194,9 +194,7 @@ def save_model_to_disk(
             shards = {"max_shard_bytes": max_shard_bytes, "overwrite": overwrite}
             return os.fspath(save_weights_in_shards(state_dict, path, **shards))
 
-    ranks = Ranks()
-    index = ranks.from_first(write)
-    return index if ranks.rank == 0 else None
+    return Ranks().own_result_of_first(write)
 
 
 def save_optim_to_disk(
@@ -255,9 +253,7 @@ def save_resumption_state_to_disk(state: State, path: PathLike, overwrite: bool 
     # On all ranks, since it gathers the RNG states.
     resumption = get_resumption_state_dict(state)
     file = _file_in(path, RESUMPTION_FILENAME)
-    ranks = Ranks()
-    ranks.from_first(lambda: _write_file(resumption, file, overwrite))
-    return file if ranks.rank == 0 else None
+    return Ranks().own_result_of_first(lambda: _write_file(resumption, file, overwrite))
 
 
 def save_composer_metadata_to_disk(
@@ -284,13 +280,12 @@ def save_composer_metadata_to_disk(
     metadata = get_metadata_state_dict(model, sharded_state_dict, precision, device, device_train_microbatch_size)
     file = _file_in(path, METADATA_FILENAME)
 
-    def write() -> None:
+    def write() -> str:
         with write_atomically(file) as unfinished:
             unfinished.write_text(json.dumps(metadata, indent=4))
+        return file
 
-    ranks = Ranks()
-    ranks.from_first(write)
-    return file if ranks.rank == 0 else None
+    return Ranks().own_result_of_first(write)
 
 
 def save_state_dict_to_disk(
@@ -327,9 +322,7 @@ def save_state_dict_to_disk(
 def _save(state_dict: Mapping[str, Any], path: PathLike, overwrite: bool, *, sharded: bool) -> str | None:
     target = _local_path(path, "path")
     if not sharded:
-        ranks = Ranks()
-        ranks.from_first(lambda: _write_file(state_dict, target, overwrite) if state_dict else None)
-        return target if state_dict and ranks.rank == 0 else None
+        return Ranks().own_result_of_first(lambda: _write_file(state_dict, target, overwrite) if state_dict else None)
     name = PurePath(target)
     stripped = os.fspath(name.with_name(name.name.removesuffix("".join(name.suffixes))))
     if stripped != target:
@@ -343,9 +336,10 @@ def _save(state_dict: Mapping[str, Any], path: PathLike, overwrite: bool, *, sha
     return os.path.join(stripped, "__{rank}_0.distcp")
 
 
-def _write_file(content: Mapping[str, Any], path: str, overwrite: bool) -> None:
+def _write_file(content: Mapping[str, Any], path: str, overwrite: bool) -> str:
     with _as_value_error(path, "File"), write_atomically(path, overwrite=overwrite) as unfinished:
         save_file(dict(content), unfinished)
+    return path
 
 
 METADATA_FILENAME = "composer_metadata.json"

@@ -10,15 +10,7 @@ import torch.distributed as tdist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_checkpoint._spread import (
-    as_dtype,
-    cast_state,
-    fill,
-    gather,
-    map_tensors,
-    named_optimizer_state,
-    weights_of,
-)
+from composer_checkpoint import _spread as spread
 from composer_checkpoint.modular.options import both_key_filters
 from composer_dist.collectives import is_initialized
 from composer_dist.devices import Device, get_device
@@ -61,9 +53,9 @@ def get_model_state_dict(
         >>> sorted(get_model_state_dict(model, include_keys="1.*"))
         ['1.bias', '1.weight']
     """
-    dtype = as_dtype(precision)
-    weights = select_keys(weights_of(model), include_keys, ignore_keys)
-    return cast_state(_collected(weights, sharded_state_dict, cpu_offload), dtype)
+    dtype = spread.as_dtype(precision)
+    weights = select_keys(spread.weights_of(model), include_keys, ignore_keys)
+    return spread.cast_state(_collected(weights, sharded_state_dict, cpu_offload), dtype)
 
 
 def get_optim_state_dict(
@@ -101,12 +93,12 @@ def get_optim_state_dict(
             f"include_keys={include_keys!r} and ignore_keys={ignore_keys!r} are for weights: an optimizer with a part "
             f"of its state would train wrongly. Save all of it, and choose on loading which weights to take."
         )
-    dtype = as_dtype(precision)
-    named = named_optimizer_state(model, optimizer)
+    dtype = spread.as_dtype(precision)
+    named = spread.named_optimizer_state(model, optimizer)
     collected = _collected(named, sharded_state_dict, cpu_offload)
     # Without shards, the dict is empty on all ranks but the first.
     if "state" in collected:
-        collected["state"] = cast_state(collected["state"], dtype, keep_counts=True)
+        collected["state"] = spread.cast_state(collected["state"], dtype, keep_counts=True)
     return collected
 
 
@@ -213,8 +205,8 @@ def _class_name(model: nn.Module) -> str:
 
 def _collected(state: dict[str, Any], sharded: bool, cpu_offload: bool | None) -> dict[str, Any]:
     if sharded:
-        return map_tensors(state, lambda tensor: tensor.cpu()) if cpu_offload else state
-    return gather(state, keep=get_global_rank() == 0, cpu_offload=True if cpu_offload is None else cpu_offload)
+        return spread.map_tensors(state, lambda tensor: tensor.cpu()) if cpu_offload else state
+    return spread.gather(state, keep=get_global_rank() == 0, cpu_offload=True if cpu_offload is None else cpu_offload)
 
 
 _TYPES = ("full", "sharded", "local")
@@ -237,8 +229,8 @@ def of_type(state: dict[str, Any], state_dict_type: str, *, rank0_only: bool = T
     if state_dict_type == "sharded":
         return state
     if state_dict_type == "local":
-        return map_tensors(state, lambda tensor: tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-    return gather(state, keep=not rank0_only or get_global_rank() == 0, cpu_offload=True)
+        return spread.map_tensors(state, lambda tensor: tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    return spread.gather(state, keep=not rank0_only or get_global_rank() == 0, cpu_offload=True)
 
 
 @torch.no_grad()
@@ -252,7 +244,7 @@ def own_part(name: str, own: object, value: torch.Tensor) -> torch.Tensor:
     if value.shape == local.shape:
         local.copy_(value)
     elif value.shape == own.shape:
-        fill(target, value)
+        spread.fill(target, value)
     else:
         raise ValueError(
             f"{name} has the shape {tuple(value.shape)}, and rank {get_global_rank()} holds {tuple(local.shape)} of "

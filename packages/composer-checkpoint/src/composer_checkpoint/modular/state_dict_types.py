@@ -18,15 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composer_checkpoint import _spread as spread
 from composer_checkpoint._ranks import Ranks
-from composer_checkpoint._spread import (
-    Slot,
-    TensorSender,
-    map_slots,
-    named_optimizer_state,
-    parameters_by_name,
-    refuse_fsdp1,
-)
 from composer_checkpoint._tree import named_leaves
 from composer_checkpoint.errors import first_few
 from composer_checkpoint.modular._restore import receive_state
@@ -63,7 +56,7 @@ def fsdp_state_dict_type_context(module: nn.Module, state_dict_type: str = "full
         ['bias', 'weight']
     """
     check_type(state_dict_type)
-    refuse_fsdp1(module)
+    spread.refuse_fsdp1(module)
     if _types.get(module) is not None:  # nested: the hooks of the outer context are active already
         with _type_of(module, state_dict_type):
             yield
@@ -97,7 +90,7 @@ def fsdp_get_optim_state_dict(
         ['weight']
     """
     check_type(state_dict_type)
-    return of_type(named_optimizer_state(model, optim), state_dict_type)
+    return of_type(spread.named_optimizer_state(model, optim), state_dict_type)
 
 
 def get_fsdp_full_optim_state_dict(
@@ -110,7 +103,7 @@ def get_fsdp_full_optim_state_dict(
         optim: The optimizer. It need not have stepped.
         rank0_only: Whether ranks other than 0 get an empty dict.
     """
-    return of_type(named_optimizer_state(model, optim), "full", rank0_only=rank0_only)
+    return of_type(spread.named_optimizer_state(model, optim), "full", rank0_only=rank0_only)
 
 
 def get_fsdp_sharded_optim_state_dict(
@@ -137,14 +130,14 @@ def get_fsdp_sharded_optim_state_dict(
     """
     given = dict(full_optim_state_dict or {})
     _refuse_shards(given)
-    saved = receive_state(TensorSender(given), model, cpu_offload=False)
+    saved = receive_state(spread.TensorSender(given), model, cpu_offload=False)
     if "param_groups" not in saved:
         raise ValueError(
             f"full_optim_state_dict has the keys {list(saved)}, and no param_groups, on rank 0. Pass what "
             f"get_fsdp_full_optim_state_dict(model, optim) returned, on rank 0 at least."
         )
     names = [name for group in saved["param_groups"] for name in group["params"]]
-    parameters = parameters_by_name(model)
+    parameters = spread.parameters_by_name(model)
     # Parameters outside the model, such as those of a loss function, are named by their position.
     foreign = [
         n for n in names if not isinstance(n, str) or (n not in parameters and not n.startswith("param_groups."))
@@ -207,11 +200,11 @@ def _take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -
 def _received(given: Mapping[str, Any], own: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return this rank's part of the state passed on rank 0."""
     _refuse_shards(given)
-    sender = TensorSender(dict(given))
+    sender = spread.TensorSender(dict(given))
 
-    def take(name: str, slot: Slot) -> torch.Tensor:
+    def take(name: str, slot: spread.Slot) -> torch.Tensor:
         target = own.get(names.get(name, name))
-        if not isinstance(sender.outline.get(name), Slot):  # a tensor nested in a module's extra state
+        if not isinstance(sender.outline.get(name), spread.Slot):  # a tensor nested in a module's extra state
             target = torch.empty(slot.shape)
         if not isinstance(target, torch.Tensor) or target.shape != slot.shape:
             # Without data, so that PyTorch itself raises its error about the shape.
@@ -220,7 +213,7 @@ def _received(given: Mapping[str, Any], own: Mapping[str, Any], names: Mapping[s
         sender.receive(slot, room)
         return room
 
-    return map_slots(sender.outline, take)
+    return spread.map_slots(sender.outline, take)
 
 
 def _refuse_shards(given: Mapping[str, Any]) -> None:

@@ -21,42 +21,20 @@ from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.stores.base import (
     Fault,
     ObjectStoreTransientError,
-    ParsedURI,
     Progress,
     classify,
-    is_uri,
     parse_uri,
     retry,
 )
 from composer_checkpoint.stores.opening import (
-    build_remote_backend,
-    list_remote_objects,
     maybe_create_object_store_from_uri,
     reach,
-    validate_credentials,
 )
 from composer_dist.env import get_global_rank, get_local_rank, get_node_rank
 from composer_events.callback import Callback
 
 if TYPE_CHECKING:
     from composer_events import Logger, State
-
-__all__ = [
-    "create_symlink_file",
-    "download_object_or_file",
-    "extract_path_from_symlink",
-    "get_file",
-    "CheckpointUploadCallback",
-    "download_monolithic_checkpoint",
-    "upload_file",
-    "ParsedURI",
-    "build_remote_backend",
-    "is_uri",
-    "list_remote_objects",
-    "maybe_create_object_store_from_uri",
-    "parse_uri",
-    "validate_credentials",
-]
 
 log = logging.getLogger(__name__)
 

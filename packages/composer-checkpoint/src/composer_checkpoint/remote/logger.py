@@ -220,15 +220,14 @@ class RemoteUploaderDownloader(LoggerDestination):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait for the uploads of all ranks, and raise the first error on all of them."""
-        self._wait_for_all_ranks()
+        ranks, uploader = Ranks(), self._uploader
+        while True:  # polls, since an upload may outlast the timeout of a collective
+            ranks.together(uploader.check_workers)
+            if ranks.all(not uploader.futures):
+                return
+            wait(uploader.futures, timeout=_POLL_S)  # a rank without uploads waits in the next collective
 
-    def eval_standalone_end(self, state: State, logger: Logger) -> None:
-        """Wait for the uploads of all ranks, and raise the first error on all of them."""
-        self._wait_for_all_ranks()
-
-    def predict_end(self, state: State, logger: Logger) -> None:
-        """Wait for the uploads of all ranks, and raise the first error on all of them."""
-        self._wait_for_all_ranks()
+    eval_standalone_end = predict_end = fit_end
 
     def post_close(self) -> None:
         """Upload the files of loggers that have closed, then release all resources.
@@ -253,15 +252,6 @@ class RemoteUploaderDownloader(LoggerDestination):
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-    def _wait_for_all_ranks(self) -> None:
-        """Poll until the uploads of all ranks are done: an upload may outlast the timeout of a collective."""
-        ranks, uploader = Ranks(), self._uploader
-        while True:
-            ranks.together(uploader.check_workers)
-            if ranks.all(not uploader.futures):
-                return
-            wait(uploader.futures, timeout=_POLL_S)  # a rank without uploads waits in the next collective
 
     def _object_name(self, remote_file_name: str, run_name: str | None) -> str:
         if run_name is None and "{run_name" in self.file_path_format_string:

@@ -11,7 +11,7 @@ from pathlib import Path
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError, StorageError
 from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, SIDECAR_SUFFIX, Manifest, first_difference
-from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, has_object, retry
+from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientError, has_object, read_object, retry
 from composer_checkpoint.stores.fsspec import FsspecObjectStore
 
 log = logging.getLogger(__name__)
@@ -249,14 +249,12 @@ def _reads_back(store: ObjectStore, name: str, expected: bytes, num_attempts: in
 
     @retry(ObjectStoreTransientError, num_attempts)
     def look() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder) / "copy"
-            try:
-                store.download_object(name, str(copy))
-            except FileNotFoundError as error:
-                raise ObjectStoreTransientError(f"{store.get_uri(name)} cannot be seen yet.") from error
-            if copy.read_bytes() != expected:
-                raise _DifferentError(f"{store.get_uri(name)} reads back with other content.")
+        try:
+            found = read_object(store, name)
+        except FileNotFoundError as error:
+            raise ObjectStoreTransientError(f"{store.get_uri(name)} cannot be seen yet.") from error
+        if found != expected:
+            raise _DifferentError(f"{store.get_uri(name)} reads back with other content.")
 
     try:
         look()

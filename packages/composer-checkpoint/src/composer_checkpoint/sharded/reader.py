@@ -23,7 +23,7 @@ from composer_checkpoint.files import Specs, chosen_validation, validate_file
 from composer_checkpoint.formats._zip import check_checksums
 from composer_checkpoint.formats.pt import load_checked, open_pt, read_tree
 from composer_checkpoint.formats.tensor_source import FileRange, StoredTensor, in_file
-from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, check_sharded_seal
+from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, Manifest, is_sealed
 from composer_checkpoint.sharded._metadata import parse_metadata, part_name
 from composer_checkpoint.sharded._storage import FolderOfCheckpoint, Source, open_source
 
@@ -442,7 +442,10 @@ def read_manifest(source: Source) -> Manifest | None:
         manifest = Manifest.from_json(source.local_path(MANIFEST_NAME).read_bytes())
     except CheckpointError as error:
         raise type(error)(f"{where}: {error}") from error
-    check_sharded_seal(manifest, where)
+    if not is_sealed(manifest):
+        raise CorruptCheckpointError(
+            f"{where} is not what was written: its hash differs from the one that it contains. Load another checkpoint."
+        )
     if METADATA_NAME not in manifest.files:
         raise CorruptCheckpointError(f"{where} does not list {METADATA_NAME}. Load another checkpoint.")
     for name, entry in manifest.files.items():

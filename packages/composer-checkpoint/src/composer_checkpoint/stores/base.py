@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from enum import StrEnum
@@ -198,6 +199,15 @@ def has_object(store: ObjectStore, name: str, num_attempts: int = 3) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def read_object(store: ObjectStore, name: str) -> bytes:
+    """Return the content of a small object."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = os.path.join(folder, "copy")
+        store.download_object(name, copy)
+        with open(copy, "rb") as file:
+            return file.read()
 
 
 # 409 is a conflict of concurrent requests, and 425 a request that came too early.
