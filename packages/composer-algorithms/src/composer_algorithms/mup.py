@@ -134,7 +134,7 @@ class MuP(ModelSurgery):
 
 @dataclass(frozen=True, slots=True)
 class CoordCheck:
-    """How the size of activations depends on the width of a model.
+    """Sizes of the activations of a model at several widths.
 
     Attributes:
         widths: The widths.

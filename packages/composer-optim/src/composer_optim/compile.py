@@ -292,9 +292,7 @@ def compile_composer_schedulers(
     for scheduler in schedulers:
         if isinstance(scheduler, LRScheduler):
             _check_fit(scheduler, optimizers)
-    check_targets([each for each in schedulers if isinstance(each, Schedule)], state)
-    others = [each for each in schedulers if isinstance(each, Schedule) and each.target != "lr"]
-    schedulers = [each for each in schedulers if each not in others]
+    schedulers, others = _separate(schedulers, state)
     lengths = {id(each): scaled_lengths(each, ssr) for each in schedulers if isinstance(each, LRScheduler)}
     bound = [(each, _ratio_of(each, ssr)) for each in schedulers if not isinstance(each, LRScheduler)]
     settings = [(each, _ratio_of(each, ssr)) for each in others]
@@ -302,15 +300,28 @@ def compile_composer_schedulers(
     compiled: list[Any] = []
     for optimizer in optimizers:
         own = [each for each in schedulers if not isinstance(each, LRScheduler) or each.optimizer is optimizer]
-        products = [product] * len(optimizer.param_groups)
-        if any(isinstance(each, Schedule) for each in schedulers):
-            products = [_product(bound, state, group) for group in optimizer.param_groups]
-        compiled += _compile_for(optimizer, own, products)
+        compiled += _compile_for(optimizer, own, _products_of_groups(bound, state, optimizer, product))
     # Last, so that an error leaves PyTorch's schedulers unchanged.
     for scheduler in schedulers:
         for name, value in lengths.get(id(scheduler), {}).items():
             setattr(scheduler, name, value)
     return [*compiled, *(BoundSchedule(schedule, ratio, state) for schedule, ratio in settings)]
+
+
+def _separate(schedulers: Sequence[Any], state: OptimizedState) -> tuple[list[Any], list[Schedule]]:
+    """Return the schedulers of learning rates, and the schedules of other numbers."""
+    schedules = [each for each in schedulers if isinstance(each, Schedule)]
+    check_targets(schedules, state)
+    others = [each for each in schedules if each.target != "lr"]
+    return [each for each in schedulers if each not in others], others
+
+
+def _products_of_groups(
+    bound: "_Bound", state: OptimizedState, optimizer: Optimizer, product: Callable[[int], float]
+) -> list[Callable[[int], float]]:
+    if any(isinstance(scheduler, Schedule) for scheduler, _ in bound):
+        return [_product(bound, state, group) for group in optimizer.param_groups]
+    return [product] * len(optimizer.param_groups)
 
 
 def _compile_for(

@@ -72,7 +72,7 @@ class Schedule:
         """Return the name and the owner of each number: the index of a parameter group, or an algorithm.
 
         Raises:
-            ValueError: If there is none, it is not a number, or it is 0, which no factor changes.
+            ValueError: If nothing is found, or it is not a number, or it is 0, which no factor changes.
         """
         found = [self._find_algorithm(state)] if self._owner is not None else self._find_groups(state)
         for name, owner in found:
@@ -148,22 +148,12 @@ class Schedule:
     def _chosen(self, groups: Sequence[Mapping[str, Any]], state: Any) -> Iterator[int]:
         names = _names(groups, state)
         for choice in self.groups or ():
-            if isinstance(choice, int):
-                if not 0 <= choice < len(groups):
-                    raise ValueError(f"groups={choice!r} must be the index of one of {len(groups)} parameter groups.")
+            if isinstance(choice, str):
+                yield from _matching(choice, groups, names)
+            elif 0 <= choice < len(groups):
                 yield choice
-                continue
-            labeled = [i for i, group in enumerate(groups) if choice in (group.get("role"), group.get("name"))]
-            matches = [[fnmatchcase(name, choice) for name in of_group] for of_group in names]
-            partly = [i for i, each in enumerate(matches) if any(each) and not all(each)]
-            found = labeled or [i for i, each in enumerate(matches) if each and all(each)]
-            if not labeled and (partly or not found):
-                why = f"only some parameters of group {partly[0]}" if partly else "no parameter group"
-                raise ValueError(
-                    f"groups={choice!r} matches {why}. Create the optimizer with a group for these parameters, or "
-                    f"give an index, a role or another pattern."
-                )
-            yield from found
+            else:
+                raise ValueError(f"groups={choice!r} must be the index of one of {len(groups)} parameter groups.")
 
 
 class BoundSchedule:
@@ -219,6 +209,22 @@ def check_targets(schedules: Sequence[Schedule], state: Any) -> None:
                     f"the other: keep one of them, or give them different groups."
                 )
             seen[name] = schedule
+
+
+def _matching(choice: str, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[int]:
+    """Return the groups with a role or name, or otherwise those whose parameters match a pattern."""
+    if labeled := [i for i, group in enumerate(groups) if choice in (group.get("role"), group.get("name"))]:
+        return labeled
+    matches = [[fnmatchcase(name, choice) for name in of_group] for of_group in names]
+    partly = [i for i, each in enumerate(matches) if any(each) and not all(each)]
+    found = [i for i, each in enumerate(matches) if each and all(each)]
+    if partly or not found:
+        why = f"only some parameters of group {partly[0]}" if partly else "no parameter group"
+        raise ValueError(
+            f"groups={choice!r} matches {why}. Create the optimizer with a group for these parameters, or give an "
+            f"index, a role or another pattern."
+        )
+    return found
 
 
 def _number(value: object) -> float | None:
