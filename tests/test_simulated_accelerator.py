@@ -108,6 +108,7 @@ OTHER_METHODS = {
     "GyroDropout": ("plain", algorithms.GyroDropout),
     "SeqLengthWarmup": ("text", lambda: algorithms.SeqLengthWarmup(max_seq_length=64)),
     "Alibi": ("text", lambda: algorithms.Alibi(max_sequence_length=64)),
+    "MuP": ("text", lambda: algorithms.MuP(base_width=16)),
 }
 
 

@@ -13,7 +13,8 @@ SCHEDULERS = (
     "StepScheduler MultiStepScheduler ConstantScheduler LinearScheduler ExponentialScheduler CosineAnnealingScheduler "
     "CosineAnnealingWarmRestartsScheduler PolynomialScheduler MultiStepWithWarmupScheduler "
     "ConstantWithWarmupScheduler LinearWithWarmupScheduler CosineAnnealingWithWarmupScheduler "
-    "PolynomialWithWarmupScheduler"
+    "PolynomialWithWarmupScheduler WarmupStableDecayScheduler InversePowerWithWarmupScheduler "
+    "Schedule"
 )
 PASSES = (
     "sort_to_front sort_to_back sort_selective_backprop_first sort_low_precision_layernorm_last set_filo_order "

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from composer_events.callback import Callback
 from composer_events.logger import log_lazily
+from composer_optim.schedule import BoundSchedule
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -23,11 +24,15 @@ __all__ = ["FreeOutputs", "LRMonitor", "NaNMonitor"]
 class LRMonitor(Callback):
     """Log the learning rate of every parameter group in each batch, as `lr-<optimizer's class>/group<index>`.
 
-    The second optimizer of a class is `<class>#1`.
+    The second optimizer of a class is `<class>#1`. Each `Schedule` is logged as `schedule/<target>`, with
+    `/group<index>` for a parameter group.
     """
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Log the learning rates."""
+        """Log the learning rates and the scheduled numbers."""
+        for scheduler in state.schedulers:
+            if isinstance(scheduler, BoundSchedule):
+                log_lazily(state, logger, _scheduled, scheduler.values)
         classes: list[str] = []
         for optimizer in state.optimizers:
             classes.append(type(optimizer).__name__)
@@ -44,6 +49,11 @@ class LRMonitor(Callback):
 def _named(now: Timestamp, name: str, index: int, rate: Any) -> dict[str, Any]:
     del now  # `log_lazily` passes the timestamp
     return {f"lr-{name}/group{index}": rate}
+
+
+def _scheduled(now: Timestamp, values: Mapping[str, float]) -> dict[str, Any]:
+    del now
+    return {f"schedule/{name}": value for name, value in values.items()}
 
 
 class NaNMonitor(Callback):
