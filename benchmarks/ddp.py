@@ -93,7 +93,10 @@ def delayed(collective: Callable[..., Any]) -> Callable[..., Any]:
     return start
 
 
-def delayed_gradients(state: object, bucket: tdist.GradBucket) -> torch.futures.Future[Tensor]:
+def delayed_gradients(
+    state: object,
+    bucket: tdist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]  # documented there
+) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients, as a communication hook of DDP."""
     del state
     future: Any = torch.futures.Future()

@@ -107,7 +107,7 @@ PLAN = (
     Script("method_costs", ("--rounds", "1", "--epochs", "2"), 150.0),
     Script("checkpoint", ("--quick",), 90.0),
     Script("checkpoint_async", ("--rounds", "3"), 120.0),
-    Script("ddp", ("--rounds", "3"), 90.0),
+    Script("ddp", ("--rounds", "3"), 150.0),
     Script("fsdp", ("--rounds", "3"), 180.0),
 )
 
