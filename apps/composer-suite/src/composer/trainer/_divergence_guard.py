@@ -104,13 +104,10 @@ class DivergenceGuard:
     def _choose_timing(self, *, evaluates_loss: bool) -> tuple[bool, bool]:
         """Return whether a flag on the device keeps optimizers from stepping, and whether results are read later."""
         optimizers: list[Optimizer] = list(self._state.optimizers)
-        unfused = [each for each in optimizers if not _is_fused(each)]
-        gates = (
-            not evaluates_loss
-            and (self._scaler is not None or not unfused)
-            # A hook may drop bad gradients, which only a step shows; PyTorch has no public way to ask for hooks.
-            and not any(getattr(each, "_optimizer_step_pre_hooks", None) for each in optimizers)
-        )
+        # Fused optimizers, whose kernels read a skip flag on the device, have this attribute for GradScaler.
+        unfused = [each for each in optimizers if not getattr(each, "_step_supports_amp_scaling", False)]
+        is_flagged = self._scaler is not None or not unfused
+        gates = is_flagged and not evaluates_loss and not _have_step_hooks(optimizers)
         # A spike check reads the loss at every batch anyway, and DeepSpeed's gradients are gone later.
         if self._found.device.type not in _DEFERS_ON or self._spikes is not None or self._state.deepspeed_enabled:
             return gates, False
@@ -125,7 +122,7 @@ class DivergenceGuard:
                 "on_divergence=%r waits for the device before each step, because %s is not fused. Pass fused=True "
                 "to the optimizer, if it has that option, to avoid it.",
                 self._policy.action,
-                type((unfused or optimizers)[0]).__name__,
+                type([*unfused, *optimizers][0]).__name__,
             )
         return gates, False
 
@@ -603,6 +600,12 @@ class Spikes:
             return True
         self._usual.append(abs(loss))
         return False
+
+
+def _have_step_hooks(optimizers: Iterable[Optimizer]) -> bool:
+    """Return whether a hook may drop bad gradients, which only a step shows."""
+    # PyTorch has no public way to ask for hooks.
+    return any(getattr(optimizer, "_optimizer_step_pre_hooks", None) for optimizer in optimizers)
 
 
 def takes_none(optimizer: Optimizer) -> bool:
