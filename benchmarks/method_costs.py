@@ -152,6 +152,7 @@ CASES: Mapping[str, Case] = {
     "low_precision_groupnorm": Case({}, GROUP_NORMS),
     "low_precision_layernorm": Case({}, GPT_LOW),
     "mixup": Case(),
+    "mup": Case({"base_width": 32}, GPT),
     "no_op_model": Case(),
     "progressive_resizing": Case(),
     "randaugment": Case(),

@@ -1,9 +1,10 @@
-"""How long a step of the decoupled optimizers takes, next to the optimizers of PyTorch that they derive from.
+"""How long a step of the optimizers takes, next to the optimizers of PyTorch that they derive from or resemble.
 
     .venv/bin/python benchmarks/optimizers.py [--json PATH]
 
 Both of a pair step the same shapes in turn, so that a change in the machine's load meets both; the ratio is that of
-the medians. One thread, CPU.
+the medians. Muon is compared with PyTorch's in bfloat16, the only dtype of the latter, and with its matrix products
+alone. One thread, CPU.
 """
 
 import argparse
@@ -15,10 +16,15 @@ import torch
 from rows import Row, add_option, write
 from torch.optim import SGD, AdamW, Optimizer
 
-from composer_optim import DecoupledAdamW, DecoupledSGDW
+from composer_optim import DecoupledAdamW, DecoupledSGDW, Muon
 
-NUM_ROUNDS = 200
+NUM_ROUNDS, NUM_MUON_ROUNDS = 200, 15
 SHAPES = {"300 tensors of 64 x 16": [(64, 16)] * 300, "one tensor of 2048 x 2048": [(2048, 2048)]}
+MATRICES = {
+    "12 matrices of 256 x 256": [(256, 256)] * 12,
+    "4 matrices of 1024 x 256": [(1024, 256)] * 4,
+    "one matrix of 768 x 768": [(768, 768)],
+}
 
 
 def main() -> None:
@@ -44,7 +50,47 @@ def main() -> None:
                 print(f"{name:28}{kernel:10}{title:16}{mine:9.3f}{reference:10.3f}{mine / reference:8.3f}")
                 what = f"{title}.step, {kernel}, {name}"
                 rows.append(Row(what=what, ours=mine, plain=reference, ratio=mine / reference))
+    rows += muon_rows()
     write(path, rows)
+
+
+def muon_rows() -> list[Row]:
+    """Compare Muon with torch's Muon and with its matrix products alone, and print a line for each."""
+    rows: list[Row] = []
+    for name, shapes in MATRICES.items():
+        ours, theirs = make(_muon(torch.bfloat16), shapes), make(torch.optim.Muon, shapes)
+        pairs: list[tuple[str, float, Callable[[], object], Callable[[], object]]] = [
+            ("bfloat16, beside torch.optim.Muon", 1.02, ours.step, theirs.step),
+            ("float32, beside its products", 1.05, make(_muon(torch.float32), shapes).step, products(shapes)),
+        ]
+        for kind, budget, mine, plain in pairs:
+            first, second = medians_of(mine, plain, num_rounds=NUM_MUON_ROUNDS)
+            ratio = first / second
+            print(f"{name:28}{kind:42}{first:9.3f}{second:10.3f}{ratio:8.3f}")
+            what = f"Muon.step, {kind}, {name}"
+            limit = f"ratio at most {budget}"
+            rows.append(Row(what=what, ours=first, plain=second, ratio=ratio, budget=limit, is_met=ratio <= budget))
+    return rows
+
+
+def _muon(dtype: torch.dtype) -> Callable[..., Optimizer]:
+    def make_muon(params: list[torch.Tensor], lr: float) -> Optimizer:
+        return Muon([{"params": params, "role": "muon"}], lr=lr, adjust_lr_fn="original", dtype=dtype)
+
+    return make_muon
+
+
+def products(shapes: list[tuple[int, ...]]) -> Callable[[], None]:
+    """Return a function that computes the products of five Newton-Schulz steps for each matrix."""
+    wide = [torch.randn(min(shape), max(shape)) / max(shape) for shape in shapes]
+
+    def run() -> None:
+        for x in wide:
+            for _ in range(5):
+                gram = x @ x.mT
+                torch.addmm(x, torch.addmm(gram, gram, gram), x)
+
+    return run
 
 
 def make(optimizer: Callable[..., Optimizer], shapes: list[tuple[int, ...]], **options: object) -> Optimizer:
@@ -57,11 +103,16 @@ def make(optimizer: Callable[..., Optimizer], shapes: list[tuple[int, ...]], **o
 
 def medians_ms(*optimizers: Optimizer) -> list[float]:
     """Return the median time of a step of each, which take turns."""
-    times: list[list[float]] = [[] for _ in optimizers]
-    for round_ in range(NUM_ROUNDS + 5):  # the first rounds make the state
-        for each, optimizer in zip(times, optimizers, strict=True):
+    return medians_of(*(optimizer.step for optimizer in optimizers), num_rounds=NUM_ROUNDS)
+
+
+def medians_of(*functions: Callable[[], object], num_rounds: int) -> list[float]:
+    """Return the median time of each function, which take turns, in milliseconds."""
+    times: list[list[float]] = [[] for _ in functions]
+    for round_ in range(num_rounds + 5):  # the first rounds make the state
+        for each, function in zip(times, functions, strict=True):
             start = time.perf_counter()
-            optimizer.step()
+            function()
             if round_ >= 5:
                 each.append(1000 * (time.perf_counter() - start))
     return [statistics.median(each) for each in times]

@@ -267,6 +267,7 @@ ALGORITHMS = {
         tolerance=BFLOAT16,
     ),
     "MixUp": Row(algorithm("MixUp")),
+    "MuP": Row(algorithm("MuP", 6), "gpt2"),
     "NoOpModel": Row(algorithm("NoOpModel")),
     "ProgressiveResizing": Row(algorithm("ProgressiveResizing", delay_fraction=0.2), "conv"),
     "RandAugment": Row(algorithm("RandAugment"), "conv"),

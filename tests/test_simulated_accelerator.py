@@ -1,7 +1,9 @@
 """The Trainer on the simulated accelerator: the weights of the CPU, and no step that waits for the device."""
 
 import copy
+import gc
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +11,13 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
-from composer import algorithms
+from composer import algorithms, callbacks, loggers
+from composer.algorithms import GradientClipping
 from composer.core import Callback, Evaluator
+from composer.models import HuggingFaceModel
 from composer_checkpoint import load_file
 from composer_dist import DeviceCPU
-from composer_dist.testing import SimulatedAccelerator
+from composer_dist.testing import SimulatedAccelerator, run_ranks
 from composer_optim import DecoupledAdamW, DecoupledSGDW
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch has one accelerator type per process: CUDA")
@@ -104,6 +108,7 @@ OTHER_METHODS = {
     "GyroDropout": ("plain", algorithms.GyroDropout),
     "SeqLengthWarmup": ("text", lambda: algorithms.SeqLengthWarmup(max_seq_length=64)),
     "Alibi": ("text", lambda: algorithms.Alibi(max_sequence_length=64)),
+    "MuP": ("text", lambda: algorithms.MuP(base_width=16)),
 }
 
 
@@ -149,6 +154,114 @@ def test_a_checkpoint_of_one_device_is_resumed_on_another(cases, accelerator, tm
     assert load_file(tmp_path / "ep1.pt")["state"]["model"]
     resumed = trained(subjects, second, max_duration="2ep", load_path=str(tmp_path / "ep1.pt"))
     assert_same(resumed, expected)
+
+
+class Mapped(Callback):
+    """Note after a batch whether a file is mapped into memory."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def batch_end(self, state, logger):
+        assert all(entries["step"].device.type == "cpu" for entries in state.optimizers[0].state.values())
+        gc.collect()
+        self.is_mapped = str(self.path) in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:Mapped is not in the state_dict:UserWarning")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_a_resumed_optimizer_keeps_nothing_in_the_file(cases, accelerator, tmp_path):
+    """Adam's step counts stayed in the file, so that a truncated one ended the process."""
+    subjects, _, _ = cases
+    saving = {"save_folder": str(tmp_path), "save_interval": "1ep", "save_filename": "ep{epoch}.pt"}
+    trained(subjects, accelerator, optimizer=OPTIMIZERS["AdamW"], **saving)
+    mapped = Mapped(tmp_path / "ep1.pt")
+    resuming = {"load_path": str(mapped.path), "max_duration": "2ep", "callbacks": mapped}
+    trained(subjects, accelerator, optimizer=OPTIMIZERS["AdamW"], **resuming)
+    assert not mapped.is_mapped
+
+
+def test_buffers_are_copied_by_lists_of_one_dtype(cases, accelerator, monkeypatch):
+    """Lists of float32 and int64, as of BatchNorm, are copied one by one on a GPU."""
+    copy_, kinds = torch._foreach_copy_, []
+
+    def copy_and_note(to, source, *args):
+        kinds.append({(each.dtype, each.device) for each in (*to, *source)})
+        return copy_(to, source, *args)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy_and_note)
+    subjects, _, _ = cases
+    trained(subjects, accelerator, "images", num_batches=2)
+    assert kinds
+    assert all(len(kind) == 1 for kind in kinds), kinds
+
+
+CALLBACKS = {
+    "ActivationMonitor": lambda folder: callbacks.ActivationMonitor(interval="10ba"),
+    "CheckpointSaver": lambda folder: callbacks.CheckpointSaver(str(folder), save_interval="2ba"),
+    "ExportForInferenceCallback": lambda folder: callbacks.ExportForInferenceCallback(
+        "export", str(folder / "model.pt2")
+    ),
+    "FreeOutputs": lambda folder: callbacks.FreeOutputs(),
+    "ImageVisualizer": lambda folder: callbacks.ImageVisualizer(interval="2ba"),
+    "LRMonitor": lambda folder: callbacks.LRMonitor(),
+    "MemoryMonitor": lambda folder: callbacks.MemoryMonitor(),
+    "NaNMonitor": lambda folder: callbacks.NaNMonitor(),
+    "OptimizerMonitor": lambda folder: callbacks.OptimizerMonitor(),
+    "RuntimeEstimator": lambda folder: callbacks.RuntimeEstimator(),
+    "SpeedMonitor": lambda folder: callbacks.SpeedMonitor(window_size=2),
+    "SystemMetricsMonitor": lambda folder: callbacks.SystemMetricsMonitor(),
+    "ConsoleLogger": lambda folder: loggers.ConsoleLogger(log_interval="1ba"),
+    "FileLogger": lambda folder: loggers.FileLogger(filename=str(folder / "log.txt")),
+    "InMemoryLogger": lambda folder: loggers.InMemoryLogger(),
+    "TensorboardLogger": lambda folder: loggers.TensorboardLogger(log_dir=str(folder)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch.export of torch 2.11
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_no_callback_or_logger_changes_the_weights(cases, accelerator, tmp_path, name):
+    subjects, _, _ = cases
+    kind = "images" if name == "ImageVisualizer" else "plain"
+    found = trained(subjects, accelerator, kind, callbacks=CALLBACKS[name](tmp_path))
+    assert_same(found, trained(subjects, "cpu", kind))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
+@pytest.mark.parametrize("adapts", [False, True], ids=["whole", "LoRA"])
+def test_a_model_of_transformers_ends_with_the_weights_of_the_cpu(cases, accelerator, adapts):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    subjects, _, _ = cases
+    config = transformers.GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    results = []
+    for device in (accelerator, "cpu"):
+        torch.manual_seed(7)
+        adapter = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], fan_in_fan_out=True)
+        model = HuggingFaceModel(transformers.GPT2LMHeadModel(config), peft_config=adapter if adapts else None)
+        # Adam would enlarge the rounding of gradients that are zero in exact arithmetic.
+        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            subjects.make_trainer(model, subjects.make_sentences(3), device, optimizers=optimizer) as trainer,
+        ):
+            trainer.fit()
+            results.append({name: value.cpu() for name, value in model.state_dict().items()})
+    assert_same(*results)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch.export of torch 2.11
+@pytest.mark.parametrize("save_format", ["torchscript", "export"])
+def test_a_model_is_exported_for_the_cpu(cases, accelerator, tmp_path, save_format):
+    subjects, _, _ = cases
+    (batch,) = subjects.make_batches(1)
+    path = str(tmp_path / "model")
+    with subjects.make_trainer(subjects.make_network(), [batch], accelerator) as trainer:
+        trainer.fit()
+        trainer.export_for_inference(save_format, path, sample_input=batch)
+        (expected,) = trainer.predict([batch])
+    exported = torch.jit.load(path) if save_format == "torchscript" else torch.export.load(path).module()
+    torch.testing.assert_close(exported(batch), expected.cpu(), rtol=0, atol=0)
 
 
 def test_evaluation_and_prediction_are_those_of_the_cpu(cases, accelerator):
@@ -229,7 +342,7 @@ def test_a_bad_batch_is_found_though_its_result_arrives_late(cases, accelerator,
         assert_same(*results)
 
 
-# Rows of the check for real GPUs that train on several ranks or compile have no simulation.
+# Rows of the check for real GPUs in one process; `compiled` has no simulation.
 ROWS = [
     *IMAGE_METHODS,
     "AdamW",
@@ -254,6 +367,7 @@ ROWS = [
     "amp_fp16",
     "AdamW, amp_fp16",
     "GPT",
+    "bfloat16 weights",
     "clipping by norm",
     "clipping by value",
     "clipping by adaptive",
@@ -298,6 +412,67 @@ def test_a_step_waits_for_the_device_no_more_than_it_may(count, row):
 def test_every_row_without_several_ranks_is_counted(cases):
     _, _, waits = cases
     assert {row for row in waits.make_rows() if "FSDP" not in row and row != "compiled"} == set(ROWS)
+
+
+FSDP = {"parallelism_config": {"fsdp": {}}}
+ON_RANKS = {
+    "DDP": {"device_train_microbatch_size": 4},
+    "FSDP": FSDP,
+    "FSDP, clipping": {**FSDP, "device_train_microbatch_size": 4, "algorithms": GradientClipping("norm", 0.1)},
+    "FSDP, offloaded": {"parallelism_config": {"fsdp": {"cpu_offload": True}}},
+}
+ROWS_ON_RANKS = [
+    "AdamW",
+    "4 microbatches",
+    "amp_fp16",
+    "progress bar",
+    "GPT, FSDP",
+    "GPT, FSDP, amp_bf16",
+    "GPT, FSDP, amp_fp16",
+    "clipping by norm, FSDP",
+]
+
+
+def weights_on_a_rank(device, settings):
+    """Return the whole weights of a GPT after training on some ranks."""
+    from gpu_cases import subjects
+
+    model = subjects.make_gpt(emb_pdrop=0.0)
+    # As fused on both devices: otherwise one counts steps on the host, and divides in float64.
+    settings = {"optimizers": torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), **copy.deepcopy(settings)}
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        subjects.make_trainer(model, subjects.make_sentences(3), device, **settings) as trainer,
+    ):
+        trainer.fit()
+        weights = trainer.strategy.model_state_dict(trainer.state.model)
+        return {name: value.cpu() for name, value in weights.items()}
+
+
+def compare_on_a_rank(tools):
+    """Return how far the weights of each kind of training are from the CPU's, and where its steps wait."""
+    sys.path.insert(0, tools)
+    from gpu_cases import waits
+
+    waits.WARM_UP, waits.COUNTED = 4, 2
+    distances, lines = {}, {}
+    for name, settings in ON_RANKS.items():
+        expected = weights_on_a_rank("cpu", settings)
+        with SimulatedAccelerator(shares_cpu_generator=True) as accelerator:
+            found = weights_on_a_rank(accelerator, settings)
+        distances[name] = max((found[key] - value).abs().max().item() for key, value in expected.items())
+    rows = waits.make_rows()
+    for row in ROWS_ON_RANKS:
+        with SimulatedAccelerator() as accelerator:
+            lines[row] = dict(rows[row](accelerator))
+    return distances, lines
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_weights_of_the_cpu_and_their_steps_never_wait(root, tmp_path):
+    for distances, lines in run_ranks(compare_on_a_rank, str(root / "tools"), store=tmp_path / "store", timeout_s=480):
+        assert distances == dict.fromkeys(ON_RANKS, 0.0)
+        assert not any(lines.values()), lines
 
 
 class Draws(nn.Module):

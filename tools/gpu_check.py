@@ -78,6 +78,7 @@ CASES = (
     Case("methods.image_algorithms", "methods for images", limit_s=150.0),
     Case("methods.text_algorithms", "methods for text"),
     Case("waits.steps", "steps that never wait for the GPU", limit_s=150.0, on_cpu=False),
+    Case("waits.named", "SyncMonitor names a line", on_cpu=False),
     Case("features.bfloat16_weights", "a model in bfloat16", on_cpu=False),
     Case("features.cuda_graphs", "CUDA graphs and microbatches", limit_s=150.0, on_cpu=False),
     Case("features.memory_files", "records of memory, under FSDP", on_cpu=False),

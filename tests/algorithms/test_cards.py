@@ -20,6 +20,7 @@ SECTIONS = [
 NEEDED = {
     "alibi": {"max_sequence_length": 128},
     "gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 1.0},
+    "mup": {"base_width": 64},
     "stochastic_depth": {"target_layer_name": "ResNetBasicBlock"},
 }
 EACH = pytest.mark.parametrize("key", METHODS)

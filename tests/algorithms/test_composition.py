@@ -191,6 +191,12 @@ ROWS = {
     ),
     "MixUp": Row(algorithms.MixUp, reasons=PER_MICROBATCH),
     "MixUp(draw_per='batch')": Row(partial(algorithms.MixUp, draw_per="batch"), reasons=PER_BATCH),
+    "MuP": Row(
+        partial(algorithms.MuP, 6),
+        "gpt2",
+        partial(functional.apply_mup, base_width=6),
+        reasons={"optimizer": "sets its groups"},
+    ),
     "NoOpModel": Row(algorithms.NoOpModel),
     "ProgressiveResizing": Row(partial(algorithms.ProgressiveResizing, delay_fraction=0.2), "conv"),
     "RandAugment": Row(algorithms.RandAugment, "conv", reasons=PER_BATCH),

@@ -110,7 +110,14 @@ def make_rows() -> Mapping[str, Row]:
         "GPT": _row(*text, precision="amp_bf16", **fused),
         "GPT, FSDP": _row(*text, **sharded),
         "GPT, FSDP, amp_bf16": _row(*text, precision="amp_bf16", **sharded),
+        "GPT, FSDP, DecoupledAdamW": _row(
+            *text, parallelism_config={"fsdp": {}}, optimizers=optimizers["DecoupledAdamW"]
+        ),
+        "GPT, FSDP, amp_fp16": _row(*text, precision="amp_fp16", **sharded),
         "GPT, FSDP, AdamW": _row(*text, parallelism_config={"fsdp": {}}, optimizers=_adamw()),
+        "bfloat16 weights": _row(
+            lambda: make_network().to(torch.bfloat16), make_batches, precision="amp_bf16", **fused
+        ),
         "compiled": _row(*plain, compile_config={}, **fused),
     }
     for kind, threshold in (("norm", 1.0), ("value", 1.0), ("adaptive", 0.1)):
@@ -150,6 +157,27 @@ def make_rows() -> Mapping[str, Row]:
 
 def _made(make: Callable[[], Algorithm]) -> Callable[[nn.Module], Algorithm]:
     return lambda model: make()
+
+
+def named(device: str) -> str:
+    """`SyncMonitor` names the line of a callback that reads the loss, and counts it once per batch."""
+    monitor = callbacks.SyncMonitor()
+    optimizers = _adamw(fused=True)(network := make_network())
+    batches = [_pinned(batch, device) for batch in make_batches(6)]
+    with make_trainer(network, batches, device, callbacks=[ReadsLoss(), monitor], optimizers=optimizers) as trainer:
+        trainer.fit()
+    ((place, count),) = monitor.lines.items()
+    assert place.endswith(" after_loss"), place
+    assert count == monitor.num_batches == 4, (count, monitor.num_batches)
+    return place.rpartition("/")[2]
+
+
+class ReadsLoss(Callback):
+    """Waits in each batch."""
+
+    def after_loss(self, state: Any, logger: Any) -> None:
+        """Read the loss."""
+        state.loss.item()
 
 
 def steps(device: str) -> str:

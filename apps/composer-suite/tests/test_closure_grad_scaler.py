@@ -10,11 +10,11 @@ from torch.amp.grad_scaler import GradScaler
 from composer import Trainer
 from composer.algorithms import SAM
 from composer.models import ComposerModel
-from composer.trainer._scaler import ClosureGradScaler
+from composer.trainer._scaler import ClosureGradScaler, ShardedGradScaler
 from composer_algorithms.sam import SAMOptimizer
 from composer_dist import dist
 from composer_dist.devices import Device
-from composer_dist.testing import run_ranks
+from composer_dist.testing import SimulatedAccelerator, run_ranks
 
 
 class OnceOrTwice(torch.optim.SGD):
@@ -191,3 +191,19 @@ def test_float16_without_a_scaler_is_refused(scaler):
             RuntimeError, match="Attempting to use grad scaling with precision='amp_fp16', but scaler is"
         ):
             trainer.fit(duration="1ba")
+
+
+@pytest.mark.parametrize("gradient", [2.0, math.inf])
+def test_offloaded_gradients_are_unscaled_with_the_values_of_the_device(gradient):
+    """The scale was copied to the CPU without waiting, and read before it had arrived."""
+    if torch.cuda.is_available():
+        pytest.skip("PyTorch has one accelerator type per process: CUDA")
+    with SimulatedAccelerator():
+        on_host, on_device = nn.Parameter(torch.tensor([3.0])), nn.Parameter(torch.tensor([3.0], device="simgpu"))
+        scaler, optimizer = ShardedGradScaler("simgpu", init_scale=8.0), torch.optim.SGD([on_host, on_device], lr=1.0)
+        scaler.scale((on_device * 2.0).sum()).backward()
+        on_host.grad = torch.tensor([8.0 * gradient])
+        scaler.step(optimizer)
+        scaler.update()
+        expected = [1.0, 1.0, 8.0] if gradient == 2.0 else [3.0, 3.0, 4.0]
+        assert [on_host.item(), on_device.item(), scaler.get_scale()] == expected

@@ -115,6 +115,7 @@ def test_settings_that_torch_compile_does_not_know(make_trainer, config, said):
         ({"mode": "reduce-overhead"}, True),
         ({"mode": "max-autotune"}, True),
         ({"options": {"triton.cudagraphs": True}}, True),
+        ({"backend": "cudagraphs"}, True),
         ({"backend": BACKEND}, False),
     ],
 )

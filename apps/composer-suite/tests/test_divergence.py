@@ -626,6 +626,25 @@ def test_an_error_after_rollbacks_names_the_batches_that_were_undone(train, late
     assert all(parameter.isfinite().all() for parameter in network.parameters())
 
 
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("kind", ["bfloat16", "offloaded", "both"])
+def test_gradients_that_the_kernel_does_not_take_are_checked_by_a_few_kernels(kind, bad):
+    """Each tensor took several kernels, and a copy if it was offloaded."""
+    if torch.cuda.is_available():
+        pytest.skip("PyTorch has one accelerator type per process, here CUDA")
+    with SimulatedAccelerator() as accelerator:
+        on_host = [torch.ones(3) for _ in range(20)] if kind != "bfloat16" else []
+        on_device = [torch.ones(3, dtype=torch.bfloat16, device="simgpu") for _ in range(20 * (kind != "offloaded"))]
+        tensors = on_host + on_device
+        tensors[-1][1] = math.nan if bad else 1.0
+        found, one = torch.zeros((), device="simgpu"), torch.ones((), device="simgpu")
+        with accelerator.counting() as counts:
+            _divergence_guard.note_non_finite(tensors, found, one)
+        assert found.item() == bad
+    assert counts.kernels.total() <= 10
+    assert (counts.copies_to_device.total(), counts.synchronizations.total()) == (int(bool(on_host)), 0)
+
+
 @pytest.mark.parametrize("has_scaler", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"fused": True}, {"foreach": True}, {"fused": False}], ids=str)
 def test_a_fused_kernel_that_was_not_chosen_is_advised_once(train, settings, has_scaler, caplog):

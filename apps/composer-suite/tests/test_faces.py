@@ -13,7 +13,8 @@ SCHEDULERS = (
     "StepScheduler MultiStepScheduler ConstantScheduler LinearScheduler ExponentialScheduler CosineAnnealingScheduler "
     "CosineAnnealingWarmRestartsScheduler PolynomialScheduler MultiStepWithWarmupScheduler "
     "ConstantWithWarmupScheduler LinearWithWarmupScheduler CosineAnnealingWithWarmupScheduler "
-    "PolynomialWithWarmupScheduler"
+    "PolynomialWithWarmupScheduler WarmupStableDecayScheduler InversePowerWithWarmupScheduler "
+    "Schedule"
 )
 PASSES = (
     "sort_to_front sort_to_back sort_selective_backprop_first sort_low_precision_layernorm_last set_filo_order "
@@ -500,9 +501,14 @@ IMPORT_MAP = [
         "composer.utils composer.utils.file_helpers",
     ),
     (
-        "create_symlink_file extract_path_from_symlink get_file is_uri list_remote_objects "
-        "maybe_create_object_store_from_uri parse_uri validate_credentials",
+        "create_symlink_file extract_path_from_symlink get_file",
         "composer_checkpoint.remote.fetch",
+        "composer.utils composer.utils.file_helpers",
+    ),
+    ("is_uri parse_uri", "composer_checkpoint.stores.base", "composer.utils composer.utils.file_helpers"),
+    (
+        "list_remote_objects maybe_create_object_store_from_uri validate_credentials",
+        "composer_checkpoint.stores.opening",
         "composer.utils composer.utils.file_helpers",
     ),
     ("is_tar", "composer_checkpoint.names", "composer.utils composer.utils.file_helpers"),

@@ -16,12 +16,14 @@ from composer.optim import (
     CosineAnnealingScheduler,
     CosineAnnealingWarmRestartsScheduler,
     ExponentialScheduler,
+    InversePowerWithWarmupScheduler,
     LinearScheduler,
     LinearWithWarmupScheduler,
     MultiStepScheduler,
     MultiStepWithWarmupScheduler,
     PolynomialScheduler,
     StepScheduler,
+    WarmupStableDecayScheduler,
 )
 from composer_optim import lr_lambda
 
@@ -59,6 +61,9 @@ KINDS = {
     "warmup": ([LinearWithWarmupScheduler("3ba")], "batches"),
     "warmup-dur": ([LinearWithWarmupScheduler("0.4dur")], "samples"),
     "warmup-steps": ([MultiStepWithWarmupScheduler("4ba", ["0.8dur"])], "ratio"),
+    # Half of the training is within the decay of the whole one, and extending it starts the decay later.
+    "stable-decay": ([WarmupStableDecayScheduler("0.1dur", "0.6dur", alpha_f=0.1)], "tokens"),
+    "inverse-power": ([InversePowerWithWarmupScheduler("0.2dur", t_decay="0.3dur")], "samples"),
     "function": ([by_epoch], "epochs"),
     "two": ([LinearScheduler(), ConstantScheduler(0.5, "0.4dur")], "epochs"),
 }
@@ -217,7 +222,7 @@ CELLS = [
     (kind, move)
     for kind in KINDS
     for move in MOVES
-    if move in ("whole", "fit twice", "resumed") or kind in ("linear", "warmup-dur", "function")
+    if move in ("whole", "fit twice", "resumed") or kind in ("linear", "warmup-dur", "stable-decay", "function")
 ]
 
 

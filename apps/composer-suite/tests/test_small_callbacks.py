@@ -2,6 +2,7 @@
 
 import datetime
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from composer.callbacks.memory_monitor import reduce_value
 from composer.core import Callback, State, Timestamp
 from composer.loggers import InMemoryLogger, Logger, LoggerDestination
 from composer.models import ComposerModel
+from composer_dist.testing import SimulatedAccelerator
 
 
 class Model(ComposerModel):
@@ -116,6 +118,43 @@ def test_a_loss_that_is_no_number_is_found_at_its_microbatch(losses, said):
         train(NaNMonitor(), Model(losses))
 
 
+@pytest.mark.parametrize("bad", [None, 0, 3])
+def test_losses_on_an_accelerator_are_read_once_per_batch(bad):
+    """Each of four microbatches waited for the device."""
+
+    class Losses:
+        num_calls = 0
+
+        def __call__(self, loss):
+            is_bad = self.num_calls == bad
+            self.num_calls += 1
+            return {"total": loss, "aux": loss * math.nan if is_bad else loss * 0}
+
+    if torch.cuda.is_available():
+        pytest.skip("PyTorch has one accelerator type per process: CUDA")
+    with SimulatedAccelerator() as accelerator, accelerator.counting() as counts:
+        model = Model(Losses())
+        start = model.layer.weight.detach().clone()
+        with (
+            nullcontext() if bad is None else pytest.raises(RuntimeError, match=r"Train loss aux .* a NaN.*batch 0"),
+            Trainer(
+                model=model,
+                train_dataloader=[(torch.randn(4, 2), torch.zeros(4, dtype=torch.long))] * 2,
+                optimizers=torch.optim.SGD(model.parameters(), lr=0.5),
+                max_duration="1ep",
+                callbacks=NaNMonitor(),
+                device_train_microbatch_size=1,
+                progress_bar=False,
+                device=accelerator,
+                on_divergence=None,
+            ) as trainer,
+        ):
+            trainer.fit()
+        assert model.layer.weight.cpu().equal(start) == (bad is not None), "the optimizer has stepped"
+    reads = [count for place, count in counts.synchronizations.items() if "_single_event" in place]
+    assert sum(reads) == (1 if bad is not None else 2)
+
+
 def test_infinite_losses_of_both_signs_are_no_nan(make_state):
     state = make_state()
     state.loss = [torch.tensor([math.inf, -math.inf]), torch.tensor(1.0)]
@@ -216,6 +255,20 @@ def test_allocated_memory_is_logged_in_gigabytes():
     MemoryMonitor(dist_aggregate_batch_interval=1).after_train_batch(state, Logger(state, kept))
     assert kept.of("memory/current_allocated_mem")[0] >= held.nbytes / 1e9
     assert kept.of("memory/current_allocated_mem_max") == kept.of("memory/current_allocated_mem")
+
+
+def test_memory_of_all_ranks_is_reduced_without_a_wait():
+    if torch.cuda.is_available():
+        pytest.skip("PyTorch has one accelerator type per process: CUDA")
+    with SimulatedAccelerator() as accelerator:
+        held = torch.zeros(250_000, device="simgpu")
+        state, kept = State(model=Model(), rank_zero_seed=0, run_name="run", device=accelerator), Kept()
+        with accelerator.counting() as counts:
+            MemoryMonitor(dist_aggregate_batch_interval=1).after_train_batch(state, Logger(state, kept))
+        assert not counts.synchronizations
+        for ending in ("avg", "min", "max"):
+            (value,) = kept.of(f"memory/current_allocated_mem_{ending}")
+            assert value.item() == kept.of("memory/current_allocated_mem")[0] >= held.nbytes / 1e9
 
 
 def test_a_reduction_by_another_name_is_refused():

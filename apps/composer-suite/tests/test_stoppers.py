@@ -9,8 +9,9 @@ from torchmetrics import Metric
 
 from composer import Trainer
 from composer.callbacks import EarlyStopper, ThresholdStopper
-from composer.core import Callback, Evaluator
+from composer.core import Callback, Evaluator, State
 from composer.models import ComposerModel
+from composer_dist.testing import SimulatedAccelerator
 
 BATCHES = 3  # in an epoch
 
@@ -85,6 +86,34 @@ def test_training_stops_when_patience_is_used_up_after_the_last_improvement(pati
     stopper = EarlyStopper("Quality", "held-out", patience=patience)
     # The best is seen at the end of epoch 3; the evaluation of an epoch follows the tick of its clock.
     assert epochs_trained(stopper, values).epoch == 3 + patience + 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: EarlyStopper("Quality", "train"), lambda: ThresholdStopper("Quality", "train", 9.0)],
+    ids=["early", "threshold"],
+)
+def test_a_metric_on_an_accelerator_is_read_once(make):
+    """Each comparison waited for the device."""
+
+    class OnDevice(Scripted):
+        def compute(self):
+            return super().compute().to("simgpu", non_blocking=True)
+
+    if torch.cuda.is_available():
+        pytest.skip("PyTorch has one accelerator type per process: CUDA")
+    with SimulatedAccelerator() as accelerator:
+        metric, stopper = OnDevice([0.5, 0.75, 0.6]), make()
+        state = State(Model(), rank_zero_seed=0, run_name="run", device=accelerator)
+        state.set_dataloader([0], "train")
+        state.train_metrics = {"Quality": metric}
+        stopper.fit_start(state, None)
+        for _ in range(3):
+            metric.reset()
+            metric.update()
+            with accelerator.counting() as counts:
+                stopper.epoch_end(state, None)
+            assert counts.synchronizations.total() == 1
 
 
 def test_an_improvement_below_the_least_difference_is_none():

@@ -36,6 +36,7 @@ COUNTS = {
     "CutOut": ["num_holes"],
     "GhostBatchNorm": ["ghost_batch_size"],
     "GyroDropout": ["sigma", "tau"],
+    "MuP": ["base_width"],
     "ProgressiveResizing": ["size_increment"],
     "RandAugment": ["depth"],
     "SAM": ["interval"],
@@ -47,6 +48,7 @@ COUNTS = {
 NEEDED = {
     "Alibi": {"max_sequence_length": 16},
     "GradientClipping": {"clipping_type": "norm", "clipping_threshold": 1.0},
+    "MuP": {"base_width": 16},
     "StochasticDepth": {"target_layer_name": "ResNetBottleneck"},
 }
 IMAGES, LABELS = torch.zeros(4, 3, 8, 8), torch.tensor([0, 1, 2, 1])

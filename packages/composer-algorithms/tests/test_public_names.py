@@ -29,6 +29,7 @@ from composer_algorithms import (
     low_precision_layernorm,
     mixup,
     module_surgery,
+    mup,
     no_op_model,
     progressive_resizing,
     randaugment,
@@ -44,14 +45,14 @@ from composer_algorithms import (
 OF_THE_PACKAGE = (
     "AGC Alibi AugMix AugmentAndMixTransform BlurPool ChannelsLast ColOut ColOutTransform CutMix CutOut "
     "CutOutTransform EMA Factorize GatedLinearUnits GhostBatchNorm GradientClipping GyroDropout LabelSmoothing "
-    "LayerFreezing LowPrecisionGroupNorm LowPrecisionLayerNorm Metadata MixUp NoOpModel ProgressiveResizing "
+    "LayerFreezing LowPrecisionGroupNorm LowPrecisionLayerNorm Metadata MixUp MuP NoOpModel ProgressiveResizing "
     "RandAugment RandAugmentTransform SAM SAMOptimizer SWA SelectiveBackprop SeqLengthWarmup SqueezeExcite "
-    "StochasticDepth WeightStandardization add_vision_dataset_transform all_metadata __version__"
+    "StochasticDepth WeightStandardization add_vision_dataset_transform all_metadata coord_check __version__"
 )
 FUNCTIONS = (
     "apply_agc apply_alibi apply_blurpool apply_channels_last apply_factorization apply_gated_linear_units "
     "apply_ghost_batchnorm apply_gradient_clipping apply_gyro_dropout apply_low_precision_groupnorm "
-    "apply_low_precision_layernorm apply_squeeze_excite apply_stochastic_depth apply_weight_standardization "
+    "apply_low_precision_layernorm apply_mup apply_squeeze_excite apply_stochastic_depth apply_weight_standardization "
     "augmix_image colout_batch compute_ema cutmix cutmix_batch cutout_batch freeze_layers mixup_batch "
     "randaugment_image resize_batch select_using_loss selective_backprop set_batch_sequence_length "
     "should_selective_backprop smooth_labels"
@@ -74,6 +75,7 @@ FUNCTIONS = (
         (label_smoothing, "LabelSmoothing smooth_labels METADATA"),
         (layer_freezing, "LayerFreezing freeze_layers METADATA"),
         (mixup, "MixUp mixup_batch METADATA"),
+        (mup, "CoordCheck MuP apply_mup coord_check METADATA"),
         (progressive_resizing, "ProgressiveResizing resize_batch METADATA"),
         (randaugment, "RandAugment RandAugmentTransform randaugment_image METADATA"),
         (sam, "SAM SAMOptimizer METADATA"),

@@ -12,6 +12,7 @@ from torch import nn
 from composer_algorithms import SeqLengthWarmup
 from composer_algorithms.functional import set_batch_sequence_length
 from composer_dist import get_device
+from composer_dist.testing import SimulatedAccelerator
 from composer_events import Event, Logger, LoggerDestination, State
 from composer_time import Timestamp
 
@@ -224,6 +225,24 @@ def test_one_microbatch_of_the_maximal_length_runs_first_and_leaves_no_trace():
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(parameter.grad is None for parameter in state.model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in state.model.state_dict().items())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch has one accelerator type per process: CUDA")
+def test_the_first_microbatch_leaves_the_generator_of_any_device_as_it_was():
+    """Only CUDA's generator was restored."""
+    with SimulatedAccelerator() as accelerator:
+        state = make_state()
+        state.device, state.batch = accelerator, text()
+        state.model.to("simgpu").register_forward_hook(lambda *_: drawn.append(torch.rand(1, device="simgpu").item()))
+        drawn = []
+        torch.manual_seed(3)
+        expected = torch.rand(1, device="simgpu").item()
+        torch.manual_seed(3)
+        algorithm = SeqLengthWarmup(0.5, 2, 12, 2)
+        algorithm.apply(Event.AFTER_DATALOADER, state, None)
+        algorithm.apply(Event.AFTER_DATALOADER, state, None)
+        assert len(drawn) == 1
+        assert torch.rand(1, device="simgpu").item() == expected
 
 
 def test_a_checkpoint_says_that_it_has_run():

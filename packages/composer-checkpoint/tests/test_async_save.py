@@ -17,7 +17,7 @@ from composer_checkpoint.errors import CheckpointConflictError, CheckpointError
 from composer_checkpoint.files import load_file, save_file
 from composer_checkpoint.formats.per_rank import save_local
 from composer_checkpoint.sharded import load_sharded, save_sharded, verify_folder
-from composer_dist.testing import run_ranks
+from composer_dist.testing import SimulatedAccelerator, run_ranks
 
 KINDS = pytest.mark.parametrize("sharded", [False, True], ids=["file", "sharded"])
 
@@ -304,3 +304,18 @@ def test_all_ranks_hear_at_once_that_rank_zero_has_no_elements(tmp_path):
     first, second = run_ranks(refuse_on_all_ranks, tmp_path / "ep1.pt", store=tmp_path / "store")
     assert "(w)" in first
     assert first == second
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch has one accelerator type per process: CUDA")
+@pytest.mark.parametrize("is_stable", [False, True], ids=["copied at once", "copied until the step"])
+def test_any_accelerator_is_copied_through_pinned_memory_without_a_wait(tmp_path, is_stable):
+    """Only CUDA tensors were; others were copied one by one, each with a wait."""
+    with SimulatedAccelerator() as accelerator, AsyncSaver() as saver:
+        weight = torch.full((1000,), 3.0, device="simgpu")
+        with accelerator.counting() as counts:
+            saver.save({"w": weight}, tmp_path / "ep1.pt", stable_until_step=[weight] if is_stable else ())
+            saver.wait_for_staging()
+            weight.fill_(-1)
+            saver.wait()
+        assert (counts.copies_to_host.total(), counts.synchronizations.total()) == (1, 0)
+        assert (load_file(tmp_path / "ep1.pt")["w"] == 3).all()

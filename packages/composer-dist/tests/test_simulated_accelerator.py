@@ -6,10 +6,14 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as tdist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from composer_dist import get_rng_state, load_rng_state, seed_context
-from composer_dist.testing import SimulatedAccelerator
+from composer_dist.testing import SimulatedAccelerator, run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch has one accelerator type per process: CUDA")
 
@@ -253,6 +257,37 @@ def test_a_change_of_strides_in_place_is_seen(accelerator):
     assert changed.shape == (3, 2)
     changed.data = torch.zeros(4, device="simgpu")
     assert changed.tolist() == [0, 0, 0, 0]
+
+
+def test_data_of_the_host_is_replaced_by_data_of_the_device(accelerator):
+    weight = nn.Parameter(torch.ones(2))
+    weight.name_of_the_script = "weight"
+    weight.data = weight.data.to("simgpu")
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.device.type, weight.requires_grad, weight.name_of_the_script) == ("simgpu", True, "weight")
+    assert weight.tolist() == [1, 1]
+
+
+def reduce_on_a_rank():
+    rank = tdist.get_rank()
+    with SimulatedAccelerator() as accelerator:
+        network = DistributedDataParallel(nn.Linear(2, 1, bias=False).to("simgpu"))
+        inputs = torch.full((1, 2), float(rank + 1), device="simgpu")
+        for _ in range(2):  # the first two copy the order of the gradients
+            network(inputs).sum().backward()
+        network.zero_grad()
+        with accelerator.counting() as counts:
+            network(inputs).sum().backward()
+            sharded = DTensor.from_local(
+                torch.full((1,), rank, device="simgpu"), init_device_mesh("simgpu", (2,)), [Shard(0)]
+            )
+            whole = sharded.full_tensor()
+        return network.module.weight.grad.tolist(), whole.tolist(), counts.synchronizations.total()
+
+
+def test_ranks_reduce_and_gather_without_waiting(tmp_path):
+    for found in run_ranks(reduce_on_a_rank, store=tmp_path / "store"):
+        assert found == ([[1.5, 1.5]], [0, 1], 0)
 
 
 def test_other_threads_make_tensors_too(accelerator):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from composer_dist import RankDisagreementError, dist, seed_all
+from composer_dist import DeviceCPU, RankDisagreementError, dist, seed_all
 from composer_dist.testing import run_ranks
 from composer_fsdp import FSDPConfig, parallelize_composer_model, parallelize_model
 from composer_fsdp.state_dicts import get_model
@@ -159,3 +159,21 @@ def test_what_one_rank_gives_otherwise_or_fails_at_is_told_to_all(tmp_path):
     for (kind, said), (own_kind, _), (expected, text) in zip(first[1:], second[1:], refused, strict=True):
         assert (kind, own_kind) == (RankDisagreementError, expected)
         assert text in said
+
+
+class NamedGPU(DeviceCPU):
+    """A CPU for which the default precision of GPUs is chosen."""
+
+    name = "gpu"
+
+
+def dtype_by_default(dtype):
+    model = Net().to(dtype)
+    parallelize_model(model, FSDPConfig(min_params=None), device=NamedGPU())
+    return model(torch.ones(2, 4)).dtype
+
+
+@pytest.mark.parametrize(("weights", "computed"), [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)])
+def test_the_default_precision_of_gpus_is_bfloat16_for_weights_in_bfloat16(tmp_path, weights, computed):
+    """It was amp_fp16, whose GradScaler cannot unscale gradients in bfloat16."""
+    assert run_ranks(dtype_by_default, weights, store=tmp_path / "store") == [computed, computed]

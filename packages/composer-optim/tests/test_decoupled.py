@@ -1,4 +1,5 @@
 import copy
+import importlib
 import logging
 import math
 import pickle
@@ -6,6 +7,7 @@ import re
 
 import pytest
 import torch
+from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.testing import assert_close
 
 from composer_dist.testing import SimulatedAccelerator
@@ -602,3 +604,18 @@ def test_fused_sgdw_unscales_and_skips_sparse_gradients(overflows):
     weight.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (3, 2))
     optimizer.step()
     assert weight.tolist() == [[1.0, 1.0], [1.0, 1.0] if overflows else [0.5, 0.5], [1.0, 1.0]]
+
+
+@both
+def test_pytorch_chooses_between_its_other_kernels_where_steps_are_not_fused(make, monkeypatch):
+    asked, choose = [], _default_to_fused_or_foreach
+
+    def choose_and_note(*args, **options):
+        asked.append(args)
+        return choose(*args, **options)
+
+    for name in ("sgd", "adam", "adamw"):
+        module = importlib.import_module(f"torch.optim.{name}")
+        monkeypatch.setattr(module, "_default_to_fused_or_foreach", choose_and_note, raising=False)
+    train(make(make_params(), lr=0.1), RATES[:1])
+    assert asked

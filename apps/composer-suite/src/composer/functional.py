@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         apply_low_precision_layernorm as apply_low_precision_layernorm,
     )
     from composer_algorithms.mixup import mixup_batch as mixup_batch
+    from composer_algorithms.mup import apply_mup as apply_mup
     from composer_algorithms.progressive_resizing import resize_batch as resize_batch
     from composer_algorithms.randaugment import randaugment_image as randaugment_image
     from composer_algorithms.selective_backprop import select_using_loss as select_using_loss
@@ -60,6 +61,7 @@ __all__ = [
     "apply_low_precision_groupnorm",
     "apply_low_precision_layernorm",
     "mixup_batch",
+    "apply_mup",
     "resize_batch",
     "randaugment_image",
     "select_using_loss",
@@ -91,6 +93,7 @@ __getattr__, __dir__ = lazy_face(
         "composer_algorithms.low_precision_groupnorm": ["apply_low_precision_groupnorm"],
         "composer_algorithms.low_precision_layernorm": ["apply_low_precision_layernorm"],
         "composer_algorithms.mixup": ["mixup_batch"],
+        "composer_algorithms.mup": ["apply_mup"],
         "composer_algorithms.progressive_resizing": ["resize_batch"],
         "composer_algorithms.randaugment": ["randaugment_image"],
         "composer_algorithms.selective_backprop": [

@@ -22,22 +22,36 @@ class Driver:
     NVML_TEMPERATURE_GPU = 0
 
     def __init__(self):
+        self.uuid = "GPU-1234"
         self.has_begun = False
         self.num_readings = 0
 
     def nvmlInit(self):
         self.has_begun = True
 
+    class NVMLError_NotFound(Exception):
+        pass
+
+    class NVMLError_NotSupported(Exception):
+        pass
+
     def nvmlDeviceGetHandleByUUID(self, uuid):
         assert self.has_begun
-        assert uuid == "GPU-1234"
-        return "handle"
+        if uuid != self.uuid:
+            raise self.NVMLError_NotFound
+        return "instance" if uuid.startswith("MIG") else "handle"
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle):
+        return {"instance": "handle"}[handle]
 
     def nvmlDeviceGetUtilizationRates(self, handle):
+        if self.uuid.startswith("MIG"):
+            raise self.NVMLError_NotSupported
         self.num_readings += 1
         return SimpleNamespace(gpu=80, memory=35)
 
     def nvmlDeviceGetTemperature(self, handle, sensor):
+        assert handle == "handle"
         return 61
 
     def nvmlDeviceGetPowerUsage(self, handle):
@@ -111,6 +125,17 @@ def test_all_gpus_are_logged_when_asked_for(driver):
     assert {name: value for name, value in values.items() if name.endswith("_rank_0")} == {
         "gpu_percentage_rank_0": 80,
         "memory_percentage_rank_0": 35,
+        "gpu_temperature_C_rank_0": 61,
+        "gpu_power_usage_W_rank_0": 412.5,
+    }
+
+
+def test_an_instance_of_a_gpu_has_no_utilization_but_the_temperature_of_the_whole(driver):
+    """The driver did not find the instance under the name of a GPU."""
+    pytest.importorskip("psutil")
+    driver.uuid = "MIG-1234"
+    values = logged_by(SystemMetricsMonitor(log_all_data=True))
+    assert {name: value for name, value in values.items() if name.endswith("_rank_0")} == {
         "gpu_temperature_C_rank_0": 61,
         "gpu_power_usage_W_rank_0": 412.5,
     }

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from composer_algorithms.metadata import Metadata as Metadata
     from composer_algorithms.metadata import all_metadata as all_metadata
     from composer_algorithms.mixup import MixUp as MixUp
+    from composer_algorithms.mup import MuP as MuP
+    from composer_algorithms.mup import coord_check as coord_check
     from composer_algorithms.no_op_model import NoOpModel as NoOpModel
     from composer_algorithms.progressive_resizing import ProgressiveResizing as ProgressiveResizing
     from composer_algorithms.randaugment import RandAugment as RandAugment
@@ -75,6 +77,8 @@ _HOME = {
     "LowPrecisionLayerNorm": "low_precision_layernorm",
     "Metadata": "metadata",
     "MixUp": "mixup",
+    "MuP": "mup",
+    "coord_check": "mup",
     "NoOpModel": "no_op_model",
     "ProgressiveResizing": "progressive_resizing",
     "RandAugment": "randaugment",

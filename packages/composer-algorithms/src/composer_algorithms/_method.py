@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from composer_events import Algorithm, Event, Logger, State
@@ -14,7 +14,9 @@ class NamedArguments:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the constructor by name."""
-        return {name: getattr(self, name) for name in inspect.signature(self._own_class()).parameters}
+        names, values = inspect.signature(self._own_class()).parameters, vars(self)
+        # A schedule changes the attribute, and keeps the argument under this name.
+        return {name: values.get(f"_initial_{name}", getattr(self, name)) for name in names}
 
     def __repr__(self) -> str:
         plain = {k: str(v) if isinstance(v, Time) else v for k, v in self.arguments().items()}
@@ -32,9 +34,11 @@ class Method(NamedArguments, Algorithm):
 
     Attributes:
         computes_losses: Whether the algorithm calls the model and its loss, in addition to the training loop.
+        schedulable: The numeric arguments that `composer_optim.Schedule` may change during training.
     """
 
     computes_losses: ClassVar[bool] = False
+    schedulable: Collection[str] = ()
 
     def match(self, event: Event, state: State) -> bool:
         """Return whether the event is in `acts_on`."""

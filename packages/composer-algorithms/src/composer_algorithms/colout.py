@@ -150,6 +150,7 @@ class ColOut(ResumableDraws, TransformedDatasets):
             )
         # Only the event in use, so that the engine skips the algorithm at the other.
         self.acts_on = frozenset({Event.AFTER_DATALOADER if self.batch else Event.FIT_START})
+        self.schedulable = ("p_row", "p_col") if self.batch else ()  # the dataset's transform has copies
 
     def match(self, event: Event, state: State) -> bool:
         """Return whether a batch has just been loaded, or training starts on a new dataset."""

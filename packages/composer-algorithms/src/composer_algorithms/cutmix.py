@@ -166,6 +166,8 @@ class CutMix(PairMixing):
         arXiv:1905.04899.
     """
 
+    schedulable = ("alpha",)
+
     @accept_legacy_arguments("CutMix", ignored=("num_classes",))
     def __init__(
         self,

@@ -144,6 +144,7 @@ class CutOut(ResumableDraws, Method):
         arXiv:1708.04552. The paper draws squares for each image separately.
     """
 
+    schedulable = ("length",)
     acts_on = frozenset({Event.AFTER_DATALOADER})
 
     @accept_legacy_arguments("CutOut", renamed={"n_holes": "num_holes"})

@@ -135,6 +135,7 @@ class EMA(Method):
     """
 
     surgery_rank = 7  # after the algorithms that rebuild the model
+    schedulable = ("half_life", "smoothing")
     acts_on = frozenset({Event.INIT, *_MODEL_MAY_HAVE_MOVED, *_CHANGES_OF_WEIGHTS})
     conflicts_with = MappingProxyType(
         {
@@ -169,6 +170,17 @@ class EMA(Method):
         self._update_event = Event.BATCH_END if self.update_interval.unit == TimeUnit.BATCH else Event.EPOCH_END
         # At its other events it decides which weights the model holds; any event around an evaluation serves for that.
         self.needed_events = (Event.INIT, self._update_event)
+
+    @property
+    def half_life(self) -> str | Time[Any] | None:
+        """Time after which old weights count half as much. An assignment changes `smoothing`."""
+        return self._half_life
+
+    @half_life.setter
+    def half_life(self, half_life: str | Time[Any] | None) -> None:
+        self._half_life = half_life
+        if half_life is not None:
+            self.smoothing, _ = averaging_settings(half_life, None, self.update_interval)
 
     @property
     def ema_weights_active(self) -> bool:

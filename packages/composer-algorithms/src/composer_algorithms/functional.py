@@ -20,6 +20,7 @@ from composer_algorithms.layer_freezing import freeze_layers as freeze_layers
 from composer_algorithms.low_precision_groupnorm import apply_low_precision_groupnorm as apply_low_precision_groupnorm
 from composer_algorithms.low_precision_layernorm import apply_low_precision_layernorm as apply_low_precision_layernorm
 from composer_algorithms.mixup import mixup_batch as mixup_batch
+from composer_algorithms.mup import apply_mup as apply_mup
 from composer_algorithms.progressive_resizing import resize_batch as resize_batch
 from composer_algorithms.randaugment import randaugment_image as randaugment_image
 from composer_algorithms.selective_backprop import select_using_loss as select_using_loss

@@ -184,6 +184,7 @@ class GradientClipping(Method):
         See `apply_gradient_clipping`.
     """
 
+    schedulable = ("clipping_threshold",)
     acts_on = frozenset({Event.INIT, Event.AFTER_TRAIN_BATCH})
 
     def __init__(self, clipping_type: ClippingType | str, clipping_threshold: float, *, eps: float = 0.0) -> None:
@@ -197,6 +198,7 @@ class GradientClipping(Method):
     def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Clip the gradients; on INIT, reject settings that DeepSpeed does not support."""
         if state.deepspeed_enabled:
+            self.schedulable = ()  # DeepSpeed has read the threshold
             if self.clipping_type != "norm" or self.clipping_threshold <= 0:
                 error = NotImplementedError if self.clipping_type != "norm" else ValueError
                 raise error(

@@ -92,6 +92,7 @@ class LabelSmoothing(TargetChange):
     """
 
     runs_after = frozenset({"MixUp", "CutMix"})  # they mix the original labels
+    schedulable = ("smoothing",)
     acts_on = frozenset({Event.BEFORE_LOSS, Event.AFTER_LOSS})
 
     @accept_legacy_arguments("LabelSmoothing", renamed={"alpha": "smoothing"})

@@ -116,6 +116,8 @@ class MixUp(PairMixing):
         which the paper does not do, lets each example's own input dominate without changing the distribution of blends.
     """
 
+    schedulable = ("alpha",)
+
     @accept_legacy_arguments("MixUp", ignored=("num_classes",))
     def __init__(
         self,

@@ -141,6 +141,7 @@ class SelectiveBackprop(ResumableDraws, Method):
     # On the examples as loaded: the losses of mixed or cropped examples would not be comparable.
     runs_first = True
     computes_losses = True
+    schedulable = ("keep", "scale_factor")
     acts_on = frozenset({Event.INIT, Event.AFTER_DATALOADER})
 
     start: float = 0.5

@@ -17,6 +17,7 @@ from composer_algorithms._method import NO_LENGTH, Method
 from composer_algorithms._tensors import UnsupportedBatchError
 from composer_algorithms.metadata import METHODS
 from composer_dist import dist
+from composer_dist.reproducibility import device_rng
 from composer_dist.wrapping import unwrap_model
 from composer_events import Event, Logger, State, ensure_tuple
 from composer_time import TimeUnit
@@ -314,11 +315,11 @@ def _run_maximal_batch(state: State, batch: dict[str, Any]) -> None:
 def _fits(state: State, batch: dict[str, Any], size: int) -> bool:
     microbatch = {name: value[:size] if isinstance(value, Tensor) else value for name, value in batch.items()}
     device, has_failed = state.device.torch_device, False
+    own = device_rng(device)
     try:
         # A resumed run skips this pass and must draw the same random numbers as this one. DDP builds its buckets in the
         # first synchronized pass, which must be a training pass.
-        devices = [device.index] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), getattr(state.model, "no_sync", nullcontext)():
+        with torch.random.fork_rng(devices=[]), getattr(state.model, "no_sync", nullcontext)():
             with precision_context(state, device.type):
                 microbatch = state.device.batch_to_device(microbatch)
                 loss = find_loss(state.model)(state.model(microbatch), microbatch)
@@ -328,6 +329,9 @@ def _fits(state: State, batch: dict[str, Any], size: int) -> bool:
             raise
         has_failed = True
     finally:
+        if own is not None:
+            restore, draws = own
+            restore(draws)
         for optimizer in state.optimizers:
             optimizer.zero_grad()
     if not state.auto_microbatching:

@@ -343,6 +343,7 @@ class StochasticDepth(ModelSurgery):
     """
 
     surgery_rank = 1
+    schedulable = ("drop_rate",)
     acts_on = frozenset({Event.INIT, Event.BATCH_START})
 
     def __init__(
@@ -359,7 +360,7 @@ class StochasticDepth(ModelSurgery):
         _check(target_layer_name, stochastic_method, drop_rate, drop_distribution, rescale)
         self.target_layer_name = target_layer_name
         self.stochastic_method = stochastic_method
-        self.drop_rate = drop_rate
+        self._drop_rate = drop_rate
         self.drop_distribution = drop_distribution
         self.drop_warmup = _warmup_time(drop_warmup)
         self.use_same_gpu_seed = use_same_gpu_seed
@@ -371,8 +372,19 @@ class StochasticDepth(ModelSurgery):
         if self.drop_warmup.value == 0:
             self.acts_on = frozenset({Event.INIT})
         self._draws = BlockDraws()
-        self._final_rates: list[tuple[nn.Module, torch.Tensor]] = []
+        self._shares: list[tuple[nn.Module, float]] = []  # of each block in the rate of the last one
         self._fraction = 1.0 if self.drop_warmup.value == 0 else 0.0
+
+    @property
+    def drop_rate(self) -> float:
+        """Drop probability of the last block. An assignment changes all blocks."""
+        return self._drop_rate
+
+    @drop_rate.setter
+    def drop_rate(self, drop_rate: float) -> None:
+        check_interval("[0, 1]", drop_rate=drop_rate)
+        self._drop_rate = drop_rate
+        self._set_fraction(self._fraction)
 
     @property
     def find_unused_parameters(self) -> bool:
@@ -414,13 +426,13 @@ class StochasticDepth(ModelSurgery):
         if self.use_same_gpu_seed or (self.use_same_gpu_seed is None and is_sharded):
             # The same decisions on all ranks: sharded ranks gather the weights of a block together.
             self._draws.seed = state.rank_zero_seed
-        settings = (self.target_layer_name, self.stochastic_method, self.drop_rate, self.drop_distribution)
+        settings = (self.target_layer_name, self.stochastic_method, 1.0, self.drop_distribution)
         apply_stochastic_depth(state.model, *settings, rescale=self.rescale)
         layer_class, _ = layer_mapping()[self.target_layer_name]
         blocks: list[Any] = list(filter(lambda module: isinstance(module, layer_class), state.model.modules()))
         for block in blocks:
             block.draws = self._draws
-        self._final_rates = [(block, torch.as_tensor(block.drop_rate)) for block in blocks]
+        self._shares = [(block, float(block.drop_rate)) for block in blocks]
         self._set_fraction(self._fraction)
         _log.info("StochasticDepth: %d blocks are dropped at random.", len(blocks))
         if logger is not None:
@@ -433,8 +445,8 @@ class StochasticDepth(ModelSurgery):
 
     def _set_fraction(self, fraction: float) -> None:
         self._fraction = fraction
-        for block, final_rate in self._final_rates:
-            block.drop_rate = final_rate * fraction
+        for block, share in self._shares:
+            block.drop_rate = torch.tensor(share * self._drop_rate * fraction)
 
 
 def _warmup_time(drop_warmup: Any) -> Time[Any]:

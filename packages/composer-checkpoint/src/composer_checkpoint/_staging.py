@@ -17,12 +17,12 @@ _NUM_THREADS = min(4, os.cpu_count() or 1)
 class StagingArea:
     """Host memory for snapshots, reused while shapes stay the same, since allocating it takes longer than filling it.
 
-    Tensors on CUDA devices are copied through a side stream into page-locked memory.
+    Tensors on an accelerator with streams are copied through a side stream into page-locked memory.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="staging")
 
     def snapshot(self, sources: Mapping[str, torch.Tensor], may_wait: Callable[[torch.Tensor], bool]) -> "Snapshot":
@@ -32,7 +32,7 @@ class StagingArea:
             known = self._buffers.get(name)
             if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:
                 with torch.inference_mode(False):  # another thread, not in that mode, copies into it
-                    known = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                    known = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=_has_streams(tensor))
             buffers[name] = known
         self._buffers = buffers
         return Snapshot(sources, self._buffers, may_wait, self._pool, self._streams)
@@ -55,17 +55,17 @@ class Snapshot:
         buffers: Mapping[str, torch.Tensor],
         may_wait: Callable[[torch.Tensor], bool],
         pool: ThreadPoolExecutor,
-        streams: dict[torch.device, torch.cuda.Stream],
+        streams: dict[torch.device, torch.Stream],
     ) -> None:
         self.copies = dict(buffers)
         self._pool = pool
         self._completed = threading.Event()
-        on_cuda = {name: tensor for name, tensor in sources.items() if tensor.is_cuda}
-        elsewhere = {name: tensor for name, tensor in sources.items() if name not in on_cuda}
+        on_device = {name: tensor for name, tensor in sources.items() if _has_streams(tensor)}
+        elsewhere = {name: tensor for name, tensor in sources.items() if name not in on_device}
         self._later = {name: tensor for name, tensor in elsewhere.items() if may_wait(tensor)}
         self._watched = {name: (tensor, _version(tensor)) for name, tensor in sources.items() if may_wait(tensor)}
         self._changed_early: list[str] | None = None  # known once `wait` has allowed changes
-        self._on_cuda = _CudaCopies(on_cuda, self.copies, may_wait, streams)
+        self._on_device = _DeviceCopies(on_device, self.copies, may_wait, streams)
         self._copy({name: tensor for name, tensor in elsewhere.items() if name not in self._later})
         if not self._later:
             self._completed.set()
@@ -74,7 +74,7 @@ class Snapshot:
         """Copy the remaining tensors. Called by the thread that writes."""
         try:
             self._copy(self._later)
-            self._on_cuda.finish()
+            self._on_device.finish()
         finally:
             self.release()
 
@@ -98,9 +98,9 @@ class Snapshot:
         self._completed.set()
 
     def wait(self) -> None:
-        """Return when the tensors may be changed. CUDA streams wait for the copies; the CPU does not."""
+        """Return when the tensors may be changed. Streams of devices wait for the copies; the CPU does not."""
         self._completed.wait()
-        self._on_cuda.hold_back()
+        self._on_device.hold_back()
         if self._changed_early is None:
             self._changed_early = self._changed()
 
@@ -113,30 +113,30 @@ class Snapshot:
         list(self._pool.map(lambda name: copies[name].copy_(sources[name].detach()), sources))
 
 
-class _CudaCopies:
+class _DeviceCopies:
     def __init__(
         self,
         sources: Mapping[str, torch.Tensor],
         copies: Mapping[str, torch.Tensor],
         may_wait: Callable[[torch.Tensor], bool],
-        streams: dict[torch.device, torch.cuda.Stream],
+        streams: dict[torch.device, torch.Stream],
     ) -> None:
         self._sources = dict(sources)  # keeps their memory from being reused before they are copied
-        self._done: list[tuple[torch.device, torch.cuda.Event]] = []
+        self._done: list[tuple[torch.device, torch.Event]] = []
         for device in {tensor.device for tensor in sources.values()}:
             if device not in streams:
-                streams[device] = torch.cuda.Stream(device)
+                streams[device] = torch.Stream(device)
             # The copies must see the work that is already queued.
-            side, current = streams[device], torch.cuda.current_stream(device)
+            side, current = streams[device], torch.accelerator.current_stream(device)
             side.wait_stream(current)
             here = [name for name, tensor in sources.items() if tensor.device == device]
-            with torch.cuda.stream(side):
+            with side:
                 for waits in (False, True):
                     for name in here:
                         if may_wait(sources[name]) == waits:
                             copies[name].copy_(sources[name].detach(), non_blocking=True)
                     # Tensors that may not wait are copied first, and only those hold up the current stream.
-                    event = torch.cuda.Event()
+                    event = torch.Event(device)
                     event.record(side)
                     if not waits:
                         current.wait_event(event)
@@ -144,12 +144,18 @@ class _CudaCopies:
 
     def hold_back(self) -> None:
         for device, event in self._done:
-            torch.cuda.current_stream(device).wait_event(event)
+            torch.accelerator.current_stream(device).wait_event(event)
 
     def finish(self) -> None:
         for _, event in self._done:
             event.synchronize()
         self._sources = {}
+
+
+def _has_streams(tensor: torch.Tensor) -> bool:
+    """Return whether a device can copy a tensor to the host in the background, which MPS cannot."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == tensor.device.type != "mps"
 
 
 def storage_key(tensor: torch.Tensor) -> Hashable:

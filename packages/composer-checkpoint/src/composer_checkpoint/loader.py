@@ -132,6 +132,8 @@ def load_checkpoint(
         if not load_weights_only:
             _prepare(state, saved, local_path, restart_epoch)
         _put_into(state, saved, logger, load_weights_only, strict, exclude_algorithms, algorithm_passes)
+        if _is_mapped(state) and not load_weights_only:
+            _leave_mapped_memory(state)
         if kept is not None:
             kept.put_back()
     # Loading the state has set the name of the saved run.
@@ -405,8 +407,7 @@ def _read(path: str, state: State, load_weights_only: bool, *, verify: bool, tru
         content = safe_torch_load(path, load_monolith_rank0_only=True, verify=verify, trusted=trusted)
     else:
         # On CPU the file is not memory-mapped: the optimizer would keep working on the mapped memory.
-        mmap = getattr(state.device, "name", "cpu") != "cpu"
-        content = Ranks().together(lambda: load_file(path, mmap=mmap, verify=verify, trusted=trusted))
+        content = Ranks().together(lambda: load_file(path, mmap=_is_mapped(state), verify=verify, trusted=trusted))
     if isinstance(content, dict) and isinstance(content.get("state"), dict):
         if LAYOUT_KEY not in content:
             return content
@@ -425,6 +426,21 @@ def _read(path: str, state: State, load_weights_only: bool, *, verify: bool, tru
         f"{path} has no 'state', so it is not a checkpoint of a training run. Load weights alone with "
         f"load_weights_only=True, or name another checkpoint.{advice_for_hugging_face(path)}"
     )
+
+
+def _is_mapped(state: State) -> bool:
+    return getattr(state.device, "name", "cpu") != "cpu"
+
+
+def _leave_mapped_memory(state: State) -> None:
+    """Copy what an optimizer keeps on the CPU, such as Adam's step counts, out of the file that was loaded.
+
+    The file may be deleted while the optimizer is in use, or truncated, which would end the process.
+    """
+    for entries in (entries for optimizer in state.optimizers for entries in optimizer.state.values()):
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.is_cpu:
+                entries[name] = value.clone()
 
 
 def _warn_of_missing_parts(state: State, saved: Mapping[str, Any]) -> None:

@@ -250,8 +250,6 @@ def write(
     planner: SavePlanner | None = None,
 ) -> str | None:
     """Write collected content, and return the path on the ranks that wrote. Every rank must call this."""
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # returns memory that training has cached, which saving may need
     match layout:
         case Layout.SHARDED:
             from composer_checkpoint.sharded import save_sharded

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as tdist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -151,7 +152,7 @@ class Mode(TorchDispatchMode):
 
 
 _aten = torch.ops.aten
-_DISPATCHES = (Tensor.__torch_dispatch__, _Tensor.__torch_dispatch__)
+_DISPATCHES = (cast(Any, Tensor).__torch_dispatch__, _Tensor.__torch_dispatch__)
 _READS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 _INDEXES = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
@@ -165,8 +166,9 @@ _set_data: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIss
 def set_data(tensor: Tensor, value: Tensor) -> None:
     """Set `Tensor.data`, which here changes the class of a CPU tensor."""
     if isinstance(tensor, _Tensor) or not isinstance(value, _Tensor):
-        return _set_data(tensor, value)
-    moved = value.detach().requires_grad_(tensor.requires_grad)
+        _set_data(tensor, value)
+        return
+    moved: Any = value.detach().requires_grad_(tensor.requires_grad)
     moved.__dict__ = {**tensor.__dict__, **moved.__dict__, "_is_param": isinstance(tensor, torch.nn.Parameter)}
     torch.utils.swap_tensors(tensor, moved)
 
@@ -216,17 +218,15 @@ def _compute(runtime: "Runtime", func: Any, args: Any, kwargs: Any) -> Any:
 
 def _communicate(args: Any, result: Any) -> Any:
     """Wait for a collective of the CPU, and return its result with a finished one of this device."""
-    from torch.distributed import Work
-
     outputs = [leaf for leaf in _leaves(result, ()) if isinstance(leaf, Tensor)] or _leaves(args[0], ())
 
     def finish(leaf: Any) -> Any:
         if not isinstance(leaf, torch.ScriptObject):
             return leaf
-        Work.unbox(leaf).wait()
+        tdist.Work.unbox(leaf).wait()
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result(outputs)
-        return torch._C._distributed_c10d._create_work_from_future(future).boxed()
+        return cast(Any, torch._C)._distributed_c10d._create_work_from_future(future).boxed()
 
     return tree_map(finish, result)
 

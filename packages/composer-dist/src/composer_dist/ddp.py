@@ -322,7 +322,7 @@ def average_gradients(
     """Replace each gradient by its mean over the ranks, in place. Every rank of the group must call this.
 
     A missing gradient counts as zero and is replaced by the mean; if it is missing on every rank, it stays missing.
-    Only a rank with missing gradients synchronizes with its device.
+    Only a rank with missing gradients synchronizes with its device, once per bucket.
 
     Args:
         parameters: The same parameters in the same order on every rank. Those without `requires_grad` are skipped.
@@ -482,8 +482,10 @@ def _average_bucket(bucket: list[torch.Tensor], group: "ProcessGroup | None") ->
             view.copy_(parameter.grad)
     flat.div_(tdist.get_world_size(group))  # before the sum, which could overflow in float16
     tdist.all_reduce(flat, group=group)
-    for index, (parameter, view) in enumerate(zip(bucket, views, strict=True)):
+    # Read from the device at once, and only where a gradient is missing.
+    counts = is_used.tolist() if any(parameter.grad is None for parameter in bucket) else [0.0] * len(bucket)
+    for parameter, view, count in zip(bucket, views, counts, strict=True):
         if parameter.grad is not None:
             parameter.grad.copy_(view)
-        elif is_used[index] > 0:  # reads a value from the device, but only where a gradient is missing
+        elif count > 0:
             parameter.grad = view.clone()

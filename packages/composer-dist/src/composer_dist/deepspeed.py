@@ -113,8 +113,8 @@ class DeepSpeed:
         both.
 
         Raises:
-            ValueError: Unless there is exactly one optimizer, which does not evaluate the loss itself, and does not need
-                the shapes of the parameters, unless the engine keeps these.
+            ValueError: Unless there is exactly one optimizer, which does not evaluate the loss itself and does not need
+                shapes of parameters that the engine flattens.
         """
         optimizer = _the_one(optimizers)
         self._check_shapes_are_kept(optimizer)

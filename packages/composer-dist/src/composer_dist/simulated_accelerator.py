@@ -57,11 +57,14 @@ class SimulatedAccelerator(Device):
       `GradScaler`, `torch.save` and `torch.load(map_location=...)` work.
     - A request for more memory than `memory_bytes` raises `torch.OutOfMemoryError`.
     - It has its own random generator, which `torch.manual_seed` seeds.
+    - `DistributedDataParallel`, FSDP2 and DTensor work in ranks of gloo, each with a device of its own. A collective
+      does not count as a synchronization, as with NCCL, though the host waits until gloo has finished it.
 
     Results are those of the CPU's kernels, to the last bit where the CPU would run the same operations. It does not
-    simulate NCCL, CUDA graphs, `torch.compile`, sparse or quantized tensors, `torch.Generator(device="simgpu")`, memory
-    fragmentation, more than one device, or time. Recurrent layers such as `nn.LSTM` do not run. Streams run in the
-    order of the calls, so a missing wait between two of them is not noticed.
+    simulate NCCL's failures, CUDA graphs, `torch.compile`, sparse or quantized tensors,
+    `torch.Generator(device="simgpu")`, memory fragmentation, memory that FSDP2 frees by resizing a storage, more than
+    one device per process, or time. Recurrent layers such as `nn.LSTM` do not run. Streams run in the order of the
+    calls, so a missing wait between two of them is not noticed.
 
     PyTorch cannot unregister a device type. After the first use in a process, `torch.accelerator` therefore refers to
     this type, which is unavailable outside the `with` statement. On a machine with a GPU, use it in a separate process,

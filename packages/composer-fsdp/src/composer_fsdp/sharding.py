@@ -340,7 +340,8 @@ def parallelize_model(
             units.
         config: The settings.
         optimizer: The module's optimizer, which owns the shards afterwards.
-        precision: Precision of the computation. By default `'amp_fp16'` on a GPU, and `'fp32'` elsewhere.
+        precision: Precision of the computation. By default `'amp_fp16'` on a GPU, or `'amp_bf16'` if trained weights
+            are in bfloat16, and `'fp32'` elsewhere.
         fsdp_wrap_policy: Replacement for the module's `fsdp_wrap_fn`: such a function, or one of torch's policies.
         activation_checkpointing_check_fn: Replacement for the `activation_checkpointing_fn` of its children.
         param_init_fn: Initializes modules on the meta device that have no `param_init_fn` of their own. Their
@@ -414,7 +415,9 @@ def _parallelize(
 ) -> ShardedModel:
     chosen = get_device(device)
     if precision is None:
-        precision = "amp_fp16" if chosen.name == "gpu" else "fp32"
+        # As the Trainer chooses: a GradScaler, which amp_fp16 needs, cannot unscale gradients in bfloat16.
+        is_bf16 = any(each.dtype is torch.bfloat16 and each.requires_grad for each in model.parameters())
+        precision = "fp32" if chosen.name != "gpu" else "amp_bf16" if is_bf16 else "amp_fp16"
 
     def settle() -> tuple[ShardingPlan, WrapFunction | None]:
         # Stack levels: this function, `agreed`, `_parallelize`, the public function, the user's line.

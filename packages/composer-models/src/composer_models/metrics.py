@@ -255,8 +255,8 @@ class MIoU(Metric):
 
     def compute(self) -> Tensor:
         """Average over the classes that are in the targets or the predictions."""
-        seen = self.total_union != 0
-        return 100 * (self.total_intersect[seen] / self.total_union[seen]).mean()
+        # A class without pixels is 0 / 0. Selecting by a mask would synchronize with the device.
+        return 100 * (self.total_intersect / self.total_union).nanmean()
 
     def _count(self, classes: Tensor, where: Tensor) -> Tensor:
         # Ignored pixels go to an extra bin after the last class: selecting by a mask would synchronize with the device.

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from composer_optim.compile import compile_composer_scheduler as compile_composer_scheduler
     from composer_optim.compile import compile_composer_schedulers as compile_composer_schedulers
+    from composer_optim.cooldown import InversePowerWithWarmupScheduler as InversePowerWithWarmupScheduler
+    from composer_optim.cooldown import WarmupStableDecayScheduler as WarmupStableDecayScheduler
     from composer_optim.decoupled import DecoupledAdamW as DecoupledAdamW
     from composer_optim.decoupled import DecoupledSGDW as DecoupledSGDW
     from composer_optim.muon import Muon as Muon
     from composer_optim.raw_loop import lambda_lr as lambda_lr
     from composer_optim.raw_loop import lr_lambda as lr_lambda
+    from composer_optim.schedule import Schedule as Schedule
     from composer_optim.schedulers import ComposerScheduler as ComposerScheduler
     from composer_optim.schedulers import ConstantScheduler as ConstantScheduler
     from composer_optim.schedulers import CosineAnnealingScheduler as CosineAnnealingScheduler
@@ -53,6 +56,8 @@ _HOME = {
             "CosineAnnealingWithWarmupScheduler",
             "PolynomialWithWarmupScheduler",
         ),
+        "composer_optim.cooldown": ("WarmupStableDecayScheduler", "InversePowerWithWarmupScheduler"),
+        "composer_optim.schedule": ("Schedule",),
         "composer_optim.compile": ("compile_composer_scheduler", "compile_composer_schedulers"),
         "composer_optim.torch_schedulers": ("scale_pytorch_scheduler",),
         "composer_optim.raw_loop": ("lr_lambda", "lambda_lr"),

@@ -98,6 +98,7 @@ def evaluate(closure: Callable[[], Any] | None) -> Any:
 class Decoupled(Optimizer):
     """Base class that precedes a PyTorch optimizer: option checks, initial learning rates, fused kernels on GPUs."""
 
+    has_relative_decay: ClassVar[bool] = True  # the weight decay counts relative to the initial learning rate
     _fuses_shards: ClassVar[bool] = False
 
     # GradScaler reads this to know whether steps take `grad_scale` and `found_inf`, as those of fused kernels do. It is

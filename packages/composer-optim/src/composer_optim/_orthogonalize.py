@@ -35,6 +35,7 @@ COEFFICIENTS: dict[str, tuple[Polynomial, ...]] = {
 }
 
 _MAX_BATCH = 2**26  # elements of one batch, above which batching saves nothing and costs memory
+_SMALL = 64 * 64  # elements
 _EPS = 1e-7  # as in torch.optim.Muon; matrices of a smaller norm keep part of their smallness
 
 
@@ -66,13 +67,15 @@ def polynomials(coefficients: Any, steps: int) -> list[Polynomial]:
 def orthogonalize(
     matrices: Sequence[Tensor],
     steps: Sequence[Polynomial],
+    dtype: torch.dtype,
     finish: Callable[[Tensor, list[int]], Tensor] | None = None,
 ) -> list[Tensor]:
     """Return the matrices with singular values near 1, computed in batches of equal shapes.
 
     Args:
-        matrices: Tensors with two or more dims, all of one dtype. Dims after the first are flattened.
+        matrices: Tensors with two or more dims. Dims after the first are flattened.
         steps: The polynomial of each step.
+        dtype: The dtype of the iteration and of the results.
         finish: Called with each batch of shape `(batch, rows, columns)` and the positions of its matrices in the list;
             returns the batch to use instead.
     """
@@ -82,25 +85,31 @@ def orthogonalize(
         by_shape[matrix.device, matrix.shape[0], matrix.shape[1]].append(position)
     results: list[Tensor] = list(matrices)
     for (_, rows, columns), positions in by_shape.items():
-        length = max(1, _MAX_BATCH // max(1, rows * columns))
+        # On CPUs a product of a batch takes longer than the products of its matrices, unless these are small.
+        is_single = matrices[positions[0]].device.type == "cpu" and rows * columns > _SMALL
+        length = 1 if is_single else max(1, _MAX_BATCH // max(1, rows * columns))
         for start in range(0, len(positions), length):
             chosen = positions[start : start + length]
-            batch = _iterate(torch.stack([flat[position] for position in chosen]), steps)
+            batch = flat[chosen[0]].new_empty(len(chosen), rows, columns, dtype=dtype)
+            # Converts and stacks in one pass.
+            torch._foreach_copy_(list(batch), [flat[position] for position in chosen])  # pyright: ignore[reportPrivateImportUsage]
+            batch = _iterate(batch[0], steps).unsqueeze(0) if len(chosen) == 1 else _iterate(batch, steps)
             if finish is not None:
                 batch = finish(batch, chosen)
             for position, result in zip(chosen, batch, strict=True):
-                results[position] = result.view(matrices[position].shape)
+                results[position] = result.reshape(matrices[position].shape)
     return results
 
 
-def _iterate(batch: Tensor, steps: Sequence[Polynomial]) -> Tensor:
-    """Run the iteration on a batch of shape `(batch, rows, columns)`, whose memory is reused."""
-    is_tall = batch.shape[-2] > batch.shape[-1]
-    x = batch.mT if is_tall else batch  # the products below are smallest for wide matrices
+def _iterate(x: Tensor, steps: Sequence[Polynomial]) -> Tensor:
+    """Run the iteration on a matrix, or on a batch of shape `(batch, rows, columns)`, whose memory is reused."""
+    multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x  # the products below are smallest for wide matrices
     # The Frobenius norm is at least the largest singular value, which must not exceed 1.
     x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_EPS))
     for a, b, c in steps:
         gram = x @ x.mT
-        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, gram, x, beta=a)
-    return x.mT.contiguous() if is_tall else x
+        gram = multiply_add(gram, gram, gram, beta=b, alpha=c)
+        x = multiply_add(x, gram, x, beta=a)
+    return x.mT if is_tall else x

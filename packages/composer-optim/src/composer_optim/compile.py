@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from composer_optim.schedule import BoundSchedule, Schedule, check_targets, groups_of
 from composer_optim.time_conversion import SchedulerState
 from composer_optim.torch_schedulers import check_ratio, scaled_lengths
 from composer_optim.warmup import warn_if_warmup_exceeds_training
@@ -75,10 +76,14 @@ class _BesideComposers(LRScheduler):
 
 def compiled_for(scheduler: object) -> Any:
     """Return the training state for which a Composer scheduler was compiled, or `None` for anything else."""
-    return getattr(_factor_of(scheduler), "_composer_state", None)
+    return getattr(
+        scheduler if isinstance(scheduler, BoundSchedule) else _factor_of(scheduler), "_composer_state", None
+    )
 
 
 def _factor_of(scheduler: object) -> Any:
+    if isinstance(scheduler, BoundSchedule):
+        return scheduler
     factor = scheduler.lr_lambdas[0] if isinstance(scheduler, LambdaLR) else None
     return factor.product if isinstance(factor, SharedRate) else factor
 
@@ -98,7 +103,7 @@ def check_together(schedulers: Iterable[object]) -> None:
 
     Each of the two would set the whole learning rate and overwrite the part of the other.
     """
-    schedulers = tuple(schedulers)
+    schedulers = tuple(each for each in schedulers if not isinstance(each, BoundSchedule))
     ours = next((each for each in schedulers if compiled_for(each) is not None), None)
     if ours is None or len(schedulers) == 1:
         return
@@ -112,8 +117,11 @@ def check_together(schedulers: Iterable[object]) -> None:
             )
 
 
-def set_rates(scheduler: LambdaLR) -> None:
+def set_rates(scheduler: LambdaLR | BoundSchedule) -> None:
     """Set the learning rates to the current value of a compiled scheduler, like `step` without counting a step."""
+    if isinstance(scheduler, BoundSchedule):
+        scheduler.step()
+        return
     groups = scheduler.optimizer.param_groups
     for group, base, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=False):
         _set_rate(group, base * factor(scheduler.last_epoch))
@@ -240,7 +248,7 @@ def compile_composer_scheduler(scheduler: Callable[..., float], state: Optimized
 
 def compile_composer_schedulers(
     schedulers: Sequence[Callable[..., float] | LRScheduler], state: OptimizedState, ssr: float = 1.0
-) -> list[LRScheduler]:
+) -> list[Any]:
     """Bind several schedulers to one state, so that the learning rate is multiplied by all of their factors.
 
     Each result for a Composer scheduler sets the learning rate to its initial value times the current factors of all
@@ -250,13 +258,16 @@ def compile_composer_schedulers(
     that they would set alone is one more factor. From then on their steps keep Composer's last factor. So each
     scheduler may be stepped when it is due, in any order.
 
+    A `Schedule` sets another number than the learning rate, or the learning rate of some parameter groups.
+
     Args:
-        schedulers: As for `compile_composer_scheduler`, or PyTorch's.
+        schedulers: As for `compile_composer_scheduler`, PyTorch's, or a `Schedule`.
         state: As for `compile_composer_scheduler`, with one optimizer or several.
         ssr: As for `compile_composer_scheduler`.
 
     Returns:
-        For each optimizer in order, one scheduler per argument that applies to it, in the same order.
+        For each optimizer in order, one scheduler per argument that applies to it, in the same order. Then those of
+        other numbers.
 
     Raises:
         NotImplementedError: If there is no optimizer.
@@ -281,33 +292,54 @@ def compile_composer_schedulers(
     for scheduler in schedulers:
         if isinstance(scheduler, LRScheduler):
             _check_fit(scheduler, optimizers)
+    schedulers, others = _separate(schedulers, state)
     lengths = {id(each): scaled_lengths(each, ssr) for each in schedulers if isinstance(each, LRScheduler)}
-    bound = [(each, ratio_argument(each, ssr)) for each in schedulers if not isinstance(each, LRScheduler)]
+    bound = [(each, _ratio_of(each, ssr)) for each in schedulers if not isinstance(each, LRScheduler)]
+    settings = [(each, _ratio_of(each, ssr)) for each in others]
     product = _product(bound, state)
-    compiled: list[LRScheduler] = []
+    compiled: list[Any] = []
     for optimizer in optimizers:
         own = [each for each in schedulers if not isinstance(each, LRScheduler) or each.optimizer is optimizer]
-        compiled += _compile_for(optimizer, own, product)
+        compiled += _compile_for(optimizer, own, _products_of_groups(bound, state, optimizer, product))
     # Last, so that an error leaves PyTorch's schedulers unchanged.
     for scheduler in schedulers:
         for name, value in lengths.get(id(scheduler), {}).items():
             setattr(scheduler, name, value)
-    return compiled
+    return [*compiled, *(BoundSchedule(schedule, ratio, state) for schedule, ratio in settings)]
+
+
+def _separate(schedulers: Sequence[Any], state: OptimizedState) -> tuple[list[Any], list[Schedule]]:
+    """Return the schedulers of learning rates, and the schedules of other numbers."""
+    schedules = [each for each in schedulers if isinstance(each, Schedule)]
+    check_targets(schedules, state)
+    others = [each for each in schedules if each.target != "lr"]
+    return [each for each in schedulers if each not in others], others
+
+
+def _products_of_groups(
+    bound: "_Bound", state: OptimizedState, optimizer: Optimizer, product: Callable[[int], float]
+) -> list[Callable[[int], float]]:
+    if any(isinstance(scheduler, Schedule) for scheduler, _ in bound):
+        return [_product(bound, state, group) for group in optimizer.param_groups]
+    return [product] * len(optimizer.param_groups)
 
 
 def _compile_for(
-    optimizer: Optimizer, schedulers: Sequence[Callable[..., float] | LRScheduler], product: Callable[[int], float]
+    optimizer: Optimizer,
+    schedulers: Sequence[Callable[..., float] | LRScheduler],
+    products: Sequence[Callable[[int], float]],
 ) -> list[LRScheduler]:
-    """Return a scheduler of the optimizer for each argument; `product` is the factor of all Composer schedulers."""
+    """Return a scheduler of the optimizer for each argument; `products` are the factors of its groups."""
     theirs = [scheduler for scheduler in schedulers if isinstance(scheduler, LRScheduler)]
-    factors: Any = product  # of all LambdaLRs; with PyTorch's, a shared rate for each group
-    if theirs and len(theirs) < len(schedulers):
+    factors: list[Any] = list(products)  # of all LambdaLRs; with PyTorch's, a shared rate for each group
+    is_shared = bool(theirs) and len(theirs) < len(schedulers)
+    if is_shared:
         rates = rates_without_factor(theirs, optimizer)
         initial = [float(group["initial_lr"]) for group in optimizer.param_groups]
-        factors = [SharedRate(product, *group) for group in zip(initial, rates, strict=True)]
+        factors = [SharedRate(*group) for group in zip(products, initial, rates, strict=True)]
     # Each of them sets the rate by all factors, so the order in which they step does not matter.
     compiled = [each if isinstance(each, LRScheduler) else LambdaLR(optimizer, factors) for each in schedulers]
-    if isinstance(factors, list):
+    if is_shared:
         for scheduler in theirs:
             _share_rates(scheduler, factors)
     return compiled
@@ -323,20 +355,37 @@ def _share_rates(scheduler: Any, rates: Sequence[SharedRate]) -> None:
 _Bound = Sequence[tuple[Callable[..., float], "tuple[()] | tuple[float]"]]
 
 
-def _product(bound: _Bound, state: OptimizedState) -> Callable[[int], float]:
-    for scheduler, ratio in bound:
-        warn_if_warmup_exceeds_training(scheduler, state, *ratio)
+def _product(bound: _Bound, state: OptimizedState, group: "dict[str, Any] | None" = None) -> Callable[[int], float]:
+    """Return the factor of all schedulers, or of those that apply to a parameter group."""
+    if group is None:
+        for scheduler, ratio in bound:
+            warn_if_warmup_exceeds_training(scheduler, state, *ratio)
+    of_group = bound if group is None else _for_group(bound, state, group)
 
     # A function, not a callable object: LambdaLR would save the attributes of an object, including the state.
     def product(step: int) -> float:
         if step:  # not in the constructor of LambdaLR, when the state may still have old schedulers
             check_together(getattr(state, "schedulers", ()))
-        return math.prod(scheduler(state, *ratio) for scheduler, ratio in bound)
+        return math.prod(scheduler(state, *ratio) for scheduler, ratio in of_group)
 
     marked: Any = product
     marked._composer_schedulers = tuple(scheduler for scheduler, _ in bound)
     marked._composer_state = state  # by which `compiled_for` recognizes schedulers compiled by this module
     return product
+
+
+def _for_group(bound: _Bound, state: OptimizedState, group: dict[str, Any]) -> _Bound:
+    def relative(schedule: Schedule) -> Callable[..., float]:
+        initial = group.get("initial_lr", group["lr"])
+        return lambda *arguments: schedule(*arguments) / initial
+
+    groups, chosen = groups_of(state), list[tuple[Callable[..., float], Any]]()
+    for scheduler, ratio in bound:
+        if not isinstance(scheduler, Schedule):
+            chosen.append((scheduler, ratio))
+        elif any(groups[index] is group for _, index in scheduler.find(state)):
+            chosen.append((relative(scheduler) if scheduler.absolute else scheduler, ratio))
+    return chosen
 
 
 def _only_optimizer(state: OptimizedState) -> Optimizer:
@@ -362,9 +411,18 @@ def _check_fit(scheduler: LRScheduler, optimizers: Sequence[Optimizer]) -> None:
     raise ValueError(f"schedulers has a {type(scheduler).__name__} in it that {misfit}.")
 
 
+def _ratio_of(scheduler: Callable[..., float], ssr: float) -> "tuple[()] | tuple[float]":
+    return ratio_argument(scheduler.curve if isinstance(scheduler, Schedule) else scheduler, ssr)
+
+
 def ratio_argument(scheduler: Callable[..., float], ssr: float) -> "tuple[()] | tuple[float]":
     """Return the arguments after the state: `ssr`, or nothing if the scheduler has no second positional parameter."""
     check_ratio(ssr)
+    if isinstance(scheduler, Schedule):
+        raise TypeError(
+            f"scheduler={scheduler!r} is not a scheduler of all learning rates. Pass it to the Trainer, or to "
+            f"compile_composer_schedulers."
+        )
     if isinstance(scheduler, type) or not callable(scheduler):
         hint = (
             f"Call it: {scheduler.__name__}(...)." if isinstance(scheduler, type) else "Pass a function of the state."

@@ -44,6 +44,11 @@ def _local(tensor: Tensor) -> Tensor:
     return torch.view_as_real(part) if part.is_complex() else part
 
 
+def _is_captured() -> bool:
+    is_safe = torch.compiler.is_compiling() or not torch.cuda.is_initialized()
+    return not is_safe and torch.cuda.is_current_stream_capturing()
+
+
 class DecoupledAdamW(Decoupled, AdamW):
     """AdamW with weight decay that does not depend on the choice of the learning rate.
 
@@ -134,8 +139,7 @@ class DecoupledAdamW(Decoupled, AdamW):
         """
         loss = evaluate(closure)
         for group in self.param_groups:
-            is_safe = group["capturable"] or torch.compiler.is_compiling() or not torch.cuda.is_initialized()
-            if not is_safe and torch.cuda.is_current_stream_capturing():
+            if not group["capturable"] and _is_captured():
                 # The count of steps is on the host, and would not increase when the graph is replayed.
                 raise RuntimeError(
                     "capturable=False, but the step is captured in a CUDA graph, which would repeat the bias "
@@ -160,7 +164,7 @@ class DecoupledAdamW(Decoupled, AdamW):
                 initial_lr=get_initial_lr(group),
                 grad_scale=getattr(self, "grad_scale", None),
                 found_inf=getattr(self, "found_inf", None),
-                fused=fused,
+                fused=fused or group["fused"],  # `False` would also keep PyTorch from choosing foreach
                 **{name: group[name] for name in _OPTIONS},
             )
         return loss

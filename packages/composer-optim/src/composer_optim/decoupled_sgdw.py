@@ -81,33 +81,28 @@ class DecoupledSGDW(Decoupled, SGD):
         """
         loss = evaluate(closure)
         for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            grads: list[Any] = [param.grad for param in params]
-            has_momentum, fused = group["momentum"] != 0, self._uses_fused(group)
-            scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            if fused and any(grad.is_sparse for grad in grads):  # their kernels neither unscale nor skip on the device
-                if found_inf is not None and found_inf.item():
-                    continue
-                grads = grads if scale is None else [grad / scale for grad in grads]
-                fused, scale, found_inf = False, None, None
-            elif fused:
-                grads = fit_for_fused(params, grads, [self.state[p] for p in params] if has_momentum else [])
-            # From `state` into a list and back below: PyTorch's functional form creates missing buffers in the list.
-            buffers = [self.state[param].get("momentum_buffer") for param in params] if has_momentum else []
-            self.sgdw(
-                params,
-                grads,
-                buffers,
-                initial_lr=get_initial_lr(group),
-                grad_scale=scale,
-                found_inf=found_inf,
-                fused=fused,
-                **{name: group[name] for name in _OPTIONS},
-            )
-            if has_momentum:
-                for param, buffer in zip(params, buffers, strict=True):
-                    self.state[param]["momentum_buffer"] = buffer
+            self._step_group(group)
         return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        params = [param for param in group["params"] if param.grad is not None]
+        grads: list[Any] = [param.grad for param in params]
+        states = [self.state[param] for param in params] if group["momentum"] != 0 else []
+        kernel = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        kernel["fused"] = self._uses_fused(group) or group["fused"]
+        if kernel["fused"] and any(grad.is_sparse for grad in grads):
+            ready = _unscaled(grads, kernel["grad_scale"], kernel["found_inf"])
+            if ready is None:
+                return
+            grads, kernel = ready, {"fused": False}
+        elif kernel["fused"]:
+            grads = fit_for_fused(params, grads, states)
+        # From `state` into a list and back below: PyTorch's functional form creates missing buffers in the list.
+        buffers = [state.get("momentum_buffer") for state in states]
+        options = {name: group[name] for name in _OPTIONS}
+        self.sgdw(params, grads, buffers, initial_lr=get_initial_lr(group), **kernel, **options)
+        for state, buffer in zip(states, buffers, strict=True):
+            state["momentum_buffer"] = buffer
 
     @staticmethod
     def sgdw(
@@ -157,3 +152,10 @@ class DecoupledSGDW(Decoupled, SGD):
         for buffer in compress(momentum_buffers, is_new):
             if buffer is not None and found_inf is not None:
                 buffer.masked_fill_(found_inf.to(buffer.device).reshape(()) != 0, 0.0)
+
+
+def _unscaled(grads: list[Tensor], scale: Tensor | None, found_inf: Tensor | None) -> list[Tensor] | None:
+    """Return gradients for kernels that neither unscale nor skip on the device, or `None` to skip the step."""
+    if found_inf is not None and found_inf.item():
+        return None
+    return grads if scale is None else [grad / scale for grad in grads]

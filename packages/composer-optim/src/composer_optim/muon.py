@@ -248,8 +248,7 @@ class Muon(Optimizer):
         updates = means
         if group["nesterov"]:
             updates = torch._foreach_lerp(gradients, means, group["momentum"])  # pyright: ignore[reportPrivateImportUsage]
-        dtype = _iteration_dtype(group["dtype"], weights[0])
-        updates = self._orthogonalized(params, [update.to(dtype) for update in updates], stages, group)
+        updates = self._orthogonalized(params, list(updates), stages, group)
 
         lr = float(group["lr"])
         if group["cautious"]:
@@ -269,11 +268,14 @@ class Muon(Optimizer):
     ) -> list[Tensor]:
         """Return this rank's part of the orthogonalized updates."""
         steps, beta2 = polynomials(group["ns_coefficients"], group["ns_steps"]), group["normuon_beta2"]
+        dtype = _iteration_dtype(group["dtype"], updates[0])
+        if stages:
+            updates = [update.to(dtype) for update in updates]  # before they are sent
         if beta2 is None:
             exchange = Exchange(
                 stages,
                 [param.shape for param in params],
-                lambda _, wholes: (orthogonalize(wholes, steps), []),
+                lambda _, wholes: (orthogonalize(wholes, steps, dtype), []),
             )
             return exchange.run(updates)[0]
         for param in params:
@@ -285,8 +287,11 @@ class Muon(Optimizer):
 
         def compute(positions: list[int], wholes: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             own = [moments[position] for position in positions]
-            results = orthogonalize(wholes, steps, lambda batch, chosen: _normalize_rows(batch, chosen, own, beta2))
-            return results, own
+
+            def normalize(batch: Tensor, chosen: list[int]) -> Tensor:
+                return _normalize_rows(batch, chosen, own, beta2)
+
+            return orthogonalize(wholes, steps, dtype, normalize), own
 
         exchange = Exchange(stages, [param.shape for param in params], compute, vector_dtype=moments[0].dtype)
         updates, vectors = exchange.run(updates)

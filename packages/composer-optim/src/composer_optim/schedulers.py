@@ -77,7 +77,7 @@ class StepScheduler(ComposerScheduler):
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""
-        step_size = _convert_period(self.step_size, "step_size", state, ssr)
+        step_size = convert_period(self.step_size, "step_size", state, ssr)
         # Integers, since a rounded quotient could reach a step too early.
         return self.gamma ** (state.timestamp.get(step_size.unit).value // step_size.value)
 
@@ -177,7 +177,7 @@ class ExponentialScheduler(ComposerScheduler):
 
     def __call__(self, state: SchedulerState, ssr: float = 1.0) -> float:
         """Return the factor at `state.timestamp`."""
-        period = _convert_period(self.decay_period, "decay_period", state, ssr)
+        period = convert_period(self.decay_period, "decay_period", state, ssr)
         return self.gamma ** (state.timestamp.get(period.unit).value / period.value)
 
 
@@ -236,7 +236,7 @@ class CosineAnnealingWarmRestartsScheduler(ComposerScheduler):
         Raises:
             ValueError: If the current cycle has length 0.
         """
-        t_0 = _convert_period(self.t_0, "t_0", state, ssr)
+        t_0 = convert_period(self.t_0, "t_0", state, ssr)
         length = t_0.value
         in_cycle = state.timestamp.get(t_0.unit).value
         # A loop, because the lengths are rounded down at every cycle, so a formula would not match them.
@@ -285,7 +285,7 @@ def _done(t_max: Time, state: SchedulerState, ssr: float) -> float:
     return fraction_done(state.timestamp.get(end.unit).value, 0, end.value)
 
 
-def _convert_period(period: Time, name: str, state: SchedulerState, ssr: float) -> Time:
+def convert_period(period: Time, name: str, state: SchedulerState, ssr: float) -> Time:
     """Convert a length that is a divisor and therefore must not be 0."""
     converted = convert_time(period, state, ssr)
     if converted.value <= 0:

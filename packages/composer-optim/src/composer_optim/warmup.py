@@ -76,7 +76,7 @@ class MultiStepWithWarmupScheduler(ComposerScheduler):
         return self._steps(state, ssr)
 
 
-class _ShapeAfterWarmup(ComposerScheduler, ABC):
+class ShapeAfterWarmup(ComposerScheduler, ABC):
     """Base of the schedulers below: a ramp, and a shape that lasts until `t_max`."""
 
     def __init__(self, t_warmup: str | Time, t_max: str | Time, scale_warmup: bool) -> None:
@@ -108,7 +108,7 @@ class _ShapeAfterWarmup(ComposerScheduler, ABC):
         """Return the factor at the fraction `done`, in [0, 1], between the end of the warm-up and `t_max`."""
 
 
-class ConstantWithWarmupScheduler(_ShapeAfterWarmup):
+class ConstantWithWarmupScheduler(ShapeAfterWarmup):
     """Increase the factor from 0 to `alpha` and keep it there.
 
     Args:
@@ -131,7 +131,7 @@ class ConstantWithWarmupScheduler(_ShapeAfterWarmup):
         return self.alpha
 
 
-class LinearWithWarmupScheduler(_ShapeAfterWarmup):
+class LinearWithWarmupScheduler(ShapeAfterWarmup):
     """Increase the factor from 0 to `alpha_i`, then change it linearly to `alpha_f` until `t_max`.
 
     Args:
@@ -161,7 +161,7 @@ class LinearWithWarmupScheduler(_ShapeAfterWarmup):
         return linear(done, self.alpha_i, self.alpha_f)
 
 
-class CosineAnnealingWithWarmupScheduler(_ShapeAfterWarmup):
+class CosineAnnealingWithWarmupScheduler(ShapeAfterWarmup):
     """Increase the factor from 0 to 1, then change it to `alpha_f` along half a cosine period until `t_max`.
 
     Args:
@@ -184,7 +184,7 @@ class CosineAnnealingWithWarmupScheduler(_ShapeAfterWarmup):
         return cosine(done, self.alpha_f)
 
 
-class PolynomialWithWarmupScheduler(_ShapeAfterWarmup):
+class PolynomialWithWarmupScheduler(ShapeAfterWarmup):
     """Increase the factor from 0 to 1, then change it to `alpha_f` as a power of the remaining time to `t_max`.
 
     Args:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from composer_algorithms.low_precision_groupnorm import LowPrecisionGroupNorm as LowPrecisionGroupNorm
     from composer_algorithms.low_precision_layernorm import LowPrecisionLayerNorm as LowPrecisionLayerNorm
     from composer_algorithms.mixup import MixUp as MixUp
+    from composer_algorithms.mup import MuP as MuP
     from composer_algorithms.no_op_model import NoOpModel as NoOpModel
     from composer_algorithms.progressive_resizing import ProgressiveResizing as ProgressiveResizing
     from composer_algorithms.randaugment import RandAugment as RandAugment
@@ -62,6 +63,7 @@ __all__ = [
     "LowPrecisionGroupNorm",
     "LowPrecisionLayerNorm",
     "MixUp",
+    "MuP",
     "NoOpModel",
     "ProgressiveResizing",
     "RandAugment",
@@ -97,6 +99,7 @@ __getattr__, __dir__ = lazy_face(
         "composer_algorithms.low_precision_groupnorm": ["LowPrecisionGroupNorm"],
         "composer_algorithms.low_precision_layernorm": ["LowPrecisionLayerNorm"],
         "composer_algorithms.mixup": ["MixUp"],
+        "composer_algorithms.mup": ["MuP"],
         "composer_algorithms.no_op_model": ["NoOpModel"],
         "composer_algorithms.progressive_resizing": ["ProgressiveResizing"],
         "composer_algorithms.randaugment": ["RandAugment", "RandAugmentTransform"],
@@ -128,6 +131,7 @@ __getattr__, __dir__ = lazy_face(
         "low_precision_groupnorm",
         "low_precision_layernorm",
         "mixup",
+        "mup",
         "no_op_model",
         "progressive_resizing",
         "randaugment",

@@ -98,15 +98,19 @@ def _has_statistics(device: torch.device) -> bool:
 
 
 def _over_all_ranks(report: Mapping[str, float], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the mean, minimum and maximum of each value as device tensors, with three collectives."""
-    reduced: dict[str, torch.Tensor] = {}
-    for ending, operation in (("avg", "SUM"), ("min", "MIN"), ("max", "MAX")):
-        # float64, since float32 cannot represent large byte counts exactly.
-        values = torch.tensor(list(report.values()), dtype=torch.float64, device=device)
-        dist.all_reduce(values, reduce_operation=operation)
-        values = values / dist.get_world_size() if ending == "avg" else values
-        reduced |= {f"{name}_{ending}": value for name, value in zip(report, values.unbind(), strict=True)}
-    return reduced
+    """Return the mean, minimum and maximum of each value as device tensors, with two collectives."""
+    # float64, since float32 cannot represent large byte counts exactly.
+    on_host = torch.tensor(list(report.values()), dtype=torch.float64)
+    values = on_host.to(device, non_blocking=True)
+    total, extremes = values.clone(), torch.stack([-values, values])
+    dist.all_reduce(total, reduce_operation="SUM")
+    dist.all_reduce(extremes, reduce_operation="MAX")
+    reduced = {"avg": total / dist.get_world_size(), "min": -extremes[0], "max": extremes[1]}
+    return {
+        f"{name}_{ending}": value
+        for ending, values in reduced.items()
+        for name, value in zip(report, values.unbind(), strict=True)
+    }
 
 
 def reduce_value(value: float, device: torch.device, op: str = "mean") -> float:
@@ -253,8 +257,7 @@ class GPUReader:
         if self._handle is None:
             # In the first reading, which the training thread makes: the current device is a property of the thread. By
             # UUID, since torch numbers only the visible devices, but the driver all of them.
-            uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-            self._handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            self._handle = self._find(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         handle = self._handle
         numbers: dict[str, float] = {}
         try:
@@ -267,6 +270,13 @@ class GPUReader:
             "gpu_temperature_C": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
             "gpu_power_usage_W": nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
         }
+
+    def _find(self, uuid: object) -> Any:
+        nvml = self._nvml
+        try:
+            return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        except nvml.NVMLError_NotFound:  # a MIG instance, which has no temperature and power of its own
+            return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}"))
 
 
 T = TypeVar("T")

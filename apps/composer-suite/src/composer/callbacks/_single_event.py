@@ -11,6 +11,7 @@ from torch import Tensor
 
 from composer_events.callback import Callback
 from composer_events.logger import log_lazily
+from composer_optim.schedule import BoundSchedule
 
 if TYPE_CHECKING:
     from composer_events.logger import Logger
@@ -23,11 +24,15 @@ __all__ = ["FreeOutputs", "LRMonitor", "NaNMonitor"]
 class LRMonitor(Callback):
     """Log the learning rate of every parameter group in each batch, as `lr-<optimizer's class>/group<index>`.
 
-    The second optimizer of a class is `<class>#1`.
+    The second optimizer of a class is `<class>#1`. Each `Schedule` is logged as `schedule/<target>`, with
+    `/group<index>` for a parameter group.
     """
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Log the learning rates."""
+        """Log the learning rates and the scheduled numbers."""
+        for scheduler in state.schedulers:
+            if isinstance(scheduler, BoundSchedule):
+                log_lazily(state, logger, _scheduled, scheduler.values)
         classes: list[str] = []
         for optimizer in state.optimizers:
             classes.append(type(optimizer).__name__)
@@ -46,47 +51,67 @@ def _named(now: Timestamp, name: str, index: int, rate: Any) -> dict[str, Any]:
     return {f"lr-{name}/group{index}": rate}
 
 
-class NaNMonitor(Callback):
-    """Raise at the first microbatch with a NaN training loss.
+def _scheduled(now: Timestamp, values: Mapping[str, float]) -> dict[str, Any]:
+    del now
+    return {f"schedule/{name}": value for name, value in values.items()}
 
-    It synchronizes with the device at every microbatch to identify it. The Trainer itself detects non-finite losses
-    without synchronization.
+
+class NaNMonitor(Callback):
+    """Raise at the first batch with a NaN training loss, before the optimizer's step.
+
+    On the CPU it raises at the microbatch. For an accelerator it waits once per batch, after the backward passes. The
+    Trainer itself detects non-finite losses without synchronization.
 
     Raises:
         RuntimeError: In training, if a loss contains a NaN.
         TypeError: In training, if the loss is neither a tensor nor a sequence or dict of tensors.
     """
 
+    def __init__(self) -> None:
+        self._unread: list[tuple[str, Tensor]] = []  # per part of a loss on an accelerator, whether it has a NaN
+
+    def before_train_batch(self, state: State, logger: Logger) -> None:
+        """Discard the losses of an attempt that ran out of memory."""
+        self._unread.clear()
+
     def after_loss(self, state: State, logger: Logger) -> None:
-        """Check `state.loss`."""
+        """Check `state.loss`, or leave it to `after_train_batch` if it is not on the CPU."""
         loss: Any = state.loss
         if isinstance(loss, Tensor):
-            if loss.ndim == 0 and not isnan(loss.item()):
-                return  # the usual case
-            parts: dict[str, bool] = {"": _has_nan(loss)}
+            parts: list[tuple[str, Any]] = [("", loss)]
         elif isinstance(loss, Mapping):
-            parts = {f" {name}": _has_nan(part) for name, part in loss.items()}
+            parts = [(f" {name}", part) for name, part in loss.items()]
         elif isinstance(loss, Sequence):
-            parts = {"": any(_has_nan(part) for part in loss)}
+            parts = [("", part) for part in loss]
         else:
             raise _no_loss(loss)
-        for name, is_bad in parts.items():
-            if is_bad:
-                raise RuntimeError(
-                    f"Train loss{name} contains a NaN. That is batch {state.timestamp.num_batches}, epoch "
-                    f"{state.timestamp.num_epochs}. Look at the batch and the learning rate before it."
-                )
+        for name, part in parts:
+            if not isinstance(part, Tensor):
+                raise _no_loss(part)
+            if not part.is_cpu:
+                self._unread.append((name, part.detach().isnan().any()))
+            elif isnan(part.item()) if part.numel() == 1 else part.isnan().any():
+                _raise(state, name)
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """Check the losses of the batch that are on an accelerator."""
+        if self._unread:
+            names, flags = zip(*self._unread, strict=True)
+            self._unread = []
+            for name, is_bad in zip(names, torch.stack(flags).tolist(), strict=True):
+                if is_bad:
+                    _raise(state, name)
+
+
+def _raise(state: State, name: str) -> None:
+    raise RuntimeError(
+        f"Train loss{name} contains a NaN. That is batch {state.timestamp.num_batches}, epoch "
+        f"{state.timestamp.num_epochs}. Look at the batch and the learning rate before it."
+    )
 
 
 def _no_loss(loss: object) -> TypeError:
     return TypeError(f"The loss is a {type(loss).__name__}, and must be a tensor, or a sequence or dict of them.")
-
-
-def _has_nan(loss: Any) -> bool:
-    if not isinstance(loss, Tensor):
-        raise _no_loss(loss)
-    # For a single number, `item` is faster than two kernels; both synchronize.
-    return isnan(loss.item()) if loss.numel() == 1 else bool(torch.isnan(loss).any())
 
 
 class FreeOutputs(Callback):

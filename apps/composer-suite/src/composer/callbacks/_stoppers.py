@@ -87,7 +87,8 @@ class MetricStopper(Callback):
         if self.dataloader_label == state.dataloader_label:
             metrics = self._metrics(state)
             name = self._name_in(metrics)
-            self._look(state, torch.as_tensor(number_of(name, metrics[name].compute(), self.monitor)))
+            # Read from the device once, rather than in each comparison.
+            self._look(state, torch.as_tensor(number_of(name, metrics[name].compute(), self.monitor)).cpu())
 
     @abstractmethod
     def _look(self, state: State, value: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ __all__ = ["SyncMonitor"]
 
 _log = logging.getLogger(__name__)
 _MESSAGE = "called a synchronizing"  # the start of the warnings of `torch.cuda.set_sync_debug_mode`
-_FILES_TO_SKIP = (str(Path(torch.__file__).parent), warnings.__file__, __file__)
+_FILES_TO_SKIP = (str(Path(torch.__file__).parent), __file__)
 _MOST_LINES = 10  # in the report at the end
 
 
@@ -172,6 +172,8 @@ def _counting_on_cuda() -> Generator[Counter[str]]:
 def _place() -> str:
     """Return the innermost line outside PyTorch."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  # `inspect.stack` reads the source of each frame
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_FILES_TO_SKIP):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_FILES_TO_SKIP) or frame.f_code.co_filename.endswith("warnings.py")
+    ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from composer_optim import DecoupledAdamW as DecoupledAdamW
     from composer_optim import DecoupledSGDW as DecoupledSGDW
     from composer_optim import ExponentialScheduler as ExponentialScheduler
+    from composer_optim import InversePowerWithWarmupScheduler as InversePowerWithWarmupScheduler
     from composer_optim import LinearScheduler as LinearScheduler
     from composer_optim import LinearWithWarmupScheduler as LinearWithWarmupScheduler
     from composer_optim import MultiStepScheduler as MultiStepScheduler
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from composer_optim import Muon as Muon
     from composer_optim import PolynomialScheduler as PolynomialScheduler
     from composer_optim import PolynomialWithWarmupScheduler as PolynomialWithWarmupScheduler
+    from composer_optim import Schedule as Schedule
     from composer_optim import StepScheduler as StepScheduler
+    from composer_optim import WarmupStableDecayScheduler as WarmupStableDecayScheduler
     from composer_optim import compile_composer_scheduler as compile_composer_scheduler
 __all__ = [
     "DecoupledSGDW",
@@ -42,6 +45,9 @@ __all__ = [
     "LinearWithWarmupScheduler",
     "CosineAnnealingWithWarmupScheduler",
     "PolynomialWithWarmupScheduler",
+    "WarmupStableDecayScheduler",
+    "InversePowerWithWarmupScheduler",
+    "Schedule",
     "compile_composer_scheduler",
 ]
 __getattr__, __dir__ = lazy_face(

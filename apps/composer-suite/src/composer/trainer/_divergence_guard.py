@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
@@ -104,18 +104,20 @@ class DivergenceGuard:
     def _choose_timing(self, *, evaluates_loss: bool) -> tuple[bool, bool]:
         """Return whether a flag on the device keeps optimizers from stepping, and whether results are read later."""
         optimizers: list[Optimizer] = list(self._state.optimizers)
-        # Fused optimizers, whose kernels read a skip flag on the device, have this attribute for GradScaler.
-        unfused = [each for each in optimizers if not getattr(each, "_step_supports_amp_scaling", False)]
-        is_flagged = self._scaler is not None or not unfused
-        gates = is_flagged and not evaluates_loss and not _have_step_hooks(optimizers)
+        unfused = [each for each in optimizers if not _is_fused(each)]
+        gates = (
+            not evaluates_loss
+            and (self._scaler is not None or not unfused)
+            # A hook may drop bad gradients, which only a step shows; PyTorch has no public way to ask for hooks.
+            and not any(map(_has_pre_hooks, optimizers))
+        )
         # A spike check reads the loss at every batch anyway, and DeepSpeed's gradients are gone later.
         if self._found.device.type not in _DEFERS_ON or self._spikes is not None or self._state.deepspeed_enabled:
             return gates, False
         # A rollback does not restore what algorithms such as EMA keep of bad weights.
         must_wait = self._policy.action == "skip" or (self._policy.action == "rollback" and self._state.algorithms)
         if gates or (not must_wait and self._scaler is None):
-            for optimizer in unfused:
-                _advise_fused(optimizer, has_scaler=self._scaler is not None)
+            _advise_fused(unfused, has_scaler=self._scaler is not None)
             return gates, True
         if self._scaler is None:
             _log.warning(
@@ -253,7 +255,8 @@ class DivergenceGuard:
             return self._judge(losses, overflow)
         if self._gates and self._scaler is None:
             for optimizer in optimizers:
-                set_found_inf(optimizer, self._found)
+                # Fused kernels for weights that FSDP offloads would copy it to the CPU, and read it at once.
+                set_found_inf(optimizer, self._found.to(optimizer.param_groups[0]["params"][0].device))
         facts = [self._found, self._none if overflow is None else overflow, missing_share(losses)]
         self._arrivals.send(self._state.timestamp.num_batches, torch.stack([fact.float() for fact in facts]))
         return None
@@ -519,20 +522,30 @@ def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
         Whether `found` covers whole tensors: of sharded ones it covers this rank's shards.
     """
     is_plain = {*map(type, tensors)} == _PLAIN
-    try:
-        # GradScaler's kernel, dividing by 1, checks many tensors at once. A sum of norms, the public alternative, takes
-        # five times as long. With DTensors it would reduce over the mesh of the first one, which may not be the mesh of
-        # the others, so it gets the local shards.
-        torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
-            tensors if is_plain else [local_part(tensor) for tensor in tensors], found, one
-        )
-    except (NotImplementedError, RuntimeError):  # sparse, complex, or several kinds
-        values = [values for tensor in tensors if (values := _plain_values(tensor)).numel()]
-        if values:
-            norm_of = cast("Callable[..., Tensor]", torch.linalg.vector_norm)  # pyright: ignore[reportUnknownMemberType]  # untyped
-            norms = torch.stack([norm_of(part, torch.inf).to(found) for part in values])
-            found.logical_or_(~torch.isfinite(norms).all())
+    local = tensors if is_plain else [local_part(tensor) for tensor in tensors]
+    # On a GPU the kernel below takes neither bfloat16 nor offloaded tensors, and an attempt is slow.
+    if local and not found.is_cpu and (local[0].dtype is torch.bfloat16 or local[0].is_cpu):
+        _note_by_norms(tensors, found)
+    else:
+        try:
+            # GradScaler's kernel, dividing by 1, checks many tensors at once. A sum of norms, the public alternative,
+            # takes five times as long. With DTensors it would reduce over the mesh of the first one, which may not be
+            # the mesh of the others, so it gets the local shards.
+            torch._amp_foreach_non_finite_check_and_unscale_(local, found, one)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+        except (NotImplementedError, RuntimeError):  # sparse, complex, or several kinds
+            _note_by_norms(tensors, found)
     return is_plain or not any(is_sharded(tensor) for tensor in tensors)
+
+
+def _note_by_norms(tensors: list[Tensor], found: Tensor) -> None:
+    """Set `found` by norms, with a few kernels per device and dtype."""
+    groups: dict[object, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if (values := _plain_values(tensor)).numel():
+            groups[values.device, values.dtype].append(values)
+    for group in groups.values():
+        norms = torch.stack(torch._foreach_norm(group, math.inf))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+        found.logical_or_((~torch.isfinite(norms).all()).to(found.device, non_blocking=True))
 
 
 def names_of_bad(tensors: Iterable[tuple[str, Tensor]], *, may_be_marked: bool = False) -> str:
@@ -602,12 +615,6 @@ class Spikes:
         return False
 
 
-def _have_step_hooks(optimizers: Iterable[Optimizer]) -> bool:
-    """Return whether a hook may drop bad gradients, which only a step shows."""
-    # PyTorch has no public way to ask for hooks.
-    return any(getattr(optimizer, "_optimizer_step_pre_hooks", None) for optimizer in optimizers)
-
-
 def takes_none(optimizer: Optimizer) -> bool:
     """Return whether an optimizer undoes its step when a closure returns `None`, as SAM does."""
     return getattr(optimizer, "_step_supports_amp_closure", False)
@@ -618,19 +625,18 @@ def _is_fused(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
+def _has_pre_hooks(optimizer: Optimizer) -> bool:
+    return bool(getattr(optimizer, "_optimizer_step_pre_hooks", None))
+
+
 _advised: WeakSet[Optimizer] = WeakSet()
 
 
-def _advise_fused(optimizer: Optimizer, *, has_scaler: bool) -> None:
+def _advise_fused(unfused: Iterable[Optimizer], *, has_scaler: bool) -> None:
     """Log once that an optimizer of torch has a fused kernel, if that was neither chosen nor refused."""
-    groups = optimizer.param_groups
-    is_torchs = type(optimizer).__module__.startswith("torch.")
-    is_open = all(group.get("fused", "") is None and group.get("foreach") is None for group in groups)
-    # DTensor has no rule for the other fused kernels.
-    has_kernel = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or not any(
-        is_sharded(p) for group in groups for p in group["params"]
-    )
-    if is_torchs and is_open and has_kernel and optimizer not in _advised:
+    for optimizer in unfused:
+        if optimizer in _advised or not _has_open_kernel(optimizer):
+            continue
         _advised.add(optimizer)
         _log.log(
             logging.WARNING if has_scaler else logging.INFO,
@@ -640,6 +646,17 @@ def _advise_fused(optimizer: Optimizer, *, has_scaler: bool) -> None:
             if has_scaler
             else "a batch whose gradients are not finite leaves the weights as they were",
         )
+
+
+def _has_open_kernel(optimizer: Optimizer) -> bool:
+    groups = optimizer.param_groups
+    if not type(optimizer).__module__.startswith("torch."):
+        return False
+    if not all(group.get("fused", "") is None and group.get("foreach") is None for group in groups):
+        return False
+    # DTensor has no rule for the other fused kernels.
+    is_adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+    return is_adam or not any(is_sharded(p) for group in groups for p in group["params"])
 
 
 def set_found_inf(optimizer: Any, found: Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -248,9 +248,17 @@ def local_part(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_all(to: list[Tensor], source: list[Tensor]) -> None:
-    """Copy each source tensor into its target."""
-    if to:
-        torch._foreach_copy_(to, source)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]  # no public name
+    """Copy each source tensor into its target, with one kernel per pair of devices and dtypes."""
+    groups: dict[object, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    if to and to[0].is_cpu and source[0].is_cpu:  # copied one by one anyway
+        groups[None] = to, source
+    else:
+        for one, other in zip(to, source, strict=True):
+            targets, sources = groups[one.dtype, one.device, other.dtype, other.device]
+            targets.append(one)
+            sources.append(other)
+    for targets, sources in groups.values():
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]  # no public name
 
 
 @torch.no_grad()

@@ -25,8 +25,12 @@ class ShardedGradScaler(GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         is_sharded = any(hasattr(weight, "to_local") for weight in weights)
-        parts: Any = SimpleNamespace(param_groups=[{"params": [_local(weight) for weight in weights]}])
-        found = super()._unscale_grads_(parts if is_sharded else optimizer, inv_scale, found_inf, allow_fp16)
+        offloaded = [] if found_inf.is_cpu else [_local(weight) for weight in weights if weight.is_cpu]
+        here = [_local(weight) for weight in weights if found_inf.is_cpu or not weight.is_cpu]
+        found = super()._unscale_grads_(_with(here), inv_scale, found_inf, allow_fp16)
+        if offloaded:
+            # PyTorch would copy both to the CPU without waiting, and read them at once.
+            found |= super()._unscale_grads_(_with(offloaded), inv_scale.cpu(), found_inf.cpu(), allow_fp16)
         found.setdefault(found_inf.device, found_inf)  # even a rank without gradients must join the collectives
         for one in found.values() if is_sharded else ():
             dist.all_reduce(one, "MAX")
@@ -118,6 +122,10 @@ def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
             for of_devices in of_each:
                 # Separate tensors, since `update` adds them up in place.
                 of_devices[total.device] = total.clone()
+
+
+def _with(weights: list[torch.Tensor]) -> Any:
+    return SimpleNamespace(param_groups=[{"params": weights}])
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:

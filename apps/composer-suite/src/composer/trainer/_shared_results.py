@@ -107,12 +107,12 @@ class SharedMetrics:
         self._copies = copy.deepcopy(self.together)
 
     def use(self, states: Callable[[str], Sequence[Tensor]]) -> None:
-        """Let a call of a metric's `compute` use the gathered states until `release`."""
+        """Make `compute` of the metrics use the gathered states until `release`."""
         for name, metric in self.together.items():
             metric.dist_sync_fn = _Gathered(partial(states, name))
 
     def release(self) -> None:
-        """Let the metrics gather their states by themselves again, before they are reset."""
+        """Make the metrics gather their states by themselves again, before they are reset."""
         for metric in self.together.values():
             metric.dist_sync_fn = None
 

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
+from inspect import getclosurevars
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -462,14 +463,19 @@ def uses_cuda_graphs(config: Mapping[str, Any] | None, model: Any) -> bool:
     """
     compiled: list[Any] = [*model.modules()] if isinstance(model, nn.Module) else []
     compiled += [] if config is None else [torch.compile(nn.Identity(), **config)]
-    return any(settings and settings.get("triton.cudagraphs") for settings in map(_settings_of_compiled, compiled))
+    return any(map(_runs_in_cuda_graphs, compiled))
 
 
-def _settings_of_compiled(module: Any) -> Mapping[str, Any] | None:
-    """Return what Inductor was compiled with, for which PyTorch has no public name."""
-    in_place = getattr(module, "_compiled_call_impl", None)  # by `module.compile()`
-    settings = getattr(in_place, "get_compiler_config", None)
-    return settings() if settings is not None else getattr(getattr(module, "dynamo_ctx", None), "compiler_config", None)
+def _runs_in_cuda_graphs(module: Any) -> bool:
+    """Return whether the backend of a compiled module makes CUDA graphs, for which PyTorch has no public name."""
+    in_place = getattr(getattr(module, "_compiled_call_impl", None), "get_compiler_config", None)  # `module.compile()`
+    context = getattr(module, "dynamo_ctx", None) or (in_place and getclosurevars(in_place).nonlocals.get("self"))
+    backend: Any = getattr(context, "callback", None)
+    while (backend := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        if getattr(backend, "__name__", "") == "cudagraphs":
+            return True
+    settings: Any = getattr(context, "compiler_config", None)  # of Inductor
+    return bool(settings and settings.get("triton.cudagraphs"))
 
 
 _SELECTIVE = "selective"

@@ -119,6 +119,7 @@ def unpack(path: str, name: str, target: Path, max_bytes: int | None = None) -> 
         _extract(path, name, target, budget)
         return
     program = CliCompressor("", compressor_of(name))
+    program.check_exists()  # outside of the `try`, since its error is an OSError
     try:
         with program.decompress(path) as source, open(target, "wb") as out:
             shutil.copyfileobj(cast("IO[bytes]", _Budgeted(source, path, budget)), out, _PIECE_BYTES)
