@@ -207,22 +207,14 @@ def make_state(arguments: TrainerArguments, resolved: ResolvedArguments, rank_ze
 def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
     """Check and apply the arguments of `fit`, and return the batches to train on."""
     state, plan = runtime.state, runtime.plan
-    optimizers = None if asked.optimizers is None else choose_optimizers(asked.optimizers, runtime.model)
-    if not state.optimizers and not optimizers:
-        raise ValueError(
-            "No optimizer was specified when constructing the Trainer, and the model has no parameters to train."
-        )
+    optimizers = _optimizers_of_fit(runtime, asked)
     check_kinds(asked)
     longer = to_duration(asked.duration, "duration")
     schedule = Schedule.of(asked.schedulers, asked.scale_schedule_ratio, asked.step_schedulers_every_batch)
     evaluators = make_evaluators(
         asked.eval_dataloader, runtime.model, asked.eval_interval, asked.eval_subset_num_batches, state.device
     )
-    if optimizers is not None:
-        takes_closure(optimizers)  # raises if one of several does
-        strategies.refuse_second_average(optimizers, state.algorithms)
-        strategies.take_optimizers(runtime.strategy, state, optimizers)
-    new_precision, scaler = _precision_of_fit(runtime, asked, state.optimizers if optimizers is None else optimizers)
+    new_precision, scaler = _precision_of_fit(runtime, asked, optimizers)
     size, count = asked.device_train_microbatch_size, asked.grad_accum
     microbatching = plan.settings.microbatching
     if (size, count) != (None, None):
@@ -240,7 +232,7 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
             state.timestamp = Timestamp()
         if longer is not None:
             state.max_duration = state.timestamp.get(longer.unit) + longer
-        if optimizers is not None:
+        if asked.optimizers is not None:
             plan.set_optimizers(optimizers, schedule)
         plan.set_schedule(schedule, begins_now=True)
     stay_stopped(state, stopped)
@@ -256,6 +248,22 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
         state.precision, state.scaler = new_precision, scaler
     runtime.fit_scaler()
     return batches
+
+
+def _optimizers_of_fit(runtime: Runtime, asked: FitArguments) -> Sequence[Optimizer]:
+    """Return the optimizers of `fit`, new ones or those of the state."""
+    state = runtime.state
+    if asked.optimizers is not None:
+        optimizers = choose_optimizers(asked.optimizers, runtime.model)
+        takes_closure(optimizers)  # raises if one of several does
+        strategies.refuse_second_average(optimizers, state.algorithms)
+        strategies.take_optimizers(runtime.strategy, state, optimizers)
+        return optimizers
+    if not state.optimizers:
+        raise ValueError(
+            "No optimizer was specified when constructing the Trainer, and the model has no parameters to train."
+        )
+    return state.optimizers
 
 
 def _precision_of_fit(

@@ -124,7 +124,7 @@ class DivergenceGuard:
                 "on_divergence=%r waits for the device before each step, because %s is not fused. Pass fused=True "
                 "to the optimizer, if it has that option, to avoid it.",
                 self._policy.action,
-                type((unfused or optimizers)[0]).__name__,
+                type([*unfused, *optimizers][0]).__name__,
             )
         return gates, False
 
