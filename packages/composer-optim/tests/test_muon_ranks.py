@@ -28,15 +28,15 @@ OPTIONS = {
 
 
 class Net(nn.Module):
-    """Matrices of equal, tall and wide shapes, a filter, and lengths that no number of ranks up to 4 divides."""
+    """Matrices of equal, tall and wide shapes, a filter, and of lengths that ranks share unevenly."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
         self.embed = nn.Embedding(7, 5)
-        self.up = nn.Linear(5, 13)
-        self.mid = nn.ModuleList(nn.Linear(13, 13, bias=False) for _ in range(3))
-        self.down = nn.Linear(13, 2)
+        self.up = nn.Linear(5, 14)
+        self.mid = nn.ModuleList(nn.Linear(14, 14, bias=False) for _ in range(3))
+        self.down = nn.Linear(14, 2)
         self.conv = nn.Conv1d(2, 3, 3, padding=1)
         self.head = nn.Linear(3, 7)
 
