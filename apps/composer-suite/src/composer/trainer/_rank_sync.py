@@ -339,7 +339,7 @@ class LossMeans:
         if not gathered:
             return over_their_shares(losses)
         facts, parts = gathered
-        self._must_compare, *are_there = facts.any(dim=0).tolist()
+        self._must_compare, *are_there = map(bool, facts.any(dim=0))
         total, *others = parts.sum(dim=0).unbind()
         means = dict(zip((_MISSING, TOTAL + _SHARE), others, strict=False), **{TOTAL: total})
         for name, is_there, mean, share in zip(self._names, are_there, others[2::2], others[3::2], strict=True):
