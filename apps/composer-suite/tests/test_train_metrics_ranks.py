@@ -109,9 +109,9 @@ METRICS = {
     "max": MaxMetric(),
     "min": MinMetric(),
     "reach": Reach(),
-    # These gather their states themselves: with other reductions, shapes of their own, a list, a metric inside of
-    # another one, and one of this rank alone.
     "farthest": Farthest(),
+    # These gather their states themselves: with shapes of their own, a list, a metric inside of another one, and one of
+    # this rank alone.
     "growing": Growing(is_even=True),
     "shaped": Shaped(),
     "cat": CatMetric(),

@@ -47,18 +47,13 @@ def gathered_together(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _can_gather(metric: Any) -> bool:
-    """Return whether the states keep their shapes, by their reductions, and torchmetrics synchronizes them as usual.
-
-    A state that is concatenated may have another shape on each rank.
-    """
+    """Return whether all states are tensors, and torchmetrics synchronizes them as usual. All ranks agree on it."""
     from torchmetrics import Metric  # a slow import, already paid for where there are metrics
     from torchmetrics.metric import jit_distributed_available
-    from torchmetrics.utilities import dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
     if not isinstance(metric, Metric):
         return False
     kind, usual = cast(Any, type(metric)), cast(Any, Metric)
-    reductions = cast(Any, metric)._reductions.values()
     return (
         kind.sync is usual.sync
         and kind._sync_dist is usual._sync_dist  # the part of it that subclasses override
@@ -66,7 +61,6 @@ def _can_gather(metric: Any) -> bool:
         and (metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, _Gathered))
         and metric.process_group is None
         and metric.distributed_available_fn is jit_distributed_available
-        and all(each in (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min) for each in reductions)
         and not any(isinstance(default, list) for default in cast(Any, metric)._defaults.values())
         and sum(isinstance(part, Metric) for part in metric.modules()) == 1
     )
@@ -153,7 +147,7 @@ class SharedMetrics:
         self._copies = {name: copy.copy(metric) for name, metric in self.together.items()}
 
     def stop_sharing(self, name: str) -> None:
-        """Let torchmetrics synchronize a metric from the next batch on. Every rank must call this before it."""
+        """Leave a metric to torchmetrics from the next batch on. Every rank must call this before it."""
         if self.together.pop(name, None) is not None:
             warnings.warn(
                 f"A state of the metric {name!r} of training has changed its shape or dtype since the first batch, on "
