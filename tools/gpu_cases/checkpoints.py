@@ -1,5 +1,6 @@
 """Checkpoints from a GPU: what is saved in the background is what was, nobody waits for it, and training goes on."""
 
+import gc
 import statistics
 import tempfile
 import time
@@ -75,6 +76,7 @@ def resume(device: str) -> str:
         with make_trainer(whole, batches, device, **saving) as trainer:
             trainer.fit()
         with make_trainer(second, batches, device, load_path=f"{folder}/ba4.pt") as trainer:
+            gc.collect()
             assert f"{folder}/ba4.pt" not in Path("/proc/self/maps").read_text(), "the optimizer is still in the file"
             trainer.fit()
             assert trainer.state.timestamp.batch == 8, "it did not go on from batch 4"
