@@ -199,8 +199,8 @@ class Muon(Optimizer):
             check_agreement(facts)
         except RankDisagreementError as error:
             error.add_note(
-                "The loss of a rank's batch did not depend on a parameter without a gradient. Add 0 * parameter.sum() to "
-                "the loss, or give the parameter the role 'adamw'."
+                "A parameter has no gradient if the loss of the rank's batch does not depend on it. Add "
+                "0 * parameter.sum() to the loss, or give the parameter the role 'adamw'."
             )
             raise
 
