@@ -103,7 +103,8 @@ def train(degree, dropout=0.0):
         trainer.fit()
         samples, weights = int(trainer.state.timestamp.sample), weights_of(trainer)
     norms = {key: float(values[-1][1]) for key, values in memory.data.items() if key.startswith(NORMS)}
-    return weights, norms, samples
+    losses = [float(value) for _, value in memory.data["loss/train/total"]]
+    return weights, norms, samples, losses
 
 
 def farthest(weights, others):
@@ -114,11 +115,12 @@ def farthest(weights, others):
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4], ids=["alone", "with FSDP2"])
 def test_split_tensors_are_trained_and_logged_as_by_one_process(world_size, tmp_path):
-    ((weights, norms, samples),) = run_ranks(train, 1, store=tmp_path / "one", world_size=1)
+    ((weights, norms, samples, losses),) = run_ranks(train, 1, store=tmp_path / "one", world_size=1)
     for others in run_ranks(train, 2, store=tmp_path / "store", world_size=world_size, timeout_s=120):
         assert farthest(others[0], weights) < TOLERANCE
         assert others[1] == pytest.approx(norms, rel=1e-4)  # a norm of 1e-3 is a sum of numbers of up to 1
         assert others[2] == samples == STEPS * BATCH
+        assert others[3] == pytest.approx(losses, rel=1e-5)
 
 
 class Stops(Callback):
@@ -135,7 +137,7 @@ def ruin(trainer):
 
 
 def go_through_what_ranks_may_not_see_alike(folder):
-    weights, _, _ = train(2, dropout=0.5)
+    weights, *_ = train(2, dropout=0.5)
     with make(2, callbacks=[Stops()] if dist.get_global_rank() == 0 else []) as trainer:
         trainer.fit()
         stopped = int(trainer.state.timestamp.batch)

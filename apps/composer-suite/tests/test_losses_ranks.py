@@ -37,7 +37,9 @@ class Named(ComposerModel):
 
     def loss(self, outputs, batch):
         value = 1.0 + 2.0 * dist.get_global_rank()  # 1 and 3: their mean is 2
-        return {"total": outputs * 0 + value} | dict.fromkeys(next(self.names_of_batches), outputs * 0 + value)
+        values = outputs * 0 + value
+        named = {name.lower(): values.double() if name.isupper() else values for name in next(self.names_of_batches)}
+        return {"total": values} | named
 
 
 def train(names_of_ranks):
@@ -62,12 +64,17 @@ def train(names_of_ranks):
     ("of_rank_0", "of_rank_1", "seen_by_rank_0"),
     [
         (["a", "a", "a"], ["a", "a", "a"], {"a": [2, 2, 2]}),
-        (["a", "a", "a"], ["b", "b", "b"], {"a": [1, 1, 1]}),
+        (["a", "a", "a"], ["b", "b", "b"], {"a": [1, 1, 1], "b": [3, 3, 3]}),
+        (["", "", ""], ["a", "", "a"], {"a": [3, 3]}),
         (["a", "a", "a"], ["a", "", "a"], {"a": [2, 1, 2]}),
+        # Upper case for float64, which the other rank may not have.
+        (["a", "a", "a"], ["A", "a", "A"], {"a": [2, 2, 2]}),
+        (["", "", ""], ["A", "A", ""], {"a": [3, 3]}),
+        (["a", "a", "aB"], ["a", "aB", "B"], {"a": [2, 2, 1], "b": [2]}),
         # A name that comes late has to be compared first.
         (["", "a", "a"], ["", "a", "a"], {"a": [1, 2]}),
         (["", "", "a"], ["", "a", "a"], {"a": [2]}),
-        (["ab", "b", ""], ["b", "a", "ab"], {"a": [1], "b": [2, 1]}),
+        (["ab", "b", ""], ["b", "a", "ab"], {"a": [1, 3, 3], "b": [2, 1, 3]}),
     ],
 )
 def test_losses_are_means_over_the_ranks_that_have_them(tmp_path, of_rank_0, of_rank_1, seen_by_rank_0):
@@ -115,14 +122,11 @@ def train_unevenly(parts, microbatch_sizes):
 @pytest.mark.parametrize("parts", [[7], [3, 4], [1, 6], [6, 1]], ids=lambda parts: "+".join(map(str, parts)))
 def test_losses_weigh_by_the_samples_of_the_parts_that_have_them(tmp_path, parts):
     """A loss that not every microbatch or rank has was off by the share of those that have it: 7.71 instead of 4.5."""
-    for rank, seen in enumerate(
-        run_ranks(train_unevenly, parts, (7, 1), store=tmp_path / "store", world_size=len(parts), timeout_s=60)
-    ):
+    for seen in run_ranks(train_unevenly, parts, (7, 1), store=tmp_path / "store", world_size=len(parts), timeout_s=60):
         values = torch.arange(7.0).split(parts)
         with_large = torch.cat([part for part in values if part.max() > 2])
         # A part's loss weighs by all samples of the part.
         large = sum(len(part) * part[part > 2].mean() for part in values if part.max() > 2) / len(with_large)
-        has_large = bool(values[rank].max() > 2)
-        uncut = {"total": 3.0, "all": 3.0} | ({"large": pytest.approx(float(large))} if has_large else {})
-        cut = {"total": 3.0, "all": 3.0} | ({"large": 4.5} if has_large else {})
+        uncut = {"total": 3.0, "all": 3.0, "large": float(large)}
+        cut = {"total": 3.0, "all": 3.0, "large": 4.5}
         assert [pytest.approx(uncut), pytest.approx(cut)] == seen

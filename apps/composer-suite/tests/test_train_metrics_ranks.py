@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -12,9 +13,11 @@ from composer import Callback, Trainer
 from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
 from composer.utils import dist
+from composer_dist import RankDisagreementError
 from composer_dist.testing import run_ranks
 
 NUM_RANKS, NUM_BATCHES = 3, 4
+NUMBERS = ("sum", "mean", "max", "min", "reach", "growing", "shaped")
 
 
 class Farthest(Metric):
@@ -37,6 +40,55 @@ class Farthest(Metric):
         return torch.cat([self.none.flatten(), self.half.double(), self.flag[None], (self.count % 1000)[None]])
 
 
+class Reach(Metric):
+    """Keeps what is not a state: numbers, a list, a tensor and a buffer, replaced or changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+        self.register_buffer("in_place", torch.zeros(()))
+        self.scale, self.seen, self.highest = 0.0, {"list": []}, torch.zeros(())
+
+    def update(self, values):
+        self.count += 1
+        self.scale = float(values[0])
+        self.seen["list"].append(values.max())
+        self.highest.add_(values.max())
+        self.in_place.add_(1)
+
+    def compute(self):
+        return self.scale + torch.stack(self.seen["list"]).sum() + self.highest + self.in_place * self.count
+
+
+class Growing(Metric):
+    """Has a state of the values so far, of which there may be more on one rank than on another."""
+
+    def __init__(self, is_even):
+        super().__init__()
+        self.num = 2 if is_even else 1 + dist.get_global_rank()
+        self.add_state("seen", torch.zeros(0), dist_reduce_fx="cat")
+
+    def update(self, values):
+        self.seen = torch.cat([self.seen, values.expand(max(2, values.numel()))[: self.num]])
+
+    def compute(self):
+        return self.seen.sum()
+
+
+class Shaped(Metric):
+    """Has a state of the shape of the values from the first update on."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, values):
+        self.total = self.total + values.double()
+
+    def compute(self):
+        return self.total.sum()
+
+
 class Within(Metric):
     """Computes another metric, which has the states."""
 
@@ -56,8 +108,12 @@ METRICS = {
     "mean": MeanMetric(),
     "max": MaxMetric(),
     "min": MinMetric(),
+    "reach": Reach(),
+    # These gather their states themselves: with other reductions, shapes of their own, a list, a metric inside of
+    # another one, and one of this rank alone.
     "farthest": Farthest(),
-    # These gather their states themselves: a list, a metric inside of another one, and one of this rank alone.
+    "growing": Growing(is_even=True),
+    "shaped": Shaped(),
     "cat": CatMetric(),
     "within": Within(),
     "own": SumMetric(sync_on_compute=False),
@@ -119,7 +175,7 @@ def train():
         progress_bar=False,
     ) as trainer:
         trainer.fit()
-    logged = {name: [value for _, value in log.data[f"metrics/train/{name}"]] for name in ("sum", "mean", "max", "min")}
+    logged = {name: [value for _, value in log.data[f"metrics/train/{name}"]] for name in NUMBERS}
     return compare.expected, logged, compare.alone
 
 
@@ -129,3 +185,89 @@ def test_metrics_over_ranks_are_those_of_torchmetrics(tmp_path):
         for name, values in logged.items():
             assert values[:NUM_BATCHES] == [of_batch[name] for of_batch in expected]
         assert alone in ([], [of_batch["sum"] for of_batch in expected])
+
+
+class UpdatesLater(Callback):
+    """Updates and resets a metric after the loop has started to exchange its states."""
+
+    def __init__(self):
+        self.values = []
+
+    def batch_end(self, state, logger):
+        metric = state.train_metrics["sum"]
+        if dist.get_global_rank() == 0:
+            self.values.append(float(metric.compute()))  # does not wait for the other rank
+        metric.update(torch.tensor(1000.0))
+        self.values.append(float(metric.compute()))
+        metric.reset()
+        metric.update(torch.tensor(7.0))
+        self.values.append(float(metric.compute()))
+
+
+class Widening(SumMetric):
+    """Has a state in float64 from the third update on, on rank 1."""
+
+    num_updates = 0
+
+    def update(self, value):
+        super().update(value)
+        self.num_updates += 1
+        if self.num_updates >= 3 and dist.get_global_rank() == 1:
+            self.sum_value = self.sum_value.double()
+
+
+class Small(Model):
+    """Updates its metrics with 1."""
+
+    def __init__(self, metrics):
+        super().__init__()
+        self.metrics = metrics
+
+    def get_metrics(self, is_train=False):
+        return self.metrics
+
+    def update_metric(self, batch, outputs, metric):
+        metric.update(torch.tensor(1.0))
+
+
+def train_small(callbacks, metrics, num_batches):
+    data = TensorDataset(torch.zeros(2 * num_batches, 6), torch.zeros(2 * num_batches, dtype=torch.long))
+    model, log = Small(metrics), InMemoryLogger()
+    with Trainer(
+        model=model,
+        train_dataloader=DataLoader(data, batch_size=1, sampler=dist.get_sampler(data)),
+        max_duration="1ep",
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        callbacks=callbacks,
+        loggers=log,
+        device="cpu",
+        progress_bar=False,
+    ) as trainer:
+        trainer.fit()
+    return {
+        name: [(int(now.batch), float(value)) for now, value in log.data[f"metrics/train/{name}"]] for name in metrics
+    }
+
+
+def go_through_changes():
+    later = UpdatesLater()
+    logged = train_small(later, {"sum": SumMetric()}, 2)
+    with pytest.warns(UserWarning, match="the metric 'other' of training has changed its shape or dtype"):
+        changed = train_small([], {"sum": SumMetric(), "other": Widening()}, 3)
+    with pytest.raises(RuntimeError, match="equal size"):  # torchmetrics cannot concatenate them
+        train_small([], {"growing": Growing(is_even=False)}, 1)
+    with pytest.raises(RankDisagreementError, match="metric rank 0") as error:
+        train_small([], {"sum": SumMetric(), f"rank {dist.get_global_rank()}": SumMetric()}, 1)
+    return later.values, logged, changed, str(error.value)
+
+
+def test_metrics_that_change_have_the_values_of_the_change(tmp_path):
+    first, second = run_ranks(go_through_changes, store=tmp_path / "store", timeout_s=60)
+    assert first[0] == 2 * [2.0, 2002.0, 14.0]
+    assert second[0] == 2 * [2002.0, 14.0]
+    for _, logged, changed, _ in (first, second):
+        assert logged == {"sum": [(0, 2.0), (1, 2.0), (2, 2.0)]}
+        assert changed["sum"] == [(0, 2.0), (1, 2.0), (2, 2.0), (3, 2.0)]
+        assert changed["other"] == [(0, 2.0), (1, 2.0)]
+    assert "metric rank 1" in first[3]
+    assert "metric rank 1" in second[3]

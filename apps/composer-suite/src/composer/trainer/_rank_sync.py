@@ -8,6 +8,7 @@ before each batch, and only those whose batches may differ in size ask for it be
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -307,14 +308,16 @@ class LossMeans:
     """Averages of the losses of each batch over the ranks.
 
     A model may return different losses in each batch and on each rank. The ranks therefore exchange every name that any
-    rank has had, each with the share of the batch that has it now. They compare their names at the first batch, and
-    again after a batch in which a rank has a new one.
+    rank has had, each with the share of the batch that has it now, in one dtype. They compare their names and dtypes at
+    the first batch, and again after a batch in which a rank has a new one.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._names: list[str] = []  # without the total, which every rank has in every batch
+        self._dtype = torch.float32  # float64 once a rank has had a loss in float64
         self._own: set[str] = set()
+        self._own_dtype = torch.float32
         self._must_compare = True
 
     def begin(self, losses: Mapping[str, Tensor]) -> list[Tensor]:
@@ -325,34 +328,42 @@ class LossMeans:
         if self._strategy.world_size == 1:
             return []
         self._own.update(name for name in losses if name != TOTAL and name + _SHARE in losses)
+        for loss in losses.values():
+            self._own_dtype = torch.promote_types(self._own_dtype, loss.dtype)
         if self._must_compare:
-            self._names = sorted(set[str]().union(*dist.all_gather_object(sorted(self._own))))
+            names, dtypes = zip(*dist.all_gather_object((self._own, self._own_dtype)), strict=True)
+            self._names = sorted(set[str]().union(*names))
+            self._dtype = functools.reduce(torch.promote_types, dtypes)
             self._must_compare = False
         total = losses[TOTAL].detach()
         none, no_share = torch.zeros_like(total), torch.zeros_like(total, dtype=torch.float32)
         values = [total, losses.get(_MISSING, no_share), losses.get(TOTAL + _SHARE, no_share)]
         for name in self._names:
             values += [losses.get(name, none).detach(), losses.get(name + _SHARE, no_share)]
-        flat = torch.stack(values)
         # Divided before the sum, and in float32 at least, so that half precision cannot overflow.
-        parts = flat.to(torch.promote_types(flat.dtype, torch.float32)).div(self._strategy.world_size)
-        return [torch.tensor(not self._own <= set(self._names)), parts]
+        parts = torch.stack(values).to(self._dtype).div(get_world_size())
+        has_new_dtype = torch.promote_types(self._own_dtype, self._dtype) != self._dtype
+        has_news = has_new_dtype or not self._own <= set(self._names)
+        return [torch.tensor([has_news, *(name in losses for name in self._names)]), parts]
 
     def end(self, losses: Mapping[str, Tensor], gathered: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the mean of each loss over the samples of all ranks that have it, from what the ranks have exchanged.
 
-        A name that no rank had in the first batch has the value of this rank alone when it first occurs.
+        The result includes losses that only other ranks have. When a name first occurs after the first batch, the
+        ranks that have it return their own value.
         """
         if not gathered:
             return over_their_shares(losses)
-        has_news, parts = gathered
-        self._must_compare = bool(has_news.any())
-        names = [TOTAL, _MISSING, TOTAL + _SHARE]
-        for name in self._names:
-            names += [name, name + _SHARE]
-        means = dict(zip(names, parts.sum(dim=0).unbind(), strict=True))
+        facts, parts = gathered
+        self._must_compare, *are_there = map(bool, facts.any(dim=0))
+        total, *others = parts.sum(dim=0).unbind()
+        means = dict(zip((_MISSING, TOTAL + _SHARE), others, strict=False), **{TOTAL: total})
+        for name, is_there, mean, share in zip(self._names, are_there, others[2::2], others[3::2], strict=True):
+            if is_there:
+                means |= {name: mean, name + _SHARE: share}
+        own = {name: value.detach() for name, value in losses.items()}
         return over_their_shares(
-            {name: means[name].to(value.dtype) if name in means else value.detach() for name, value in losses.items()}
+            own | {name: mean.to(own[name].dtype) if name in own else mean for name, mean in means.items()}
         )
 
 

@@ -36,8 +36,6 @@ class TrainMetrics:
     def reset(self) -> None:
         """Reset all metrics for a new batch."""
         if metrics := self._state.train_metrics:
-            if self._shared is not None:
-                self._shared.release()
             for metric in metrics.values():
                 metric.reset()
 

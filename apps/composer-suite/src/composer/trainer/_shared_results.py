@@ -7,15 +7,20 @@ gathered together, and torchmetrics reduces the gathered states as its own, so t
 from __future__ import annotations
 
 import copy
+import functools
+import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from composer.trainer._arguments import user_stacklevel
 from composer_dist import get_world_size
-from composer_dist.ddp import start_gather
+from composer_dist.agreement import check_agreement
+from composer_dist.ddp import start_gather, sum_counts
 from composer_events.metric_entries import by_entry
 
 if TYPE_CHECKING:
@@ -24,27 +29,57 @@ if TYPE_CHECKING:
     from composer_time import Timestamp
 
 
-def can_gather(metric: Any) -> bool:
-    """Return whether a metric's states can be gathered with those of others, as is the same on all ranks.
+def gathered_together(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics whose states can be gathered in one collective. Every rank must call this.
 
-    They cannot if one is a list, whose length may differ between the ranks, if another metric is inside of this one, or
-    if the metric synchronizes in its own way.
+    The result has the same names on all ranks. It excludes metrics with a state whose shape or dtype has changed on a
+    rank, since it may differ between the ranks.
+
+    Raises:
+        RankDisagreementError: If the ranks have different metrics.
+    """
+    if get_world_size() == 1 or not metrics:
+        return {}
+    together = {name: metric for name, metric in metrics.items() if _can_gather(metric)}
+    check_agreement({f"metric {name}": _layout(metric._defaults) for name, metric in together.items()})
+    num_changed = sum_counts([int(_has_changed(metric)) for metric in together.values()]) if together else []
+    return {name: metric for (name, metric), num in zip(together.items(), num_changed, strict=True) if num == 0}
+
+
+def _can_gather(metric: Any) -> bool:
+    """Return whether the states keep their shapes, by their reductions, and torchmetrics synchronizes them as usual.
+
+    A state that is concatenated may have another shape on each rank.
     """
     from torchmetrics import Metric  # a slow import, already paid for where there are metrics
     from torchmetrics.metric import jit_distributed_available
+    from torchmetrics.utilities import dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
-    if get_world_size() == 1 or not isinstance(metric, Metric):
+    if not isinstance(metric, Metric):
         return False
     kind, usual = cast(Any, type(metric)), cast(Any, Metric)
+    reductions = cast(Any, metric)._reductions.values()
     return (
         kind.sync is usual.sync
         and kind._sync_dist is usual._sync_dist  # the part of it that subclasses override
         and metric.sync_on_compute
-        and metric.dist_sync_fn is None
+        and (metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, _Gathered))
         and metric.process_group is None
         and metric.distributed_available_fn is jit_distributed_available
-        and not any(isinstance(state, list) for state in metric.metric_state.values())
+        and all(each in (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min) for each in reductions)
+        and not any(isinstance(default, list) for default in cast(Any, metric)._defaults.values())
         and sum(isinstance(part, Metric) for part in metric.modules()) == 1
+    )
+
+
+def _layout(states: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: (tuple(state.shape), state.dtype, state.device.type) for name, state in states.items()}
+
+
+def _has_changed(metric: Any) -> bool:
+    return any(
+        state.shape != default.shape or state.dtype != default.dtype or state.device != default.device
+        for state, default in zip(metric.metric_state.values(), metric._defaults.values(), strict=True)
     )
 
 
@@ -52,16 +87,20 @@ class _Gathered:
     """A `dist_sync_fn` for a metric, which returns states that were gathered before.
 
     Args:
-        get_states: Returns the gathered states, each with a first dim for the rank.
+        get_states: Returns the gathered states, each with a first dim for the rank; `None` if they are out of date.
     """
 
-    def __init__(self, get_states: Callable[[], Sequence[Tensor]]) -> None:
+    def __init__(self, get_states: Callable[[], Sequence[Tensor] | None]) -> None:
         self._get_states = get_states
         self._num_calls = 0
 
     def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
         """Return the next state of each rank."""
         states = self._get_states()
+        if states is None:
+            from torchmetrics.utilities.distributed import gather_all_tensors
+
+            return gather_all_tensors(state, group)
         self._num_calls += 1
         return list(states[(self._num_calls - 1) % len(states)].unbind())
 
@@ -71,7 +110,7 @@ class _Gathered:
 
 def compute_over_ranks(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Compute metrics over all ranks. Every rank must call this."""
-    together = {name: metric for name, metric in metrics.items() if can_gather(metric)}
+    together = gathered_together(metrics)
     if together:
         places, states = _states_of(together)
         gathered = start_gather(states)
@@ -95,34 +134,64 @@ def _states_of(metrics: Mapping[str, Any]) -> tuple[dict[str, slice], list[Tenso
     return places, states
 
 
+# Attributes that no update changes, or that belong to one object.
+_OF_EVERY_METRIC = (
+    {*vars(nn.Module()), "update", "compute", "dist_sync_fn", "_update_signature"}
+    | {"_defaults", "_persistent", "_reductions", "_forward_cache"}
+) - {"_buffers"}
+
+
 class SharedMetrics:
-    """The metrics of training, whose states the ranks exchange after each batch.
+    """The metrics of training, whose states the ranks exchange after each batch. Every rank must create one.
 
     They are computed by copies of the metrics, since the metrics themselves may count the next batch by then.
     """
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         self.metrics = metrics
-        self.together = {name: metric for name, metric in metrics.items() if can_gather(metric)}
-        self._copies = copy.deepcopy(self.together)
+        self.together = gathered_together(metrics)
+        self._copies = {name: copy.copy(metric) for name, metric in self.together.items()}
 
-    def use(self, states: Callable[[str], Sequence[Tensor]]) -> None:
-        """Make `compute` of the metrics use the gathered states until `release`."""
-        for name, metric in self.together.items():
-            metric.dist_sync_fn = _Gathered(partial(states, name))
+    def stop_sharing(self, name: str) -> None:
+        """Let torchmetrics synchronize a metric from the next batch on. Every rank must call this before it."""
+        if self.together.pop(name, None) is not None:
+            warnings.warn(
+                f"A state of the metric {name!r} of training has changed its shape or dtype since the first batch, on "
+                "one rank at least. The metric has no value for this batch, and is synchronized by torchmetrics from "
+                "the next batch on. Use add_state() with a default of the shape and dtype of the state.",
+                stacklevel=user_stacklevel(),
+            )
 
-    def release(self) -> None:
-        """Make the metrics gather their states by themselves again, before they are reset."""
-        for metric in self.together.values():
-            metric.dist_sync_fn = None
-
-    def compute(self, name: str, num_updates: int, states: Sequence[Tensor]) -> Any:
-        """Compute a metric from the states of all ranks."""
+    def compute(self, name: str, attributes: Mapping[str, Any], states: Sequence[Tensor]) -> Any:
+        """Compute a metric as it was when it had these attributes, from the states of all ranks."""
         metric: Any = self._copies[name]
-        # torchmetrics has no public way to compute from states that its own updates have not made.
-        metric._computed, metric._update_count = None, num_updates
+        metric.__dict__.update(attributes)
         metric.dist_sync_fn = _Gathered(lambda: states)
         return metric.compute()
+
+
+def _attributes_of(metric: Any) -> dict[str, Any]:
+    """Return the attributes of a metric that are not states. Later updates do not change their values."""
+    states = metric._defaults
+    return {
+        name: _frozen(value)
+        for name, value in metric.__dict__.items()
+        if name not in _OF_EVERY_METRIC and name not in states
+    }
+
+
+def _frozen(value: Any) -> Any:
+    """Copy tensors and containers of them."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        items = copy.copy(cast("dict[Any, Any]", value))  # of the same type
+        for key in items:
+            items[key] = _frozen(items[key])
+        return items
+    if type(value) in (list, tuple, set):
+        return type(value)(map(_frozen, value))
+    return value
 
 
 class SharedResults:
@@ -136,13 +205,23 @@ class SharedResults:
         self._state, self._means, self._metrics, self._own_losses = state, means, metrics, losses
         own = means.begin(losses)
         self._num_of_losses = len(own)
-        self._places, states = _states_of(metrics.together)
-        self._num_updates = {name: metric.update_count for name, metric in metrics.together.items()}
-        self._gathered = start_gather(own + states)
-        metrics.use(self._states)
+        together = metrics.together
+        self._attributes = {name: _attributes_of(metric) for name, metric in together.items()}
+        self._places, states = _states_of(together)
+        has_changed = [_has_changed(metric) for metric in together.values()]
+        sent = list(states)
+        for metric, place, is_changed in zip(together.values(), self._places.values(), has_changed, strict=True):
+            if is_changed:
+                sent[place] = metric._defaults.values()  # of the size that the other ranks expect
+        self._gathered = start_gather([*own, *sent, torch.tensor(has_changed)] if together else own)
+        for name, metric in together.items():
+            get_states = functools.partial(
+                self._states_if_current, name, metric.update_count, states[self._places[name]]
+            )
+            metric.dist_sync_fn = _Gathered(get_states)
         self._losses: dict[str, Any] = {}
         self._values: dict[str, Any] = {
-            name: None if name in metrics.together else metric.compute()
+            name: None if name in together else metric.compute()
             for name, metric in metrics.metrics.items()
             if getattr(metric, "update_called", True)  # compute() of torchmetrics warns before the first update
         }
@@ -156,7 +235,10 @@ class SharedResults:
             self._is_read = True  # first, since the properties of the state call this
             self._losses = self._means.end(self._own_losses, self._gathered()[: self._num_of_losses])
             for name in self._values.keys() & self._places.keys():
-                self._values[name] = self._metrics.compute(name, self._num_updates[name], self._states(name))
+                if (states := self._states(name)) is None:
+                    del self._values[name]
+                else:
+                    self._values[name] = self._metrics.compute(name, self._attributes[name], states)
             self._state.total_loss_dict = self._losses
             self._state.train_metric_values.update(self._values)
 
@@ -172,5 +254,16 @@ class SharedResults:
         self.read()
         return {f"metrics/train/{name}": value for name, value in by_entry(self._values).items()}
 
-    def _states(self, name: str) -> Sequence[Tensor]:
-        return self._gathered()[self._num_of_losses :][self._places[name]]
+    def _states(self, name: str) -> Sequence[Tensor] | None:
+        """Return the states of a metric on all ranks, or `None` if one of them has changed its shape or dtype."""
+        *gathered, has_changed = self._gathered()
+        if has_changed[:, list(self._places).index(name)].any():
+            self._metrics.stop_sharing(name)
+            return None
+        return gathered[self._num_of_losses :][self._places[name]]
+
+    def _states_if_current(self, name: str, num_updates: int, states: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        metric = self._metrics.metrics[name]
+        # A reset replaces the states, and an update may change them in place.
+        is_current = metric.update_count == num_updates and all(map(operator.is_, metric.metric_state.values(), states))
+        return self._states(name) if is_current else None
