@@ -118,14 +118,19 @@ def _roles_in(model: nn.Module) -> dict[int, str]:
         if isinstance(module, nn.Linear):
             head = module  # the last one, unless the model names another
         get_head = get_head or getattr(module, "get_output_embeddings", None)  # of Hugging Face models
-    if get_head is not None and isinstance(named := get_head(), nn.Module):
+    named = get_head() if get_head is not None else None
+    if isinstance(named, nn.Module):
         head = named
     elif head is not None:
-        name = next(name for name, module in model.named_modules() if module is head)
-        _log.info("Muon takes %r, the last nn.Linear, for the output layer, which AdamW updates.", name)
+        _log_guess(model, head)
     if head is not None:
         roles |= {id(param): ADAMW for param in head.parameters()}
     return roles
+
+
+def _log_guess(model: nn.Module, head: nn.Module) -> None:
+    name = next(name for name, module in model.named_modules() if module is head)
+    _log.info("Muon takes %r, the last nn.Linear, for the output layer, which AdamW updates.", name)
 
 
 def _match(groups: Sequence[Mapping[str, Any]], named: list[_Named], known: Iterable[str]) -> dict[int, int]:
