@@ -28,7 +28,7 @@ WORDS = re.compile(
     r"\b([Aa]new|[Ww]hoever|[Ww]homever|[Nn]obody|[Ss]omebody|[Ww]hatever|is no [a-z]+|are no [a-z]+|is none|"
     r"none that there|of one's own|be it|as which|[Ww]ho (types|wants|asks|names|needs)|there is to|goes on|going on)\b"
 )
-CHECKS = re.compile(r"_?(check|refuse|require|validate|warn_of|ensure_)")
+CHECKS = re.compile(r"_?(check|refuse|require|validate)(_|$)|_?(warn_of|ensure_)")
 TINY, LARGE = 80, 700
 MAX_COMPLEXITY = 15
 COLUMNS = ("modules", "lines", "faces", "tiny", "large", "functions", "checks", "complex", "openers", "words")

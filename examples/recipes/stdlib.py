@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from composer import Algorithm, State, Trainer
 from composer.algorithms import EMA, Alibi, SeqLengthWarmup
 from composer.models import HuggingFaceModel
-from composer.optim import CosineAnnealingWithWarmupScheduler, DecoupledAdamW
+from composer.optim import CosineAnnealingWithWarmupScheduler, DecoupledAdamW, Muon
 from composer_models import LanguageCrossEntropy
 
 BATCH_SIZE = 8
@@ -62,21 +62,26 @@ def make_trainer(arm: Arm, lr: float, seed: int, clock: CpuClock) -> Trainer:
     """Put together the training of one arm.
 
     Args:
-        arm: May have the setting `batch_size`.
+        arm: May have the settings `batch_size`, and `optimizer='muon'`.
         lr: The peak of the learning rate.
         seed: Of weights and batches.
         clock: Notes the bits per byte of the held-out windows at eight moments.
     """
     torch.manual_seed(seed)
-    train_dataloader, held_out_dataloader = make_loaders(seed, **arm.settings)
+    train_dataloader, held_out_dataloader = make_loaders(seed, arm.settings.get("batch_size", BATCH_SIZE))
     model = make_model()
+    optimizer: torch.optim.Optimizer
+    if arm.settings.get("optimizer") == "muon":
+        optimizer = Muon(model, lr=lr, weight_decay=0.0)
+    else:
+        optimizer = DecoupledAdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=1e-5)
     return Trainer(
         model=model,
         train_dataloader=train_dataloader,
         eval_dataloader=held_out_dataloader,
         eval_interval=f"{1 / NUM_EVALUATIONS}dur",
         max_duration=arm.duration,
-        optimizers=DecoupledAdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=1e-5),
+        optimizers=optimizer,
         schedulers=CosineAnnealingWithWarmupScheduler(t_warmup="0.1dur", alpha_f=0.1),
         algorithms=arm.algorithms(),
         callbacks=clock,

@@ -101,12 +101,13 @@ def write_table(page: Path, name: str, table: str) -> None:
 
 
 def main() -> int:
-    """Write both tables."""
+    """Write the tables."""
     from comparison import RESULTS
     from glyphs import GLYPHS  # the recipes import this module
     from stdlib import STDLIB
+    from stdlib_muon import STDLIB_MUON
 
-    for comparison in (GLYPHS, STDLIB):
+    for comparison in (GLYPHS, STDLIB, STDLIB_MUON):
         records = Records(RESULTS / f"{comparison.name}.jsonl", comparison)
         write_table(PAGE, comparison.name, render(comparison, records))
     return 0

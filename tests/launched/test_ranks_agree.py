@@ -1,6 +1,7 @@
 """Ranks that differ find out at the start, and one rank's decision to stop is everybody's."""
 
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,62 @@ def train_until_ranks_stop(folder):
 def test_a_rank_that_stops_training_stops_it_for_all_after_the_same_batch(tmp_path):
     first, second = run_ranks(train_until_ranks_stop, str(tmp_path), store=tmp_path / "store")
     assert first == second == [*((batch, "3ep") for _, _, batch in STOPS for _ in RANKS), 3]
+
+
+class Shortens(Callback):
+    """Assigns a shorter duration on some ranks after the first batch."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def batch_end(self, state, logger):
+        if state.timestamp.batch == 1 and dist.get_global_rank() in self.ranks:
+            state.max_duration = "4ba"
+
+
+def train_with_a_shorter_duration():
+    ends = []
+    for ranks in RANKS:
+        with make_trainer(callbacks=Shortens(ranks)) as trainer:
+            trainer.fit()
+        ends.append((trainer.state.timestamp.num_batches, str(trainer.state.max_duration)))
+    return ends
+
+
+def test_a_shorter_duration_that_a_callback_assigns_is_kept_to_the_batch(tmp_path):
+    first, second = run_ranks(train_with_a_shorter_duration, store=tmp_path / "store")
+    assert first == second == [(4, "4ba")] * len(RANKS)
+
+
+class Sleeps(Callback):
+    """Makes each batch last at least 50 ms, and reads the clock."""
+
+    def __init__(self):
+        self.seen_s = []
+
+    def after_loss(self, state, logger):
+        time.sleep(0.05)
+
+    def epoch_end(self, state, logger):
+        self.seen_s.append(state.timestamp.total_wct.total_seconds())
+
+
+def train_slowly():
+    clocks = []
+    for batches, duration in ((1, "3ep"), (2, "3ba")):
+        sleeps = Sleeps()
+        with make_trainer(train_dataloader=[BATCH] * batches, max_duration=duration, callbacks=sleeps) as trainer:
+            trainer.fit()
+        clocks += [*sleeps.seen_s, trainer.state.timestamp.total_wct.total_seconds()]
+    return clocks
+
+
+def test_the_clock_of_several_ranks_counts_every_batch(tmp_path):
+    first, second = run_ranks(train_slowly, store=tmp_path / "store")
+    assert first == second
+    least_s = [0.05, 0.1, 0.15, 0.15, 0.1, 0.15]  # at the ends of three epochs and of training; of one, and of training
+    assert len(first) == len(least_s)
+    assert all(seconds >= least for seconds, least in zip(first, least_s, strict=True)), first
 
 
 def train_where_one_rank_has_no_tokens() -> list[float]:

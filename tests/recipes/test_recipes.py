@@ -398,7 +398,8 @@ def test_a_table_is_written_between_its_comments_and_nowhere_else(recipe, tmp_pa
 def test_the_page_shows_the_runs_that_are_on_record(recipe):
     tables = recipe("tables")
     page = tables.PAGE.read_text()
-    for comparison in (recipe("glyphs").GLYPHS, recipe("stdlib").STDLIB):
+    for module, name in (("glyphs", "GLYPHS"), ("stdlib", "STDLIB"), ("stdlib_muon", "STDLIB_MUON")):
+        comparison = getattr(recipe(module), name)
         records = recipe("records").Records(recipe("comparison").RESULTS / f"{comparison.name}.jsonl", comparison)
         assert f"<!-- {comparison.name} -->\n{tables.render(comparison, records)}\n<!-- end" in page
 

@@ -41,12 +41,21 @@ def gpt(device: str) -> str:
 class TakesTurns:
     """Batches for the Trainer; before each turn of its reader, the loop by hand has one.
 
+    Args:
+        batches: Those of a turn.
+        by_hand: A turn of the loop by hand.
+        after_first: Called when both have had one turn.
+        device: Where they train.
+
     Attributes:
         times_s: How long the turns of the loop by hand took, and those of the reader.
     """
 
-    def __init__(self, batches: list[Batch], by_hand: Callable[[], None], device: str) -> None:
+    def __init__(
+        self, batches: list[Batch], by_hand: Callable[[], None], after_first: Callable[[], None], device: str
+    ) -> None:
         self.times_s: tuple[list[float], list[float]] = [], []
+        self._after_first = after_first
         self._batches, self._by_hand, self._device = batches, by_hand, device
 
     def __len__(self) -> int:
@@ -61,6 +70,8 @@ class TakesTurns:
             yield from self._batches
             self.times_s[0].append(middle_s - start_s)
             self.times_s[1].append(self._now_s() - middle_s)
+            if len(self.times_s[1]) == 1:
+                self._after_first()
 
     def _now_s(self) -> float:
         if self._device == "cuda":
@@ -73,17 +84,20 @@ def _compare(make: Callable[[], nn.Module], batches: list[Batch], device: str, d
     if device == "cuda":
         batches = [(inputs.pin_memory(), targets.pin_memory()) for inputs, targets in batches]
     network, ours = make().to(device), make()
-    turns = TakesTurns(batches, lambda: _train(network, optimizer, batches, device, dtype), device)
+
+    def check() -> None:
+        # Attention adds up in another order each time, which Adam magnifies, so the weights do not agree to a digit.
+        start = nn.utils.parameters_to_vector(make().to(device).parameters()).detach()
+        by_hand, by_trainer = (nn.utils.parameters_to_vector(each.parameters()).detach() for each in (network, ours))
+        apart = float((by_trainer - by_hand).norm() / (by_hand - start).norm())
+        assert apart < 0.5, f"the weights are {apart:.2f} of their way apart"
+
+    turns = TakesTurns(batches, lambda: _train(network, optimizer, batches, device, dtype), check, device)
     optimizer = _adamw(network)
     settings: dict[str, Any] = {"precision": "amp_bf16" if dtype == torch.bfloat16 else "fp32"}
     model = ComposerModel.from_module(ours, _loss)
     with make_trainer(model, batches, device, train_dataloader=turns, optimizers=_adamw(ours), **settings) as trainer:
         trainer.fit()
-    # Attention adds up in another order each time, which Adam magnifies, so the weights do not agree to a digit.
-    start = nn.utils.parameters_to_vector(make().to(device).parameters())
-    by_hand, by_trainer = (nn.utils.parameters_to_vector(each.parameters()).detach() for each in (network, ours))
-    apart = float((by_trainer - by_hand).norm() / (by_hand - start).norm())
-    assert apart < 0.5, f"the weights are {apart:.2f} of their way apart"
     pairs = list(zip(*turns.times_s, strict=True))[NOT_COUNTED:]
     ratio = statistics.median(trainer_s / hand_s for hand_s, trainer_s in pairs)
     hand_ms, trainer_ms = (1e3 * statistics.median(times) / len(batches) for times in zip(*pairs, strict=True))

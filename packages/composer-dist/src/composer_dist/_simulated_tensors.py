@@ -198,10 +198,7 @@ def _compute(runtime: "Runtime", func: Any, args: Any, kwargs: Any) -> Any:
     stays = is_simulated(target) if target is not None else bool(on_device)
     if on_device:
         _reject_mixed_devices(runtime, func, args, tensors)
-        if _waits(func, args):
-            runtime.wait()
-    if stays and not func.is_view and func not in _FREE:
-        runtime.note("kernels")
+    _count(runtime, func, args, reads=bool(on_device), writes=stays)
     plain = {**kwargs, "device": _HOST} if is_simulated(target) else dict(kwargs)
     is_pinned = bool(plain.pop("pin_memory", False))
     result = _call(runtime if stays else None, func, *tree_map(_values, (args, plain)))
@@ -214,6 +211,14 @@ def _compute(runtime: "Runtime", func: Any, args: Any, kwargs: Any) -> Any:
     if stays and func is _aten.scalar_tensor.default:
         result.is_scalar = True
     return result
+
+
+def _count(runtime: "Runtime", func: Any, args: Any, *, reads: bool, writes: bool) -> None:
+    """Count the synchronization and the kernel of an operation that reads or writes tensors of the device."""
+    if reads and _waits(func, args):
+        runtime.wait()
+    if writes and not func.is_view and func not in _FREE:
+        runtime.note("kernels")
 
 
 def _communicate(args: Any, result: Any) -> Any:

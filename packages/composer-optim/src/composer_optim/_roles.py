@@ -1,5 +1,6 @@
 """Division of a model's parameters into those that Muon orthogonalizes and those that AdamW updates."""
 
+import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -14,6 +15,7 @@ from composer_dist.wrapping import canonical_name
 
 MUON, ADAMW = "muon", "adamw"
 _Named = tuple[str | None, Tensor]
+_log = logging.getLogger("composer_optim.muon")
 
 
 def make_groups(params: Any, groups: Sequence[Mapping[str, Any]] | None, known: Iterable[str]) -> list[dict[str, Any]]:
@@ -116,11 +118,19 @@ def _roles_in(model: nn.Module) -> dict[int, str]:
         if isinstance(module, nn.Linear):
             head = module  # the last one, unless the model names another
         get_head = get_head or getattr(module, "get_output_embeddings", None)  # of Hugging Face models
-    if get_head is not None and isinstance(named := get_head(), nn.Module):
+    named = get_head() if get_head is not None else None
+    if isinstance(named, nn.Module):
         head = named
+    elif head is not None:
+        _log_guess(model, head)
     if head is not None:
         roles |= {id(param): ADAMW for param in head.parameters()}
     return roles
+
+
+def _log_guess(model: nn.Module, head: nn.Module) -> None:
+    name = next(name for name, module in model.named_modules() if module is head)
+    _log.info("Muon takes %r, the last nn.Linear, for the output layer, which AdamW updates.", name)
 
 
 def _match(groups: Sequence[Mapping[str, Any]], named: list[_Named], known: Iterable[str]) -> dict[int, int]:

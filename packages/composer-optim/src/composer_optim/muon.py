@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from composer_dist.agreement import check_agreement
+from composer_dist.agreement import RankDisagreementError, check_agreement
 from composer_dist.collectives import cpu_group
 from composer_optim._decay import check_group, evaluate
 from composer_optim._exchange import Exchange, Stage, is_dtensor, local, stages_of
@@ -191,12 +191,18 @@ class Muon(Optimizer):
         if (of_ranks == mine).all():
             return
         names = self._names()
-        check_agreement(
-            {
-                f"gradient of {names[id(param)]}": "present" if has_gradient else "missing"
-                for param, has_gradient in layouts.shared
-            }
-        )
+        facts = {
+            f"gradient of {names[id(param)]}": "present" if has_gradient else "missing"
+            for param, has_gradient in layouts.shared
+        }
+        try:
+            check_agreement(facts)
+        except RankDisagreementError as error:
+            error.add_note(
+                "A parameter has no gradient if the loss of the rank's batch does not depend on it. Add "
+                "0 * parameter.sum() to the loss, or give the parameter the role 'adamw'."
+            )
+            raise
 
     def _names(self) -> dict[int, str]:
         names: dict[int, str] = {}

@@ -43,6 +43,7 @@ class Ranks:
         may_stop: Whether there are several ranks, and any has a listener that can stop the training, such as an
             algorithm, or that reads the clock.
         stops: Whether any rank had requested a stop before the latest batch, and whether for good.
+        has_new_duration: Whether any rank had another `max_duration` than at the start of `fit` before that batch.
         losses: The averages of the losses of each batch.
     """
 
@@ -58,6 +59,7 @@ class Ranks:
         self.losses = LossMeans(strategy)
         self._count_tokens: bool | None = None  # unknown before the first batch
         self._request = self.stops = (False, False)
+        self.has_new_duration = False
         self._total: Callable[[], Sequence[float]] | None = None
         self._of_batch: tuple[float, int, Callable[[], float]] = (0, 0, float)
 
@@ -65,6 +67,7 @@ class Ranks:
         """Compare the dataloaders before they are read. Every rank must call this."""
         self._count_tokens = None
         self._request = self.stops = (False, False)
+        self.has_new_duration = False
         loader = data_spec.dataloader
         same_num_batches = keeps_length(loader)
         # Only PyTorch may build the batches, of as many samples on every rank.
@@ -106,7 +109,9 @@ class Ranks:
         rank = get_global_rank()
         return max(sum_over_everybody([number if other == rank else 0 for other in range(get_world_size())]))
 
-    def start_total(self, num_samples: float, num_tokens: int, end_batch_s: Callable[[], float]) -> None:
+    def start_total(
+        self, num_samples: float, num_tokens: int, end_batch_s: Callable[[], float], *, has_new_duration: bool = False
+    ) -> None:
         """Start to add up the samples and tokens of a batch, and send requests to stop. Every rank must call this.
 
         Args:
@@ -114,14 +119,13 @@ class Ranks:
             num_tokens: Of this rank.
             end_batch_s: Returns the seconds since its last call. With several ranks it is called now, so that a batch
                 lasts from the start of the previous one to its own, on all ranks as on rank 0.
+            has_new_duration: Whether this rank has another `max_duration` than at the start of `fit`.
         """
         self._of_batch, self._total = (num_samples, num_tokens, end_batch_s), None
         if self._is_alone or (self.same_batch_size and not self.may_stop and self._count_tokens is False):
             return
-        duration_s = end_batch_s()
-        of_rank_0 = duration_s if get_global_rank() == 0 else 0.0
-        own = [float(num_samples), float(num_tokens), of_rank_0, *map(float, self._request)]
-        self._total = self._start_sum(own)
+        flags = map(float, (*self._request, has_new_duration))
+        self._total = self._start_sum([float(num_samples), float(num_tokens), _of_rank_0(end_batch_s()), *flags])
 
     def total(self) -> tuple[int, int, float]:
         """Return the samples and tokens of the batch over all ranks, and its duration in seconds."""
@@ -129,8 +133,9 @@ class Ranks:
         if self._is_alone:
             return int(num_samples), num_tokens, end_batch_s()
         if self._total is not None:
-            samples, tokens, seconds, *stops = self._total()
-            self.stops = stops[0] > 0, stops[1] > 0
+            samples, tokens, seconds, *flags = self._total()
+            is_stopped, is_for_good, self.has_new_duration = (flag > 0 for flag in flags)
+            self.stops = is_stopped, is_for_good
             if self._count_tokens is None:
                 self._count_tokens = tokens > 0
             return round(samples), round(tokens), seconds
@@ -140,6 +145,13 @@ class Ranks:
                 "DataSpec(dataloader, get_num_tokens_in_batch=...) that counts the tokens of every batch."
             )
         return round(num_samples * self.world_size), 0, end_batch_s()
+
+    def seconds_of_last_batch(self) -> float:
+        """Return rank 0's seconds since the start of the last batch if `total` has not returned them, else 0.
+
+        Every rank must call this.
+        """
+        return 0.0 if self._total is None else self._start_sum([_of_rank_0(self._of_batch[2]())])()[0]
 
     def start_comparison(
         self, weight: float, num_microbatches: int, *, is_count_of_samples: bool
@@ -172,6 +184,10 @@ class Ranks:
             return start_sum(values)
         sums = self._strategy.sum(values)  # ranks that share a batch count once, which takes several collectives
         return lambda: sums
+
+
+def _of_rank_0(seconds: float) -> float:
+    return seconds if get_global_rank() == 0 else 0.0
 
 
 def sum_over_everybody(values: Sequence[int]) -> Sequence[int]:

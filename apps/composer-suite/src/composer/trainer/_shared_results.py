@@ -147,7 +147,7 @@ class SharedMetrics:
         self._copies = {name: copy.copy(metric) for name, metric in self.together.items()}
 
     def stop_sharing(self, name: str) -> None:
-        """Leave a metric to torchmetrics from the next batch on. Every rank must call this before it."""
+        """Leave the synchronization of a metric to torchmetrics from the next batch on. Every rank must call this."""
         if self.together.pop(name, None) is not None:
             warnings.warn(
                 f"A state of the metric {name!r} of training has changed its shape or dtype since the first batch, on "

@@ -106,6 +106,8 @@ class Loop:
                 run_event(Event.BATCH_END)
                 has_evaluated = bool(evaluators) and self.evaluate(Event.BATCH_END)
                 goes_on = self._goes_on(now=has_evaluated)  # before a save, in which all ranks take part
+                if not goes_on:
+                    self._advance_clock()
                 run_event(Event.BATCH_CHECKPOINT)
                 if not goes_on or not self._goes_on_alone():
                     break
@@ -113,6 +115,7 @@ class Loop:
 
             if self.batches.epoch_is_complete():
                 self.report.metrics()
+                self._advance_clock()
                 self._advance(state.timestamp.to_next_epoch())
                 if schedulers:
                     self.schedulers.after_epoch()
@@ -145,7 +148,7 @@ class Loop:
         state, is_over = self.state, not has_time_left(self.state)
         if not self.ranks.may_stop:
             return not is_over
-        if now or self._is_past_plan():
+        if now or self.ranks.has_new_duration or self._is_past_plan():
             stops, for_good = self.ranks.any_stops(is_over, for_good=is_over and state.stopped_duration is not None)
         else:
             if is_over:
@@ -172,12 +175,29 @@ class Loop:
     def _start_total(self) -> None:
         if self.ranks.may_stop and not has_time_left(self.state) and not self._is_past_plan():
             self._postpone_stop()  # a callback has stopped the training since the last batch
-        self.ranks.start_total(self.batches.num_samples, self.batches.num_tokens, self.clock.end_batch_s)
+        self.ranks.start_total(
+            self.batches.num_samples,
+            self.batches.num_tokens,
+            self.clock.end_batch_s,
+            has_new_duration=self.state.max_duration != self.planned,
+        )
 
     def _advance_batch(self) -> None:
         samples, tokens, seconds = self.ranks.total()
         duration = datetime.timedelta(seconds=seconds)
         self._advance(self.state.timestamp.to_next_batch(samples=samples, tokens=tokens, duration=duration))
+
+    def _advance_clock(self) -> None:
+        """Add the time since the start of the last batch, if with several ranks it would count for the next one."""
+        seconds = self.ranks.seconds_of_last_batch()
+        if seconds:
+            stamp, duration = self.state.timestamp, datetime.timedelta(seconds=seconds)
+            self.state.timestamp = stamp.copy(
+                total_wct=stamp.total_wct + duration,
+                iteration_wct=stamp.iteration_wct + duration,
+                epoch_wct=stamp.epoch_wct + duration,
+                batch_wct=stamp.batch_wct + duration,
+            )
 
     def _advance(self, timestamp: Timestamp) -> None:
         self.state.previous_timestamp, self.state.timestamp = self.state.timestamp, timestamp
