@@ -100,7 +100,7 @@ def _part_of(group: Mapping[str, Any]) -> tuple[dict[str, Any], list[_Named], di
 def _roles_in(model: nn.Module) -> dict[int, str]:
     """Return the role of each parameter by id: hidden matrices and filters are orthogonalized."""
     roles: dict[int, str] = {}
-    head: nn.Module | None = None
+    last: nn.Module | None = None
     get_head: Any = None
     for module in model.modules():
         is_filter = isinstance(module, _ConvNd)
@@ -116,21 +116,23 @@ def _roles_in(model: nn.Module) -> dict[int, str]:
             # AdamW if any owner of a shared weight is an embedding.
             roles[id(param)] = ADAMW if roles.get(id(param)) == ADAMW else role
         if isinstance(module, nn.Linear):
-            head = module  # the last one, unless the model names another
+            last = module
         get_head = get_head or getattr(module, "get_output_embeddings", None)  # of Hugging Face models
-    named = get_head() if get_head is not None else None
-    if isinstance(named, nn.Module):
-        head = named
-    elif head is not None:
-        _log_guess(model, head)
-    if head is not None:
-        roles |= {id(param): ADAMW for param in head.parameters()}
+    for param in _parameters_of_head(model, last, get_head):
+        roles[id(param)] = ADAMW
     return roles
 
 
-def _log_guess(model: nn.Module, head: nn.Module) -> None:
-    name = next(name for name, module in model.named_modules() if module is head)
+def _parameters_of_head(model: nn.Module, last: nn.Module | None, get_head: Any) -> Iterable[nn.Parameter]:
+    """Return the parameters of the output layer: the one that the model names, or else its last `nn.Linear`."""
+    named = get_head() if get_head is not None else None
+    if isinstance(named, nn.Module):
+        return named.parameters()
+    if last is None:
+        return ()
+    name = next(name for name, module in model.named_modules() if module is last)
     _log.info("Muon takes %r, the last nn.Linear, for the output layer, which AdamW updates.", name)
+    return last.parameters()
 
 
 def _match(groups: Sequence[Mapping[str, Any]], named: list[_Named], known: Iterable[str]) -> dict[int, int]:
