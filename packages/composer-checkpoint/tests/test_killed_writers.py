@@ -10,10 +10,10 @@ import pytest
 HARNESS = """
 import json, os, random, shutil, signal, sys, time
 from pathlib import Path
-from composer_checkpoint.commit import remove_leftovers, replace_pointer, write_atomically
+from composer_checkpoint.commit import replace_pointer, write_atomically
 from composer_checkpoint.save_folder import find_newest
 from composer_checkpoint.errors import CorruptCheckpointError
-from composer_checkpoint.lock import FolderLock
+from composer_checkpoint.lock import FolderLock, remove_leftovers
 
 folder = Path(sys.argv[1])
 os.fsync = lambda descriptor: None  # for power cuts: what a killed process has written, the system has
