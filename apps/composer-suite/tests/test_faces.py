@@ -242,6 +242,8 @@ IMPORT_MAP = [
         "composer.functional composer.algorithms.ema composer.algorithms.ema.ema",
     ),
     ("EMAParameters get_model_context_manager", "composer_algorithms.ema", "composer.algorithms.ema.ema"),
+    ("MuP", "composer_algorithms.mup", "composer_algorithms composer.algorithms"),
+    ("apply_mup", "composer_algorithms.mup", "composer_algorithms.functional composer.functional"),
     (
         "MixUp",
         "composer_algorithms",

@@ -475,6 +475,7 @@ def delete_checkpoint(store: ObjectStore, name: str) -> None:
     finished by the next one.
 
     Example:
+        >>> import tempfile
         >>> from composer_checkpoint.stores import FsspecObjectStore
         >>> store = FsspecObjectStore("memory://docs-deletion")
         >>> with tempfile.NamedTemporaryFile() as file:
