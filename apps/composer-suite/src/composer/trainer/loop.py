@@ -179,7 +179,8 @@ class Loop:
             self.batches.num_samples,
             self.batches.num_tokens,
             self.clock.end_batch_s,
-            has_new_duration=self.state.max_duration != self.planned,
+            # By identity, because times in different units cannot be compared.
+            has_new_duration=self.state.max_duration is not self.planned,
         )
 
     def _advance_batch(self) -> None:
