@@ -30,7 +30,7 @@ class LRMonitor(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Log the learning rates and the scheduled numbers."""
-        for scheduler in getattr(state, "schedulers", ()):  # a loop of one's own may have none
+        for scheduler in getattr(state, "schedulers", ()):  # an engine's state need not have them
             if isinstance(scheduler, BoundSchedule):
                 log_lazily(state, logger, _scheduled, scheduler.values)
         classes: list[str] = []
