@@ -344,3 +344,13 @@ def test_what_is_0_is_scheduled_by_absolute_values_only(train):
     with pytest.raises(ValueError, match=r"weight_decay/group0 is 0, and remains 0 .* absolute=True"):
         train(Schedule("weight_decay", FALL), group(0, "weight_decay"), sgd)
     assert train(Schedule("weight_decay", FALL, absolute=True), group(0, "weight_decay"), sgd) == FACTORS
+
+
+def test_a_learning_rate_of_0_is_refused_for_absolute_values_too(train):
+    """It ended in a ZeroDivisionError."""
+    with pytest.raises(ValueError, match=r"lr/group0 is 0, .* Set it to its largest value\."):
+        train(
+            Schedule("lr", FALL, absolute=True),
+            group(0, "lr"),
+            lambda model: torch.optim.SGD(model.parameters(), lr=0.0),
+        )

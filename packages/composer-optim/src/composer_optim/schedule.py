@@ -79,10 +79,10 @@ class Schedule:
             value = self._initial(_group_or_algorithm(owner, state))
             if _number(value) is None:
                 raise ValueError(f"{name} is {value!r}, which is not a number or a time, so it cannot be scheduled.")
-            if not self.absolute and _number(value) == 0:
-                raise ValueError(
-                    f"{name} is 0, and remains 0 times any factor. Set it to its largest value, or use absolute=True."
-                )
+            # An absolute learning rate is a factor as well, by which the schedulers of all groups multiply.
+            if _number(value) == 0 and (not self.absolute or self.target == "lr"):
+                way_out = "." if self.target == "lr" else ", or use absolute=True."
+                raise ValueError(f"{name} is 0, and remains 0 times any factor. Set it to its largest value{way_out}")
         return found
 
     def set(self, owner: Any, factor: float, state: Any) -> float:

@@ -42,7 +42,8 @@ class Ranks:
         shares_results: Whether, in addition, there are several ranks.
         may_stop: Whether there are several ranks, and any has a listener that can stop the training, such as an
             algorithm, or that reads the clock.
-        stops: Whether any rank had requested a stop before the latest batch, and whether for good.
+        stops: Whether any rank had requested a stop before the latest batch, and whether one of them is final, so that
+            a resumed run does not continue.
         has_new_duration: Whether any rank had another `max_duration` than at the start of `fit` before that batch.
         losses: The averages of the losses of each batch.
     """
@@ -93,15 +94,15 @@ class Ranks:
             return has_batch
         return self._strategy.sum([int(has_batch)])[0] == self.world_size
 
-    def request_stop(self, *, for_good: bool) -> None:
+    def request_stop(self, *, is_final: bool) -> None:
         """Send a request to stop with the counts of the next batch."""
-        self._request = True, for_good or self._request[1]
+        self._request = True, is_final or self._request[1]
 
-    def any_stops(self, stops: bool, *, for_good: bool) -> tuple[bool, bool]:
-        """Return whether any rank stops training now, and whether for good. Every rank must call this."""
-        own = stops or self._request[0], for_good or self._request[1]
-        stopping, stopping_for_good = self._strategy.sum([int(each) for each in own])
-        return stopping > 0, stopping_for_good > 0
+    def any_stops(self, stops: bool, *, is_final: bool) -> tuple[bool, bool]:
+        """Return whether any rank stops training now, and whether a stop is final. Every rank must call this."""
+        own = stops or self._request[0], is_final or self._request[1]
+        stopping, stopping_finally = self._strategy.sum([int(each) for each in own])
+        return stopping > 0, stopping_finally > 0
 
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers. Every rank must call this."""
@@ -134,8 +135,8 @@ class Ranks:
             return int(num_samples), num_tokens, end_batch_s()
         if self._total is not None:
             samples, tokens, seconds, *flags = self._total()
-            is_stopped, is_for_good, self.has_new_duration = (flag > 0 for flag in flags)
-            self.stops = is_stopped, is_for_good
+            is_stopped, is_final, self.has_new_duration = (flag > 0 for flag in flags)
+            self.stops = is_stopped, is_final
             if self._count_tokens is None:
                 self._count_tokens = tokens > 0
             return round(samples), round(tokens), seconds

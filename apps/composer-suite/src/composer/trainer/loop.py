@@ -149,14 +149,14 @@ class Loop:
         if not self.ranks.may_stop:
             return not is_over
         if now or self.ranks.has_new_duration or self._is_past_plan():
-            stops, for_good = self.ranks.any_stops(is_over, for_good=is_over and state.stopped_duration is not None)
+            stops, is_final = self.ranks.any_stops(is_over, is_final=is_over and state.stopped_duration is not None)
         else:
             if is_over:
                 self._postpone_stop()
                 is_over = False
-            stops, for_good = self.ranks.stops
+            stops, is_final = self.ranks.stops
         if stops and not is_over:
-            state.stop_training(resumable=not for_good)
+            state.stop_training(resumable=not is_final)
         return not stops
 
     def _is_past_plan(self) -> bool:
@@ -165,7 +165,7 @@ class Loop:
     def _postpone_stop(self) -> None:
         """Ask all ranks to stop after the next batch, and train on until then, as the others do."""
         state = self.state
-        self.ranks.request_stop(for_good=state.stopped_duration is not None)
+        self.ranks.request_stop(is_final=state.stopped_duration is not None)
         state.max_duration = self.planned  # or this rank alone would save its last checkpoint
 
     def _goes_on_alone(self) -> bool:
