@@ -5,7 +5,7 @@ import inspect
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, cast
 
 try:
@@ -35,6 +35,7 @@ __all__ = [
     "EPOCH_START_KEY",
     "LOADER_KEY",
     "SEED_KEY",
+    "BatchSizes",
     "DataPosition",
     "begin_next_epoch",
     "dataset_counts_samples",
@@ -55,6 +56,51 @@ SEED_KEY = "seed"
 # In each entry under `EPOCH_START_KEY`: the state of the dataloader's parts at the start of the epoch and at the save.
 _HELD, _AT_SAVE = "held", "held_at_save"
 _ORDER = "order"  # below `_AT_SAVE`: a hash of the epoch's order so far
+_DIVIDED = "divided"  # the size of the dataloader's batches over all ranks, if the clock counts parts of them
+
+
+class BatchSizes:
+    """Division of a dataloader's batches into those of the training clock.
+
+    Args:
+        of_rank: The samples of a batch of the dataloader.
+        num_ranks: The number of ranks with batches of their own.
+
+    Attributes:
+        whole: The samples of a batch of the dataloader over all ranks.
+    """
+
+    def __init__(self, of_rank: int, num_ranks: int) -> None:
+        self.whole, self._size = of_rank * num_ranks, of_rank
+        self._num_ranks = num_ranks
+        self._divisors = [size for size in range(of_rank, 0, -1) if of_rank % size == 0]
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next batches over all ranks. Assignments are rounded down to a divisor of whole batches."""
+        return self._size * self._num_ranks
+
+    @batch_size.setter
+    def batch_size(self, batch_size: float) -> None:
+        largest = batch_size / self._num_ranks / (1 - 1e-9)  # a product may be too small by rounding
+        if largest > self._divisors[0] * 1.00001:
+            raise ValueError(
+                f"The schedule of 'batch_size' asks for {batch_size:g} samples, and the batches of train_dataloader "
+                f"have {self.whole} over all ranks. Give the dataloader the largest batch size of the schedule."
+            )
+        self._size = next((size for size in self._divisors if size <= largest), 1)
+
+    def place(self, num_samples: int) -> tuple[int, int]:
+        """Return how many whole batches are before a sample of the epoch, and this rank's samples after these."""
+        num_whole, rest = divmod(num_samples, self.whole)
+        return num_whole, rest // self._num_ranks
+
+    def next_size(self, offset: int) -> int:
+        """Return this rank's samples in the batch that begins at an offset in a whole batch; a divisor of the offset.
+
+        It depends on nothing else, so that a resumed run divides the rest of a whole batch in the same way.
+        """
+        return next(size for size in self._divisors if size <= self._size and offset % size == 0)
 
 
 class DataPosition:
@@ -77,6 +123,9 @@ class DataPosition:
         spin: Whether to skip batches that were trained on. If not, and if the dataloader cannot restore its position,
             the rest of the epoch has other batches.
 
+    Attributes:
+        sizes: Set if the clock counts parts of the dataloader's batches, for a schedule of the batch size.
+
     Example:
         >>> from composer_events import State
         >>> state = State(None, rank_zero_seed=1, device="cpu", train_dataloader=[1, 2, 3])
@@ -92,6 +141,7 @@ class DataPosition:
 
     def __init__(self, spin: bool = True) -> None:
         self.spin = spin
+        self.sizes: BatchSizes | None = None
         self._start: dict[str, Any] | None = None  # of the open epoch
         self._rng: Sequence[Mapping[str, Any]] | None = None  # loaded and not yet restored
         self._at_save: Mapping[str, Any] = {}  # the loaded state of the dataloader's parts at the save
@@ -146,6 +196,11 @@ class DataPosition:
             self._held = HeldState(loader, only_generators=_has_place(loader))
         return self._held
 
+    def place(self, state: "State") -> tuple[int, int]:
+        """Return how many batches of the dataloader the epoch has used, and this rank's samples used of the next."""
+        stamp = state.timestamp
+        return (int(stamp.batch_in_epoch), 0) if self.sizes is None else self.sizes.place(int(stamp.sample_in_epoch))
+
     def restore_between_epochs(self, state: "State") -> None:
         """Restore the random number generators if a checkpoint from between two epochs was loaded."""
         if self._rng is not None and state.timestamp.batch_in_epoch == 0:
@@ -165,6 +220,11 @@ class DataPosition:
         loader, epoch, num_read = _place_in(state, dataloader)
         self.restore_between_epochs(state)
         held, start = self.watch(loader), (self._start if self._is_resumed else None) or {}
+        if num_read > 0 and start.pop(_DIVIDED, None) is not None and self.sizes is None:
+            raise ValueError(
+                "The checkpoint was saved inside an epoch by a run with Schedule('batch_size', ...), and its place in "
+                "the data counts samples. Give schedulers such a schedule, or resume from the end of an epoch."
+            )
         returns = bool(start) and (_has_place(loader) or self.spin or num_read == 0)
         saved = start.get(_HELD, {}) if returns else {}
         if returns and not _has_place(loader):
@@ -196,6 +256,7 @@ class DataPosition:
             self._at_save = {}
         knows_place = self._hand_over(loader) or bool(state.dataset_resumption.get("train"))
         is_spun = self.spin and not knows_place
+        num_whole, offset = self.place(state)
         is_inside = is_resumed and num_read > 0
         if is_inside and is_spun and self._start is None:
             # Composer's checkpoints have no position; without dropout and augmentation, this draws the numbers that
@@ -203,7 +264,11 @@ class DataPosition:
             _read_earlier_epochs(loader, epoch)
         if not is_inside:
             self._start = {SEED_KEY: state.rank_zero_seed, _HELD: self.watch(loader).capture()}
-        batches = self._read(loader, epoch, num_read if knows_place else 0, num_read if is_spun else 0)
+        # The rest of a batch that was divided is read again, and with it what its reading draws from.
+        replays = offset > 0 and holds_state(loader.dataset, loader.collate_fn)
+        batches = self._read(loader, epoch, num_read if knows_place else 0, num_whole if is_spun else 0, replays)
+        if offset > 0 and is_inside:
+            batches = chain(list(islice(batches, 1)), batches)
         if is_inside and (knows_place or is_spun):
             self._restore_process(loader, rng)
         return batches
@@ -225,7 +290,7 @@ class DataPosition:
         if rng is not None:
             self._load_rng_state(rng)
 
-    def _read(self, loader: Any, epoch: int, place: int, num_left_out: int) -> Iterator[Any]:
+    def _read(self, loader: Any, epoch: int, place: int, num_left_out: int, replays: bool = False) -> Iterator[Any]:
         """Return the batches of an epoch from a position, without loading earlier ones where that is equivalent.
 
         Args:
@@ -233,11 +298,12 @@ class DataPosition:
             epoch: The number of the epoch.
             place: The number of the next batch of a loader that restores its own position.
             num_left_out: The number of batches to skip from there.
+            replays: Whether to load these for certain, because loading changes generators that are used later.
         """
         start = self._start or {}
         seed = start.get(SEED_KEY)
         if seed is not None and (can_be_seeded(loader) or reads_in_workers(loader)):
-            replays, lead = num_left_out > 0 and self._must_replay(loader), None
+            replays, lead = num_left_out > 0 and (replays or self._must_replay(loader)), None
             if num_left_out > 0 and not uses_no_rng(loader.dataset, loader.collate_fn):
                 # After the first epoch, `_warm_up` has already made what a dataset creates on its first access.
                 begins = epoch == 0 or (loader.num_workers > 0 and not loader.persistent_workers)
@@ -339,14 +405,16 @@ class DataPosition:
             check: Called with the state of each stateful part of the dataloader and its name. Raises if a checkpoint
                 cannot hold it, which leaves it out with a warning.
         """
-        watched, num_read = self.watch(state.train_dataloader), int(state.timestamp.batch_in_epoch)
+        watched = self.watch(state.train_dataloader)
         held = watched.savable(watched.capture(), check)
-        if num_read == 0:
+        if int(state.timestamp.batch_in_epoch) == 0:
             return {SEED_KEY: state.rank_zero_seed, _HELD: held}
         # A hash of the order, so that a resume can detect a sampler that no longer gives the same one.
         if self._seeded is not None and self._seeded.loader is state.train_dataloader:
-            held[_ORDER] = self._seeded.order_of(num_read)
+            held[_ORDER] = self._seeded.order_of(self.place(state)[0])
         start = dict(self._start or {})
+        if self.sizes is not None:
+            start[_DIVIDED] = self.sizes.whole
         if _HELD in start:
             start[_HELD] = watched.savable(start[_HELD], check)
         return {**start, _AT_SAVE: held}
@@ -455,7 +523,7 @@ def _epoch_start(rng: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any] 
     # The saved run did not have this rank. Its seed and epoch counters apply to all ranks; its generators do not, since
     # two ranks would draw the same numbers.
     first = rng[0].get(EPOCH_START_KEY) or {}
-    found = {SEED_KEY: first[SEED_KEY]} if SEED_KEY in first else {}
+    found = {name: first[name] for name in (SEED_KEY, _DIVIDED) if name in first}
     shared = {kind: entries for kind, entries in first.get(_HELD, {}).items() if kind in ("numbers", "listened")}
     return {**found, _HELD: shared} if shared else found
 

@@ -227,7 +227,7 @@ def evaluating(state: State, dataloader: Any, label: str, subset_num_batches: in
 
 def restore_dataloader(state: State, dataloader: Any, label: str | None, length: Time[int] | None) -> None:
     """Restore a state's previous dataloader, label and length."""
-    state.set_dataloader(dataloader, label, -1 if length is None else length)
+    state.set_dataloader(dataloader, label, length)
 
 
 def common_batches(batches: Iterator[Any], spec: DataSpec, length: Time[int] | None, ranks: Ranks) -> Iterator[Any]:
