@@ -126,6 +126,8 @@ def _metadata(state: State) -> dict[str, Any]:
     dataloader = state.train_dataloader
     if hasattr(dataloader, "batch_size"):
         metadata["train_dataloader_batch_size"] = dataloader.batch_size
+    if state.data_position is not None and state.data_position.share is not None:
+        metadata["num_data_shares"] = state.data_position.num_shares
     return metadata
 
 

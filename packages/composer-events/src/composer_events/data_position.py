@@ -56,6 +56,7 @@ SEED_KEY = "seed"
 # In each entry under `EPOCH_START_KEY`: the state of the dataloader's parts at the start of the epoch and at the save.
 _HELD, _AT_SAVE = "held", "held_at_save"
 _ORDER = "order"  # below `_AT_SAVE`: a hash of the epoch's order so far
+_SHARE = "share"  # the number of the rank's share of the data, if ranks have the same one
 _DIVIDED = "divided"  # the size of the dataloader's batches over all ranks, if the clock counts parts of them
 
 
@@ -125,6 +126,8 @@ class DataPosition:
 
     Attributes:
         sizes: Set if the clock counts parts of the dataloader's batches, for a schedule of the batch size.
+        share: The number of this rank's share of the data, and of all shares, if ranks that split tensors have the same
+            one; `None` if each rank has its own.
 
     Example:
         >>> from composer_events import State
@@ -137,11 +140,12 @@ class DataPosition:
         [2, 3]
     """
 
-    _load_rng_state: Callable[[Sequence[Mapping[str, Any]]], None]  # set together with `_rng`
+    _load_rng_state: Callable[..., None]  # set together with `_rng`
 
     def __init__(self, spin: bool = True) -> None:
         self.spin = spin
         self.sizes: BatchSizes | None = None
+        self.share: tuple[int, int] | None = None
         self._start: dict[str, Any] | None = None  # of the open epoch
         self._rng: Sequence[Mapping[str, Any]] | None = None  # loaded and not yet restored
         self._at_save: Mapping[str, Any] = {}  # the loaded state of the dataloader's parts at the save
@@ -171,7 +175,7 @@ class DataPosition:
         self,
         rng: Sequence[Mapping[str, Any]] | None,
         state: "State",
-        load_rng_state: Callable[[Sequence[Mapping[str, Any]]], None],
+        load_rng_state: Callable[..., None],
     ) -> None:
         """Store a loaded position, to restore it when the next epoch is opened.
 
@@ -180,15 +184,28 @@ class DataPosition:
             state: The loaded state.
             load_rng_state: Restores this rank's generators from `rng`, as `composer_dist.load_rng_state` does.
         """
-        rank = get_global_rank()
-        self._rng, self._is_resumed, self._begun = rng or None, True, None
+        # One entry for each share of the data.
+        firsts = _first_ranks(rng or [{}])
+        rng = [rng[first] for first in firsts] if rng else None
+        self._rng, self._is_resumed, self._begun = rng, True, None
         self._load_rng_state = load_rng_state
-        self._start = _epoch_start(rng or [{}], rank)
+        self._start = _epoch_start(rng or [{}], self.rank, self.num_shares)
         # Removed, since the next checkpoint inside this epoch saves the rest again, with a newer entry of this name.
         self._at_save = (self._start or {}).pop(_AT_SAVE, {})
         waiting = (state.dataset_state or {}).get(LOADER_KEY) or []
         # With another number of ranks, the saved states do not describe this rank's share.
-        self._loader_state = waiting[rank] if len(waiting) == get_world_size() else None
+        waiting = [waiting[first] for first in firsts if first < len(waiting)]
+        self._loader_state = waiting[self.rank] if len(waiting) == self.num_shares else None
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank's share of the data."""
+        return get_global_rank() if self.share is None else self.share[0]
+
+    @property
+    def num_shares(self) -> int:
+        """The number of shares of the data."""
+        return get_world_size() if self.share is None else self.share[1]
 
     def watch(self, loader: Any) -> HeldState:
         """Record the initial state of a dataloader: checkpoints keep what has changed since."""
@@ -204,7 +221,7 @@ class DataPosition:
     def restore_between_epochs(self, state: "State") -> None:
         """Restore the random number generators if a checkpoint from between two epochs was loaded."""
         if self._rng is not None and state.timestamp.batch_in_epoch == 0:
-            self._load_rng_state(self._rng)
+            self._load_rng_state(self._rng, *(self.share or ()))
             self._rng = None
 
     def begin(self, state: "State", dataloader: Iterable[Any] | None = None) -> None:
@@ -288,7 +305,7 @@ class DataPosition:
             self.watch(loader).restore(self._at_save, role="loads")
         # Last, since the reads have drawn random numbers.
         if rng is not None:
-            self._load_rng_state(rng)
+            self._load_rng_state(rng, *(self.share or ()))
 
     def _read(self, loader: Any, epoch: int, place: int, num_left_out: int, replays: bool = False) -> Iterator[Any]:
         """Return the batches of an epoch from a position, without loading earlier ones where that is equivalent.
@@ -313,16 +330,16 @@ class DataPosition:
         if seed is None:
             batches = iter(loader)
         elif _has_place(loader):
-            batches = open_seeded(loader, derive_seed(seed, epoch, get_global_rank()), count(place))
+            batches = open_seeded(loader, derive_seed(seed, epoch, self.rank), count(place))
         else:
-            batches = open_streamed(loader, derive_seed(seed, epoch, get_global_rank()))
+            batches = open_streamed(loader, derive_seed(seed, epoch, self.rank))
         for _ in range(num_left_out):
             next(batches, None)
         return batches
 
     def _seeded_of(self, loader: Any) -> SeededBatches:
         if self._seeded is None or self._seeded.loader is not loader:
-            self._seeded = SeededBatches(loader, get_global_rank(), sets_epoch=True)
+            self._seeded = SeededBatches(loader, self.rank, sets_epoch=True)
         return self._seeded
 
     def _must_replay(self, loader: Any) -> bool:
@@ -353,7 +370,7 @@ class DataPosition:
             if is_map or reads_in_workers(loader):
                 first = self._seeded_of(loader).open(seed, earlier)
             else:
-                first = open_streamed(loader, derive_seed(seed, earlier, get_global_rank()))
+                first = open_streamed(loader, derive_seed(seed, earlier, self.rank))
             deque(islice(first, max(1, num_workers)), maxlen=0)
         held.set_numbers(before)
 
@@ -407,8 +424,9 @@ class DataPosition:
         """
         watched = self.watch(state.train_dataloader)
         held = watched.savable(watched.capture(), check)
+        share = {} if self.share is None else {_SHARE: self.rank}
         if int(state.timestamp.batch_in_epoch) == 0:
-            return {SEED_KEY: state.rank_zero_seed, _HELD: held}
+            return {SEED_KEY: state.rank_zero_seed, _HELD: held, **share}
         # A hash of the order, so that a resume can detect a sampler that no longer gives the same one.
         if self._seeded is not None and self._seeded.loader is state.train_dataloader:
             held[_ORDER] = self._seeded.order_of(self.place(state)[0])
@@ -417,7 +435,7 @@ class DataPosition:
             start[_DIVIDED] = self.sizes.whole
         if _HELD in start:
             start[_HELD] = watched.savable(start[_HELD], check)
-        return {**start, _AT_SAVE: held}
+        return {**start, _AT_SAVE: held, **share}
 
     def _hand_over(self, loader: Any) -> bool:
         """Load the state of a dataloader that restores its own position, and return whether there was one."""
@@ -513,11 +531,19 @@ def leave_epoch(state: "State", dataset_state: Any) -> None:
     dataset.load_state_dict(start)
 
 
-def _epoch_start(rng: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any] | None:
+def _first_ranks(rng: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the first of the ranks with each share of the data, in the order of the shares."""
+    firsts: dict[int, int] = {}
+    for rank, entry in enumerate(rng):
+        firsts.setdefault(entry.get(EPOCH_START_KEY, {}).get(_SHARE, rank), rank)
+    return [firsts[share] for share in sorted(firsts)]
+
+
+def _epoch_start(rng: Sequence[Mapping[str, Any]], rank: int, num_shares: int) -> dict[str, Any] | None:
     """Return the saved state at the start of the epoch that this rank's batches depend on."""
     if rank < len(rng):
         start = rng[rank].get(EPOCH_START_KEY)
-        if len(rng) != get_world_size() and start and _AT_SAVE in start:  # the order of another share does not apply
+        if len(rng) != num_shares and start and _AT_SAVE in start:  # the order of another share does not apply
             start = {**start, _AT_SAVE: {name: value for name, value in start[_AT_SAVE].items() if name != _ORDER}}
         return None if start is None else dict(start)
     # The saved run did not have this rank. Its seed and epoch counters apply to all ranks; its generators do not, since
