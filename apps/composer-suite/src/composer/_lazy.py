@@ -82,7 +82,6 @@ def lazy_face(
 
 
 def _own_names(module: ModuleType) -> dict[str, object]:
-    """Return the names that a module has already loaded."""
     # Through the descriptor, since `module.__dict__` is the property above, which loads all names.
     return vars(ModuleType)["__dict__"].__get__(module)
 

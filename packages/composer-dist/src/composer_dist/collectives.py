@@ -207,7 +207,6 @@ def send_objects(object_list: list[Any], src: int, group: "ProcessGroup | None")
 
 
 def _view(buffer: bytearray) -> torch.Tensor:
-    """Return a tensor that shares the buffer's memory."""
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 

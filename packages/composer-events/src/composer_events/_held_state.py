@@ -128,7 +128,6 @@ class HeldState:
                 _set_generator_state(part.value, saved["generators"][part.name])
 
     def _restore_settings(self, parts: Iterable[_Part], settings: Mapping[str, Any]) -> None:
-        """Restore the settings that listeners had changed."""
         values = {part.name: part.value for part in parts}
         for name, setting in settings.items():
             owner, _, key = name.rpartition(".")

@@ -306,7 +306,6 @@ class BufferedDestination(LoggerDestination):
         self._sort_anew()
 
     def __delattr__(self, name: str) -> None:
-        """Delete an attribute, and notify the loggers if it is `log_metrics`."""
         super().__delattr__(name)
         if name == "log_metrics":
             self._sort_anew()

@@ -230,7 +230,6 @@ def _shard_copy(
 
 
 def _copy_to_meta(model: nn.Module, no_values: FakeTensorMode) -> tuple[nn.Module, Callable[[nn.Module], nn.Module]]:
-    """Return a copy of a model and a function that maps each original module to its copy."""
     twins: dict[int, Any] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

@@ -91,11 +91,9 @@ class _WatchedReduction:
         self._watch = watch
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate the buffer in which gradients are reduced."""
         return self.inner.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **settings: Any) -> Any:
-        """Reduce-scatter flattened gradients, in which each rank's part is contiguous."""
         if input_tensor.dtype is torch.float16:
             self._watch.speaks_of_all = False
         has_any = input_tensor.numel() > 0  # parameters may be empty

@@ -105,7 +105,6 @@ class MemoryLog(TorchDispatchMode):
         return Moment(highest, place, {kind: size for kind, size in kinds.items() if size})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and record its input and output tensors."""
         if any(hasattr(cls, "__tensor_flatten__") for cls in types):
             return NotImplemented  # wrapper subclasses dispatch again with their inner tensors
         self._note_place()

@@ -203,7 +203,6 @@ def make_plan(
 
 
 def _mesh_settings(config: FSDP2Config, tp: TPConfig | None, world_size: int, stacklevel: int) -> dict[str, Any]:
-    """Return the settings that follow from a user's mesh, or from its absence."""
     mesh, reshard = config.device_mesh, config.reshard_after_forward
     if mesh is not None:
         check_mesh(mesh, world_size)
@@ -236,7 +235,6 @@ def _mesh_settings(config: FSDP2Config, tp: TPConfig | None, world_size: int, st
 
 
 def _group_settings(config: FSDPConfig, tp: TPConfig | None, world_size: int, stacklevel: int) -> dict[str, Any]:
-    """Return the settings that follow from strategy, degrees and process group."""
     has_degrees = config.data_parallel_shard_degree != -1 or config.data_parallel_replicate_degree is not None
     group = config.process_group
     if group is not None and (has_degrees or tp is not None):

@@ -180,7 +180,6 @@ class SystemMetricsMonitor(Callback):
         return {name: value for name, value in vars(self).items() if name not in ("_machine", "_has_gpu")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state, with readers of the current machine."""
         vars(self).update(state)
         self._look_for_machine()
 

@@ -248,7 +248,6 @@ class SpeedMonitor(Callback):
         self.total_eval_wct = state["total_eval_wct"]
 
     def _forget(self) -> None:
-        """Clear the history after the time in training has gone back."""
         for history in (self.history_samples, self.history_tokens, self.history_wct, self.history_flops):
             history.clear()
         self.total_eval_wct = 0.0

@@ -129,7 +129,6 @@ class SyncMonitor(Callback):
         self._stop()
 
     def _take(self) -> Counter[str]:
-        """Move the latest waits to `lines`, and return them."""
         found = Counter(self._live)
         if self._live is not None:
             self._live.clear()
@@ -170,7 +169,6 @@ def _counting_on_cuda() -> Generator[Counter[str]]:
 
 
 def _place() -> str:
-    """Return the innermost line outside PyTorch."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  # `inspect.stack` reads the source of each frame
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(_FILES_TO_SKIP) or frame.f_code.co_filename.endswith("warnings.py")

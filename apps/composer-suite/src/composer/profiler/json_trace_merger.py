@@ -98,7 +98,6 @@ class _Trace:
 
     @property
     def process(self) -> int | None:
-        """The rank of its events, if known."""
         return self.torch_rank if self.rank is None else self.rank
 
     def own_events(self) -> list[dict[str, Any]]:
@@ -261,7 +260,6 @@ def _text(path: str) -> str:
 
 
 def _fact(trace: list[dict[str, Any]], name: str) -> int | None:
-    """Return the last value of a metadata event."""
     found = None
     for event in trace:
         if event.get("ph") == "M" and event.get("name") == name:

@@ -315,7 +315,6 @@ class RunRecorder(LoggerDestination):
             raise
 
     def _find_ending(self, state: State) -> str:
-        """Return the outcome of the run, and store its reason."""
         if self._failure is not None:
             return "failed"
         if self._is_fitting or self._reason is not None:

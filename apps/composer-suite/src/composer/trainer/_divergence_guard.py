@@ -501,7 +501,6 @@ class DelayedReadback:
             yield batch, cast("list[float]", on_host.tolist())  # pyright: ignore[reportUnknownMemberType]
 
     def forget(self) -> None:
-        """Drop all pending numbers."""
         self._waiting.clear()
 
 

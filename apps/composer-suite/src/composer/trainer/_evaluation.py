@@ -286,7 +286,6 @@ class EvaluationBatches:
         self._seeded: dict[int, SeededBatches] = {}  # kept between evaluations, since workers may persist
 
     def open(self, evaluator: Evaluator) -> Iterator[Any]:
-        """Start reading an evaluator's dataloader."""
         loader: Any = evaluator.dataloader.dataloader
         batch = self._state.timestamp.num_batches
         seed = derive_seed(self._state.rank_zero_seed, "evaluation", evaluator.label)
@@ -405,7 +404,6 @@ def _listed(given: Any) -> Sequence[Any]:
 
 
 def metrics_by_name(model: ComposerModel, *, is_train: bool) -> Mapping[str, Any]:
-    """Return the model's metrics for training or evaluation."""
     metrics: Any = model.get_metrics(is_train=is_train)
     # By attribute, because ModuleDict and MetricCollection are not Mappings.
     if hasattr(metrics, "keys") and hasattr(metrics, "items"):
@@ -573,7 +571,6 @@ class Prediction:
 
 
 def _join(parts: Sequence[Any]) -> Any:
-    """Join the outputs of microbatches to those of the batch."""
     first = parts[0]
     if len(parts) == 1:
         return first

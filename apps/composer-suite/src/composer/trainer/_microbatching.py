@@ -183,7 +183,6 @@ def _check_auto(name: str, device: Device, profiler: Any) -> None:
 
 
 def size_of_batches(dataloader: Any) -> Any:
-    """Return the batch size of a dataloader, or `None`."""
     size = getattr(dataloader, "batch_size", None)
     # With a custom batch_sampler, the `batch_size` of the DataLoader is None.
     return getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None) if size is None else size
@@ -354,7 +353,6 @@ class HalveOnOom(Attempts):
 
 
 def halve(size: int | float) -> int | float | None:
-    """Return the next smaller size of a microbatch, or `None` at one sample."""
     return None if size <= 1 else max(int(size / 2), 1)
 
 

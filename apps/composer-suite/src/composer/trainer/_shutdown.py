@@ -73,7 +73,6 @@ class StopAgreement:
 
     @property
     def is_agreed(self) -> bool:
-        """Return whether all ranks have agreed on a last batch."""
         return self._last is not None
 
     def begin(self) -> None:

@@ -45,7 +45,6 @@ def as_fsdp(strategy: Strategy) -> FSDP | None:
 
 
 def read_parallelism(arguments: TrainerArguments) -> ParallelismConfig | None:
-    """Return the sharding settings from the arguments, or `None`."""
     if arguments.parallelism_config is None and arguments.fsdp_config is None:
         return None
     from composer_fsdp.parse import parse_parallelism  # a slow import that only sharded runs need
@@ -100,7 +99,6 @@ def _refuse_settings(arguments: TrainerArguments, resolved: ResolvedArguments) -
 
 
 def plan_sharding(config: ParallelismConfig, precision: Precision, *, is_auto: bool) -> ShardingPlan:
-    """Return the sharding plan for parallelism settings."""
     if is_auto and config.fsdp2 is not None:
         raise ValueError(
             "Auto microbatching is not supported outside of FSDP1: device_train_microbatch_size='auto' does not go "
@@ -385,7 +383,6 @@ def check_agreement(arguments: TrainerArguments, resolved: ResolvedArguments) ->
 
 
 def _sharding_facts(strategy: Strategy) -> dict[str, Any] | None:
-    """Return the sharding settings that must agree on all ranks."""
     fsdp = as_fsdp(strategy)
     return None if fsdp is None else fsdp.plan.facts()
 

@@ -179,7 +179,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _describe_commands() -> str:
-    """Return the installed commands, one per line, each with the description in its module's docstring."""
     found = dict(_commands())
     width = max(map(len, found), default=0)
     return "".join(f"  {name:{width}}  {_description(entry)}".rstrip() + "\n" for name, entry in found.items())

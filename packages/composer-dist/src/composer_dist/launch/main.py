@@ -53,7 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _launch(arguments: Sequence[str]) -> int:
-    """Prepare and run a launch; an error of the preparation is an error of the command line."""
     try:
         start = _prepare(arguments)
     except ValueError as error:  # later ones are not errors of the command line

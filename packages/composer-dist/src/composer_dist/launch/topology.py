@@ -309,16 +309,13 @@ class _Inputs:
 
     @cached_property
     def hints(self) -> ClusterHints | None:
-        """Return the cluster's values, or `None` without a cluster."""
         return self._infer()
 
     def flag(self, name: str) -> Found[int] | None:
-        """Return the number given as an option."""
         value: int | None = getattr(self.options, name)
         return None if value is None else Found(value, option(name))
 
     def variable(self, name: str) -> Found[int] | None:
-        """Return the number in an environment variable."""
         text = self.environ.get(name, "")
         if not text:
             return None
@@ -331,11 +328,9 @@ class _Inputs:
             ) from None
 
     def integer(self, name: str) -> Found[int] | None:
-        """Return the number of an option, or of its variable."""
         return self.flag(name) or self.variable(name.upper())
 
     def text(self, name: str) -> Found[str] | None:
-        """Return the text of an option, or of its variable."""
         typed: str | None = getattr(self.options, name)
         if typed:
             return Found(typed, option(name))
