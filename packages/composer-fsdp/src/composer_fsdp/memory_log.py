@@ -29,13 +29,7 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Memory in use at its peak.
-
-    Attributes:
-        bytes: The total in bytes.
-        place: The phase of the step.
-        kinds: The bytes of each kind of tensor.
-    """
+    """Memory in use at its peak."""
 
     bytes: int
     place: str
@@ -46,10 +40,6 @@ class MemoryLog(TorchDispatchMode):
     """Dispatch mode that records tensor memory after each operation.
 
     The kind of a storage may become known after its allocation, so totals by kind are computed at the end.
-
-    Args:
-        place: Returns the current phase of the step.
-        fake_mode: The fake tensor mode whose tensors are counted.
 
     Attributes:
         works_on_host: Whether new tensors count as host memory.

@@ -58,9 +58,6 @@ class Dtypes:
 def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Return the dtype for any of its names; float8 becomes bfloat16 with a warning.
 
-    Raises:
-        ValueError: If the name is unknown or the dtype is not floating-point.
-
     Example:
         >>> to_dtype("bf16")
         torch.bfloat16
@@ -86,14 +83,6 @@ def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def resolve_dtypes(mixed_precision: object, precision: str | Precision | torch.dtype) -> Dtypes:
     """Return the dtypes for a `mixed_precision` setting.
 
-    Args:
-        mixed_precision: `'FULL'`, `'DEFAULT'` or `'PURE'` (case-insensitive), a dict, or PyTorch's `MixedPrecision` or
-            `MixedPrecisionPolicy`.
-        precision: The precision of the run.
-
-    Raises:
-        ValueError: If the setting or the name of a dtype is invalid.
-
     Example:
         >>> resolve_dtypes("DEFAULT", "amp_bf16")
         Dtypes(param=torch.bfloat16, reduce=torch.float32, buffer=torch.bfloat16)
@@ -101,7 +90,10 @@ def resolve_dtypes(mixed_precision: object, precision: str | Precision | torch.d
     if isinstance(mixed_precision, Dtypes):
         return mixed_precision
     if isinstance(mixed_precision, MixedPrecision | MixedPrecisionPolicy):
-        return _dtypes_of_torch(mixed_precision)
+        param = mixed_precision.param_dtype or torch.float32
+        if isinstance(mixed_precision, MixedPrecision):  # of FSDP1, whose reduce_dtype defaults to param_dtype
+            return Dtypes(param, mixed_precision.reduce_dtype or param, mixed_precision.buffer_dtype or torch.float32)
+        return Dtypes(param, mixed_precision.reduce_dtype or torch.float32)
     if isinstance(mixed_precision, Mapping):
         for key in mixed_precision:
             if key not in _KEYS:
@@ -123,13 +115,6 @@ def resolve_dtypes(mixed_precision: object, precision: str | Precision | torch.d
         precision = _DTYPES[precision]
     dtype = to_dtype(precision if isinstance(precision, torch.dtype) else Precision(precision).value)
     return Dtypes(dtype, torch.float32 if name == "DEFAULT" else dtype, dtype)
-
-
-def _dtypes_of_torch(policy: MixedPrecision | MixedPrecisionPolicy) -> Dtypes:
-    param = policy.param_dtype or torch.float32
-    if isinstance(policy, MixedPrecision):  # of FSDP1, whose reduce_dtype defaults to param_dtype
-        return Dtypes(param, policy.reduce_dtype or param, policy.buffer_dtype or torch.float32)
-    return Dtypes(param, policy.reduce_dtype or torch.float32)
 
 
 def has_running_statistics(module: nn.Module) -> bool:
