@@ -292,7 +292,9 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     if type(batch) is list:
         return [map_tensors(item, function) for item in batch]
     if isinstance(batch, PackedSequence):
-        return _map_packed(batch, function)
+        indices = (batch.sorted_indices, batch.unsorted_indices)
+        moved = [None if index is None else function(index) for index in indices]
+        return type(batch)(function(batch.data), batch.batch_sizes, *moved)  # torch reads the sizes on the CPU
     if isinstance(batch, Mapping):
         return {key: map_tensors(value, function) for key, value in batch.items()}
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
@@ -305,12 +307,6 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
         except TypeError:  # a sequence whose class takes other arguments becomes a list
             return mapped
     return batch
-
-
-def _map_packed(batch: PackedSequence, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedSequence:
-    indices = (batch.sorted_indices, batch.unsorted_indices)
-    moved = [None if index is None else function(index) for index in indices]
-    return type(batch)(function(batch.data), batch.batch_sizes, *moved)  # torch reads the sizes on the CPU
 
 
 STR_TO_DTYPE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -409,7 +405,11 @@ def get_precision_context(
         defaults = {"fp8_format": recipe.Format.HYBRID, "amax_history_len": 16, "amax_compute_algo": "max"}
         scaling = recipe.DelayedScaling(**(defaults if precision_config is None else precision_config))
         return engine.fp8_autocast(enabled=fp8_autocast_enabled, fp8_recipe=scaling)
-    device_type = device_type or _device_type_in_use()
+    if device_type is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        # torch does not count XLA among its accelerators, but a loop on an XLA device has loaded this package.
+        without = "xla" if "torch_xla" in sys.modules else "cpu"
+        device_type = without if accelerator is None else accelerator.type
     if precision is Precision.FP32:  # a disabled autocast costs time, so only inside an active one
         return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING
     if precision is Precision.AMP_BF16:
@@ -437,14 +437,6 @@ def validate_precision(precision: str | Precision, device: Device) -> None:
         )
     if precision is Precision.AMP_FP8:  # raises now, not in the first step
         _require_fp8()
-
-
-def _device_type_in_use() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None:
-        return accelerator.type
-    # torch does not count XLA among its accelerators, but a loop on an XLA device has loaded this package.
-    return "xla" if "torch_xla" in sys.modules else "cpu"
 
 
 def _require_fp8() -> tuple[Any, Any]:

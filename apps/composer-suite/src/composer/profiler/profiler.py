@@ -200,6 +200,7 @@ class Marker:
     @overload
     def __call__(self, function: TFunction) -> TFunction: ...
     def __call__(self, function: Any = None) -> Any:
+        """Decorate a function to record each call."""
         if function is None:  # `@marker()`
             return self
 

@@ -144,15 +144,7 @@ class ResolvedArguments:
 
 
 def build(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Runtime:
-    """Check the arguments, and create all objects that training needs. Every rank must call this.
-
-    Args:
-        given: The arguments of `Trainer(...)`.
-        defaults: The default values of the arguments that have one.
-
-    Raises:
-        RankDisagreementError: If the ranks have different arguments, or only some reject theirs.
-    """
+    """Check the arguments, and create all objects that training needs. Every rank must call this."""
     try:
         arguments = TrainerArguments.of(given, defaults)
         resolved = ResolvedArguments(arguments)

@@ -49,12 +49,7 @@ class Options(argparse.Namespace):
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Return the options of a command line, given the arguments after the command's name.
-
-    Raises:
-        ValueError: If options contradict each other or have invalid values.
-        SystemExit: If an option is unknown or its value has the wrong type; and after `--help` and `--version`.
-    """
+    """Return the options of a command line, given the arguments after the command's name."""
     options = _make_parser().parse_args(arguments, Options())
     rest = options.training_script_args
     # argparse consumes a `--` that directly follows the script.

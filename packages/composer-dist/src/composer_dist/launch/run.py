@@ -144,11 +144,7 @@ class Launch:
         return has_failed
 
     def end(self, signum: signal.Signals | None = None) -> None:
-        """End all ranks: wait for those that are finishing, send a signal, and then SIGKILL.
-
-        Raises:
-            SignalException: If a signal arrived while the ranks were ended for a restart.
-        """
+        """End all ranks: wait for those that are finishing, send a signal, and then SIGKILL."""
         workers = self._workers
         if workers is None:
             self._signals.followed = signum
