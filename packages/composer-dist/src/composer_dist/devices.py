@@ -292,9 +292,7 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     if type(batch) is list:
         return [map_tensors(item, function) for item in batch]
     if isinstance(batch, PackedSequence):
-        indices = (batch.sorted_indices, batch.unsorted_indices)
-        moved = [None if index is None else function(index) for index in indices]
-        return type(batch)(function(batch.data), batch.batch_sizes, *moved)  # torch reads the sizes on the CPU
+        return _map_packed(batch, function)
     if isinstance(batch, Mapping):
         return {key: map_tensors(value, function) for key, value in batch.items()}
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
@@ -307,6 +305,12 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
         except TypeError:  # a sequence whose class takes other arguments becomes a list
             return mapped
     return batch
+
+
+def _map_packed(batch: PackedSequence, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedSequence:
+    indices = (batch.sorted_indices, batch.unsorted_indices)
+    moved = [None if index is None else function(index) for index in indices]
+    return type(batch)(function(batch.data), batch.batch_sizes, *moved)  # torch reads the sizes on the CPU
 
 
 STR_TO_DTYPE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

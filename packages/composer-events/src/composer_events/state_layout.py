@@ -71,9 +71,7 @@ def set_optimizer_state(
         has_base = base is not None and base.state is optimizer.state
         # torch creates missing state by a step without a closure, which fails for an optimizer such as SAM.
         loaded: Any = base if has_base else optimizer
-        if hasattr(loaded, "train") and not any(loaded.state.values()):  # schedule-free: `eval` mode cannot step
-            loaded.train()
-            loaded.state.clear()  # of the empty entries that `train` leaves for each parameter
+        _make_ready_to_step(loaded)
         set_optimizer_state_dict(model, loaded, named, options=options)
         for place in without:  # torch's step created state for them, but they have not been stepped
             loaded.state.pop(_parameters(optimizer)[place], None)
@@ -84,6 +82,13 @@ def set_optimizer_state(
         optimizer.load_state_dict(dict(saved))
     else:
         optimizer.load_state_dict(with_numbers(model, optimizer, saved, strict=strict))
+
+
+def _make_ready_to_step(optimizer: Any) -> None:
+    """Switch a schedule-free optimizer without state to the mode in which torch can step it to create some."""
+    if hasattr(optimizer, "train") and not any(optimizer.state.values()):
+        optimizer.train()
+        optimizer.state.clear()  # of the empty entries that `train` leaves for each parameter
 
 
 def _parameters(optimizer: Any) -> list[Any]:

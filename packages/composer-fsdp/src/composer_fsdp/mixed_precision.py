@@ -90,10 +90,7 @@ def resolve_dtypes(mixed_precision: object, precision: str | Precision | torch.d
     if isinstance(mixed_precision, Dtypes):
         return mixed_precision
     if isinstance(mixed_precision, MixedPrecision | MixedPrecisionPolicy):
-        param = mixed_precision.param_dtype or torch.float32
-        if isinstance(mixed_precision, MixedPrecision):  # of FSDP1, whose reduce_dtype defaults to param_dtype
-            return Dtypes(param, mixed_precision.reduce_dtype or param, mixed_precision.buffer_dtype or torch.float32)
-        return Dtypes(param, mixed_precision.reduce_dtype or torch.float32)
+        return _dtypes_of_torch(mixed_precision)
     if isinstance(mixed_precision, Mapping):
         for key in mixed_precision:
             if key not in _KEYS:
@@ -115,6 +112,13 @@ def resolve_dtypes(mixed_precision: object, precision: str | Precision | torch.d
         precision = _DTYPES[precision]
     dtype = to_dtype(precision if isinstance(precision, torch.dtype) else Precision(precision).value)
     return Dtypes(dtype, torch.float32 if name == "DEFAULT" else dtype, dtype)
+
+
+def _dtypes_of_torch(policy: MixedPrecision | MixedPrecisionPolicy) -> Dtypes:
+    param = policy.param_dtype or torch.float32
+    if isinstance(policy, MixedPrecision):  # of FSDP1, whose reduce_dtype defaults to param_dtype
+        return Dtypes(param, policy.reduce_dtype or param, policy.buffer_dtype or torch.float32)
+    return Dtypes(param, policy.reduce_dtype or torch.float32)
 
 
 def has_running_statistics(module: nn.Module) -> bool:

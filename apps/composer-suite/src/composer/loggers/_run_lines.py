@@ -21,7 +21,10 @@ from composer_time import Timestamp
 
 def start_lines(state: State, hparams: Mapping[str, Any]) -> list[str]:
     """Describe the environment, the model, the data, the hyperparameters of the script, and the loaded checkpoint."""
-    lines = [_environment(state), _model(state), _data(state), _hyperparameters(hparams)]
+    named = {str(name): value for name, value in hparams.items()}
+    given = [f"{name}={named[name]}" for name in sorted(named) if not _OF_TRAINER.fullmatch(name)]
+    lines = [_environment(state), _model(state), _data(state)]
+    lines.append(f"hyperparameters: {', '.join(given)}" if given else "")
     if state.load_path is not None:
         is_resumed = state.timestamp.num_batches > 0
         lines.append(f"{'Resumed from' if is_resumed else 'Loaded'} {state.load_path} at {moment(state)}")
@@ -32,12 +35,6 @@ def start_lines(state: State, hparams: Mapping[str, Any]) -> list[str]:
 _OF_TRAINER = re.compile(
     "composer_version|composer_commit_hash|num_nodes|num_[a-z]+s_per_node|node_name|rank_zero_seed|enabled_algorithms/.*"
 )
-
-
-def _hyperparameters(hparams: Mapping[str, Any]) -> str:
-    named = {str(name): value for name, value in hparams.items()}
-    given = [f"{name}={named[name]}" for name in sorted(named) if not _OF_TRAINER.fullmatch(name)]
-    return f"hyperparameters: {', '.join(given)}" if given else ""
 
 
 def moment(state: State) -> str:

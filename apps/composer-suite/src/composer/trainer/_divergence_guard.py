@@ -97,12 +97,13 @@ class DivergenceGuard:
     def _choose_timing(self, *, evaluates_loss: bool) -> tuple[bool, bool]:
         """Return whether a flag on the device keeps optimizers from stepping, and whether results are read later."""
         optimizers: list[Optimizer] = list(self._state.optimizers)
-        unfused = [each for each in optimizers if not _is_fused(each)]
+        # Fused optimizers have this attribute for GradScaler: their steps read a skip flag on the device.
+        unfused = [each for each in optimizers if not getattr(each, "_step_supports_amp_scaling", False)]
         gates = (
             not evaluates_loss
             and (self._scaler is not None or not unfused)
             # A hook may drop bad gradients, which only a step shows; PyTorch has no public way to ask for hooks.
-            and not any(map(_has_pre_hooks, optimizers))
+            and not any(getattr(each, "_optimizer_step_pre_hooks", None) for each in optimizers)
         )
         # A spike check reads the loss at every batch anyway, and DeepSpeed's gradients are gone later.
         if self._found.device.type not in _DEFERS_ON or self._spikes is not None or self._state.deepspeed_enabled:
@@ -592,15 +593,6 @@ class Spikes:
 def takes_none(optimizer: Optimizer) -> bool:
     """Return whether an optimizer undoes its step when a closure returns `None`, as SAM does."""
     return getattr(optimizer, "_step_supports_amp_closure", False)
-
-
-def _is_fused(optimizer: Optimizer) -> bool:
-    """Return whether steps read a skip flag on the device: fused optimizers have this attribute for GradScaler."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def _has_pre_hooks(optimizer: Optimizer) -> bool:
-    return bool(getattr(optimizer, "_optimizer_step_pre_hooks", None))
 
 
 _advised: WeakSet[Optimizer] = WeakSet()

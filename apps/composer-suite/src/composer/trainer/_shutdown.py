@@ -133,10 +133,7 @@ class StopAgreement:
             last = self._read(store, "last")
         self._last = None if last == _NEVER else int(last)
         self._is_known.set()
-        self._wait_for_readers(store)
-
-    def _wait_for_readers(self, store: Any) -> None:
-        """Keep rank 0, whose process may hold the store, until every rank has read the last batch."""
+        # Rank 0, whose process may hold the store, waits until every rank has read the last batch.
         if self._last is not None and store.add("learned", 1) == get_world_size():
             store.set("all learned", "")
         if self._last is not None and get_global_rank() == 0:
@@ -393,13 +390,11 @@ class Preemption:
 
     def _log_stop(self, batch: int, consequence: str) -> None:
         with tqdm.external_write_mode(sys.stderr):  # on a line of its own, above the progress bars
-            _log.warning("Training stops after batch %d because of %s. %s", batch, self._name(), consequence)
+            name = signal.Signals(self._signal()).name
+            _log.warning("Training stops after batch %d because of %s. %s", batch, name, consequence)
 
     def _exit(self) -> SystemExit:
         return SystemExit(128 + (signal.SIGINT if self._signal() == signal.SIGINT else signal.SIGTERM))
-
-    def _name(self) -> str:
-        return signal.Signals(self._signal()).name
 
     def _signal(self) -> int:
         """Return the first signal of any rank, which ends the training."""
