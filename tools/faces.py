@@ -46,7 +46,7 @@ __version__: str
 
 
 def __getattr__(name: str) -> object:
-    if name == "__version__":
+{renamed}    if name == "__version__":
         from importlib.metadata import version  # reading the metadata takes longer than importing this module
 
         value: object = version("{distribution}")
@@ -60,6 +60,13 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({{*globals(), *__all__}})
+"""
+RENAMED = """\
+    renamed = {renamed!r}
+    if (newer := renamed.get(name)) is not None:
+        message = f"{{__name__}}.{{name}} is now called {{newer}}; the old name will be removed in 1.0."
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return __getattr__(newer)
 """
 
 
@@ -83,7 +90,7 @@ def render(module: str, entry: Mapping[str, Any]) -> str:
     homes = {home: names.split() for home, names in entry.items() if home not in OPTIONS}
     path = ROOT / path_of(module)
     if "." not in module and not path.with_name("_lazy.py").exists():
-        return text + render_package(module, homes)
+        return text + render_package(module, homes, entry.get("renamed"))
     lazy, renamed = entry.get("lazy", []), entry.get("renamed", {})
     eager = entry.get("eager", ()) if lazy is True else homes.keys() - lazy
     lazy_homes = {home: names for home, names in homes.items() if home not in eager}
@@ -122,12 +129,14 @@ def render(module: str, entry: Mapping[str, Any]) -> str:
     return text
 
 
-def render_package(module: str, homes: Mapping[str, list[str]]) -> str:
+def render_package(module: str, homes: Mapping[str, list[str]], renamed: Mapping[str, str] | None) -> str:
     """Return the code of a package that loads its names on first use and stands on its own."""
-    text = "from importlib import import_module\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
+    text = "import warnings\n" if renamed else ""
+    text += "from importlib import import_module\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
     text += "".join(f"    from {home} import {name} as {name}\n" for home, names in homes.items() for name in names)
     text += "_NAMES = {" + ", ".join(f"{home!r}: {' '.join(names)!r}" for home, names in homes.items()) + "}\n"
-    return text + PACKAGE.format(distribution=module.replace("_", "-"))
+    branch = RENAMED.format(renamed=renamed) if renamed else ""
+    return text + PACKAGE.format(distribution=module.replace("_", "-"), renamed=branch)
 
 
 def aliased(name: str) -> str:
