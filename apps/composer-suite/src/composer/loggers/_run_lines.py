@@ -161,7 +161,7 @@ def end_lines(
 ) -> list[str]:
     """Describe the end of training: how long it took, the final results, the last checkpoint, and the run page."""
     ended = f"{'Stopped early' if is_early else 'Finished'} at {moment(state)}, in {format_seconds(seconds)}"
-    reasons = _stop_reasons(state) if is_early else ()
+    reasons = [reason for _, reason in stop_reasons(state)] if is_early else ()
     numbers = ", ".join(f"{name} {number:.4g}" for name, number in _numbers(results))
     saved = [path for each in state.callbacks for path in getattr(each, "saved_checkpoints", ())[-1:]]
     return [
@@ -171,12 +171,13 @@ def end_lines(
     ]
 
 
-def _stop_reasons(state: State) -> Iterator[str]:
+def stop_reasons(state: State) -> Iterator[tuple[str, str]]:
+    """Yield the class and the `stop_reason` of callbacks and algorithms that have one."""
     for each in (*state.callbacks, *state.algorithms):
         with suppress(Exception):  # a foreign property may raise anything
             reason = getattr(each, "stop_reason", None)
             if isinstance(reason, str):
-                yield reason
+                yield type(each).__name__, reason
 
 
 def format_seconds(seconds: float) -> str:
