@@ -309,7 +309,6 @@ class BufferedDestination(LoggerDestination):
         self._sort_anew()
 
     def __delattr__(self, name: str) -> None:
-        """Delete an attribute, and notify the loggers if it is `log_metrics`."""
         super().__delattr__(name)
         if name == "log_metrics":
             self._sort_anew()
@@ -391,13 +390,7 @@ class MetricBuffer:
             sort()
 
     def note(self, metrics: dict[str, Any], timestamp: Timestamp, step: int | None) -> None:
-        """Buffer the metrics of one logging call.
-
-        Args:
-            metrics: By name.
-            timestamp: The time in training.
-            step: The count of batches, if the caller gave one.
-        """
+        """Buffer the metrics of one logging call."""
         if timestamp is not self._seen or timestamp.num_batches != self._batch:
             self._look_at(timestamp)
         self._noted.append((*_as_of_now(metrics, self._copies), self._now, step))
@@ -405,13 +398,7 @@ class MetricBuffer:
             self.deliver()
 
     def note_call(self, compute: Callable[..., dict[str, Any]], arguments: Sequence[Any], timestamp: Timestamp) -> None:
-        """Buffer a function whose result is to be logged, and call it on delivery.
-
-        Args:
-            compute: Called with the timestamp and the arguments; returns metrics by name in a new dict.
-            arguments: Its arguments, which must not change any more.
-            timestamp: The time in training.
-        """
+        """Buffer a function whose result is to be logged, and call it on delivery."""
         if timestamp is not self._seen or timestamp.num_batches != self._batch:
             self._look_at(timestamp)
         self._noted.append((compute, arguments, self._now, None))
@@ -526,20 +513,17 @@ def format_log_data_value(data: Any) -> str:
         has_number = data.numel() == 1 and not data.is_meta
         return format_log_data_value(data.cpu().item()) if has_number else f"Tensor of shape {data.shape}"
     if isinstance(data, Mapping):
-        return _format_mapping(cast("Mapping[Any, Any]", data))
+        named = cast("Mapping[Any, Any]", data)
+        for key in named:
+            if not isinstance(key, str):
+                raise TypeError(
+                    f"The key {key!r} of a logged mapping is a {type(key).__name__}; names of logged values are "
+                    f"strings. Write {str(key)!r}."
+                )
+        entries = (f'"{key}": {format_log_data_value(value)}, ' for key, value in named.items())
+        return f"{{ {''.join(entries)}}}"
     # An array without dimensions has `__iter__`, which raises.
     if isinstance(data, Iterable) and getattr(cast(Any, data), "ndim", 1) != 0:
         items = cast("Iterable[Any]", data)
         return f"[{', '.join(map(format_log_data_value, items))}]"
     return str(cast(object, data))
-
-
-def _format_mapping(data: Mapping[Any, Any]) -> str:
-    for key in data:
-        if not isinstance(key, str):
-            raise TypeError(
-                f"The key {key!r} of a logged mapping is a {type(key).__name__}; names of logged values are strings. "
-                f"Write {str(key)!r}."
-            )
-    items = (f'"{key}": {format_log_data_value(value)}, ' for key, value in data.items())
-    return f"{{ {''.join(items)}}}"

@@ -56,13 +56,6 @@ class DivergenceGuard:
     A `GradScaler` skips steps whose float16 gradients overflow and lowers its scale. With one, a divergence is an
     overflow of a batch whose loss is not finite, or 32 overflows in a row. DeepSpeed's engine keeps its gradients
     internal, so they are checked only when a loss is not finite.
-
-    Args:
-        policy: What to do with a bad batch.
-        state: Its optimizers, scaler, precision and device do not change afterwards.
-        strategy: Steps the optimizer, and combines results over the ranks.
-        divergences: Receives what was found.
-        evaluates_loss: Whether the optimizer evaluates the loss itself, in a closure.
     """
 
     def __init__(
@@ -104,12 +97,13 @@ class DivergenceGuard:
     def _choose_timing(self, *, evaluates_loss: bool) -> tuple[bool, bool]:
         """Return whether a flag on the device keeps optimizers from stepping, and whether results are read later."""
         optimizers: list[Optimizer] = list(self._state.optimizers)
-        unfused = [each for each in optimizers if not _is_fused(each)]
+        # Fused optimizers have this attribute for GradScaler: their steps read a skip flag on the device.
+        unfused = [each for each in optimizers if not getattr(each, "_step_supports_amp_scaling", False)]
         gates = (
             not evaluates_loss
             and (self._scaler is not None or not unfused)
             # A hook may drop bad gradients, which only a step shows; PyTorch has no public way to ask for hooks.
-            and not any(map(_has_pre_hooks, optimizers))
+            and not any(getattr(each, "_optimizer_step_pre_hooks", None) for each in optimizers)
         )
         # A spike check reads the loss at every batch anyway, and DeepSpeed's gradients are gone later.
         if self._found.device.type not in _DEFERS_ON or self._spikes is not None or self._state.deepspeed_enabled:
@@ -495,11 +489,7 @@ class DelayedReadback:
         self._waiting.append((batch, on_host, event))
 
     def take(self, *, wait: bool = False) -> Iterator[tuple[int, list[float]]]:
-        """Yield the numbers that are due, each with its batch.
-
-        Args:
-            wait: Whether to read everything that was sent, and block until it is there.
-        """
+        """Yield the numbers that are due, each with its batch."""
         while len(self._waiting) > (0 if wait else LAG):
             batch, on_host, event = self._waiting.popleft()
             if event is not None:
@@ -507,7 +497,6 @@ class DelayedReadback:
             yield batch, cast("list[float]", on_host.tolist())  # pyright: ignore[reportUnknownMemberType]
 
     def forget(self) -> None:
-        """Drop all pending numbers."""
         self._waiting.clear()
 
 
@@ -518,14 +507,6 @@ def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
     """Set `found` to 1 if any of the tensors holds an Inf or a NaN, and leave it unchanged otherwise.
 
     This does not synchronize with the device.
-
-    Args:
-        tensors: On one device. Their values do not change.
-        found: A float32 scalar on that device.
-        one: A float32 scalar 1 on that device.
-
-    Returns:
-        Whether `found` covers whole tensors: of sharded ones it covers this rank's shards.
     """
     is_plain = {*map(type, tensors)} == _PLAIN
     local = tensors if is_plain else [local_part(tensor) for tensor in tensors]
@@ -555,13 +536,7 @@ def _note_by_norms(tensors: list[Tensor], found: Tensor) -> None:
 
 
 def names_of_bad(tensors: Iterable[tuple[str, Tensor]], *, may_be_marked: bool = False) -> str:
-    """Return the names of the first tensors that are not finite. This synchronizes with the device.
-
-    Args:
-        tensors: Pairs of name and tensor.
-        may_be_marked: Whether the first number of each rank's shard may be a mark that another rank's shard is not
-            finite. It counts only if no other number is bad.
-    """
+    """Return the names of the first tensors that are not finite. This synchronizes with the device."""
     named = list(tensors)
     names = [name for name, tensor in named if not _is_finite(tensor, 1)] if may_be_marked else []
     names = [canonical_name(name) for name in names or (name for name, tensor in named if not _is_finite(tensor))]
@@ -624,15 +599,6 @@ class Spikes:
 def takes_none(optimizer: Optimizer) -> bool:
     """Return whether an optimizer undoes its step when a closure returns `None`, as SAM does."""
     return getattr(optimizer, "_step_supports_amp_closure", False)
-
-
-def _is_fused(optimizer: Optimizer) -> bool:
-    """Return whether steps read a skip flag on the device: fused optimizers have this attribute for GradScaler."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def _has_pre_hooks(optimizer: Optimizer) -> bool:
-    return bool(getattr(optimizer, "_optimizer_step_pre_hooks", None))
 
 
 _advised: WeakSet[Optimizer] = WeakSet()

@@ -35,7 +35,6 @@ class TrainMetrics:
         self._reuses_outputs = type(model).eval_forward is ComposerModel.eval_forward
 
     def reset(self) -> None:
-        """Reset all metrics for a new batch."""
         if metrics := self._state.train_metrics:
             for metric in metrics.values():
                 metric.reset()
@@ -97,16 +96,13 @@ class Report:
     _latest: SharedResults | None = None
 
     def algorithms(self) -> None:
-        """Log the names of the algorithms."""
         names = {f"enabled_algorithms/{type(algorithm).__name__}": True for algorithm in self._state.algorithms}
         self._logger.log_hyperparameters(names)
 
     def epoch(self) -> None:
-        """Log the epoch that starts."""
         self._logger.log_metrics({"time/epoch": self._state.timestamp.num_epochs})
 
     def time(self) -> None:
-        """Log the position of the batch in training."""
         if self._logger.destinations:
             log_lazily(self._state, self._logger, _times)
             self._log_tokens()
