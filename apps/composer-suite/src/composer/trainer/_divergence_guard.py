@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composer.trainer._rank_sync import TOTAL, has_missing, mean_total, missing_share
+from composer.trainer._rank_sync import TOTAL, mean_total, missing_share
 from composer.trainer._restore import KeptBuffers, Snapshot, StepSnapshot, local_part
 from composer.trainer._scaler import states_of
 from composer.trainer._strategies import as_fsdp
@@ -277,20 +277,27 @@ class DivergenceGuard:
         return overflow
 
     def _judge(self, losses: Mapping[str, Tensor], overflow: Tensor | None) -> Divergence | None:
-        """Read what was found, which synchronizes with the device."""
-        has_overflown = overflow is not None and overflow.item() > 0
+        """Read what was found, with one wait for the device."""
+        facts = [self._found, missing_share(losses), self._none if overflow is None else overflow]
+        if self._spikes is not None:
+            facts.append(mean_total(losses, self._strategy))
+        values: list[float]
+        if self._found.is_cpu:  # where a copy would take longer than reading one by one
+            values = [fact.item() for fact in facts]
+        else:
+            values = torch.stack([fact.float() for fact in facts]).tolist()
+        found, missing, num_overflows, *means = values
         # The loss may be bad on one rank only, while the averaged gradients overflow on all.
-        if has_overflown and self._strategy.world_size > 1:
+        if num_overflows > 0 and self._strategy.world_size > 1:
             self._agree()
-        has_bad_loss = has_missing(losses)
-        mean = None if self._spikes is None else mean_total(losses, self._strategy)
+            found = self._found.item()
         # `_counts_overflow` comes first, because it must count in every batch.
-        if (overflow is not None and self._counts_overflow(has_overflown)) or self._found.item():
-            return self._describe(math.nan if has_bad_loss else losses[TOTAL].item(), is_spike=False)
-        if has_bad_loss:
+        if (overflow is not None and self._counts_overflow(num_overflows > 0)) or found:
+            return self._describe(math.nan if missing != 0 else losses[TOTAL].item(), is_spike=False)
+        if missing != 0:
             self._note_bad_loss(self._state.timestamp.num_batches)
-        if self._spikes is not None and mean is not None and self._spikes.is_spike(value := mean.item()):
-            return self._describe(value, is_spike=True)
+        if self._spikes is not None and self._spikes.is_spike(means[0]):
+            return self._describe(means[0], is_spike=True)
         self._num_in_a_row = 0
         return None
 

@@ -9,7 +9,6 @@ before each batch, and only those whose batches may differ in size ask for it be
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -292,11 +291,6 @@ def add_up(parts: Mapping[str, Sequence[tuple[Tensor, float]]]) -> dict[str, Ten
 def missing_share(losses: Mapping[str, Tensor]) -> Tensor:
     """Return 0 if all losses of this rank's batch are finite; else the share that is not, or NaN if that is all."""
     return losses[_MISSING] if _MISSING in losses else losses[TOTAL] * 0
-
-
-def has_missing(losses: Mapping[str, Tensor]) -> bool:
-    """Return whether a loss of this rank's batch is not finite. This synchronizes with the device."""
-    return losses[_MISSING].item() != 0 if _MISSING in losses else not math.isfinite(losses[TOTAL].item())
 
 
 def mean_total(losses: Mapping[str, Tensor], strategy: Strategy) -> Tensor:
