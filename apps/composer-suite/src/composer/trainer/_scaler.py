@@ -78,14 +78,7 @@ class ClosureGradScaler(ShardedGradScaler):
     """
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step the optimizer. Every rank must call this.
-
-        Args:
-            optimizer: Its gradients are scaled already, or are computed by the closure.
-            *args: As for `GradScaler.step`.
-            **kwargs: As for `GradScaler.step`, and `closure`, which computes the loss and scaled gradients, and may
-                unscale them. The optimizer may pass arguments to it.
-        """
+        """Step the optimizer. Every rank must call this."""
         closure: Callable[..., Any] | None = kwargs.pop("closure", None)
         if closure is None or not self.is_enabled():
             own = {} if closure is None else {"closure": closure}
