@@ -261,6 +261,10 @@ class Muon(Optimizer):
             _decay_cautiously(weights, updates, lr * group["weight_decay"])
         elif group["weight_decay"]:
             torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])  # pyright: ignore[reportPrivateImportUsage]
+        if updates[0].dtype != weights[0].dtype:  # a sum of two dtypes takes a kernel for each matrix
+            converted = [torch.empty_like(weight) for weight in weights]
+            torch._foreach_copy_(converted, updates)  # pyright: ignore[reportPrivateImportUsage]
+            updates = converted
         by_scale: dict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         for param, weight, update in zip(params, weights, updates, strict=True):
             some = by_scale[_scale(group["adjust_lr_fn"], param)]
