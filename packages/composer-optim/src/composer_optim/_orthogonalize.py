@@ -69,6 +69,8 @@ def orthogonalize(
     steps: Sequence[Polynomial],
     dtype: torch.dtype,
     finish: Callable[[Tensor, list[int]], Tensor] | None = None,
+    *,
+    overwrites: bool = False,
 ) -> list[Tensor]:
     """Return the matrices with singular values near 1, computed in batches of equal shapes.
 
@@ -78,6 +80,7 @@ def orthogonalize(
         dtype: The dtype of the iteration and of the results.
         finish: Called with each batch of shape `(batch, rows, columns)` and the positions of its matrices in the list;
             returns the batch to use instead.
+        overwrites: Whether the memory of the matrices may be used for the iteration.
     """
     by_shape: dict[tuple[torch.device, int, int], list[int]] = defaultdict(list)
     flat = [matrix.flatten(1) for matrix in matrices]
@@ -91,7 +94,7 @@ def orthogonalize(
         for start in range(0, len(positions), length):
             chosen = positions[start : start + length]
             if len(chosen) == 1:
-                whole = flat[chosen[0]].to(dtype, copy=True, memory_format=torch.contiguous_format)
+                whole = flat[chosen[0]].to(dtype, copy=not overwrites, memory_format=torch.contiguous_format)
                 batch = (_iterate(whole, steps),)
             else:
                 whole = flat[chosen[0]].new_empty(len(chosen), rows, columns, dtype=dtype)

@@ -107,7 +107,8 @@ class TrainBatches:
         if self._position.sizes is None:
             self._position.sizes = BatchSizes(cast("int", size), self._ranks.world_size)
         if state.dataloader_len is not None:  # epochs have an unknown number of batches from here on
-            self._limit, state.dataloader_len = state.dataloader_len, None
+            self._limit = state.dataloader_len
+            restore_dataloader(state, state.dataloader, state.dataloader_label, None)
 
     def resume(self) -> None:
         """Restore the random state of the checkpoint, if it was written between two epochs.
@@ -245,6 +246,12 @@ def _check_samples(num_samples: Any, duration: Time[Any] | None) -> None:
             f"{returned} max_duration={duration.to_timestring()!r} counts samples, and would never be reached. Count "
             "them, or give a duration in batches ('500ba')."
         )
+
+
+def restore_dataloader(state: State, dataloader: Any, label: str | None, length: Time[int] | None) -> None:
+    """Set a state's dataloader, label and length, which may be unknown although the dataloader has one."""
+    state.set_dataloader(dataloader, label)
+    state._dataloader_len = length  # pyright: ignore[reportPrivateUsage]  # `dataloader_len` accepts no `None`
 
 
 def has_time_left(state: State) -> bool:
