@@ -376,13 +376,20 @@ class TensorParallelBatchCheck:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._ranks = tdist.get_process_group_ranks(mesh.get_group())
-        self._seen: str | None = None
+        self._seen: int | None = None
         self._is_compared = False
 
     def see(self, batch: Any) -> None:
         """Record the fingerprint of the first batch, which synchronizes with the device once."""
-        if self._seen is None and not self._is_compared:
-            self._seen = _fingerprint(batch)
+        if self._seen is not None or self._is_compared:
+            return
+        checksum = 0
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, torch.Tensor):
+                # As bytes, since NumPy has no bfloat16, and flat, since a 0-dim tensor has no view as bytes.
+                leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            checksum = zlib.crc32(leaf if isinstance(leaf, bytes) else repr(leaf).encode(), checksum)
+        self._seen = checksum
 
     def forget(self) -> None:
         """Discard the recorded batch, so that the next one is recorded in its place."""
@@ -403,13 +410,3 @@ class TensorParallelBatchCheck:
                 UserWarning,
                 stacklevel=2,
             )
-
-
-def _fingerprint(batch: Any) -> str:
-    checksum = 0
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            # As bytes, since NumPy has no bfloat16, and flat, since a 0-dim tensor has no view as bytes.
-            leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        checksum = zlib.crc32(leaf if isinstance(leaf, bytes) else repr(leaf).encode(), checksum)
-    return f"{checksum:08x}"

@@ -123,7 +123,6 @@ def fit_settings(state: State) -> dict[str, Any]:
 
 
 def _model(state: State) -> dict[str, Any]:
-    """Return the class and the size of the model, without the wrappers of data parallelism."""
     model: Any = unwrap_model(state.model)
     inner = getattr(model, "module", None)
     num_all, num_trained = count_parameters(model)
@@ -186,7 +185,6 @@ def _parallelism(state: State) -> dict[str, Any]:
 
 
 def _changed_fields(config: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that differ from their defaults."""
     values = {field.name: (getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
     return {
         name: value
@@ -196,7 +194,6 @@ def _changed_fields(config: Any) -> dict[str, Any]:
 
 
 def _listeners(state: State) -> dict[str, Any]:
-    """Return the class names of the algorithms, the callbacks and the loggers."""
     loggers = [each for each in state.callbacks if isinstance(each, LoggerDestination)]
     others = [each for each in state.callbacks if not isinstance(each, LoggerDestination)]
     return {"algorithms": _names(state.algorithms), "callbacks": _names(others), "loggers": _names(loggers)}
@@ -233,7 +230,6 @@ def _arguments(algorithm: Any) -> dict[str, Any]:
 
 
 def _plain_items(settings: Mapping[Any, Any], without: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return the plain entries, converted for JSON."""
     plain: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(name, str) and name not in without:
@@ -243,7 +239,6 @@ def _plain_items(settings: Mapping[Any, Any], without: frozenset[str] = frozense
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Convert a value for JSON; raise an exception if it is not plain."""
     if isinstance(value, Enum):  # first, because a member may also be a string or a number
         return _plain(value.value, depth)
     if value is None or isinstance(value, (bool, str)):

@@ -128,7 +128,6 @@ class Schedule:
 
     @classmethod
     def of(cls, schedulers: Any, ratio: float, every_batch: bool | None) -> Schedule:
-        """Check the arguments of the user."""
         given = ensure_tuple(schedulers)
         for scheduler in given:
             if isinstance(scheduler, ReduceLROnPlateau):
@@ -278,7 +277,6 @@ def stay_stopped(state: State, stopped_duration: str | None) -> None:
 
 
 def log_nothing_left(state: State) -> None:
-    """Log that a resumed run has finished before."""
     if get_global_rank() == 0 and state.max_duration is not None:
         _log.warning(
             "Nothing left to train: %s is at batch %d, and max_duration=%r has been reached. To continue, raise "
@@ -290,7 +288,6 @@ def log_nothing_left(state: State) -> None:
 
 
 def check_time_left(state: State) -> None:
-    """Raise if there is nothing left to train."""
     now, max_duration = state.timestamp, state.max_duration
     if max_duration is None:
         raise ValueError(
@@ -443,7 +440,6 @@ class FitPlan:
 
     @contextmanager
     def unchanged_on_error(self) -> Generator[None]:
-        """Return a context that restores all settings on an error."""
         settings, state = self.settings, self._state
         data = (state.dataloader, state.dataloader_label, state.dataloader_len)
         optimizers, schedulers, sizes = list(state.optimizers), list(state.schedulers), self._position.sizes
