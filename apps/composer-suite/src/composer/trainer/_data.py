@@ -181,6 +181,11 @@ class TrainBatches:
             if whole is _NO_BATCH:
                 return _NO_BATCH
             self._whole, self._num_in_whole = whole, int(spec.get_num_samples_in_batch(whole))
+            if self._num_in_whole > sizes.of_rank:
+                raise ValueError(
+                    f"get_num_samples_in_batch returned {self._num_in_whole} for a batch of batch_size={sizes.of_rank} "
+                    "samples. A schedule of 'batch_size' needs the number of samples."
+                )
             self._num_whole += 1
             self._offset, self._skip = self._skip, 0
         size = sizes.next_size(self._offset)
