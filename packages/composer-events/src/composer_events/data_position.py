@@ -86,7 +86,7 @@ class BatchSizes:
     @batch_size.setter
     def batch_size(self, batch_size: float) -> None:
         largest = batch_size / self._num_ranks / (1 - 1e-9)  # a product may be too small by rounding
-        if largest > self.of_rank * 1.00001:
+        if not 0 <= largest <= self.of_rank * 1.00001:
             raise ValueError(
                 f"The schedule of 'batch_size' asks for {batch_size:g} samples, and the batches of train_dataloader "
                 f"have {self.whole} over all ranks. Give the dataloader the largest batch size of the schedule."
