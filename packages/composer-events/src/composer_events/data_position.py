@@ -68,11 +68,13 @@ class BatchSizes:
         num_ranks: The number of ranks with batches of their own.
 
     Attributes:
-        whole: The samples of a batch of the dataloader over all ranks.
+        of_rank: The samples of a batch of the dataloader.
+        whole: The same over all ranks.
     """
 
     def __init__(self, of_rank: int, num_ranks: int) -> None:
-        self.whole, self._size = of_rank * num_ranks, of_rank
+        self.of_rank, self.whole = of_rank, of_rank * num_ranks
+        self._size = of_rank
         self._num_ranks = num_ranks
         self._divisors = [size for size in range(of_rank, 0, -1) if of_rank % size == 0]
 
@@ -84,7 +86,7 @@ class BatchSizes:
     @batch_size.setter
     def batch_size(self, batch_size: float) -> None:
         largest = batch_size / self._num_ranks / (1 - 1e-9)  # a product may be too small by rounding
-        if largest > self._divisors[0] * 1.00001:
+        if not 0 <= largest <= self.of_rank * 1.00001:
             raise ValueError(
                 f"The schedule of 'batch_size' asks for {batch_size:g} samples, and the batches of train_dataloader "
                 f"have {self.whole} over all ranks. Give the dataloader the largest batch size of the schedule."
