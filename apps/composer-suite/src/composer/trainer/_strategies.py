@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from composer.trainer._arguments import user_stacklevel
-from composer.trainer._microbatching import Microbatching, size_of_batches
+from composer.trainer._microbatching import Microbatching
 from composer.trainer._rank_sync import Ranks, agreed_facts, compare
 from composer_dist import agreement, dist, get_global_rank, get_world_size, reproducibility
 from composer_dist.ddp import DDP
 from composer_dist.deepspeed import check_deepspeed_fits, parse_deepspeed_config
 from composer_dist.strategy import SingleDevice, Strategy
 from composer_events.arguments import numbered
+from composer_events.data_spec import size_of_batches
 from composer_models import MissingConditionalImportError
 from composer_time import Time, TimeUnit
 
