@@ -123,6 +123,8 @@ def _metadata(state: State) -> dict[str, Any]:
     dataloader = state.train_dataloader
     if hasattr(dataloader, "batch_size"):
         metadata["train_dataloader_batch_size"] = dataloader.batch_size
+    if state.data_position is not None and state.data_position.share is not None:
+        metadata["num_data_shares"] = state.data_position.num_shares
     return metadata
 
 
@@ -150,7 +152,7 @@ class DataSource:
     def dataloader_len(self) -> Time[int] | None:
         """Number of batches per epoch, or `None` if it is unknown.
 
-        Assign a number to read fewer than the dataloader has, or -1 to use its length.
+        Assign a number to read fewer than the dataloader has, -1 to use its length, or `None`.
 
         Raises:
             RuntimeError: If it is assigned while `dataloader` is `None`.
@@ -160,7 +162,10 @@ class DataSource:
         return self._dataloader_len
 
     @dataloader_len.setter
-    def dataloader_len(self, num_batches: int | Time[int]) -> None:
+    def dataloader_len(self, num_batches: int | Time[int] | None) -> None:
+        if num_batches is None:
+            self._dataloader_len = None
+            return
         num_batches = _to_num_batches(num_batches)
         if self._dataloader is None:
             raise RuntimeError(
@@ -185,14 +190,14 @@ class DataSource:
         self,
         dataloader: Iterable[Any] | None = None,
         dataloader_label: str | None = None,
-        dataloader_len: int | Time[int] = -1,
+        dataloader_len: int | Time[int] | None = -1,
     ) -> None:
         """Set the dataloader of the current loop.
 
         Args:
             dataloader: Any iterable of batches, or `None`.
             dataloader_label: Its name. Required with a dataloader.
-            dataloader_len: Number of batches per epoch; -1 uses the dataloader's length.
+            dataloader_len: Number of batches per epoch; -1 uses the dataloader's length, and `None` is unknown.
         """
         if dataloader is not None and dataloader_label is None:
             raise ValueError(

@@ -269,6 +269,8 @@ class BufferedDestination(LoggerDestination):
 
     Attributes:
         copies_values: Whether it needs values as of the logging call, though tensors may have changed since.
+        takes_latest: Whether it needs only the latest values, so that a function given to `log_lazily` in several
+            batches is called for the last of them alone.
 
     Example:
         >>> from types import SimpleNamespace
@@ -292,6 +294,7 @@ class BufferedDestination(LoggerDestination):
     """
 
     copies_values: ClassVar[bool] = False
+    takes_latest: ClassVar[bool] = False
     _buffers: tuple[MetricBuffer, ...] = ()  # one for each logger that writes to it
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -359,7 +362,7 @@ class MetricBuffer:
         # For metrics that are computed on delivery, the function takes the place of the metrics.
         self._noted: list[_Noted] = []
         self._destinations: tuple[BufferedDestination, ...] = ()
-        self._copies = False
+        self._copies = self._takes_latest = False
         self._seen: Timestamp | None = None
         self._now: Timestamp | None = None  # a copy, because loading a state changes the one seen in place
         self._batch = -1  # batch count of the copy
@@ -376,6 +379,7 @@ class MetricBuffer:
         finally:  # even if an old destination fails
             self._destinations = destinations
             self._copies = any(place.copies_values for place in destinations)
+            self._takes_latest = all(place.takes_latest for place in destinations)
             for place in destinations:
                 place.attach(self)
 
@@ -408,7 +412,7 @@ class MetricBuffer:
         with _HANDING_OVER, ExitStack() as rest:  # callbacks all run, even if a destination fails
             noted = self._noted[:]
             del self._noted[: len(noted)]  # not clear(), because another thread may append in the meantime
-            if logged := self._computed(noted, rest):
+            if logged := self._computed(_latest(noted) if self._takes_latest else noted, rest):
                 # Callbacks of an ExitStack run in reverse order.
                 for place in reversed(self._destinations):
                     rest.callback(_hand_to, place, logged)
@@ -438,6 +442,17 @@ class MetricBuffer:
             if metrics:
                 logged.append((*_as_of_now(metrics, self._copies), now, step))
         return logged
+
+
+def _latest(noted: Sequence[_Noted]) -> Sequence[_Noted]:
+    """Leave out functions that were noted again at a later time."""
+    kept: list[_Noted] = []
+    times: dict[object, Timestamp | None] = {}
+    for entry in reversed(noted):
+        function = getattr(entry[0], "__func__", entry[0])
+        if not callable(function) or times.setdefault(function, entry[2]) is entry[2]:
+            kept.append(entry)
+    return kept[::-1]
 
 
 def _as_of_now(metrics: dict[str, Any], copies: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -77,10 +77,11 @@ class FSDP(SingleDevice):
 
     @property
     def batch_rank(self) -> int:
-        """Return a number for this rank's part of the batch, the same for all ranks of a tensor-parallel group."""
+        """Return the number of this rank's part of the batch, the same for all ranks of a tensor-parallel group."""
         given = self.plan.tp_device_mesh
-        if given is not None:  # a user's mesh may group ranks in any way, so the lowest rank stands for the group
-            return min(tdist.get_process_group_ranks(given.get_group()))
+        if given is not None:  # a user's mesh may have groups such as 0, 2 and 1, 3
+            first, second, *_ = sorted(tdist.get_process_group_ranks(given.get_group()))
+            return first if second - first == self.world_size else first // self.plan.tensor_parallel_degree
         return dist.get_global_rank() // self.plan.tensor_parallel_degree
 
     @property

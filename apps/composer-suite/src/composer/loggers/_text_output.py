@@ -54,6 +54,8 @@ class TextLogger(BufferedDestination):
     Rank 0 also describes the run at its start, after each evaluation and at its end.
     """
 
+    takes_latest = True
+
     def __init__(self, stream: str | TextIO, log_traces: bool) -> None:
         name = stream.lower() if isinstance(stream, str) else None
         if name not in (None, "stdout", "stderr") or (name is None and not callable(getattr(stream, "write", None))):
@@ -533,7 +535,8 @@ class _Bar:
         )
 
     def keep(self, metrics: dict[str, Any]) -> None:
-        for name, value in metrics.items():
+        # Losses first.
+        for name, value in sorted(metrics.items(), key=lambda item: not item[0].startswith("loss/")):
             if name.startswith(self._shown):
                 self._values[_short(name)] = value
 

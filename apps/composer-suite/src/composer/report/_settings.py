@@ -24,6 +24,7 @@ from composer_dist import get_local_world_size, get_world_size
 from composer_dist.wrapping import unwrap_model
 from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State
+from composer_optim import Schedule
 from composer_optim.compile import compiled_from
 from composer_time import Time
 
@@ -159,9 +160,13 @@ def _schedulers(state: State) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, each in enumerate(compiled_from(state.schedulers), 1):
         name = "scheduler" if number == 1 else f"scheduler-{number}"
-        found[name] = getattr(each, "__name__", type(each).__name__)
-        if not inspect.isroutine(each) and not isinstance(each, torch.optim.lr_scheduler.LRScheduler):
-            found |= {f"{name}/{key}": value for key, value in _arguments(each).items()}
+        parts = {name: each}
+        if isinstance(each, Schedule):
+            parts[f"{name}/curve"] = each.curve
+        for key, part in parts.items():
+            found[key] = getattr(part, "__name__", type(part).__name__)
+            if not inspect.isroutine(part) and not isinstance(part, torch.optim.lr_scheduler.LRScheduler):
+                found |= {f"{key}/{argument}": value for argument, value in _arguments(part).items()}
     return found
 
 

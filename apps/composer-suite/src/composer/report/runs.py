@@ -307,7 +307,7 @@ _KNOWN: Final = tuple(
         (r"throughput/device/mfu", "share of the peak"),
         (r"memory/\w*(_mem|gigabytes)\w*", "GB"),
         (r"memory/alloc_retries\w*", "retries"),
-        (r"trainer/device_train_microbatch_size", "samples"),
+        (r"trainer/device_train_microbatch_size|schedule/batch_size", "samples"),
         (r"(cpu|disk)_memory_percent|cpu_percentage|(m\w\w_)?(gpu|memory)_percentage_rank_\d+", "%"),
         (r"(cpu|disk)_memory_\w+", "bytes"),
         (r"network_bytes_\w+", "bytes since the start of the machine"),

@@ -322,6 +322,7 @@ class Runtime:
         self.state = make_state(arguments, resolved, rank_zero_seed)
         attachments.check_load_path(arguments, self.state)
         self.position = DataPosition.attach(self.state, arguments.spin_dataloaders)
+        self.position.share = strategies.share_of_data(self.strategy)
         self.logger = Logger(self.state, resolved.destinations)
         self.engine = Engine(self.state, self.logger, arguments.algorithm_passes)
         take_signals(self.engine)

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composer.trainer._rank_sync import TOTAL, has_missing, mean_total, missing_share
+from composer.trainer._rank_sync import BatchLosses, mean_total
 from composer.trainer._restore import KeptBuffers, Snapshot, StepSnapshot, local_part
 from composer.trainer._scaler import states_of
 from composer.trainer._strategies import as_fsdp
@@ -145,7 +145,7 @@ class DivergenceGuard:
         """
         return loss if not (self._defers and self._gates) else loss * torch.where(self._found == 0, 1.0, math.nan)
 
-    def admits(self, optimizers: Sequence[Optimizer], losses: Mapping[str, Tensor]) -> bool:
+    def admits(self, optimizers: Sequence[Optimizer], losses: BatchLosses) -> bool:
         """Return whether the optimizers may step; act on a divergence first.
 
         Optimizers that leave bad gradients out by themselves have made their step then.
@@ -187,7 +187,7 @@ class DivergenceGuard:
             found = self._strategy.mean({"found": found})["found"]
         return bool(found.item())
 
-    def stops_closure(self, optimizers: Sequence[Optimizer], losses: Mapping[str, Tensor]) -> bool:
+    def stops_closure(self, optimizers: Sequence[Optimizer], losses: BatchLosses) -> bool:
         """Return whether a closure with these losses must stop; the action follows at the end of `closures`."""
         self._refused = self._look(optimizers, losses)
         if self._refused is None or self._refused.action == "log":
@@ -254,7 +254,7 @@ class DivergenceGuard:
             for optimizer in self._state.optimizers:
                 set_found_inf(optimizer, None)
 
-    def _look(self, optimizers: Sequence[Optimizer], losses: Mapping[str, Tensor]) -> Divergence | None:
+    def _look(self, optimizers: Sequence[Optimizer], losses: BatchLosses) -> Divergence | None:
         """Return the divergence of the batch, if one is known."""
         overflow = self._find(optimizers, losses)
         if not self._defers:
@@ -263,11 +263,11 @@ class DivergenceGuard:
             for optimizer in optimizers:
                 # Fused kernels for weights that FSDP offloads would copy it to the CPU, and read it at once.
                 set_found_inf(optimizer, self._found.to(optimizer.param_groups[0]["params"][0].device))
-        facts = [self._found, self._none if overflow is None else overflow, missing_share(losses)]
+        facts = [self._found, self._none if overflow is None else overflow, _missing(losses)]
         self._arrivals.send(self._state.timestamp.num_batches, torch.stack([fact.float() for fact in facts]))
         return None
 
-    def _find(self, optimizers: Sequence[Optimizer], losses: Mapping[str, Tensor]) -> Tensor | None:
+    def _find(self, optimizers: Sequence[Optimizer], losses: BatchLosses) -> Tensor | None:
         """Set `found` on the device if the step would be harmful, and return the overflow of a scaler."""
         if self._scaler is None:
             if self._sees_gradients:
@@ -279,20 +279,21 @@ class DivergenceGuard:
         per_device: dict[torch.device, Tensor] = states_of(self._scaler)[id(optimizers[0])]["found_inf_per_device"]
         overflow = torch.stack([found.to(self._found.device) for found in per_device.values()]).sum()
         # An overflow alone is routine: the scaler skips the step and lowers its scale.
-        self._found.logical_or_((missing_share(losses) != 0) & (overflow > 0))
+        self._found.logical_or_((_missing(losses) != 0) & (overflow > 0))
         return overflow
 
-    def _judge(self, losses: Mapping[str, Tensor], overflow: Tensor | None) -> Divergence | None:
+    def _judge(self, losses: BatchLosses, overflow: Tensor | None) -> Divergence | None:
         """Read what was found, which synchronizes with the device."""
         has_overflown = overflow is not None and overflow.item() > 0
         # The loss may be bad on one rank only, while the averaged gradients overflow on all.
         if has_overflown and self._strategy.world_size > 1:
             self._agree()
-        has_bad_loss = has_missing(losses)
+        loss = losses.total.item()
+        has_bad_loss = not math.isfinite(loss)
         mean = None if self._spikes is None else mean_total(losses, self._strategy)
         # `_counts_overflow` comes first, because it must count in every batch.
         if (overflow is not None and self._counts_overflow(has_overflown)) or self._found.item():
-            return self._describe(math.nan if has_bad_loss else losses[TOTAL].item(), is_spike=False)
+            return self._describe(math.nan if has_bad_loss else loss, is_spike=False)
         if has_bad_loss:
             self._note_bad_loss(self._state.timestamp.num_batches)
         if self._spikes is not None and mean is not None and self._spikes.is_spike(value := mean.item()):
@@ -310,9 +311,9 @@ class DivergenceGuard:
         if tensors and not note_non_finite(tensors, self._found, self._one):
             self._agree()
 
-    def _look_into_engine(self, losses: Mapping[str, Tensor]) -> None:
+    def _look_into_engine(self, losses: BatchLosses) -> None:
         """Set `found` if a loss of any rank and DeepSpeed's gradients are not finite."""
-        self._found.logical_or_(missing_share(losses) != 0)
+        self._found.logical_or_(_missing(losses) != 0)
         if self._strategy.world_size > 1:
             self._agree()
         # Only after a bad loss, because this gathers every gradient.
@@ -436,6 +437,11 @@ class DivergenceGuard:
             "all labels of a microbatch may be ignored, set accumulate_train_batch_on_tokens=True, which gives it no "
             "weight. on_divergence='skip' leaves such batches out, and None disables the check."
         )
+
+
+def _missing(losses: BatchLosses) -> Tensor:
+    """Return 0 if the losses of all microbatches are finite, else NaN, without a wait for the device."""
+    return losses.total * 0
 
 
 def _sentence(divergence: Divergence) -> str:

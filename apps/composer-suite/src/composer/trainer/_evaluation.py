@@ -222,7 +222,7 @@ def evaluating(state: State, dataloader: Any, label: str, subset_num_batches: in
 
 def restore_dataloader(state: State, dataloader: Any, label: str | None, length: Time[int] | None) -> None:
     """Restore a state's previous dataloader, label and length."""
-    state.set_dataloader(dataloader, label, -1 if length is None else length)
+    state.set_dataloader(dataloader, label, length)
 
 
 def common_batches(batches: Iterator[Any], spec: DataSpec, length: Time[int] | None, ranks: Ranks) -> Iterator[Any]:
@@ -282,15 +282,16 @@ class EvaluationBatches:
 
     def open(self, evaluator: Evaluator) -> Iterator[Any]:
         loader: Any = evaluator.dataloader.dataloader
-        batch = self._state.timestamp.num_batches
+        batch, position = self._state.timestamp.num_batches, self._state.data_position
+        rank = get_global_rank() if position is None else position.rank
         seed = derive_seed(self._state.rank_zero_seed, "evaluation", evaluator.label)
         if not isinstance(loader, DataLoader):
             return iter(loader)
         torch_loader = cast("DataLoader[Any]", loader)
         if can_be_seeded(torch_loader):
-            batches = self._seeded.setdefault(id(torch_loader), SeededBatches(torch_loader, get_global_rank()))
+            batches = self._seeded.setdefault(id(torch_loader), SeededBatches(torch_loader, rank))
             return batches.open(seed, batch)
-        with seeded(derive_seed(seed, batch, get_global_rank())):
+        with seeded(derive_seed(seed, batch, rank)):
             return iter(torch_loader)
 
 

@@ -273,11 +273,16 @@ def share_seed(seed: int | None) -> int:
 
 def seed_rank(rank_zero_seed: int, strategy: Strategy) -> None:
     """Seed this rank, so that dropout and augmentation differ between ranks, unless ranks share a batch."""
-    fsdp = as_fsdp(strategy)
     # The ranks of one tensor parallel group share a batch, and therefore a seed.
-    batch_rank = get_global_rank() if fsdp is None else fsdp.batch_rank
+    batch_rank, _ = share_of_data(strategy) or (get_global_rank(), 0)
     # The largest seed wraps around.
     reproducibility.seed_all((rank_zero_seed + batch_rank) % (reproducibility.MAX_SEED + 1))
+
+
+def share_of_data(strategy: Strategy) -> tuple[int, int] | None:
+    """Return the number of this rank's share of the data and of all shares, if ranks that split tensors share it."""
+    fsdp = as_fsdp(strategy)
+    return None if fsdp is None or fsdp.world_size == get_world_size() else (fsdp.batch_rank, fsdp.world_size)
 
 
 def share_length(state: State) -> None:
