@@ -164,3 +164,19 @@ def test_capped_logits_and_squared_relu_are_those_of_the_formula_and_of_transfor
     logits = model(IDS).logits
     assert apply_logit_softcap(model, 0.1) == 1
     torch.testing.assert_close(model(IDS).logits, 0.1 * torch.tanh(logits / 0.1))
+
+
+@EACH
+def test_muon_steps_new_parameters_with_adamw(family):
+    model = make(family, num_hidden_layers=2)
+    optimizer = Muon(model, lr=0.1)
+    apply_qk_norm(model, optimizers=optimizer)
+    apply_value_residual(model, optimizers=optimizer)
+    roles = {id(each): group["role"] for group in optimizer.param_groups for each in group["params"]}
+    new = {name: each for name, each in model.named_parameters() if name.endswith(("qk_scale", "value_mix"))}
+    assert len(new) == 3
+    assert {roles[id(each)] for each in new.values()} == {"adamw"}
+    before = {name: each.detach().clone() for name, each in new.items()}
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    assert not any(torch.equal(each, before[name]) for name, each in new.items())

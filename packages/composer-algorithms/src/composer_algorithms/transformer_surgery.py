@@ -80,7 +80,7 @@ def apply_zero_init(model: nn.Module) -> int:
             raise ValueError("ZeroInit sets weights, and those of this model are on the meta device. Initialize them.")
         for parameter in layer.parameters(recurse=False):
             nn.init.zeros_(parameter)
-    return _warn_of_no_effect("ZeroInit", model, "residual branch whose last layer it knows", len(layers))
+    return _count_or_warn("ZeroInit", model, "residual branch whose last layer it knows", len(layers))
 
 
 @dataclass(repr=False, eq=False)
@@ -160,7 +160,7 @@ def apply_qk_norm(model: nn.Module, initial_scale: float | None = None, optimize
             others[0].register_forward_hook(partial(_normalize_keys, head_size))
     if optimizers:
         _add_next_to_vectors(model, old_params, optimizers)
-    return _warn_of_no_effect("QKNorm", model, "attention whose queries and keys it knows", len(attentions))
+    return _count_or_warn("QKNorm", model, "attention whose queries and keys it knows", len(attentions))
 
 
 @dataclass(repr=False, eq=False)
@@ -241,7 +241,7 @@ def apply_value_residual(model: nn.Module, optimizers: _Optimizers = None) -> in
             layer.register_forward_hook(partial(_mix_values, first, num_parts))
     if optimizers:
         _add_next_to_vectors(model, old_params, optimizers)
-    return _warn_of_no_effect("ValueResidual", model, "stack of attention layers that it knows", len(values[1:]))
+    return _count_or_warn("ValueResidual", model, "stack of attention layers that it knows", len(values[1:]))
 
 
 @dataclass(repr=False, eq=False)
@@ -303,7 +303,7 @@ def apply_logit_softcap(model: nn.Module, cap: float = 30.0) -> int:
         if not hasattr(head, "_already_softcapped"):
             head.register_forward_hook(partial(_cap, float(cap)))
             head._already_softcapped = True
-    return _warn_of_no_effect("LogitSoftcap", model, "output layer for tokens", len(heads))
+    return _count_or_warn("LogitSoftcap", model, "output layer for tokens", len(heads))
 
 
 @dataclass(repr=False, eq=False)
@@ -379,7 +379,7 @@ def apply_squared_relu(model: nn.Module) -> int:
     }
     replace_module_classes(model, {nn.Module: lambda module, _: _SquaredReLU() if module in found else None})
     count = sum(isinstance(module, _SquaredReLU) for module in model.modules())
-    return _warn_of_no_effect("SquaredReLU", model, "activation in a module named mlp or intermediate", count)
+    return _count_or_warn("SquaredReLU", model, "activation in a module named mlp or intermediate", count)
 
 
 @dataclass(repr=False, eq=False)
@@ -404,7 +404,7 @@ class SquaredReLU(ModelSurgery):
         report(_log, logger, {"squared_relu/num_layers": apply_squared_relu(state.model)})
 
 
-def _warn_of_no_effect(method: str, model: nn.Module, missing: str, count: int) -> int:
+def _count_or_warn(method: str, model: nn.Module, missing: str, count: int) -> int:
     if not count:
         warnings.warn(
             f"{method} has no effect on this {type(model).__qualname__}: it has no {missing}. Use ComposerGPT or a "

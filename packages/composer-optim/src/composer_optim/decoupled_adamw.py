@@ -198,41 +198,38 @@ class DecoupledAdamW(Decoupled, AdamW):
                     "capturable=False, but the step is captured in a CUDA graph, which would repeat the bias "
                     "correction of this step in every replay. Make the optimizer with capturable=True."
                 )
-            params = [param for param in group["params"] if param.grad is not None]
-            grads: list[Any] = [param.grad for param in params]
-            fused = self._uses_fused(group)
-            states = [self._initialized_state(param, group, fused=fused) for param in params]
-            if fused:
-                grads = fit_for_fused(params, grads, states)
-            beta1, beta2 = group["betas"]
-            lists = (
-                grads,
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
-                [state["step"] for state in states],
-            )
-            options: dict[str, Any] = {
-                "beta1": beta1,
-                "beta2": beta2,
-                "initial_lr": get_initial_lr(group),
-                "grad_scale": getattr(self, "grad_scale", None),
-                "found_inf": getattr(self, "found_inf", None),
-                "fused": fused or group["fused"],  # `False` would also keep PyTorch from choosing foreach
-                **{name: group[name] for name in _OPTIONS},
-            }
-            if not any(group[name] for name in _CHANGES):
-                self.adamw(params, *lists, **options)
-                continue
-            rate = decay_rate(group["lr"], options["initial_lr"], group["weight_decay"])
-            shrink(params, rate, options["found_inf"])
-            # From weights of 0, every kernel computes the update itself, not rounded to multiples of the weights' eps.
-            updates = [torch.zeros_like(param) for param in params]
-            options["weight_decay"] = 0.0
-            self.adamw(updates, *lists, **options)
-            for param, update, grad, state in zip(params, updates, grads, states, strict=True):
-                param.addcmul_(update, _update_factor(grad, state, group))
+            self._step_group(group)
         return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        params = [param for param in group["params"] if param.grad is not None]
+        grads: list[Any] = [param.grad for param in params]
+        fused = self._uses_fused(group)
+        states = [self._initialized_state(param, group, fused=fused) for param in params]
+        if fused:
+            grads = fit_for_fused(params, grads, states)
+        lists = (
+            grads,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+            [state["step"] for state in states],
+        )
+        options: dict[str, Any] = {name: group[name] for name in _OPTIONS}
+        # `fused=False` would also keep PyTorch from choosing foreach.
+        options |= {"initial_lr": get_initial_lr(group), "fused": fused or group["fused"]}
+        options |= {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        options["beta1"], options["beta2"] = group["betas"]
+        if not any(group[name] for name in _CHANGES):
+            self.adamw(params, *lists, **options)
+            return
+        shrink(params, decay_rate(group["lr"], options["initial_lr"], group["weight_decay"]), options["found_inf"])
+        # From weights of 0, every kernel computes the update itself, not rounded to multiples of the weights' eps.
+        updates = [torch.zeros_like(param) for param in params]
+        options["weight_decay"] = 0.0
+        self.adamw(updates, *lists, **options)
+        for param, update, grad, state in zip(params, updates, grads, states, strict=True):
+            param.addcmul_(update, _update_factor(grad, state, group))
 
     @staticmethod
     def adamw(
